@@ -1,0 +1,38 @@
+"""The one vocabulary of refusals: bad input ends in a single line that says what, where and how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+class Refusal(Exception):
+    """Input that cannot be used, told in one line; the command line exits with code 2.
+
+    Args:
+        code: Short code such as ``E-RANGE``; one vocabulary for the whole project.
+        message: One line: what is wrong, where, what was expected, how to fix it.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        self.message = " ".join(message.split())
+        super().__init__(f"{self.code}: {self.message}")
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython's hook: a notebook shows the one line, not a traceback."""
+        return [str(self)]
+
+
+def refuse(code: str, message: str) -> NoReturn:
+    """Raise a `Refusal` with this code and message."""
+    raise Refusal(code, message)
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Name the closest of the choices, then list them all: the tail of an "unknown ..." message."""
+    names = sorted(map(str, choices))
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    guess = f"did you mean '{close[0]}'? " if close else ""
+    return f"{guess}one of: {', '.join(names)}"
