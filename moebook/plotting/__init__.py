@@ -1,0 +1,11 @@
+"""Figures in one style: the only package that imports matplotlib.
+
+Every function returns a matplotlib `Figure` that is closed for pyplot, so a notebook cell that ends in
+the call shows it once. Captions and alternative texts belong to the notebook's cell metadata.
+"""
+
+from moebook.plotting.charts import bars, curves
+from moebook.plotting.shares import heatmap, loads
+from moebook.plotting.theme import style
+
+__all__ = ["bars", "curves", "heatmap", "loads", "style"]
