@@ -1,0 +1,32 @@
+"""Results of executed notebooks: values, records, the files that hold them, and their age."""
+
+from moebook.results.files import (
+    COMMITTED,
+    digest,
+    package_digest,
+    read,
+    record_path,
+    records,
+    root,
+    write,
+)
+from moebook.results.freshness import age, changed, current
+from moebook.results.values import TIERS, UNITS, Record, Value
+
+__all__ = [
+    "COMMITTED",
+    "TIERS",
+    "UNITS",
+    "Record",
+    "Value",
+    "age",
+    "changed",
+    "current",
+    "digest",
+    "package_digest",
+    "read",
+    "record_path",
+    "records",
+    "root",
+    "write",
+]

@@ -1,0 +1,45 @@
+"""How old a record is, and whether what it ran has changed since."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from moebook.errors import refuse
+from moebook.results.files import digest, package_digest, root
+from moebook.results.values import Record
+
+
+def age(record: Record, now: datetime | None = None) -> timedelta:
+    """Return the time since the record's run ended.
+
+    Raises:
+        Refusal: ``E-RECORD`` when its manifest has no date.
+    """
+    try:
+        then = datetime.fromisoformat(record.manifest["date"])
+        return (now or datetime.now(UTC)) - then
+    except (KeyError, TypeError, ValueError):
+        refuse("E-RECORD", f"manifest of {record.notebook} ({record.scale}) has no UTC date")
+
+
+def changed(record: Record, folder: Path | None = None) -> tuple[str, ...]:
+    """Name what differs now from what the record ran: of ``notebook``, ``package``, ``lock``.
+
+    Args:
+        record: With its manifest.
+        folder: The project; found from the working directory by default.
+    """
+    then = record.manifest.get("hashes", {})
+    now = current(record.notebook, folder or root())
+    return tuple(part for part, value in now.items() if then.get(part) != value)
+
+
+def current(name: str, folder: Path) -> dict[str, str | None]:
+    """Return the hashes of the notebook's source, the package and the lock as they are now."""
+    sources = sorted((folder / "notebooks").glob(f"[0-9][0-9]_{name}.ipynb"))
+    return {
+        "notebook": digest(sources[0]) if sources else None,
+        "package": package_digest(),
+        "lock": digest(folder / "requirements.lock"),
+    }

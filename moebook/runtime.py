@@ -1,0 +1,216 @@
+"""The machine a run sees: its seeds, device, number format, clock, memory and environment.
+
+torch is imported inside the functions that need it, so that ``moebook list`` starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from moebook.errors import nearest, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+Item = TypeVar("Item")
+
+QUIET = "MOEBOOK_QUIET"
+"""Set to 1 where notebooks are executed for the book: no progress bars in its pages."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = (
+    "torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "datasets",
+    "lm-eval", "numpy", "scipy", "pandas", "scikit-learn", "triton", "papermill", "ipykernel",
+)  # fmt: skip
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (all devices).
+
+    Args:
+        seed: From 0 to 2^32 - 1, which is all that NumPy's global generator takes.
+
+    Raises:
+        Refusal: ``E-RANGE`` for anything else.
+    """
+    import torch
+
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        refuse("E-RANGE", f"seed = {seed!r}: expected an integer in [0, {2**32 - 1}]")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device that is there.
+
+    Raises:
+        Refusal: ``E-DEVICE`` for an unknown name, or for a GPU that this machine does not have.
+    """
+    import torch
+
+    present = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if present else "cpu")
+    names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(present))]
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index if index.isdecimal() else 0) >= present:
+        refuse("E-DEVICE", f"device '{name}' is not on this machine ({present} GPUs); use cpu")
+    if name not in names:
+        refuse("E-DEVICE", f"unknown device '{name}': {nearest(name, ['auto', *names])}")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
+    """Turn ``auto``, ``float32``, ``bfloat16`` or ``float16`` into a dtype the device can train in.
+
+    ``auto`` is float32 on a CPU, bfloat16 on a GPU that has it, else float32.
+
+    Raises:
+        Refusal: ``E-DTYPE`` for an unknown name, or one that the device cannot train in.
+    """
+    import torch
+
+    gpu = torch.device(device).type == "cuda"
+    if name == "auto":
+        return torch.bfloat16 if gpu and torch.cuda.is_bf16_supported() else torch.float32
+    if name not in DTYPES:
+        refuse("E-DTYPE", f"unknown dtype '{name}': {nearest(name, ['auto', *DTYPES])}")
+    if name == "float16" and not gpu:
+        refuse("E-DTYPE", f"dtype float16 needs a GPU, the device is {device}; use float32")
+    if name == "bfloat16" and gpu and not torch.cuda.is_bf16_supported():
+        refuse("E-DTYPE", f"dtype bfloat16 is not supported by {device}; use float32 or float16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@dataclass
+class Lap:
+    """What a block of code cost: seconds, and the peak memory in bytes while it ran.
+
+    Attributes:
+        seconds: Wall-clock time, the device's queued work included.
+        memory: On a GPU the peak allocated by torch, on a CPU the peak resident memory of the
+            process during the block; None where the system cannot tell (only Linux can on a CPU).
+    """
+
+    seconds: float = 0.0
+    memory: int | None = None
+
+
+@contextmanager
+def stopwatch(device: str | torch.device = "cpu") -> Iterator[Lap]:
+    """Measure the time and peak memory of a ``with`` block: its `Lap` is filled at the end."""
+    gpu = str(device).startswith("cuda")
+    lap, known = Lap(), _reset_peak(device) if gpu else _reset_resident_peak()
+    start = time.perf_counter()
+    try:
+        yield lap
+    finally:
+        if gpu:
+            import torch
+
+            torch.cuda.synchronize(device)
+            lap.memory = torch.cuda.max_memory_allocated(device)
+        elif known:
+            lap.memory = peak_memory()
+        lap.seconds = time.perf_counter() - start
+
+
+def _reset_peak(device: str | torch.device) -> bool:
+    import torch
+
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return True
+
+
+def _reset_resident_peak() -> bool:
+    """Start the kernel's high-water mark anew (Linux); False where that cannot be done."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory(pid: int | str = "self") -> int | None:
+    """Peak resident memory of a process in bytes since it or its last `stopwatch` started.
+
+    None where the system keeps no such mark (only Linux does), or the process has ended.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    marks = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(marks[0].split()[1]) * 1024 if marks else None
+
+
+def environment() -> dict[str, Any]:
+    """Describe what a result may depend on: versions, CPU, cores, memory, threads, accelerator.
+
+    Holds no host name, user name or path: it is committed beside the results.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions(),
+        "cpu": _cpu(),
+        "cores": len(psutil.Process().cpu_affinity())
+        if sys.platform == "linux"
+        else os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        "threads": torch.get_num_threads(),
+        "accelerator": gpu.name if gpu else None,
+        "accelerator_memory": gpu.total_memory if gpu else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    """List the versions of the installed packages that results may depend on."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    """Name the CPU's model, as Linux reports it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
+    """Show a progress bar around the loop where someone watches; else the loop alone.
+
+    Someone watches in a terminal and in an interactive notebook. Nobody does when a notebook is
+    executed for the book (``MOEBOOK_QUIET=1``) or the output goes to a file. The bar is plain
+    text on purpose: widgets leave dead boxes in a rendered page.
+    """
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if os.environ.get(QUIET) == "1" or not watched:
+        return iterable
+    return tqdm(iterable, desc=desc or None, total=total, leave=False)
