@@ -174,10 +174,8 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
         "cpu": _cpu(),
-        "cores": len(psutil.Process().cpu_affinity())
-        if sys.platform == "linux"
-        else os.cpu_count(),
-        "memory": psutil.virtual_memory().total,
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "accelerator": gpu.name if gpu else None,
         "accelerator_memory": gpu.total_memory if gpu else None,
