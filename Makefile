@@ -1,0 +1,53 @@
+# Everything a fresh machine with Python 3.11 and make needs. `make` alone lists the targets.
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+TIER   ?= cpu
+PORT   ?= 8000
+ARGS   ?=
+
+LOCKS   := requirements.lock requirements.nodeps.lock pyproject.toml
+STAMP   := .venv/installed-$(shell cat $(LOCKS) | cksum | tr -d ' ')
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
+# Threads of torch that wait for work sleep instead of taking a core from one another.
+export GOMP_SPINCOUNT = 0
+
+.DEFAULT_GOAL := help
+.PHONY: help book test serve lint clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, study, gpu, paper) and render the book
+	@echo "book: executing the notebooks at tier '$(TIER)' and rendering to _build/html"
+	@.venv/bin/moebook book --tier $(TIER)
+
+test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" for some of them)
+	@echo "test: running the tests with the network cut off"
+	@$(OFFLINE) .venv/bin/python -m pytest $(ARGS)
+
+serve: $(STAMP) ## Show the rendered book in a browser, on PORT=8000
+	@test -f _build/html/index.html || { echo "serve: no book in _build/html; run 'make book' first" >&2; exit 2; }
+	@echo "serve: the book is at http://127.0.0.1:$(PORT) (Ctrl-C stops)"
+	@.venv/bin/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+
+lint: $(STAMP) ## Check style, types and layers
+	@echo "lint: ruff, mypy, import-linter"
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-logo
+
+clean: ## Remove what `book` and `test` wrote (keeps .venv, runs/ and results/)
+	@echo "clean: removing the rendered book, executed notebooks and tools' caches"
+	@rm -rf _build book/notebooks book/_generated build .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+
+# The stamp is named by what the locks and pyproject.toml hold, so that .venv is renewed when that changes.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "set-up: needs Python 3.11 or newer, '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1); name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "set-up: installing requirements.lock into .venv (a few minutes the first time)"
+	@rm -f .venv/installed-*
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps -r requirements.nodeps.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@

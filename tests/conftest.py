@@ -1,0 +1,89 @@
+"""What every test gets: no network, offline libraries, fixed threads, interpreted Triton."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Triton reads this when `@triton.jit` decorates, so it stands before any import of the package.
+# Where there is a GPU the kernels are compiled instead, and the tests marked `gpu` run as well.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+# One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("moebook", deadline=None, derandomize=True)
+settings.load_profile("moebook")
+
+
+def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook: a connection to anything but this machine raises, in whatever code asks."""
+    if event not in ("socket.connect", "socket.sendto"):
+        return
+    address = arguments[1]
+    if not isinstance(address, tuple):  # a Unix socket's address is a path
+        return
+    host = str(address[0]).partition("%")[0]
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not local:
+        raise RuntimeError(f"a test asked the network for {host}: tests run offline")
+
+
+sys.addaudithook(cut_the_network)
+
+
+def chromium() -> str | None:
+    """Path of an installed Chromium, under any of its names."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    if item.get_closest_marker("browser") and not chromium():
+        pytest.skip("no Chromium: install Debian's package `chromium`")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture
+def browser() -> str:
+    """Path of Chromium, for tests marked `browser`."""
+    path = chromium()
+    assert path, "mark the test `browser`, so that it is skipped where there is no Chromium"
+    return path
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's top folder."""
+    return Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of published artefacts that some tests compare with, from MOEBOOK_SHARED."""
+    folder = os.environ.get("MOEBOOK_SHARED", "")
+    if not folder:
+        pytest.skip("MOEBOOK_SHARED is not set: no published artefacts to compare with")
+    if not Path(folder).is_dir():
+        pytest.fail(f"MOEBOOK_SHARED={folder} is not a folder")
+    return Path(folder)

@@ -1,0 +1,193 @@
+"""What sources look like: notebooks without outputs that tell a story, modules of readable size."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MODULES = sorted((ROOT / "moebook").rglob("*.py"))
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
+
+Cell = dict[str, Any]
+
+
+def code(cell: Cell) -> str:
+    """Source of a cell, without the lines of IPython's own syntax."""
+    lines = "".join(cell["source"]).splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
+
+
+def code_lines(cell: Cell) -> int:
+    """Number of lines of a cell that are neither blank nor a comment."""
+    lines = (line.strip() for line in "".join(cell["source"]).splitlines())
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def draws(tree: ast.Module) -> bool:
+    """Whether a cell calls a function of `plotting` other than `style`."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "plotting"
+        and node.func.attr != "style"
+        for node in ast.walk(tree)
+    )
+
+
+def untold(cells: list[Cell]) -> Iterator[int]:
+    """Positions of code cells, after the frame, without text before and behind them."""
+    positions = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    for i in positions[FRAME:]:
+        neighbours = cells[i - 1 : i] + cells[i + 1 : i + 2]
+        if [cell["cell_type"] for cell in neighbours] != ["markdown", "markdown"]:
+            yield i
+
+
+def figure_problems(number: int, cell: Cell) -> Iterator[str]:
+    """What a cell that draws lacks of name, caption and alternative text."""
+    described = cell["metadata"].get("mystnb", {})
+    figure, image = described.get("figure", {}), described.get("image", {})
+    for kind, value in (
+        ("name", figure.get("name")),
+        ("caption", figure.get("caption")),
+        ("alt", image.get("alt")),
+    ):
+        if not value:
+            yield f"code cell {number}: its figure has no {kind}"
+
+
+def cell_problems(number: int, cell: Cell) -> Iterator[str]:
+    """What is wrong with one code cell; numbers count code cells from 0."""
+    tree = ast.parse(code(cell))
+    if cell.get("outputs") or cell.get("execution_count") is not None:
+        yield f"code cell {number}: holds outputs"
+    if any(isinstance(node, DEFINITIONS) for node in ast.walk(tree)):
+        yield f"code cell {number}: defines a function or class"
+    if code_lines(cell) > 12:
+        yield f"code cell {number}: {code_lines(cell)} lines of code"
+    imports = any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))
+    if number and imports:
+        yield f"code cell {number}: imports after the first code cell"
+    if draws(tree):
+        yield from figure_problems(number, cell)
+
+
+def notebook_problems(notebook: dict[str, Any]) -> list[str]:
+    """Everything that keeps a notebook from being a recipe that tells its story."""
+    cells = notebook["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    problems = [
+        problem for number, cell in enumerate(codes) for problem in cell_problems(number, cell)
+    ]
+    tagged = [i for i, cell in enumerate(codes) if "parameters" in cell["metadata"].get("tags", [])]
+    if tagged != [1]:
+        problems.append("the second code cell, and no other, is tagged `parameters`")
+    if len(codes) < FRAME or "notebook.begin(" not in code(codes[2]):
+        problems.append("the third code cell calls `notebook.begin`")
+    problems += [
+        f"cell {i}: a question before it or a reading after it is missing" for i in untold(cells)
+    ]
+    return problems
+
+
+def module_problems(path: Path) -> list[str]:
+    """What is too long or left undone in a module of the package."""
+    text = path.read_text()
+    lines = text.splitlines()
+    problems = [f"{len(lines)} lines, at most 400"] if len(lines) > 400 else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > 60:
+                problems.append(f"line {node.lineno}: {node.name} has {length} lines, at most 60")
+    left = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    problems += [
+        f"line {i}: {line.strip()}" for i, line in enumerate(lines, 1) if left.search(line)
+    ]
+    return problems
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_a_recipe_without_outputs(path: Path) -> None:
+    assert notebook_problems(json.loads(path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_is_of_readable_size_and_finished(path: Path) -> None:
+    assert module_problems(path) == []
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    drawers = {"utils", "helpers", "common", "base", "manager"}
+    assert [path for path in MODULES if path.stem in drawers or path.parent.name in drawers] == []
+
+
+def told(*sources: str) -> dict[str, Any]:
+    """A faultless notebook of these code cells behind the usual frame."""
+    frame = (
+        "from moebook import notebook, plotting",
+        "steps: int = 1",
+        "run = notebook.begin(In, {})",
+    )
+    cells = [{"cell_type": "markdown", "metadata": {}, "source": "# A title"}]
+    for source in (*frame, *sources):
+        cells.append({"cell_type": "code", "metadata": {}, "source": source, "outputs": []})
+        cells.append({"cell_type": "markdown", "metadata": {}, "source": "What it means."})
+    cells[3]["metadata"] = {"tags": ["parameters"]}
+    return {"cells": cells}
+
+
+def test_a_faultless_notebook_has_no_problems() -> None:
+    drawn = told("plotting.style()", "plotting.curves(history)")
+    drawn["cells"][9]["metadata"]["mystnb"] = {
+        "figure": {"name": "fig-loss", "caption": "Loss."},
+        "image": {"alt": "A falling line."},
+    }
+    assert notebook_problems(drawn) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def f(): return 1", "defines a function"),
+        ("f = lambda: 1", "defines a function"),
+        ("import os", "imports after"),
+        ("if steps:\n    from os import path", "imports after"),
+        ("\n".join(f"x{i} = {i}" for i in range(13)), "13 lines of code"),
+        ("figure = plotting.curves(history)", "no alt"),
+        ("figure = plotting.curves(history)", "no caption"),
+        ("figure = plotting.curves(history)", "no name"),
+    ],
+)
+def test_a_fault_in_a_cell_is_found(source: str, problem: str) -> None:
+    assert any(problem in found for found in notebook_problems(told(source)))
+
+
+def test_outputs_missing_text_and_a_missing_frame_are_found() -> None:
+    broken = told("x = 1")
+    broken["cells"][7]["outputs"] = [{"output_type": "stream", "text": "1"}]
+    del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
+    broken["cells"][5]["source"] = "x = 0"
+    found = "\n".join(notebook_problems(broken))
+    assert "holds outputs" in found
+    assert "a reading after it is missing" in found
+    assert "tagged `parameters`" in found
+    assert "`notebook.begin`" in found
+
+
+def test_a_long_function_and_unfinished_work_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("def f():\n" + "    x = 1\n" * 60 + "# TO" + "DO: more\n")
+    assert len(module_problems(path)) == 2
+    path.write_text("x = 1\n" * 401)
+    assert module_problems(path) == ["401 lines, at most 400"]
