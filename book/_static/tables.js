@@ -1,0 +1,51 @@
+// Filters for tables marked <table data-filters="paper verdict">. Without JavaScript every row shows.
+"use strict";
+
+function select(name, values, chosen, onchange) {
+  const label = document.createElement("label");
+  const field = document.createElement("select");
+  label.append(name, field);
+  for (const value of ["all", ...values]) field.append(new Option(value, value));
+  field.value = values.includes(chosen) ? chosen : "all";
+  field.addEventListener("change", onchange);
+  return [label, field];
+}
+
+function filtered(table) {
+  const names = table.dataset.filters.split(" ");
+  const rows = [...table.tBodies[0].rows];
+  const bar = document.createElement("div");
+  const count = document.createElement("output");
+  const fields = {};
+  const asked = new URLSearchParams(location.search);
+
+  const show = () => {
+    let shown = 0;
+    for (const row of rows) {
+      row.hidden = names.some((name) => !["all", row.dataset[name]].includes(fields[name].value));
+      shown += !row.hidden;
+    }
+    count.textContent = `${shown} of ${rows.length} shown`;
+  };
+
+  bar.className = "moe-filters";
+  for (const name of names) {
+    const values = [...new Set(rows.map((row) => row.dataset[name]))];
+    const [label, field] = select(name, values, asked.get(name), show);
+    fields[name] = field;
+    bar.append(label);
+  }
+  bar.append(count);
+  // The caption's table may stand in a scrolling box of the theme's: the filters belong before it.
+  (table.closest(".pst-scrollable-table-container") ?? table).before(bar);
+  show();
+  // A link to a row that the address's filters hide would lead nowhere.
+  const target = rows.find((row) => row.id && `#${row.id}` === location.hash);
+  if (target?.hidden) {
+    for (const name of names) fields[name].value = "all";
+    show();
+    target.scrollIntoView();
+  }
+}
+
+document.querySelectorAll("table[data-filters]").forEach(filtered);
