@@ -1,0 +1,23 @@
+"""What the four papers claim, as data: tables, claims, settings, and an audit of their sums."""
+
+from moebook.papers.arithmetic import Finding, audit, judge, report
+from moebook.papers.claim import Claim, claim, claims
+from moebook.papers.settings import hyperparameters
+from moebook.papers.tables import PAPERS, Number, number, table, tables, wide
+
+__all__ = [
+    "PAPERS",
+    "Claim",
+    "Finding",
+    "Number",
+    "audit",
+    "claim",
+    "claims",
+    "hyperparameters",
+    "judge",
+    "number",
+    "report",
+    "table",
+    "tables",
+    "wide",
+]

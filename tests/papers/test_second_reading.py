@@ -1,0 +1,55 @@
+"""The second reading: every number of a CSV stands in the paper's own text, in the same order."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from moebook import papers
+
+SHARED = os.environ.get("MOEBOOK_SHARED")
+TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]
+
+
+def tokens(text: str) -> list[str]:
+    """All numbers of a text in order, without units, typesetting or thousands separators."""
+    text = re.sub(r"</?\w[^>\n]*>|[\\$_{}]", " ", text)
+    return [found.replace(",", "") for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def window(wanted: list[str], text: list[str]) -> list[str] | None:
+    """The shortest stretch that holds all wanted numbers in order, greedily from each start."""
+    best: list[str] | None = None
+    for start in (i for i, token in enumerate(text) if token == wanted[0]):
+        place = start
+        for number in wanted[1:]:
+            try:
+                place = text.index(number, place + 1)
+            except ValueError:
+                return best
+        if best is None or place + 1 - start < len(best):
+            best = text[start : place + 1]
+    return best
+
+
+@pytest.mark.skipif(
+    not SHARED, reason="MOEBOOK_SHARED does not name the folder with the papers' texts"
+)
+@pytest.mark.parametrize(("paper", "name"), TABLES)
+def test_every_number_of_a_table_stands_in_the_papers_text_in_order(paper: str, name: str) -> None:
+    frame = papers.table(paper, name)
+    printed = frame.loc[frame["mark"] != "restored", "printed"]
+    wanted = [token for value in printed for token in tokens(value)]
+    found = window(wanted, tokens(Path(str(SHARED), "papers", f"{paper}.txt").read_text("utf-8")))
+    assert found is not None, "a number of the table is not in the text, or not in this order"
+    assert len(found) <= 4 * len(wanted) + 12, (
+        "found, but scattered: not the table's own place in the text"
+    )
+
+
+def test_the_window_is_the_shortest_stretch_that_holds_the_numbers_in_order() -> None:
+    assert window(["1", "2"], ["1", "9", "1", "5", "2", "2"]) == ["1", "5", "2"]
+    assert window(["2", "1"], ["1", "2"]) is None
