@@ -121,14 +121,16 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Lap]:
     try:
         yield lap
     finally:
-        if gpu:
-            import torch
-
-            torch.cuda.synchronize(device)
-            lap.memory = torch.cuda.max_memory_allocated(device)
-        elif known:
-            lap.memory = peak_memory()
+        lap.memory = _peak(device) if gpu else peak_memory() if known else None
         lap.seconds = time.perf_counter() - start
+
+
+def _peak(device: str | torch.device) -> int:
+    """Wait for the GPU's queued work, then read the peak that torch allocated."""
+    import torch
+
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def _reset_peak(device: str | torch.device) -> bool:

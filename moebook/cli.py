@@ -1,0 +1,142 @@
+"""The command line ``moebook``: each command in a few lines that call down.
+
+What a command needs is imported when it runs, so that ``moebook list`` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from moebook.errors import Refusal, nearest, refuse
+from moebook.results import TIERS
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are refusals of one line, with the nearest word that it knows."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse with ``E-USAGE``."""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w-]+", choice[2])
+            refuse("E-USAGE", f"{self.prog}: unknown '{choice[1]}'; {nearest(choice[1], known)}")
+        if option := re.search(r"unrecognized arguments: (\S+)", message):
+            known = list(self._option_string_actions)
+            refuse("E-USAGE", f"{self.prog}: unknown '{option[1]}'; {nearest(option[1], known)}")
+        refuse("E-USAGE", f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, 1 when a check failed, 2 for a refusal, 130 after Ctrl-C."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        options = _parse(arguments)
+        command: Callable[[argparse.Namespace], int] = options.command
+        return command(options)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written was left", file=sys.stderr)
+        return 130
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """End as after SIGTERM, but through the clean-up of every open block."""
+    sys.exit(128 + number)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, and let the sub-command's own parser complain about what is left over."""
+    parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_run, _add_list, _add_book, _add_verify):
+        add(commands)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        options.parser.error(f"unrecognized arguments: {rest[0]}")
+    return options
+
+
+def _add(commands: Any, name: str, command: Callable[[Any], int], text: str) -> Parser:
+    parser: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add(commands, "run", run, "execute one notebook and publish what it left")
+    parser.add_argument("notebook", help="short name, such as pesc")
+    parser.add_argument("--tier", default="cpu", choices=TIERS, help="scale (default: cpu)")
+    parser.add_argument(
+        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
+    )
+    parser.add_argument("--force", action="store_true", help="run even if nothing has changed")
+
+
+def _add_list(commands: Any) -> None:
+    _add(commands, "list", list_notebooks, "show notebooks, parameters, tiers and measured costs")
+
+
+def _add_book(commands: Any) -> None:
+    parser = _add(commands, "book", book, "execute the notebooks and render the book")
+    parser.add_argument("--tier", default="cpu", choices=TIERS, help="scale (default: cpu)")
+    parser.add_argument("--only", metavar="NOTEBOOK", help="execute this one, render everything")
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _add(commands, "verify", verify, "recompute hashes and values of all records")
+    parser.add_argument("notebook", nargs="?", help="short name; all by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """``moebook run``: execute one notebook."""
+    from moebook import results
+    from moebook.notebook import parameters, sources
+    from moebook.notebook.runner import run_notebook
+
+    folder = results.root()
+    declared = sources.find(folder, options.notebook).parameters
+    overrides = parameters.read_options(declared, options.p)
+    outcome = run_notebook(
+        options.notebook, options.tier, overrides, folder=folder, force=options.force
+    )
+    print(outcome.describe(folder))
+    return 0
+
+
+def list_notebooks(options: argparse.Namespace) -> int:
+    """``moebook list``: show what can be run, and what it cost."""
+    from moebook import results
+    from moebook.notebook import overview
+
+    print(overview.text(results.root()))
+    return 0
+
+
+def book(options: argparse.Namespace) -> int:
+    """``moebook book``: execute what has changed, then render."""
+    from moebook import results
+    from moebook.notebook import sources
+    from moebook.notebook.runner import run_notebook
+
+    folder = results.root()
+    for name in [options.only] if options.only else sources.notebooks(folder):
+        print(run_notebook(name, options.tier, folder=folder).describe(folder), flush=True)
+    from moebook.notebook.book import build
+
+    build(options.tier)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """``moebook verify``: exit 1 when a record, manifest and executed copy do not agree."""
+    from moebook.notebook.verify import verify as findings
+
+    found = findings(options.notebook)
+    print("\n".join(map(str, found)) or "no records: nothing was run yet")
+    return int(any(finding.failures for finding in found))

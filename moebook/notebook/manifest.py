@@ -1,0 +1,114 @@
+"""The manifest of a run: what ran, with what, where, at what cost, and what came out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moebook import results, runtime
+from moebook.notebook.parameters import Scalar
+from moebook.results import Value
+
+CODE = ("moebook", "notebooks", "requirements.lock")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what a run gives; its `key` names the run.
+
+    Args:
+        notebook: Short name.
+        tier: The scale.
+        parameters: Every declared parameter with the value it will have.
+        overrides: Those set by the reader over the tier's.
+        hashes: sha256 of the ``notebook``, the ``package`` and the ``lock`` (None without a lock).
+    """
+
+    notebook: str
+    tier: str
+    parameters: Mapping[str, Scalar]
+    overrides: Mapping[str, Scalar]
+    hashes: Mapping[str, str | None]
+
+    @property
+    def key(self) -> str:
+        """Hash of notebook, parameters, package, lock and tier: equal keys need no second run."""
+        return key(self.tier, self.parameters, self.hashes)
+
+
+def key(tier: str, parameters: Mapping[str, Any], hashes: Mapping[str, Any]) -> str:
+    """Return the sha256 over a run's tier, parameters and the hashes of what it runs."""
+    parts = {part: hashes.get(part) for part in ("notebook", "package", "lock")}
+    text = json.dumps([tier, dict(parameters), parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def manifest(
+    plan: Plan,
+    *,
+    folder: Path,
+    texts: Mapping[str, str],
+    values: tuple[Value, ...],
+    cost: Mapping[str, Any],
+    stripped: Mapping[str, int],
+) -> dict[str, Any]:
+    """Describe a finished run.
+
+    Args:
+        plan: What was run.
+        folder: The project.
+        texts: The texts written: ``executed`` (the published notebook) and ``record``.
+        values: The recorded values.
+        cost: ``seconds``, ``cell_seconds`` (by execution count) and ``peak_memory`` in bytes.
+        stripped: What the filter left out, counted by kind.
+    """
+    written = {part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()}
+    return {
+        "notebook": plan.notebook,
+        "tier": plan.tier,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "key": plan.key,
+        "hashes": {**plan.hashes, **written},
+        "parameters": dict(plan.parameters),
+        "overrides": dict(plan.overrides),
+        "commit": commit(folder),
+        "environment": runtime.environment(),
+        **cost,
+        "values": {value.key: value.value for value in values},
+        "stripped": dict(stripped),
+    }
+
+
+def commit(folder: Path) -> dict[str, Any] | None:
+    """Return the git commit and whether what runs differs from it (dirty); None without git."""
+    head = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--", *CODE)
+    return None if head is None or status is None else {"id": head, "dirty": bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def plan(
+    notebook: str,
+    tier: str,
+    parameters: Mapping[str, Scalar],
+    overrides: Mapping[str, Scalar],
+    folder: Path,
+) -> Plan:
+    """Make a `Plan` with the hashes of the files as they are now."""
+    return Plan(notebook, tier, parameters, overrides, results.current(notebook, folder))

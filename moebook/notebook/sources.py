@@ -1,0 +1,195 @@
+"""The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and tier files.
+
+A tier is a YAML file beside the notebook, ``NN_name.<tier>.yaml``: one flat mapping of parameter
+to scalar, which plain ``papermill -f`` reads too. The tier that the parameters cell declares as
+its default needs no file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moebook import results
+from moebook.errors import nearest, refuse
+from moebook.notebook import parameters
+from moebook.notebook.parameters import Parameter, Scalar
+
+_STEM = re.compile(r"\d\d_([a-z0-9_]+)")
+_FLAT = (
+    yaml.StreamStartToken, yaml.StreamEndToken, yaml.DocumentStartToken, yaml.DocumentEndToken,
+    yaml.BlockMappingStartToken, yaml.BlockEndToken, yaml.KeyToken, yaml.ValueToken,
+    yaml.ScalarToken,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A notebook's source and what its parameters cell declares.
+
+    Args:
+        path: ``.../notebooks/NN_name.ipynb``.
+        title: Its first heading.
+        parameters: Name to declaration, in the cell's order; ``tier`` is always among them.
+    """
+
+    path: Path
+    title: str
+    parameters: dict[str, Parameter]
+
+    @property
+    def name(self) -> str:
+        """The short name: ``pesc`` for ``01_pesc.ipynb``."""
+        return self.path.stem[3:]
+
+    @property
+    def tiers(self) -> list[str]:
+        """The tiers it can run at, in the order of `results.TIERS`."""
+        return [tier for tier in results.TIERS if self.file(tier).is_file() or self._default(tier)]
+
+    def file(self, tier: str) -> Path:
+        """Name the file that sets a tier's parameters."""
+        return self.path.with_name(f"{self.path.stem}.{tier}.yaml")
+
+    def settings(self, tier: str) -> dict[str, Scalar]:
+        """Read and check what a tier sets, the parameter ``tier`` included.
+
+        Raises:
+            Refusal: ``E-TIER`` for a tier that the notebook lacks, ``E-CONFIG``, ``E-PARAMETER``,
+                ``E-TYPE`` or ``E-RANGE`` for a file that breaks the rules.
+        """
+        if tier not in self.tiers:
+            known = nearest(tier, self.tiers)
+            refuse("E-TIER", f"{self.name} has no tier '{tier}' ({self.file(tier).name}); {known}")
+        found = {} if not self.file(tier).is_file() else read_flat(self.file(tier))
+        for name, (value, where) in found.items():
+            parameters.check(self.parameters, {name: value}, where)
+            if name == "tier" and value != tier:
+                refuse("E-CONFIG", f"{where}: tier = {value!r} in the file of tier '{tier}'")
+        return {name: value for name, (value, _) in found.items()} | {"tier": tier}
+
+    def _default(self, tier: str) -> bool:
+        return self.parameters["tier"].default == tier
+
+
+def notebooks(folder: Path) -> dict[str, Notebook]:
+    """Read all notebooks of the project, by short name, in the order of their numbers.
+
+    Raises:
+        Refusal: ``E-NOTEBOOK`` for one that cannot be read, or a short name used twice.
+    """
+    paths = [p for p in sorted((folder / "notebooks").glob("*.ipynb")) if _STEM.fullmatch(p.stem)]
+    found: dict[str, Notebook] = {}
+    for path in paths:
+        notebook = read(path)
+        if notebook.name in found:
+            refuse("E-NOTEBOOK", f"{found[notebook.name].path.name} and {path.name} share a name")
+        found[notebook.name] = notebook
+    return found
+
+
+def find(folder: Path, name: str) -> Notebook:
+    """Return the notebook with that short name, or refuse with the nearest one."""
+    paths = sorted((folder / "notebooks").glob("*.ipynb"))
+    known = {match[1]: path for path in paths if (match := _STEM.fullmatch(path.stem))}
+    if not known:
+        refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
+    if name not in known:
+        refuse("E-NOTEBOOK", f"unknown notebook '{name}': {nearest(name, known)}")
+    return read(known[name])
+
+
+def read(path: Path) -> Notebook:
+    """Read one notebook's parameters cell and title; nothing of it is executed.
+
+    Raises:
+        Refusal: ``E-NOTEBOOK`` when it is not a notebook of format 4 with one cell tagged
+            ``parameters`` that declares ``tier``.
+    """
+    where = f"notebooks/{path.name}"
+    cells = _cells(path, where)
+    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+    if len(tagged) != 1:
+        refuse("E-NOTEBOOK", f"{where}: expected one cell tagged 'parameters', found {len(tagged)}")
+    declared = parameters.parse(_text(tagged[0]), where)
+    if "tier" not in declared:
+        refuse("E-NOTEBOOK", f'{where} must declare tier: str = "cpu"  # {{smoke, cpu, ...}}')
+    lines = [line for c in cells if c.get("cell_type") == "markdown" for line in _lines(c)]
+    titles = [line[2:].strip() for line in lines if line.startswith("# ")]
+    return Notebook(path, titles[0] if titles else "", declared)
+
+
+def _cells(path: Path, where: str) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        refuse("E-NOTEBOOK", f"{where} is not JSON ({error}); it may be cut off")
+    if not isinstance(data, dict) or data.get("nbformat") != 4 or "cells" not in data:
+        refuse("E-NOTEBOOK", f"{where}: expected nbformat 4; convert it with jupyter nbconvert")
+    cells: list[dict[str, Any]] = data["cells"]
+    return cells
+
+
+def _text(cell: dict[str, Any]) -> str:
+    source = cell.get("source", "")
+    return source if isinstance(source, str) else "".join(source)
+
+
+def _lines(cell: dict[str, Any]) -> list[str]:
+    return _text(cell).splitlines()
+
+
+def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
+    """Read a YAML file of one flat mapping: name to value and the place of its line.
+
+    Tags, anchors, lists, nested mappings and repeated keys are refused, each with file:line:col,
+    because papermill would turn some of them into code.
+
+    Raises:
+        Refusal: ``E-CONFIG``.
+    """
+    text = _decode(path)
+    try:
+        tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
+        for token in tokens:
+            if not isinstance(token, _FLAT):
+                refuse("E-CONFIG", f"{_at(path, token.start_mark)}: {_kind(token)} is not allowed")
+        if sum(isinstance(token, yaml.BlockMappingStartToken) for token in tokens) > 1:
+            refuse("E-CONFIG", f"{path.name}: expected one flat mapping of name: value")
+        return _pairs(path, yaml.compose(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        refuse("E-CONFIG", f"{_at(path, error.problem_mark)}: {error.problem}")
+    except (yaml.YAMLError, ValueError) as error:
+        refuse("E-CONFIG", f"{path.name}: {error}")
+
+
+def _pairs(path: Path, node: yaml.Node | None) -> dict[str, tuple[Any, str]]:
+    if node is not None and not isinstance(node, yaml.MappingNode):
+        refuse("E-CONFIG", f"{_at(path, node.start_mark)}: expected name: value")
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in node.value if node is not None else []:
+        where = _at(path, key.start_mark)
+        if key.value in found:
+            refuse("E-CONFIG", f"{where}: {key.value} is given twice")
+        found[key.value] = (yaml.SafeLoader("").construct_object(value), where)
+    return found
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        refuse("E-CONFIG", f"{path.name}: not UTF-8 at byte {error.start}")
+
+
+def _at(path: Path, mark: yaml.Mark | None) -> str:
+    return path.name if mark is None else f"{path.name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _kind(token: yaml.Token) -> str:
+    return f"YAML {type(token).__name__.removesuffix('Token').lower()}"
