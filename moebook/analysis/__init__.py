@@ -1,0 +1,1 @@
+"""What routed models do with their tokens: shares, load, specialisation."""

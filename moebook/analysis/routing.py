@@ -1,0 +1,96 @@
+"""Which expert serves which domain: shares of tokens by layer and expert, summarised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.nn import routers
+
+
+@torch.no_grad()
+def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
+    """Measure each expert's share of the routed slots, by layer and domain (PESC Fig. 4).
+
+    Works on any model with routers of `moebook.nn`. Padding is left out. The model runs in
+    evaluation mode and is given back in the mode it came in.
+
+    Args:
+        model: A crafted or upcycled model.
+        batches: For each domain its batches, each with ``input_ids`` and, where padded,
+            ``attention_mask`` ``[B, T]``.
+
+    Returns:
+        Columns domain, layer, expert, slots (count), share (sums to 1 within a domain and layer).
+
+    Raises:
+        Refusal: E-MODEL when the model has no routers, E-DATA when a domain has no tokens.
+    """
+    found = routers(model)
+    if not found:
+        refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
+    training = model.training
+    model.eval()
+    rows = []
+    for domain, several in batches.items():
+        slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
+        for batch in several:
+            model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+            slots += torch.stack([_counts(router) for router in found])
+        if not slots.sum():
+            refuse("E-DATA", f"domain '{domain}' has no tokens to count")
+        for router, counted in zip(found, slots, strict=True):
+            total = counted.sum()
+            rows += [
+                (domain, router.layer, expert, int(count), float(count / total))
+                for expert, count in enumerate(counted)
+            ]
+    model.train(training)
+    return pd.DataFrame(rows, columns=["domain", "layer", "expert", "slots", "share"])
+
+
+def load(frame: pd.DataFrame) -> pd.DataFrame:
+    """Summarise the load of each layer over all domains together.
+
+    Args:
+        frame: From `shares`.
+
+    Returns:
+        One row a layer: ``entropy``, that of the experts' shares over ln E (1 uniform, 0 one
+            expert),
+        and ``largest``, the largest share of one expert (1/E when uniform).
+    """
+    slots = frame.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
+    share = slots.div(slots.sum(axis=1), axis=0)
+    logs = np.log(share.where(share > 0, 1.0))
+    entropy = -(share * logs).sum(axis=1) / max(np.log(share.shape[1]), 1e-12)
+    return pd.DataFrame({"entropy": entropy, "largest": share.max(axis=1)}).reset_index()
+
+
+def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
+    """Measure how differently each domain is routed from the average domain.
+
+    Args:
+        frame: From `shares`.
+
+    Returns:
+        Columns layer, domain, distance: half the summed absolute difference (total variation, in
+        [0, 1]) between the domain's shares and the mean of all domains' shares; 0 when alike.
+    """
+    wide = frame.pivot(index=["layer", "domain"], columns="expert", values="share")
+    average = wide.groupby(level="layer").transform("mean")
+    distance = (wide - average).abs().sum(axis=1) / 2
+    return distance.rename("distance").reset_index()
+
+
+def _counts(router: nn.Module) -> Tensor:
+    """Return the slots that each expert ``[E]`` got in the last pass, without padding."""
+    ids = router.trace.decisions[router.layer].ids
+    mask = router.trace.padding(len(ids))
+    kept = ids if mask is None else ids[mask.to(ids.device)]
+    return torch.bincount(kept.flatten().cpu(), minlength=len(router.weight)).double()

@@ -1,0 +1,7 @@
+"""The ops: each is one file with its meaning in plain PyTorch (`reference`) and a fast path."""
+
+from moebook.kernels.adapters import adapters
+from moebook.kernels.balance_loss import balance_loss
+from moebook.kernels.route import Routing, route
+
+__all__ = ["Routing", "adapters", "balance_loss", "route"]

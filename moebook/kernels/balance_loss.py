@@ -1,0 +1,72 @@
+"""balance_loss: the load-balancing loss of one router over one batch (PESC Eq. 10)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moebook.errors import nearest, refuse
+from moebook.kernels.dispatch import implementation
+
+FORMS = ("live", "constant")
+
+
+def balance_loss(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    form: str = "live",
+    impl: str = "auto",
+) -> Tensor:
+    """Return ``E * sum_i f_i p_i``: 1 for uniform routing, up to ``E / K`` for collapsed.
+
+    Eq. 10 without its factor alpha.
+
+    f_i is the share of the ``T * K`` routed slots that go to expert i (it sums to 1; "both vectors
+    should ideally have values of 1/n"), and has no gradient. p_i is the mean over tokens of the
+    softmax over ALL E logits, taken before the top-k: the softmax over the kept logits alone would
+    sum to the same number whatever the router does, and its gradient would vanish.
+
+    Args:
+        logits: ``[T, E]`` router logits.
+        ids: ``[T, K]`` chosen experts.
+        mask: ``[T]``, true (or 1) for tokens that count; all of them by default. Padding is left
+            out of both f and p. With no token left the loss is 0.
+        form: ``"live"`` as above. ``"constant"`` is the released code's form: the mean of the
+            softmax over the K kept logits stands for p, which is 1/K for every token, so the value
+            is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
+        impl: ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
+
+    Raises:
+        Refusal: E-SHAPE, E-CHOICE or E-IMPL for an argument that cannot be used.
+    """
+    if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits):
+        shapes = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
+        refuse("E-SHAPE", f"balance_loss: expected logits [T, E] and ids [T, K], got {shapes}")
+    if mask is not None and mask.shape != logits.shape[:1]:
+        shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
+        refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")
+    if form not in FORMS:
+        refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
+    keep = logits.new_ones(len(logits)) if mask is None else mask.to(logits.dtype)
+    run = implementation("balance_loss", impl, {"torch": _counted, "reference": reference})
+    load = run(ids, keep, logits.shape[1])
+    tokens = keep.sum().clamp(min=1)
+    if form == "constant":
+        kept = logits.gather(1, ids).softmax(-1).mean(-1)
+        return logits.shape[1] * load.sum() * (kept @ keep) / tokens
+    return logits.shape[1] * (load * (keep @ logits.softmax(-1))).sum() / tokens
+
+
+def reference(ids: Tensor, keep: Tensor, experts: int) -> Tensor:
+    """Return f, the share of slots by expert ``[E]``, from one-hot vectors."""
+    hot = torch.nn.functional.one_hot(ids, experts).to(keep.dtype)
+    return torch.einsum("tke,t->e", hot, keep) / (keep.sum() * ids.shape[1]).clamp(min=1)
+
+
+def _counted(ids: Tensor, keep: Tensor, experts: int) -> Tensor:
+    """Return f by counting: no ``[T, K, E]`` tensor is made."""
+    weights = keep.unsqueeze(1).expand(ids.shape).flatten()
+    load = keep.new_zeros(experts).scatter_add_(0, ids.flatten(), weights)
+    return load / weights.sum().clamp(min=1)

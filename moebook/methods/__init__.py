@@ -1,0 +1,1 @@
+"""The papers' methods, one module each; none imports another."""

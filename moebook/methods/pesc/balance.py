@@ -1,0 +1,63 @@
+"""Eq. 10 for a crafted model: one term a sparse layer, from its last forward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moebook import kernels
+from moebook import nn as mnn
+from moebook.errors import refuse
+from moebook.methods.pesc.crafting import origin
+
+
+def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
+    """Return ``alpha * E * sum_i f_i p_i``, summed over sparse layers, of the last pass (Eq. 10).
+
+    Each layer has its own term ("for each sparse transformer block"); pooling f and p over the
+    layers would let one layer's imbalance cancel another's. See `moebook.kernels.balance_loss` for
+    f, p and the released form. Fits ``training.fit(..., penalty=pesc.balance_loss)``, gradient
+    accumulation and gradient checkpointing (the non-reentrant kind, transformers' default: the
+    recorded logits then belong to the same graph as the output; the reentrant kind runs layers
+    without a graph).
+
+    Args:
+        model: A crafted model that has run forward.
+        attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
+
+    Returns:
+        A scalar; 0 for the dense arm and for ``balance="none"``.
+
+    Raises:
+        Refusal: E-MODEL for a model that PESC did not make or that has not run yet; E-GRADIENT when
+            the routers should train but the pass left no graph.
+    """
+    config = origin(model).config
+    found = mnn.routers(model)
+    if config.balance == "none" or not found:
+        return torch.zeros((), device=next(model.parameters()).device)
+    total = torch.zeros((), device=found[0].weight.device, dtype=found[0].weight.dtype)
+    for router in found:
+        decision = router.trace.decisions.get(router.layer)
+        if decision is None:
+            refuse(
+                "E-MODEL",
+                f"the router of layer {router.layer} has not run: do a forward pass first",
+            )
+        _check_graph(router, decision.logits)
+        mask = router.trace.padding(len(decision.ids), attention_mask)
+        mask = None if mask is None else mask.to(decision.ids.device)
+        term = kernels.balance_loss(decision.logits, decision.ids, mask=mask, form=config.balance)
+        total = total + term.to(total.device)
+    return config.balance_weight * total
+
+
+def _check_graph(router: mnn.Router, logits: Tensor) -> None:
+    wanted = router.training and router.weight.requires_grad and torch.is_grad_enabled()
+    if wanted and not logits.requires_grad:
+        refuse(
+            "E-GRADIENT",
+            f"the router of layer {router.layer} ran without a graph, so its balance loss"
+            " would be dead: no torch.no_grad() around the forward pass, and gradient"
+            " checkpointing with use_reentrant=False",
+        )

@@ -1,0 +1,139 @@
+"""The settings of PESC: each choice that the paper leaves open is a switch; three presets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moebook.errors import nearest, refuse
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CHOICES = {
+    "down_init": ("kaiming", "zero"),
+    "balance": ("live", "constant", "none"),
+    "host": ("frozen", "lora", "qlora", "full"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
+
+    The defaults are the preset ``fixed``. What the paper and its code disagree on in training alone
+    (sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps) is not part of the
+    model and stands with the papers' hyper-parameters.
+
+    Attributes:
+        experts: E, adapters a layer, at least 1.
+        top_k: K, experts per token, 1 to E (2 in the paper).
+        adapter_width: R, 1 to D. 512 is what the printed sizes imply; the released code trains 64.
+        adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
+        served_scale: The same in evaluation mode. The released code trains with 1 and merges with
+            0.25, so what is served is not what was trained.
+        adapter_dropout: Share in [0, 1) dropped before ``down`` (0.1 as released; the paper is
+            silent).
+        down_init: Start of ``down``: ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 =
+            0, read literally: such adapters never receive a gradient). ``up`` is 0 in both.
+        layers: Decoder layers to craft; None for all of them.
+        balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"constant"`` (as released,
+            the constant E/K without gradient), ``"none"``.
+        balance_weight: alpha of Eq. 10, at least 0.
+        host: What of the host trains: ``"frozen"`` nothing, ``"lora"`` LoRA, ``"qlora"`` LoRA over
+            NF4 weights with double quantisation, ``"full"`` everything (for bases of a few million
+            weights).
+        lora_rank, lora_alpha, lora_dropout, lora_targets: LoRA's settings, as released.
+
+    Raises:
+        Refusal: E-RANGE, E-TYPE or E-CHOICE, naming the field and its value.
+    """
+
+    experts: int = 8
+    top_k: int = 2
+    adapter_width: int = 512
+    adapter_scale: float = 1.0
+    served_scale: float = 1.0
+    adapter_dropout: float = 0.1
+    down_init: str = "kaiming"
+    layers: tuple[int, ...] | None = None
+    balance: str = "live"
+    balance_weight: float = 0.01
+    host: str = "qlora"
+    lora_rank: int = 64
+    lora_alpha: float = 16.0
+    lora_dropout: float = 0.1
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                value = getattr(self, name)
+                refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+        for name, low in (("experts", 1), ("top_k", 1), ("adapter_width", 1), ("lora_rank", 1)):
+            _whole(name, getattr(self, name), low)
+        if self.top_k > self.experts:
+            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
+        _real("adapter_scale", self.adapter_scale, -math.inf, math.inf)
+        _real("served_scale", self.served_scale, -math.inf, math.inf)
+        _real("balance_weight", self.balance_weight, 0, math.inf)
+        _real("lora_alpha", self.lora_alpha, 0, math.inf)
+        _real("adapter_dropout", self.adapter_dropout, 0, 1)
+        _real("lora_dropout", self.lora_dropout, 0, 1)
+        self._check_tuples()
+
+    def _check_tuples(self) -> None:
+        targets = self.lora_targets
+        if not isinstance(targets, tuple) or not targets or not set(targets) <= set(LORA_TARGETS):
+            refuse("E-CHOICE", f"lora_targets is {targets!r}, expected some of {LORA_TARGETS}")
+        if self.layers is None:
+            return
+        if not isinstance(self.layers, tuple) or not self.layers:
+            refuse(
+                "E-TYPE", f"layers is {self.layers!r}, expected a tuple of numbers or None for all"
+            )
+        for layer in self.layers:
+            _whole("layers", layer, 0)
+        if len(set(self.layers)) < len(self.layers):
+            refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` is the text read literally: every adapter weight starts at zero, no adapter
+        dropout. ``released`` is the authors' code: width 64, the constant balance loss, scale 1 in
+        training and 0.25 when served. ``fixed`` is what the paper means and what works: the
+        defaults.
+
+        Raises:
+            Refusal: E-CHOICE for an unknown preset or field.
+        """
+        if name not in PRESETS:
+            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, PRESETS)}")
+        known = [field.name for field in fields(cls)]
+        for field in changes:
+            if field not in known:
+                refuse("E-CHOICE", f"unknown PESC setting '{field}'; {nearest(field, known)}")
+        return cls(**{**PRESETS[name], **changes})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"down_init": "zero", "adapter_dropout": 0.0},
+    "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
+    "fixed": {},
+}
+
+
+def _whole(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse("E-TYPE", f"{name} is {value!r}, expected a whole number")
+    if value < low:
+        refuse("E-RANGE", f"{name} is {value}, expected {low} or more")
+
+
+def _real(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse("E-TYPE", f"{name} is {value!r}, expected a number")
+    if not math.isfinite(value) or not low <= value < high:
+        wanted = "a finite number" if low == -math.inf else f"a finite number in [{low}, {high})"
+        refuse("E-RANGE", f"{name} is {value}, expected {wanted}")

@@ -1,0 +1,106 @@
+"""Parameter counts of a crafted model, without allocating one (Table 2's rows "# Params")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from moebook import nn as mnn
+from moebook.errors import nearest, refuse
+from moebook.methods.pesc.config import Config
+from moebook.methods.pesc.crafting import checked, install
+
+# What a count needs of the public configurations; Yi-34B has Llama's form.
+HOSTS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "llama-2-13b": {
+        "vocab_size": 32000,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "yi-34b": {
+        "vocab_size": 64000,
+        "hidden_size": 7168,
+        "intermediate_size": 20480,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 56,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters, LoRA merged.
+
+    Attributes:
+        dense: Of the host.
+        adapters: Of all adapters.
+        routers: Of all routers.
+        total: Of the crafted model.
+        activated: That one token uses: the host, the routers, and K of E adapters a layer.
+    """
+
+    dense: int
+    adapters: int
+    routers: int
+    total: int
+    activated: int
+
+
+def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
+    """Count a crafted model's parameters on the meta device, where nothing is allocated.
+
+    Args:
+        config: The settings.
+        host: ``"llama-2-7b"``, ``"llama-2-13b"``, ``"yi-34b"``, or a configuration of transformers.
+
+    Raises:
+        Refusal: E-MODEL for an unknown host, and those of `craft`.
+    """
+    model = _hollow(host)
+    dense = _size(model)
+    install(checked(model, config), config)
+    adapters = sum(_size(part) for part in model.modules() if isinstance(part, mnn.Adapters))
+    routers = sum(_size(part) for part in mnn.routers(model))
+    idle = adapters * (config.experts - config.top_k) // config.experts
+    total = _size(model)
+    return Counts(dense, adapters, routers, total, total - idle)
+
+
+def implied_width(config: Config, host: str | PreTrainedConfig, total: float) -> float:
+    """Return the adapter width R at which a crafted host has ``total`` parameters.
+
+    A printed size is rounded: ask for both ends of its range (8B: 7.5e9 and 8.5e9).
+    """
+    made = counts(config, host)
+    per_width = made.adapters / config.adapter_width
+    return (total - made.dense - made.routers) / per_width
+
+
+def _hollow(host: str | PreTrainedConfig) -> nn.Module:
+    """Return the host on the meta device."""
+    if isinstance(host, str):
+        if host not in HOSTS:
+            refuse("E-MODEL", f"unknown host '{host}'; {nearest(host, HOSTS)}")
+        host = LlamaConfig(**HOSTS[host], tie_word_embeddings=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(host)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,144 @@
+"""Sparsity crafting: each MLP of a dense decoder becomes that MLP, E adapters and a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moebook import nn as mnn
+from moebook.errors import refuse
+from moebook.methods.pesc.config import Config
+from moebook.models.anatomy import Anatomy, Layer, anatomy
+from moebook.models.fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a model was made from, kept on the model as ``model.pesc``.
+
+    Attributes:
+        config: The settings.
+        sparse: False for the dense arm, which has the host's tuning alone.
+        base: Fingerprint of the dense host before anything was changed.
+    """
+
+    config: Config
+    sparse: bool
+    base: str
+
+
+def craft(model: nn.Module, config: Config) -> nn.Module:
+    """Turn a dense decoder into its sparse form in place, equal to it at first (Eq. 7 to 9).
+
+    In each chosen layer the MLP stays, runs once a token, and is joined by a router that reads the
+    MLP's input and E adapters that read its output. Since a token's gates sum to 1 this is Eq. 7,
+    and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
+    norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm.
+    Adapters and routers are float32 (float64 in a float64 host). What trains is not changed here:
+    see `prepare`. The model is checked first and left untouched when it is refused.
+
+    Args:
+        model: A causal language model with gated MLPs (Llama, Mistral, Qwen, SmolLM, Yi, Gemma
+            ...).
+        config: The settings.
+
+    Returns:
+        The same model.
+
+    Raises:
+        Refusal: E-MODEL for a host that is sparse, crafted already, or has no gated MLPs; E-RANGE
+            for an adapter wider than the host or a layer that it does not have.
+    """
+    chosen = checked(model, config)
+    origin = Origin(config, True, fingerprint(model))
+    install(chosen, config)
+    model.pesc = origin
+    return model
+
+
+def checked(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
+    """Return the host's anatomy and the layers to craft, or refuse what cannot be crafted."""
+    if _origin(model) is not None:
+        refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
+    host = anatomy(model)
+    sparse = [layer for layer in host.layers if layer.kind == "sparse"]
+    if sparse:
+        kind = type(sparse[0].mlp).__name__
+        refuse(
+            "E-MODEL",
+            f"layer {sparse[0].index} is sparse already ({kind}): PESC needs a dense host",
+        )
+    if config.adapter_width > host.hidden:
+        width = f"adapter_width is {config.adapter_width}"
+        refuse("E-RANGE", f"{width}, expected 1 to {host.hidden} (the host's width)")
+    wanted = range(len(host.layers)) if config.layers is None else sorted(config.layers)
+    if wanted[-1] >= len(host.layers):
+        last = len(host.layers) - 1
+        refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
+    return host, [host.layers[index] for index in wanted]
+
+
+def install(chosen: tuple[Anatomy, list[Layer]], config: Config) -> None:
+    """Put adapters and a router into each chosen layer."""
+
+    def build(layer: Layer, router: mnn.Router) -> nn.Module:
+        adapters = mnn.Adapters(
+            router.weight.shape[1],
+            config.experts,
+            config.adapter_width,
+            scale=config.adapter_scale,
+            served_scale=config.served_scale,
+            dropout=config.adapter_dropout,
+            down_init=config.down_init,
+            dtype=router.weight.dtype,
+            device=router.weight.device,
+        )
+        return mnn.AdapterMoE(layer.mlp, router, adapters)
+
+    graft(chosen, config, build)
+
+
+def graft(
+    chosen: tuple[Anatomy, list[Layer]],
+    config: Config,
+    build: Callable[[Layer, mnn.Router], nn.Module],
+) -> None:
+    """Replace the chosen MLPs by what ``build`` makes of each, all built before one is put in."""
+    host, layers = chosen
+    trace = mnn.Trace()
+    modules = []
+    for layer in layers:
+        norm = next(p for p in layer.block.parameters() if p.is_floating_point())
+        router = mnn.Router(
+            host.hidden,
+            config.experts,
+            config.top_k,
+            layer=layer.index,
+            trace=trace,
+            dtype=torch.promote_types(torch.float32, norm.dtype),
+            device=norm.device,
+        )
+        modules.append(build(layer, router).train(layer.block.training))
+    for layer, module in zip(layers, modules, strict=True):
+        layer.replace(module)
+    trace.follow(host.decoder)
+
+
+def origin(model: nn.Module) -> Origin:
+    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT).
+
+    Raises:
+        Refusal: E-MODEL when the model has none.
+    """
+    found = _origin(model)
+    if found is None:
+        refuse("E-MODEL", "the model has not been through pesc.craft or pesc.prepare")
+    return found
+
+
+def _origin(model: nn.Module) -> Origin | None:
+    found = (module.__dict__.get("pesc") for module in model.modules())
+    return next((each for each in found if isinstance(each, Origin)), None)

@@ -1,0 +1,116 @@
+"""Where a decoder of transformers keeps its attention, MLPs, routers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from moebook.errors import refuse
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer's parts.
+
+    Attributes:
+        index: Number of the layer, from 0.
+        block: The decoder layer.
+        slot: Name under which the block holds its feed-forward part.
+        attention: The attention module, or None where the block has another mixer.
+        mlp: The feed-forward part: a gated MLP when dense, the whole MoE block when sparse.
+        kind: ``"dense"`` or ``"sparse"``.
+        width: F, the width of the dense MLP or of one routed expert.
+        router: The module that scores the experts; None when dense.
+        experts: The routed experts (in transformers 5 fused: ``gate_up_proj [E, 2F, D]``,
+            ``down_proj [E, D, F]``; in PESC's form the adapters); None when dense.
+        shared: What every token runs through beside the routed experts, or None.
+    """
+
+    index: int
+    block: nn.Module
+    slot: str
+    attention: nn.Module | None
+    mlp: nn.Module
+    kind: Literal["dense", "sparse"]
+    width: int
+    router: nn.Module | None = None
+    experts: nn.Module | None = None
+    shared: nn.Module | None = None
+
+    def replace(self, mlp: nn.Module) -> None:
+        """Put another module into the feed-forward place of this layer's block."""
+        setattr(self.block, self.slot, mlp)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A host model's decoder, its layers, and D (``hidden``), the width of its residual stream."""
+
+    decoder: nn.Module
+    layers: tuple[Layer, ...]
+    hidden: int
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
+
+    Args:
+        model: A causal language model or its decoder.
+
+    Raises:
+        Refusal: E-MODEL when there are no decoder layers, or a layer's feed-forward part is neither
+            a gated MLP nor a mixture of experts; the message names the module classes that were
+            seen.
+    """
+    host = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
+    blocks = getattr(decoder, "layers", None)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        refuse("E-MODEL", f"no decoder layers found in {type(host).__name__}: {_seen(decoder)}")
+    layers = tuple(_layer(index, block) for index, block in enumerate(blocks))
+    return Anatomy(decoder, layers, decoder.config.hidden_size)
+
+
+def _layer(index: int, block: nn.Module) -> Layer:
+    attention = _first(block, "self_attn", "attention", "attn")
+    for slot in ("mlp", "feed_forward", "block_sparse_moe"):
+        mlp = _first(block, slot)
+        if mlp is None:
+            continue
+        if all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
+            width = mlp.down_proj.in_features
+            return Layer(index, block, slot, attention, mlp, "dense", width)
+        router, experts = _first(mlp, "router", "gate"), _first(mlp, "experts", "adapters")
+        if router is not None and experts is not None:
+            shared = _first(mlp, "shared", "shared_experts", "shared_expert")
+            width = _expert_width(experts, shared)
+            return Layer(
+                index, block, slot, attention, mlp, "sparse", width, router, experts, shared
+            )
+    refuse(
+        "E-MODEL",
+        f"decoder layer {index} ({type(block).__name__}) holds neither a gated MLP"
+        f" ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}",
+    )
+
+
+def _expert_width(experts: nn.Module, shared: nn.Module | None) -> int:
+    """Return F of one routed expert; adapters share one MLP, so there it is that MLP's."""
+    if hasattr(experts, "down_proj"):
+        return int(experts.down_proj.shape[-1])
+    source = shared if shared is not None else next(experts.children())
+    return int(source.down_proj.in_features)
+
+
+def _first(module: nn.Module, *names: str) -> nn.Module | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((part for part in found if isinstance(part, nn.Module)), None)
+
+
+def _seen(module: nn.Module) -> str:
+    names = sorted({type(part).__name__ for part in module.modules()})
+    return f"module classes seen: {', '.join(names)}"

@@ -1,0 +1,90 @@
+"""Parameter-efficient experts: a shared FFN, E adapters on its output, a router (PESC Fig. 3)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moebook.kernels import Routing, adapters
+from moebook.nn.routing import Router
+
+
+class Adapters(nn.Module):
+    """E bottleneck adapters held in two tensors, ``down [E, D, R]`` and ``up [E, R, D]``.
+
+    ``up`` starts at zero, so that at first every adapter adds nothing. ``down`` starts
+    kaiming-uniform with a = sqrt 5, or at zero too: see the warning.
+
+    Warning:
+        With both at zero (the paper's "omega_0 is initialised to zero", read literally) neither
+        ever receives a gradient: that of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of
+            ``up`` = 0.
+
+    Args:
+        width: D.
+        experts: E.
+        adapter_width: R.
+        scale: Factor on the output in training mode.
+        served_scale: Factor in evaluation mode (the released code merges with another one).
+        dropout: Share of inputs dropped before ``down`` in training, in [0, 1). One mask a token,
+            shared by its K adapters; the released code draws one for each.
+        down_init: ``"kaiming"`` or ``"zero"``.
+        dtype, device: Of both tensors.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        adapter_width: int,
+        *,
+        scale: float = 1.0,
+        served_scale: float = 1.0,
+        dropout: float = 0.0,
+        down_init: str = "kaiming",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale, self.served_scale, self.dropout = scale, served_scale, dropout
+        at = {"dtype": dtype, "device": device}
+        self.down = nn.Parameter(torch.zeros(experts, width, adapter_width, **at))
+        self.up = nn.Parameter(torch.zeros(experts, adapter_width, width, **at))
+        if down_init == "kaiming":
+            bound = 1 / math.sqrt(width)  # what kaiming with a = sqrt 5 gives for D inputs
+            nn.init.uniform_(self.down, -bound, bound)
+
+    def forward(self, h: Tensor, routing: Routing) -> Tensor:
+        """Return ``h [T, D]`` plus the weighted adapters' outputs."""
+        source = F.dropout(h, self.dropout) if self.training and self.dropout else None
+        scale = self.scale if self.training else self.served_scale
+        return adapters(h, routing, self.down, self.up, scale=scale, source=source)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows."""
+        experts, width, adapter_width = self.down.shape
+        return (
+            f"width={width}, experts={experts}, adapter_width={adapter_width}, scale={self.scale}"
+        )
+
+
+class AdapterMoE(nn.Module):
+    """Stands in for a dense MLP: the MLP once a token, routed adapters on its output.
+
+    Args:
+        shared: The host's own MLP, ``[B, T, D]`` to ``[B, T, D]``.
+        router: Reads what the MLP reads.
+        adapters: Read what the MLP puts out.
+    """
+
+    def __init__(self, shared: nn.Module, router: Router, adapters: Adapters) -> None:
+        super().__init__()
+        self.shared, self.router, self.adapters = shared, router, adapters
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``h + scale * sum_k w_k A_k(h)``, ``h = shared(x)``, in the shape of ``x``."""
+        h = self.shared(x)
+        return self.adapters(h.flatten(0, -2), self.router(x)).view_as(h)

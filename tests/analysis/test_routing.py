@@ -1,0 +1,89 @@
+"""Shares of tokens by expert, layer and domain, against counts made by hand."""
+
+import pandas as pd
+import pytest
+import torch
+import transformers as tr
+
+from moebook.analysis import routing
+from moebook.errors import Refusal
+from moebook.methods import pesc
+from moebook.nn import routers
+
+
+def dense():
+    config = tr.LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return tr.LlamaForCausalLM(config)
+
+
+def crafted():
+    torch.manual_seed(0)
+    return pesc.craft(dense(), pesc.Config(experts=4, adapter_width=4))
+
+
+def batches():
+    torch.manual_seed(1)
+    mask = (torch.arange(7) < torch.tensor([[7], [3]])).long()
+    padded = {"input_ids": torch.randint(40, (2, 7)), "attention_mask": mask}
+    plain = {"input_ids": torch.randint(40, (1, 5))}
+    return {"code": [padded, plain], "language": [plain]}
+
+
+def test_shares_count_the_chosen_experts_of_real_tokens():
+    model = crafted().train()
+    frame = routing.shares(model, batches())
+    assert model.training
+    assert len(frame) == 2 * 2 * 4
+    sums = frame.groupby(["domain", "layer"])[["slots", "share"]].sum()
+    assert sums.loc["code", "slots"].tolist() == [(7 + 3 + 5) * 2] * 2
+    assert sums["share"].tolist() == pytest.approx([1.0] * 4)
+    inputs = {}
+    for router in routers(model):
+        router.register_forward_hook(lambda m, args, out: inputs.update({m.layer: args[0]}))
+    model.eval()(input_ids=batches()["language"][0]["input_ids"])
+    for router in routers(model):
+        chosen = [
+            expert
+            for token in inputs[router.layer][0]
+            for expert in (router.weight @ token).argsort(descending=True)[:2].tolist()
+        ]
+        rows = frame[(frame.domain == "language") & (frame.layer == router.layer)]
+        assert rows.slots.tolist() == [chosen.count(expert) for expert in range(4)]
+
+
+def frame(shares):
+    rows = [
+        (domain, 0, expert, 100 * share, share)
+        for domain, row in shares.items()
+        for expert, share in enumerate(row)
+    ]
+    return pd.DataFrame(rows, columns=["domain", "layer", "expert", "slots", "share"])
+
+
+def test_load_is_1_when_uniform_and_0_when_collapsed():
+    even = routing.load(frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}))
+    assert even.entropy.tolist() == pytest.approx([1.0])
+    assert even.largest.tolist() == pytest.approx([0.25])
+    collapsed = routing.load(frame({"a": [1.0, 0, 0, 0]}))
+    assert collapsed.entropy.tolist() == pytest.approx([0.0])
+    assert collapsed.largest.tolist() == [1.0]
+
+
+def test_specialisation_is_the_distance_to_the_average_domain():
+    alike = routing.specialisation(frame({"a": [0.7, 0.3], "b": [0.7, 0.3]}))
+    assert alike.distance.tolist() == pytest.approx([0.0, 0.0])
+    apart = routing.specialisation(frame({"a": [1.0, 0.0], "b": [0.0, 1.0]}))
+    assert apart.distance.tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_models_without_routers_and_domains_without_tokens_are_refused():
+    with pytest.raises(Refusal, match="E-MODEL"):
+        routing.shares(dense(), batches())
+    with pytest.raises(Refusal, match="E-DATA: domain 'law'"):
+        routing.shares(crafted(), {"law": []})

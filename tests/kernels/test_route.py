@@ -1,0 +1,62 @@
+"""route: top-k, weights, and the grouping of slots by expert."""
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.kernels import route
+from moebook.kernels.route import reference
+
+IMPLS = ("torch", "reference")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_hand_worked_row_is_routed_and_weighted(impl):
+    logits = torch.log(torch.tensor([[1.0, 3.0, 4.0, 2.0]], dtype=torch.float64))
+    routing = route(logits, 2, impl=impl)
+    assert routing.ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(routing.weights, torch.tensor([[4 / 7, 3 / 7]], dtype=torch.float64))
+    raw = route(logits, 2, combine="probability", impl=impl)
+    torch.testing.assert_close(raw.weights, torch.tensor([[0.4, 0.3]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_among_equal_logits_the_lower_expert_wins(impl):
+    assert route(torch.zeros(3, 5), 2, impl=impl).ids.tolist() == [[0, 1]] * 3
+    assert route(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), 3, impl=impl).ids.tolist() == [[1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1)]
+)
+def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k):
+    logits = torch.randn(tokens, experts).round(decimals=1)  # rounding makes ties
+    assert torch.equal(route(logits, top_k, impl="torch").ids, reference(logits, top_k))
+
+
+def test_order_groups_slots_by_expert_and_keeps_token_order_within():
+    routing = route(torch.randn(40, 6), 2)
+    flat = routing.ids.flatten().tolist()
+    assert routing.order.tolist() == sorted(range(80), key=lambda slot: (flat[slot], slot))
+    assert routing.counts.tolist() == [flat.count(expert) for expert in range(6)]
+
+
+def test_weights_carry_the_softmax_gradient():
+    logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    for combine in ("renormalised", "probability"):
+        assert torch.autograd.gradcheck(lambda x, c=combine: route(x, 2, combine=c).weights, logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda: route(torch.zeros(4), 1), "E-SHAPE"),
+        (lambda: route(torch.zeros(4, 2), 3), "E-RANGE"),
+        (lambda: route(torch.zeros(4, 2), 0), "E-RANGE"),
+        (lambda: route(torch.zeros(4, 2), 1, combine="sum"), "E-CHOICE"),
+        (lambda: route(torch.zeros(4, 2), 1, impl="triton"), "E-IMPL"),
+    ],
+)
+def test_unusable_arguments_are_refused(call, code):
+    with pytest.raises(Refusal, match=code):
+        call()

@@ -1,0 +1,280 @@
+"""PESC: crafting, the plain-loop oracle, the balance loss in a model, generation."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from moebook.errors import Refusal
+from moebook.methods import pesc
+from moebook.models.anatomy import anatomy
+from moebook.nn import AdapterMoE, routers
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"]
+SMALL = {"experts": 4, "adapter_width": 6, "adapter_dropout": 0.0, "host": "frozen"}
+
+
+def shaken(model):
+    """Move adapters and routers away from their start, so that experts differ."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in pesc.trained(model, model.pesc.config).values():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crafted_model_equals_the_dense_one_at_step_0(family, host, batch):
+    dense, model = host(family), host(family)
+    assert pesc.craft(model, pesc.Config(**SMALL)) is model
+    assert all(isinstance(layer.mlp, AdapterMoE) for layer in anatomy(model).layers)
+    want = dense(**batch)
+    got = model(**batch)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_reads_the_ffn_input_and_adapters_its_output(family, host, batch):
+    model = shaken(pesc.craft(host(family), pesc.Config(**SMALL)))
+    layer = model.model.layers[1]
+    seen = {}
+    for name in ("shared", "router", "adapters"):
+        part = getattr(layer.mlp, name)
+        part.register_forward_hook(lambda m, args, out, n=name: seen.update({n: (args[0], out)}))
+    norm = "pre_feedforward_layernorm" if family == "Gemma2" else "post_attention_layernorm"
+    getattr(layer, norm).register_forward_hook(lambda m, args, out: seen.update(norm=out))
+    model(**batch)
+    assert torch.equal(seen["router"][0], seen["norm"])
+    assert torch.equal(seen["shared"][0], seen["norm"])
+    assert torch.equal(seen["adapters"][0], seen["shared"][1].flatten(0, 1))
+
+
+def test_only_the_chosen_layers_are_crafted(host):
+    model = pesc.craft(host(), pesc.Config(**SMALL, layers=(1,)))
+    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
+
+
+class Loop(nn.Module):
+    """One MoE layer as a loop over tokens and experts, from the equations, in float64."""
+
+    def __init__(self, block, scale, top_k):
+        super().__init__()
+        self.block, self.scale, self.top_k = block, scale, top_k
+
+    def forward(self, x):
+        shared, down, up = self.block.shared, self.block.adapters.down, self.block.adapters.up
+        rows, self.dispatched, self.probability = [], [], []
+        for token in x.reshape(-1, x.shape[-1]):
+            gate = shared.gate_proj.weight @ token
+            h = shared.down_proj.weight @ (
+                gate / (1 + (-gate).exp()) * (shared.up_proj.weight @ token)
+            )
+            logits = [row @ token for row in self.block.router.weight]
+            best = sorted(range(len(logits)), key=lambda e: -logits[e].item())[: self.top_k]
+            total = sum(logits[e].exp() for e in best)
+            y = torch.zeros_like(h)
+            for e in best:  # Eq. 7 with Eq. 8, the residual inside each expert
+                pre = h @ down[e]
+                active = pre * (1 + torch.erf(pre / math.sqrt(2))) / 2
+                y = y + logits[e].exp() / total * (self.scale * (active @ up[e]) + h)
+            rows.append(y)
+            self.dispatched.append(best)
+            everything = sum(logit.exp() for logit in logits)
+            self.probability.append([logit.exp() / everything for logit in logits])
+        return torch.stack(rows).view_as(x)
+
+    def balance(self, mask):
+        """Eq. 10 over the tokens that are no padding."""
+        real = [t for t, keep in enumerate(mask.flatten().tolist()) if keep]
+        experts = len(self.probability[0])
+        terms = []
+        for e in range(experts):
+            f = sum(self.dispatched[t].count(e) for t in real) / (len(real) * self.top_k)
+            p = sum(self.probability[t][e] for t in real) / len(real)
+            terms.append(f * p)
+        return experts * sum(terms)
+
+
+def test_outputs_loss_and_gradients_equal_a_plain_loop_in_float64(host, batch):
+    config = pesc.Config(**SMALL, adapter_scale=0.5, balance_weight=0.3)
+    model = shaken(pesc.craft(host(dtype=torch.float64), config)).train()
+    oracle = copy.deepcopy(model)
+    loops = [Loop(layer.mlp, 0.5, 2) for layer in anatomy(oracle).layers]
+    for layer, loop in zip(oracle.model.layers, loops, strict=True):
+        layer.mlp = loop
+
+    got = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    targets = batch["labels"][:, 1:]  # transformers' own loss is in float32
+    loss = nn.functional.cross_entropy(got.logits[:, :-1].mT, targets) + pesc.balance_loss(model)
+    logits = oracle(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    nats = -logits[:, :-1].log_softmax(-1).gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)
+    want = nats[targets != -100].mean() + 0.3 * sum(
+        loop.balance(batch["attention_mask"]) for loop in loops
+    )
+
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got.logits[real], logits[real], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-9)
+    loss.backward()
+    want.backward()
+    truth = {name.replace(".block.", "."): p.grad for name, p in oracle.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, truth[name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_balance_loss_has_one_term_a_layer_and_leaves_padding_out(host, batch):
+    model = shaken(pesc.craft(host(), pesc.Config(**SMALL, balance_weight=1.0))).train()
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    model(**inputs)
+    both = pesc.balance_loss(model).item()
+    model(**{**inputs, "input_ids": batch["input_ids"].where(batch["attention_mask"].bool(), 40)})
+    assert pesc.balance_loss(model).item() == pytest.approx(both, rel=1e-6)
+    everything = torch.ones_like(batch["attention_mask"])
+    assert pesc.balance_loss(model, everything).item() != pytest.approx(both, rel=1e-4)
+    for router in routers(model)[1:]:
+        nn.init.zeros_(
+            router.weight
+        )  # ties: experts 0 and 1 take all of this layer, p stays uniform
+    model(**inputs)
+    first = pesc.balance_loss(model).item() - 1.0
+    assert 0.9 < first < 4 / 2
+
+
+def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, batch):
+    for form, alive in (("live", True), ("constant", False)):
+        model = pesc.prepare(host(), pesc.Config(**SMALL, balance=form)).train()
+        model(**batch)
+        pesc.balance_loss(model).backward()
+        norms = [router.weight.grad.norm().item() for router in routers(model)]
+        assert all(norm > 1e-5 for norm in norms) if alive else max(norms) < 1e-8
+    dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
+    assert pesc.balance_loss(dense).item() == 0
+    model = pesc.prepare(host(), pesc.Config(**SMALL, balance="none"))
+    assert pesc.balance_loss(model).item() == 0
+
+
+def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
+    model = pesc.prepare(host(), pesc.Config(**SMALL)).train()
+    with pytest.raises(Refusal, match="has not run"):
+        pesc.balance_loss(model)
+    with torch.no_grad():
+        model(**batch)
+    with pytest.raises(Refusal, match="E-GRADIENT"):
+        pesc.balance_loss(model)
+    with pytest.raises(Refusal, match="E-MODEL"):
+        pesc.balance_loss(host())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing_enable:FutureWarning"
+)  # renamed in 5.23
+def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
+    grads = []
+    for checkpointing in (False, True):
+        model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL))).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        (model(**batch, use_cache=False).loss + pesc.balance_loss(model)).backward()
+        decisions = model.model.layers[0].mlp.router.trace.decisions
+        assert len(decisions) == 2
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_reentrant_checkpointing_is_refused_by_the_balance_loss(host, batch):
+    model = pesc.craft(host(), pesc.Config(**SMALL)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model(**batch, use_cache=False)
+    with pytest.raises(Refusal, match="use_reentrant=False"):
+        pesc.balance_loss(model)
+
+
+def test_no_activation_outlives_its_step(host, batch):
+    model = pesc.prepare(host(), pesc.Config(**SMALL)).train()
+    (model(**batch).loss + pesc.balance_loss(model)).backward()
+    node = routers(model)[0].trace.decisions[0].logits.grad_fn
+    with pytest.raises(RuntimeError, match="already been freed"):
+        _ = node._saved_self if hasattr(node, "_saved_self") else node._saved_mat2
+
+
+def test_permuting_the_experts_changes_nothing(host, batch):
+    model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL)))
+    before = model(**batch).logits
+    order = torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        for layer in anatomy(model).layers:
+            for tensor in (layer.router.weight, layer.experts.down, layer.experts.up):
+                tensor.copy_(tensor[order].clone())
+    torch.testing.assert_close(model(**batch).logits, before)
+
+
+def test_literal_zero_start_never_trains_the_adapters_while_the_fixed_one_does(host, batch):
+    for preset, moves in (("paper", False), ("fixed", True)):
+        config = pesc.Config.preset(preset, experts=4, adapter_width=6, host="frozen")
+        model = pesc.prepare(host(), config).train()
+        optimiser = torch.optim.AdamW(
+            pesc.trained(model, config).values(), lr=0.1, weight_decay=0.0
+        )
+        for _ in range(3):
+            optimiser.zero_grad()
+            (model(**batch).loss + pesc.balance_loss(model)).backward()
+            optimiser.step()
+        ups = [layer.experts.up.abs().max().item() for layer in anatomy(model).layers]
+        assert (min(ups) > 0) == moves
+
+
+def test_released_model_serves_a_quarter_of_what_it_trained(host):
+    config = pesc.Config.preset("released", experts=4, adapter_width=6, host="frozen",
+                                adapter_dropout=0.0)  # fmt: skip
+    block = anatomy(shaken(pesc.craft(host(), config))).layers[0].mlp
+    x = torch.randn(1, 5, 32)
+    h = block.shared(x)
+    torch.testing.assert_close(block.eval()(x) - h, (block.train()(x) - h) / 4)
+
+
+def test_generation_with_cache_and_left_padding_equals_one_by_one(host):
+    model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL)))
+    prompts = [torch.randint(3, 48, (length,)) for length in (3, 7, 5)]
+    padded = torch.full((3, 7), 2)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[7 - len(prompt) :] = prompt
+    more = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
+    mask = (torch.arange(7) >= torch.tensor([[4], [0], [2]])).long()
+    together = model.generate(input_ids=padded, attention_mask=mask, **more)
+    for row, prompt in zip(together, prompts, strict=True):
+        ids = prompt.unsqueeze(0)
+        for cache in (True, False):
+            alone = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=cache, **more
+            )
+            assert row[7:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_a_refused_model_is_untouched(host):
+    sparse = host("Mixtral", num_local_experts=4)
+    crafted = pesc.craft(host(), pesc.Config(**SMALL))
+    cases = [
+        (sparse, SMALL, "sparse already"),
+        (crafted, SMALL, "has been through PESC already"),
+        (host(), {**SMALL, "adapter_width": 33}, "adapter_width is 33, expected 1 to 32"),
+        (host(), {**SMALL, "layers": (0, 2)}, "layer 2, the host has 0 to 1"),
+    ]
+    for model, settings, message in cases:
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        hooks = len(model.get_decoder()._forward_pre_hooks)
+        for function in (pesc.craft, pesc.prepare, pesc.full_experts):
+            with pytest.raises(Refusal, match=message):
+                function(model, pesc.Config(**settings))
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert all(p.requires_grad for p in after.values())
+        assert len(model.get_decoder()._forward_pre_hooks) == hooks

@@ -1,0 +1,118 @@
+"""What of the host trains: frozen, LoRA, QLoRA, full; the dense arm; merging."""
+
+import importlib.util
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from moebook.errors import Refusal
+from moebook.methods import pesc
+from moebook.models.anatomy import anatomy
+from moebook.nn import Adapters, Router
+
+SMALL = {
+    "experts": 4,
+    "adapter_width": 6,
+    "adapter_dropout": 0.0,
+    "lora_rank": 4,
+    "lora_dropout": 0.0,
+}
+HOSTS = ("frozen", "lora", "qlora", "full")
+
+
+def step(model, batch, lr=0.05):
+    config = model.pesc.config
+    optimiser = torch.optim.AdamW(pesc.trained(model, config).values(), lr=lr, weight_decay=0.1)
+    model.train()
+    (model(**batch).loss + pesc.balance_loss(model)).backward()
+    optimiser.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(name, host):
+    model = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
+    training = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert training == set(pesc.trained(model, model.pesc.config))
+    own = {
+        id(p) for m in model.modules() if isinstance(m, Adapters | Router) for p in m.parameters()
+    }
+    ours = {n for n, p in model.named_parameters() if id(p) in own}
+    lora = {n for n, _ in model.named_parameters() if ".lora_A." in n or ".lora_B." in n}
+    assert len(ours) == 2 * 3
+    assert len(lora) == (2 * 7 * 2 if "lora" in name else 0)
+    expected = {n for n, _ in model.named_parameters()} if name == "full" else ours | lora
+    assert training == expected
+
+
+@pytest.mark.parametrize("name", ["frozen", "lora", "qlora"])
+def test_frozen_weights_are_bit_equal_after_a_step_with_weight_decay(name, host, batch):
+    model = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
+    chosen = set(pesc.trained(model, model.pesc.config))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    step(model, batch)
+    for key, parameter in model.named_parameters():
+        if key not in chosen:
+            assert torch.equal(parameter, before[key]), key
+    moved = [n for n in chosen if not torch.equal(dict(model.named_parameters())[n], before[n])]
+    assert any(".adapters.up" in n for n in moved)
+    assert any(".router." in n for n in moved)
+    assert any(".lora_B." in n for n in moved) == ("lora" in name)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_arms_share_the_host_and_are_equal_at_step_0(name, host, batch):
+    sparse = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
+    dense = pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=False)
+    torch.testing.assert_close(sparse(**batch).logits, dense(**batch).logits, rtol=1e-6, atol=1e-6)
+    names = [
+        {n.replace(".mlp.shared.", ".mlp.") for n in pesc.trained(m, m.pesc.config)}
+        for m in (sparse, dense)
+    ]
+    assert names[1] == {n for n in names[0] if ".router." not in n and ".adapters." not in n}
+    assert all(layer.kind == "dense" for layer in anatomy(dense).layers)
+
+
+def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_and_nothing_else(host):
+    import bitsandbytes as bnb
+
+    model = pesc.prepare(host(), pesc.Config(**SMALL, host="qlora"))
+    quantised = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert len(quantised) == 2 * 7
+    assert all(m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in quantised)
+    assert all(m.weight.dtype == torch.uint8 for m in quantised)
+    assert type(model.lm_head) is nn.Linear
+    assert all(layer.router.weight.dtype == torch.float32 for layer in anatomy(model).layers)
+    wrapped = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert {m.r["default"] for m in wrapped} == {4}
+    assert {m.scaling["default"] for m in wrapped} == {16 / 4}
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_merging_lora_changes_no_output_and_leaves_plain_layers(name, sparse, host, batch):
+    model = step(pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=sparse), batch)
+    before = model(**batch).logits
+    assert pesc.merge_lora(model) is model
+    torch.testing.assert_close(model(**batch).logits, before, rtol=2e-4, atol=2e-4)
+    assert not [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)} == {"Linear"}
+    with pytest.raises(Refusal, match="nothing to merge"):
+        pesc.merge_lora(model)
+
+
+def test_four_bits_without_bitsandbytes_is_refused_and_the_model_untouched(host, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    model = host()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(Refusal, match=r"E-DEP: .*pip install bitsandbytes"):
+        pesc.prepare(model, pesc.Config(**SMALL, host="qlora"))
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_a_half_precision_host_gets_float32_adapters_and_runs(host, batch):
+    model = pesc.prepare(host(dtype=torch.bfloat16), pesc.Config(**SMALL, host="lora"))
+    assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {torch.float32}
+    assert step(model, batch)(**batch).logits.isfinite().all()
