@@ -1,0 +1,137 @@
+"""A headless Chromium, driven over its debugging pipe: no driver and no websocket are needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars "
+    "--remote-debugging-pipe"
+)
+
+
+def executable() -> str | None:
+    """Find a Chromium on this machine."""
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
+
+
+class Chromium:
+    """One browser with one page; every request that the page makes is kept in `requests`.
+
+    Args:
+        profile: An empty folder for the browser's profile.
+    """
+
+    def __init__(self, profile: Path) -> None:
+        command_read, command_write = os.pipe()
+        reply_read, reply_write = os.pipe()
+        line = (
+            f"exec {executable()} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
+        )
+        self._process = subprocess.Popen(
+            ["bash", "-c", f"{line} 3<&{command_read} 4>&{reply_write}"],
+            pass_fds=(command_read, reply_write),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(command_read)
+        os.close(reply_write)
+        self._commands = os.fdopen(command_write, "wb", buffering=0)
+        self._replies = os.fdopen(reply_read, "rb", buffering=0)
+        self._buffer, self._count, self._session = b"", 0, ""
+        self._loaded = False
+        self.requests: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Network", "Runtime"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send one command of the DevTools protocol and return its result."""
+        self._count += 1
+        message = {"id": self._count, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        while True:
+            reply = self._receive()
+            if reply.get("id") == self._count:
+                if "error" in reply:
+                    raise RuntimeError(f"{method}: {reply['error']['message']}")
+                return reply["result"]
+
+    def open(self, url: str) -> None:
+        """Load a page and wait until it and its formulas are done."""
+        self._loaded = False
+        self.call("Page.navigate", url=url)
+        while not self._loaded:
+            self._receive()
+        self.run("window.MathJax?.startup?.promise ?? null")
+
+    def run(self, script: str) -> Any:
+        """Evaluate JavaScript in the page, wait for its promise, return its value."""
+        result = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
+        if "exceptionDetails" in result:
+            raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
+        return result["result"].get("value")
+
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page in CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    def screenshot(self) -> bytes:
+        """Return what the page shows, as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def close(self) -> None:
+        """End the browser."""
+        self._commands.close()
+        self._replies.close()
+        self._process.terminate()
+        self._process.wait(timeout=10)
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            chunk = self._replies.read(1 << 20)
+            if not chunk:
+                raise RuntimeError("Chromium ended")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\0", 1)
+        message = json.loads(line)
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(message["params"]["request"]["url"])
+        elif message.get("method") == "Page.loadEventFired":
+            self._loaded = True
+        return message
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Chromium]:
+    """A fresh headless Chromium; the test is skipped where there is none."""
+    if executable() is None:
+        pytest.skip("no Chromium on this machine; install the package chromium")
+    chromium = Chromium(tmp_path)
+    yield chromium
+    chromium.close()
