@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,29 +46,13 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-def chromium() -> str | None:
-    """Path of an installed Chromium, under any of its names."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip, with the reason, what this machine cannot run."""
-    if item.get_closest_marker("browser") and not chromium():
-        pytest.skip("no Chromium: install Debian's package `chromium`")
+    """Skip, with the reason, what needs a GPU where there is none."""
     if item.get_closest_marker("gpu"):
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("no NVIDIA GPU")
-
-
-@pytest.fixture
-def browser() -> str:
-    """Path of Chromium, for tests marked `browser`."""
-    path = chromium()
-    assert path, "mark the test `browser`, so that it is skipped where there is no Chromium"
-    return path
 
 
 @pytest.fixture(scope="session")
