@@ -1,0 +1,154 @@
+"""A task is a finite pool of items with exact answers; its splits are a partition of that pool.
+
+The pool is enumerated once, ordered by a hash of each item's content, and cut: the first items are
+the test split, the next the validation split, the rest the train split. A seed decides order and
+wording, never membership, so no seed can move a test item into training.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from moebook.errors import nearest, refuse
+
+TEST = 200  # items in the test split of every task
+VALIDATION = 200
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One underlying problem before it is put into words.
+
+    Args:
+        slots: What the templates are filled with. Their content alone decides the split.
+        answer: The exact answer.
+        rationale: Worked solution in words, empty where the task has none.
+    """
+
+    slots: dict[str, str]
+    answer: str
+    rationale: str = ""
+
+
+def exact(answer: str) -> str:
+    """Collapse spaces and drop a final full stop: the plain exact match."""
+    return " ".join(answer.split()).removesuffix(".")
+
+
+def first_line(answer: str) -> str:
+    """`exact` on the first line, for models that go on talking after the answer."""
+    lines = answer.strip().splitlines()
+    return exact(lines[0]) if lines else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A target task: where it comes from, its items, its wordings and how answers are compared.
+
+    Args:
+        name: Key in the catalogue, also the name of its evaluation.
+        domain: mathematics, code, common_sense, translation or language.
+        description: One sentence for tables.
+        source: What the items were made from.
+        licence: SPDX expression of that source.
+        templates: Wordings with `{slots}`; a row draws one.
+        pool: Enumerates all items; must be deterministic.
+        max_new_tokens: Enough for every answer with a small vocabulary (2,048 byte pairs).
+        normalise: Applied to gold and generated answers before they are compared.
+        rationales: Whether items carry a worked solution.
+    """
+
+    name: str
+    domain: str
+    description: str
+    source: str
+    licence: str
+    templates: tuple[str, ...]
+    pool: Callable[[], Iterable[Item]]
+    max_new_tokens: int
+    normalise: Callable[[str], str] = first_line
+    rationales: bool = False
+
+    def available(self, split: str) -> int:
+        """Count the items of a split."""
+        return len(self._items(split))
+
+    def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
+        """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
+
+        Rows are a prefix of any longer draw with the same seed.
+
+        Args:
+            split: train, validation or test.
+            size: Rows, 1 to `available(split)`.
+            seed: Any integer.
+
+        Returns:
+            Dictionaries with task, domain, prompt, answer and, where the task has one, rationale.
+
+        Raises:
+            Refusal: E-DATA for an unknown split or a size outside 1 to `available(split)`.
+        """
+        items = list(self._items(split))
+        if not 1 <= size <= len(items):
+            refuse(
+                "E-DATA",
+                f"{self.name}/{split}: have {len(items)} rows, need {size}; "
+                f"ask for 1 to {len(items)}",
+            )
+        rng = random.Random(f"{self.name}/{split}/{seed}")
+        rng.shuffle(items)
+        return [self._row(item, rng.choice(self.templates)) for item in items[:size]]
+
+    def majority(self) -> float:
+        """Share of test rows, in [0, 1], that the commonest training answer gets right."""
+        answers = Counter(self.normalise(item.answer) for item in self._items("train"))
+        best = min(answers, key=lambda answer: (-answers[answer], answer))
+        test = self._items("test")
+        return sum(self.normalise(item.answer) == best for item in test) / len(test)
+
+    def _row(self, item: Item, template: str) -> dict[str, str]:
+        row = {
+            "task": self.name,
+            "domain": self.domain,
+            "prompt": template.format_map(item.slots),
+            "answer": item.answer,
+        }
+        return row | {"rationale": item.rationale} if self.rationales else row
+
+    def _items(self, split: str) -> tuple[Item, ...]:
+        if split not in SPLITS:
+            refuse("E-DATA", f"unknown split '{split}': {nearest(split, SPLITS)}")
+        return _partition(self)[split]
+
+
+@functools.cache
+def _partition(task: Task) -> dict[str, tuple[Item, ...]]:
+    """Order the pool by the hash of its content and cut it into test, validation and train."""
+    items = sorted(task.pool(), key=lambda item: content_hash(task.name, item))
+    return {
+        "test": tuple(items[:TEST]),
+        "validation": tuple(items[TEST : TEST + VALIDATION]),
+        "train": tuple(items[TEST + VALIDATION :]),
+    }
+
+
+def content_hash(name: str, item: Item) -> str:
+    """Hash an item's content (sha256 of task and slots), whatever its wording."""
+    content = json.dumps([name, item.slots], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def shipped(name: str) -> list[dict[str, Any]]:
+    """Read the rows of a JSONL file that ships with the package (see SOURCES.md)."""
+    text = resources.files("moebook.data").joinpath(name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
