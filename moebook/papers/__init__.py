@@ -1,9 +1,9 @@
 """What the four papers claim, as data: tables, claims, settings, and an audit of their sums."""
 
 from moebook.papers.arithmetic import Finding, audit, judge, report
-from moebook.papers.claim import Claim, claim, claims
+from moebook.papers.printed import PAPERS, Number, number, table, tables, wide
 from moebook.papers.settings import hyperparameters
-from moebook.papers.tables import PAPERS, Number, number, table, tables, wide
+from moebook.papers.statements import Claim, claim, claims
 
 __all__ = [
     "PAPERS",

@@ -15,8 +15,8 @@ from itertools import groupby
 from moebook.papers.cells import Paper, load, title
 from moebook.papers.coincidences import renamed, repeated
 from moebook.papers.explanations import EXACT, alternatives, common
+from moebook.papers.printed import PAPERS, folder
 from moebook.papers.relations import Check, derived, stated
-from moebook.papers.tables import PAPERS, folder
 
 STATUSES = ("agrees", "rounding", "truncated", "differs")
 NAMES = {"same": "same quantity", "mean": "average"}

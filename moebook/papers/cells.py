@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moebook.papers.tables import table, tables
+from moebook.papers.printed import table, tables
 
 SYNONYMS = {"avg": "average"}
 COUNTED = ("count", "tokens", "parameters")

@@ -10,8 +10,8 @@ from statistics import fmean
 import numpy as np
 
 from moebook.papers.cells import Paper, stem, title
+from moebook.papers.printed import number
 from moebook.papers.relations import FUNCTIONS, Check
-from moebook.papers.tables import number
 
 EXACT = 1e-9
 

@@ -11,7 +11,7 @@ import yaml
 
 from moebook.errors import nearest, refuse
 from moebook.papers.cells import Cell, Paper, agree, stem
-from moebook.papers.tables import folder, number
+from moebook.papers.printed import folder, number
 
 Rule = dict[str, Any]
 FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from moebook.errors import nearest, refuse
-from moebook.papers.tables import folder
+from moebook.papers.printed import folder
 
 Settings = dict[str, dict[str, Any]]
 

@@ -1,0 +1,174 @@
+"""The papers' tables as data: one CSV a table, loaded with one call into a typed pandas frame.
+
+A file starts with a YAML header, each line behind ``# ``: table, caption, unit, source and, where
+they apply, damaged (what is wrong with our text), setting (what sets its numbers apart from equally
+named ones), names (this table's name -> the other tables') and derived (relations, see
+`papers.relations`). CSV in long form follows, one line a printed number in the reading order of the
+paper's text, with the columns ``row, column, <keys>, printed, unit, mark``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pandas as pd
+import yaml
+
+from moebook.errors import nearest, refuse
+
+FOLDER = Path(__file__).parent
+PAPERS = ("pesc", "router_init", "rocket", "esft")
+MARKS = ("", "damaged", "restored")
+FIXED = ("row", "column", "printed", "unit", "mark")
+HEADER = {"table", "caption", "unit", "source", "damaged", "setting", "names", "derived"}
+POWERS = {"": 0, "%": 0, "K": 3, "M": 6, "B": 9, "T": 12}
+NUMBER = re.compile(
+    r"(?P<sign>[-+−]?)(?P<whole>\d[\d,]*)(?:\.(?P<fraction>\d+))?"
+    r"(?:(?:e|×10\^)\{?(?P<power>[-+]?\d+)\}?)?(?P<suffix>[%KMBT]?)"
+)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A printed number: its value, and how fine it was printed.
+
+    Attributes:
+        value: The number; K, M, B and T are multiplied out, a percent sign is not (75.7% is 75.7).
+        decimals: Position of the last printed digit: 1 for 75.7, 0 for 8, -3 for 300K.
+    """
+
+    value: float
+    decimals: int
+
+
+def number(printed: str) -> Number | None:
+    """Read one printed number such as 75.7%, +1.9, 300K or 5e-5; None if it is not one."""
+    match = NUMBER.fullmatch(printed.strip())
+    if match is None:
+        return None
+    fraction = match["fraction"] or ""
+    power = POWERS[match["suffix"]] + int(match["power"] or 0)
+    sign = -1 if match["sign"] in ("-", "−") else 1
+    digits = f"{match['whole'].replace(',', '')}.{fraction or '0'}e{power}"
+    return Number(sign * float(digits), len(fraction) - power)
+
+
+def tables(paper: str) -> list[str]:
+    """Names of a paper's tables in order, as `table` takes them: ``"1"``, ..., ``"figure_4"``.
+
+    Raises:
+        Refusal: E-NAME for an unknown paper.
+    """
+    names = [path.stem.removeprefix("table_") for path in folder(paper).glob("*.csv")]
+    return sorted(
+        names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
+    )
+
+
+def table(paper: str, n: int | str) -> pd.DataFrame:
+    """Load one table: one row a printed number, with `value` (float), `decimals` (int) and `unit`.
+
+    Args:
+        paper: One of `PAPERS`.
+        n: The table's number or name as in `tables`.
+
+    Returns:
+        Frame with columns row, column, the table's own keys, printed, value, decimals, unit, mark.
+        ``.attrs`` holds the header (caption, source, derived, ...), paper, path and keys.
+
+    Raises:
+        Refusal: E-NAME for an unknown paper or table; E-FORMAT with file and line for a malformed
+            file.
+    """
+    names = tables(paper)
+    if str(n) not in names:
+        refuse("E-NAME", f"{paper} has no table '{n}'; {nearest(str(n), names)}")
+    stem = str(n) if str(n).startswith("figure_") else f"table_{n}"
+    frame = _read(folder(paper) / f"{stem}.csv").copy()
+    frame.attrs = {**frame.attrs, "paper": paper}
+    return frame
+
+
+def wide(paper: str, n: int | str) -> pd.DataFrame:
+    """The table as the paper prints it, rows by columns, keys in the index; damaged cells NaN."""
+    frame = table(paper, n)
+    sound = frame[frame["mark"] != "damaged"]
+    index = [*frame.attrs["keys"], "row"]
+    form = sound.pivot(index=index, columns="column", values="value")
+    order = (
+        pd.MultiIndex.from_frame(frame[index]).unique() if len(index) > 1 else frame["row"].unique()
+    )
+    return form.reindex(index=order, columns=frame["column"].unique())
+
+
+def folder(paper: str) -> Path:
+    """Folder of a paper's data; an unknown paper is refused with the nearest name (E-NAME)."""
+    if paper not in PAPERS:
+        refuse("E-NAME", f"unknown paper '{paper}'; {nearest(paper, PAPERS)}")
+    return FOLDER / paper
+
+
+@cache
+def _read(path: Path) -> pd.DataFrame:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    header = _header(path, [line[1:].removeprefix(" ") for line in lines[:start]])
+    reader = csv.reader(lines[start:])
+    names = next(reader, [])
+    keys = [name for name in names if name not in FIXED]
+    if not set(FIXED) <= set(names) or tuple(names[-3:]) != FIXED[2:]:
+        _malformed(
+            path, start + 1, f"columns row, column, [keys], printed, unit, mark; found {names}"
+        )
+    cells = [_cell(path, start + reader.line_num, names, line, header["unit"]) for line in reader]
+    frame = pd.DataFrame(
+        cells, columns=["row", "column", *keys, "printed", "value", "decimals", "unit", "mark"]
+    )
+    frame.attrs = {**header, "keys": keys, "path": path.name}
+    _unique(path, start, frame, ["row", "column", *keys])
+    return frame
+
+
+def _header(path: Path, lines: list[str]) -> dict[str, Any]:
+    try:
+        header = yaml.safe_load("\n".join(lines))
+    except yaml.MarkedYAMLError as error:
+        _malformed(
+            path,
+            error.problem_mark.line + 1 if error.problem_mark else 1,
+            f"YAML ({error.problem})",
+        )
+    if not isinstance(header, dict) or not {"table", "caption", "unit", "source"} <= set(header):
+        _malformed(path, 1, "a header with table, caption, unit and source")
+    if unknown := sorted(set(header) - HEADER):
+        _malformed(path, 1, f"header fields among {sorted(HEADER)}; found {unknown}")
+    return header
+
+
+def _cell(path: Path, line: int, names: list[str], fields: list[str], unit: str) -> dict[str, Any]:
+    if len(fields) != len(names):
+        _malformed(path, line, f"{len(names)} fields, found {len(fields)}")
+    cell: dict[str, Any] = dict(zip(names, fields, strict=True))
+    typed = number(cell["printed"])
+    if typed is None:
+        _malformed(path, line, f"a number such as 75.7%, 300K or +1.9, found '{cell['printed']}'")
+    if cell["mark"] not in MARKS:
+        _malformed(path, line, f"a mark among empty, damaged, restored, found '{cell['mark']}'")
+    return {**cell, "value": typed.value, "decimals": typed.decimals, "unit": cell["unit"] or unit}
+
+
+def _unique(path: Path, start: int, frame: pd.DataFrame, index: list[str]) -> None:
+    twice = frame.duplicated(index)
+    if twice.any():
+        place = int(twice.to_numpy().argmax())
+        cell = ", ".join(frame.loc[place, index].astype(str))
+        _malformed(path, start + 2 + place, f"each cell once, found a second ({cell})")
+
+
+def _malformed(path: Path, line: int, expected: str) -> NoReturn:
+    refuse("E-FORMAT", f"{path.parent.name}/{path.name}:{line}: expected {expected}")

@@ -1,0 +1,117 @@
+"""`moebook compare`: a reader's notebook beside the book's runs and the paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moebook.errors import Refusal
+from moebook.notebook.compare import compare, read
+from moebook.notebook.session import VALUE
+from moebook.results import Record, Value
+
+PARAMETERS = (
+    'tier: str = "cpu"  # scale {smoke, cpu, study, gpu, paper}\nsteps: int = 100  # steps [1, inf)'
+)
+
+
+def values(sparse: float, dense: float, seeds: int = 1) -> list[Value]:
+    return [
+        Value(f"pesc/{name}/accuracy", score + seed / 1000, "share", seed)
+        for name, score in (("sparse", sparse), ("dense", dense))
+        for seed in range(seeds)
+    ]
+
+
+def cell(source: str, tags: list[str], outputs: list[Any]) -> dict[str, Any]:
+    metadata = {"tags": tags}
+    return {"cell_type": "code", "source": source, "metadata": metadata, "outputs": outputs}
+
+
+def reader(folder: Path, found: list[Value], papermill: dict[str, Any] | None = None) -> Path:
+    outputs = [
+        {"output_type": "display_data", "data": {VALUE: value.to_json()}, "metadata": {}}
+        for value in found
+    ]
+    notebook = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "metadata": {
+            "language_info": {"name": "python", "version": "3.12.1"},
+            "papermill": papermill or {},
+        },
+        "cells": [cell(PARAMETERS, ["parameters"], []), cell("run.record(...)", [], outputs)],
+    }
+    path = folder / "my_run.ipynb"
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "results" / "pesc" / "study"
+    folder.mkdir(parents=True)
+    record = Record("pesc", "study", tuple(values(0.45, 0.40, seeds=3)))
+    (folder / "record.json").write_text(record.to_text(), encoding="utf-8")
+    manifest = {
+        "date": "2026-11-01T00:00:00+00:00",
+        "parameters": {"tier": "study", "steps": 600},
+        "environment": {"python": "3.11.2", "cpu": "X 9000", "versions": {"torch": "2.13.0"}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_readers_run_stands_beside_the_book_and_the_paper(project: Path) -> None:
+    injected = {"parameters": {"steps": 50}, "version": "2.7.0", "duration": 12.34}
+    text = compare(reader(project, values(0.42, 0.44), injected), project)
+    lines = text.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("pesc.sparse-beats-dense:"))
+    assert lines[0] == "my_run.ipynb: notebook pesc, tier cpu, 2 values"
+    assert lines[place + 1].startswith("  paper  twelve benchmarks")
+    assert lines[place + 2].startswith("  book   direction holds (study, 3 seeds: +5.0 points")
+    assert lines[place + 3].startswith("  yours  inconclusive (cpu, 1 seed: -2.0 points, against")
+
+
+def test_differences_in_parameters_versions_and_hardware_are_named(project: Path) -> None:
+    injected = {"parameters": {"steps": 50}, "version": "2.7.0", "duration": 12.34}
+    text = compare(reader(project, values(0.42, 0.44), injected), project)
+    assert "  parameter steps: 50 | 600" in text
+    assert "  python: 3.12.1 | 3.11.2" in text
+    assert "  cpu: unknown (no manifest beside the notebook) | X 9000" in text
+    assert "  version of torch: unknown (no manifest beside the notebook) | 2.13.0" in text
+    assert "  seconds: 12.3 | unknown" in text
+
+
+def test_a_manifest_beside_the_notebook_is_read(project: Path) -> None:
+    path = reader(project, values(0.42, 0.40))
+    environment = {"python": "3.11.2", "cpu": "Y 1", "versions": {"torch": "2.13.0"}}
+    manifest = {"parameters": {"tier": "study", "steps": 600}, "environment": environment}
+    path.with_suffix(".manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    text = compare(path, project)
+    differences = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
+    assert differences == ["  cpu: Y 1 | X 9000"]
+    assert read(path).scale == "study"
+
+
+def test_without_a_record_of_the_book_the_readers_ledger_is_shown_alone(tmp_path: Path) -> None:
+    text = compare(reader(tmp_path, values(0.42, 0.40)), tmp_path)
+    assert "the book has no record of this notebook yet" in text
+    assert "  book   not run" in text
+    assert "  yours  inconclusive (cpu, 1 seed: +2.0 points, as claimed so far)" in text
+
+
+def test_what_is_no_executed_notebook_of_this_book_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        compare(tmp_path / "absent.ipynb", tmp_path)
+    with pytest.raises(Refusal, match="holds no recorded values; execute it first"):
+        compare(reader(tmp_path, []), tmp_path)
+    foreign = reader(tmp_path, [Value("pecs/sparse/accuracy", 0.4, "share")])
+    with pytest.raises(Refusal, match=r"records values of 'pecs'; did you mean 'pesc'"):
+        compare(foreign, tmp_path)
+    (tmp_path / "cut.ipynb").write_text('{"nbformat": 4, "cells": [', encoding="utf-8")
+    with pytest.raises(Refusal, match="E-NOTEBOOK"):
+        compare(tmp_path / "cut.ipynb", tmp_path)

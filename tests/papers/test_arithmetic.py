@@ -1,0 +1,248 @@
+"""The audit: sums done again by other means, and errors planted in made-up papers, all found."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from moebook import papers
+from moebook.errors import Refusal
+from moebook.papers import printed
+from moebook.papers.arithmetic import Finding, judge
+from moebook.papers.cells import metric, stem
+
+FINDINGS = papers.audit()
+Write = Callable[..., list[Finding]]
+
+
+def odd(paper: str, kind: str | None = None) -> list[Finding]:
+    chosen = [found for found in FINDINGS if found.paper == paper and found.status != "agrees"]
+    return [found for found in chosen if kind in (None, found.kind)]
+
+
+@pytest.mark.parametrize(
+    ("number", "decimals", "computed", "slack", "status"),
+    [
+        (22.8, 1, 22.75, 0.05, "agrees"),
+        (33.4, 1, 33.45, 0.05, "agrees"),
+        (50.0, 1, 50.0667, 0.05, "truncated"),
+        (50.2, 1, 50.0667, 0.1, "rounding"),
+        (50.2, 1, 50.0667, 0.05, "differs"),
+        (-1.2, 1, -1.28, 0.0, "truncated"),
+        (0.3, 1, -0.31, 0.0, "differs"),
+        (300_000, -3, 300_400, 0.0, "agrees"),
+        (38, 0, 38, 0.0, "agrees"),
+        (38, 0, 39, 0.0, "differs"),
+    ],
+)
+def test_a_printed_number_is_judged_by_its_last_digit(
+    number: float, decimals: int, computed: float, slack: float, status: str
+) -> None:
+    assert judge(number, decimals, computed, slack) == status
+
+
+def means(paper: str, name: str) -> Iterator[tuple[str, str, Fraction, Fraction]]:
+    """Row, printed result, its last digit and its mean in exact fractions, from the CSV's text."""
+    rules = papers.table(paper, name).attrs.get("derived") or []
+    lines = (printed.FOLDER / paper / f"table_{name}.csv").read_text("utf-8").splitlines()
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for cell in csv.DictReader(line for line in lines if not line.startswith("#")):
+        if cell["mark"] != "damaged" and cell.get("statistic") != "half_width":
+            key = (cell["row"], *(cell.get(k) or "" for k in ("model", "series", "method")))
+            rows.setdefault(key, {})[cell["column"]] = cell["printed"].strip("%")
+    for rule in (r for r in rules if r["is"] == "mean" and "table" not in r):
+        for key, row in rows.items():
+            if {rule["column"], *rule["of"]} <= set(row):
+                mean = sum(Fraction(row[name]) for name in rule["of"]) / len(rule["of"])
+                digit = Fraction(1, 10 ** len(row[rule["column"]].partition(".")[2]))
+                yield " ".join(key), row[rule["column"]], digit, mean
+
+
+TABLES = [
+    (paper, name)
+    for paper in papers.PAPERS
+    for name in papers.tables(paper)
+    if any(r["is"] == "mean" and "table" not in r
+           for r in papers.table(paper, name).attrs.get("derived") or [])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("paper", "name"), TABLES)
+def test_averages_are_recomputed_as_exact_fractions_give_them(paper: str, name: str) -> None:
+    start = f"Table {name}, "
+    ours = [f for f in FINDINGS if f.paper == paper and f.kind == "average"]
+    ours = [f for f in ours if f.place.startswith(start) and f.group.startswith(f"{name}: ")]
+    ours = [f for f in ours if "'table'" not in f.group]
+    theirs = list(means(paper, name))
+    assert len(ours) == len(theirs) > 0
+    for finding, (row, result, digit, mean) in zip(ours, theirs, strict=True):
+        assert finding.printed.strip("%") == result, row
+        assert float(finding.recomputed) == pytest.approx(float(mean), abs=float(digit) / 100)
+        agrees = abs(Fraction(result) - mean) <= digit / 2
+        assert (finding.status == "agrees") == agrees, row
+
+
+def test_the_audit_finds_the_benchmark_that_two_tables_print_differently() -> None:
+    found = [f for f in odd("pesc", "same quantity") if "HellaSwag" in f.place]
+    pairs = {(f.printed, f.recomputed) for f in found}
+    assert ("82.5", "85.2") in pairs
+    assert any("shots" in f.explanation for f in found)
+
+
+def test_the_audit_finds_rows_whose_name_another_table_contradicts() -> None:
+    names = [(f.printed, f.recomputed) for f in odd("router_init", "name")]
+    assert names == [("2×1.8B_TRSU", "4×1.8B_CRSU")]
+
+
+def test_the_audit_finds_averages_that_are_cut_and_not_rounded() -> None:
+    cut = [f for f in odd("router_init", "average") if f.status == "truncated"]
+    assert {f.printed for f in cut} >= {"50.0"}
+
+
+def test_the_audit_finds_the_column_of_averages_over_four_of_six_tasks() -> None:
+    column = [f for f in odd("rocket", "average") if f.place.startswith("Table 9, ")]
+    assert len(column) == 39
+    assert {f.explanation for f in column} == {
+        "agrees with the mean of ARC-c, ARC-e, GSM8K, MBPP alone"
+    }
+    assert not [f for f in odd("rocket", "average") if f.place.startswith("Table 10, ")]
+
+
+def test_the_audit_finds_a_weighted_mean_behind_a_column() -> None:
+    column = [f for f in odd("pesc", "average") if f.place.startswith("Table 7, ")]
+    assert len(column) == 16
+    assert all("a weighted mean, the same for every row" in f.explanation for f in column)
+
+
+def test_the_report_counts_every_paper_and_folds_equal_lines() -> None:
+    text = papers.report(FINDINGS)
+    assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == [*papers.PAPERS]
+    assert text.count("the mean of ARC-c, ARC-e, GSM8K, MBPP alone") <= 2
+    assert "  agrees" not in text
+    assert "  agrees" in papers.report(FINDINGS, everything=True)
+
+
+@pytest.fixture
+def audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write tables (and a text) of a made-up paper, audit it, and return what it finds."""
+
+    def write(*sheets: str, stated: str = "") -> list[Finding]:
+        folder = tmp_path / "pesc"
+        folder.mkdir()
+        for number, sheet in enumerate(sheets, start=1):
+            head, _, body = sheet.partition("---\n")
+            head = "".join(f"# {line}\n" for line in head.splitlines())
+            start = f'# table: "{number}"\n# caption: c\n# unit: percent\n# source: s\n'
+            text = f"{start}{head}row,column,printed,unit,mark\n{body}"
+            (folder / f"table_{number}.csv").write_text(text, encoding="utf-8")
+        (folder / "stated.yaml").write_text(stated or "[]", encoding="utf-8")
+        monkeypatch.setattr(printed, "FOLDER", tmp_path)
+        return papers.audit("pesc")
+
+    return write
+
+
+def rows(*lines: tuple[str, str], columns: str = "a b c mean") -> str:
+    return "".join(
+        f"{name},{column},{number},,\n"
+        for name, numbers in lines
+        for column, number in zip(columns.split(), numbers.split(), strict=True)
+    )
+
+
+MEAN = "derived: [{column: mean, is: mean, of: [a, b, c]}]\n---\n"
+
+
+def test_a_mean_that_skips_a_column_is_explained(audited: Write) -> None:
+    (found,) = audited(MEAN + rows(("x", "10.0 21.0 50.0 15.5")))
+    assert (found.status, found.recomputed) == ("differs", "27")
+    assert found.explanation == "the mean without c"
+
+
+def test_a_mean_of_the_row_above_is_explained(audited: Write) -> None:
+    found = audited(MEAN + rows(("x", "10.0 20.0 60.0 30.0"), ("y", "70.0 75.0 89.0 30.0")))
+    assert [f.status for f in found] == ["agrees", "differs"]
+    assert found[1].explanation == "the number of another row, x"
+
+
+def test_swapped_digits_are_explained(audited: Write) -> None:
+    (found,) = audited(MEAN + rows(("x", "11.0 37.0 60.0 63.0")))
+    assert found.explanation == "two digits changed places: 36.0"
+
+
+def test_an_unexplained_difference_says_so(audited: Write) -> None:
+    (found,) = audited(MEAN + rows(("x", "10.0 20.0 60.0 87.3")))
+    assert found.explanation == "no simple alternative explains it"
+
+
+def test_damaged_cells_are_not_used(audited: Write) -> None:
+    text = MEAN + rows(("x", "10.0 20.0 60.0 99.0")).replace("x,b,20.0,,", "x,b,20.0,,damaged")
+    assert audited(text) == []
+
+
+def test_operands_are_found_in_another_and_in_a_transposed_table(audited: Write) -> None:
+    first = "---\n" + rows(("Model-A (Acc.)", "10.0 20.0"), columns="a b")
+    turned = "---\n" + rows(("c", "60.0"), columns="model-a")
+    third = MEAN + rows(("Model A", "31.0"), columns="mean")
+    (found,) = audited(first, turned, third)
+    assert (found.recomputed, found.status) == ("30", "differs")
+
+
+def test_the_same_quantity_is_matched_across_names_but_not_across_metrics(audited: Write) -> None:
+    first = "---\n" + rows(("M 1", "10.0 20.0"), columns="Code(Pass@1) text")
+    second = "---\n" + rows(("m-1", "30.0 25.0"), columns="Code(Pass@10) Text")
+    (found,) = audited(first, second)
+    assert (found.kind, found.printed, found.recomputed) == ("same quantity", "25.0", "20")
+
+
+def test_tables_of_different_settings_are_not_compared(audited: Write) -> None:
+    body = rows(("m", "10.0"), columns="a")
+    turned = body.replace("10.0", "11.0")
+    assert audited("setting: one\n---\n" + body, "setting: two\n---\n" + turned) == []
+
+
+def test_stated_counts_sums_and_extremes_are_recomputed(audited: Write) -> None:
+    def entry(number: str, kind: str, rest: str = "column: a") -> str:
+        place = '{table: "1", ' + rest + "}"
+        head = f'{{where: Section 1, sentence: s, printed: "{number}", unit: count'
+        return f"- {head}, is: {kind}, of: [{place}]}}\n"
+
+    text = entry("3", "count") + entry("2", "count", "column: a, except: [x]")
+    text += entry("60", "sum") + entry("30.0", "max") + entry("11.0", "min")
+    body = rows(("x", "10.0 1.0"), ("y", "20.0 2.0"), ("z", "30.0 3.0"), columns="a b")
+    found = audited("---\n" + body, stated=text)
+    assert [f.status for f in found] == ["agrees", "agrees", "agrees", "agrees", "differs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("is: average, of: []", "unknown relation 'average'"),
+        ('is: same, of: [{table: "7"}]', "no table '7'"),
+        ('is: same, of: [{table: "1", row: q}]', "no cell matches"),
+        ('is: difference, of: [{table: "1", row: x}]', "difference needs 2 cells, selected 1"),
+        ("is: mean", "names its operands as a list"),
+    ],
+)
+def test_a_malformed_relation_is_refused(audited: Write, text: str, message: str) -> None:
+    stated = f'- {{where: w, sentence: s, printed: "1", unit: count, {text}}}\n'
+    with pytest.raises(Refusal, match="E-FORMAT") as refusal:
+        audited("---\n" + rows(("x", "1.0"), columns="a"), stated=stated)
+    assert message in str(refusal.value)
+
+
+def test_an_unknown_paper_is_refused() -> None:
+    with pytest.raises(Refusal, match="did you mean 'esft'"):
+        papers.audit("esfd")
+
+
+def test_names_are_compared_without_case_punctuation_and_metric() -> None:
+    assert stem("Camelidae-8×34B-pro") == stem("camelidae 8x34B pro")
+    assert stem("Avg.") == stem("Average")
+    assert stem("HumanEval (Pass@1)") == stem("Humaneval")
+    assert stem("MMLU") != stem("MMLU-Pro")
+    assert (metric("HumanEval (Pass@10)"), metric("MMLU")) == ("pass@10", "")
