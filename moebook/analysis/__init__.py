@@ -1,1 +1,1 @@
-"""What routed models do with their tokens: shares, load, specialisation."""
+"""What a model does and needs: where its routers send tokens, what a training step holds."""

@@ -1,0 +1,41 @@
+"""Memory of a training step, against bytes counted by hand."""
+
+import torch
+from torch import nn
+
+from moebook.analysis.memory import step_memory
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)
+        self.second = nn.Linear(8, 2, bias=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).sum()
+
+
+def test_bytes_are_those_counted_by_hand():
+    model = Two()
+    model.first.requires_grad_(False)
+    x = torch.randn(5, 4)
+    found = step_memory(model, {"x": x})
+    assert found.parameters == 4 * (4 * 8 + 8 * 2)
+    assert found.trained == 3 * 4 * 8 * 2
+    assert found.kept == 4 * 5 * 8  # what the second layer reads; the frozen part keeps nothing
+    model.requires_grad_(True)
+    more = step_memory(model, {"x": x})
+    assert more.kept == 4 * (5 * 4 + 5 * 8)  # and x; tanh's output is the same tensor
+    assert more.trained == 3 * more.parameters
+    assert more.total == more.parameters + more.kept + more.trained
+
+
+def test_counting_changes_neither_gradients_nor_random_numbers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    step_memory(model, {"input": torch.ones(2, 4)})
+    assert torch.equal(torch.rand(3), expected)
+    assert model[0].weight.grad is None
