@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook.errors import Refusal, nearest, refuse
@@ -54,7 +55,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, and let the sub-command's own parser complain about what is left over."""
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_run, _add_list, _add_book, _add_verify):
+    for add in (_add_run, _add_list, _add_book, _add_verify, _add_audit, _add_compare):
         add(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest:
@@ -93,6 +94,17 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("notebook", nargs="?", help="short name; all by default")
 
 
+def _add_audit(commands: Any) -> None:
+    parser = _add(commands, "audit", audit, "recompute the derived numbers of the papers' tables")
+    parser.add_argument("paper", nargs="?", help="short name, such as rocket; all by default")
+    parser.add_argument("--all", action="store_true", help="show the numbers that agree too")
+
+
+def _add_compare(commands: Any) -> None:
+    parser = _add(commands, "compare", compare, "put your executed notebook beside the book's runs")
+    parser.add_argument("notebook", help="an executed notebook, such as my_run.ipynb")
+
+
 def run(options: argparse.Namespace) -> int:
     """``moebook run``: execute one notebook."""
     from moebook import results
@@ -129,7 +141,7 @@ def book(options: argparse.Namespace) -> int:
         print(run_notebook(name, options.tier, folder=folder).describe(folder), flush=True)
     from moebook.notebook.book import build
 
-    build(options.tier)
+    build(options.tier, folder)
     return 0
 
 
@@ -140,3 +152,19 @@ def verify(options: argparse.Namespace) -> int:
     found = findings(options.notebook)
     print("\n".join(map(str, found)) or "no records: nothing was run yet")
     return int(any(finding.failures for finding in found))
+
+
+def audit(options: argparse.Namespace) -> int:
+    """``moebook audit``: print what the papers' own arithmetic gives."""
+    from moebook import papers
+
+    print(papers.report(papers.audit(options.paper), everything=options.all))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """``moebook compare``: print the ledger of a reader's notebook beside the book's."""
+    from moebook.notebook.compare import compare as text
+
+    print(text(Path(options.notebook)))
+    return 0
