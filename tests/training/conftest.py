@@ -1,0 +1,53 @@
+"""A model of 2 layers and width 32, and rows of random tokens whose second half is learnt."""
+
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def with_lora(seed: int = 0):
+    """The same with LoRA and dropout, so that training draws random numbers at every step."""
+    lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(tiny_llama(seed), lora)
+
+
+def random_rows(count: int = 20, seed: int = 0) -> Dataset:
+    draw = random.Random(seed)
+    ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(count)]
+    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, "length": list(map(len, ids))})
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def lora():
+    return with_lora
+
+
+@pytest.fixture(scope="session")
+def rows():
+    return random_rows

@@ -1,0 +1,86 @@
+"""Batches are a function of seed and step, cover every row, and cost little padding."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from moebook.errors import Refusal
+from moebook.training.batches import Batches
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_one_in_another_order(rows):
+    batches = Batches(rows(23), 4, seed=0, pad_id=2)
+    epochs = [
+        np.concatenate([batches.rows(epoch * batches.per_epoch + i) for i in range(6)])
+        for epoch in range(2)
+    ]
+    assert batches.per_epoch == 6
+    assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
+    assert not np.array_equal(*epochs)
+
+
+def test_the_batch_of_a_step_does_not_depend_on_what_was_asked_before(rows):
+    forward, backward = (Batches(rows(40), 4, seed=5, pad_id=2) for _ in range(2))
+    there = [forward.rows(step) for step in range(30)]
+    back = [backward.rows(step) for step in reversed(range(30))][::-1]
+    assert all(np.array_equal(*pair) for pair in zip(there, back, strict=True))
+    other = Batches(rows(40), 4, seed=6, pad_id=2)
+    assert any(not np.array_equal(there[step], other.rows(step)) for step in range(30))
+
+
+def test_a_start_shifts_the_items(rows):
+    batches = Batches(rows(40), 4, seed=0, pad_id=2)
+    expected = batches[7]["input_ids"]
+    batches.start = 5
+    assert torch.equal(batches[2]["input_ids"], expected)
+
+
+def test_a_batch_is_the_one_padded_by_hand():
+    table = {
+        "input_ids": [[5, 6, 7, 8], [9, 10, 11]],
+        "labels": [[-100, -100, 7, 8], [-100, -100, 11]],
+    }
+    batch = Batches(Dataset.from_dict(table), 2, seed=0, pad_id=2).collate(np.array([0, 1]))
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 11, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 7, 8], [-100, 11, -100]]
+    assert batch["logits_to_keep"] == 3
+
+
+def test_leaving_out_unneeded_logits_changes_no_loss(rows, llama):
+    model = llama()
+    batches = Batches(rows(12), 12, seed=0, pad_id=2)
+    batch = batches.collate(np.arange(12))
+    full = torch.full(batch["input_ids"].shape, -100)
+    for line, labels in enumerate(batches.labels):
+        full[line, : len(labels)] = torch.tensor(labels)
+    with torch.no_grad():
+        short = model(**batch).loss
+        long = model(**{**batch, "labels": full, "logits_to_keep": 0}).loss
+    assert batch["labels"].shape[1] < full.shape[1]
+    torch.testing.assert_close(short, long)
+
+
+def test_rows_of_similar_length_come_together(rows):
+    batches = Batches(rows(256), 8, seed=0, pad_id=2)
+    padded = sum(batches[step]["input_ids"].numel() for step in range(32))
+    random_order = np.random.default_rng(0).permutation(256).reshape(32, 8)
+    unsorted = sum(batches.lengths[line].max() * 8 for line in random_order)
+    assert padded - batches.lengths.sum() < 0.4 * (unsorted - batches.lengths.sum())
+    assert sum(batches.tokens(step) for step in range(32)) == batches.lengths.sum()
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "words"),
+    [
+        ([], [], "no rows"),
+        ([[1, 2], [3, 4]], [[-100, 2], [-100, -100]], "row 1: every label is masked"),
+        ([[1, 2]], [[1, -100]], "row 0: every label is masked"),
+        ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
+    with pytest.raises(Refusal, match="E-DATA") as caught:
+        Batches(Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2)
+    assert words in caught.value.message

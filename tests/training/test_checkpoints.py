@@ -1,0 +1,209 @@
+"""An interrupted run goes on bit for bit, and damage is told by file."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moebook.errors import Refusal
+from moebook.models import manifest
+from moebook.training import checkpoints, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+SETTINGS = {"steps": 8, "batch": 4, "lr": 1e-2, "schedule": "cosine", "seed": 1, "pad_id": 2}
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one | other)
+
+
+class Interrupt:
+    """A penalty of 0 that presses Ctrl-C in the forward pass of one step."""
+
+    def __init__(self, step):
+        self.left = step
+
+    def __call__(self, model):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return torch.zeros(())
+
+
+@pytest.fixture(scope="module")
+def straight(lora, rows):
+    """History and weights of a run that nothing interrupted."""
+    model = lora()
+    return fit(model, rows(), **SETTINGS), weights(model)
+
+
+@pytest.fixture(scope="module")
+def once_interrupted(lora, rows, tmp_path_factory):
+    """A folder with checkpoints of steps 2 and 4 of the same run."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        fit(lora(), rows(), **SETTINGS, penalty=Interrupt(6), output=folder, every=2)
+    return folder
+
+
+@pytest.fixture
+def interrupted(once_interrupted, tmp_path):
+    """A copy of that folder, to go on in or to damage."""
+    return Path(shutil.copytree(once_interrupted, tmp_path / "run"))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(lora, rows, straight, interrupted):
+    model = lora()
+    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2)
+    assert same(weights(model), straight[1])
+    assert (history.loss, history.norm) == (straight[0].loss, straight[0].norm)
+    assert history.seconds == sorted(history.seconds)
+    assert [path.name for path in checkpoints._committed(interrupted)] == ["step-6", "step-8"]
+
+
+def test_a_finished_run_is_read_and_not_repeated(lora, rows, straight, interrupted):
+    fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
+    model = lora()
+    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2, penalty=Interrupt(1))
+    assert history.loss == straight[0].loss
+    assert same(weights(model), straight[1])
+
+
+def test_a_checkpoint_holds_only_what_training_changes(interrupted, lora):
+    tensors = load_file(interrupted / "step-4" / "tensors.safetensors")
+    trained = {name for name, p in lora().named_parameters() if p.requires_grad}
+    assert {name for name in tensors if name.startswith("model.")} == {
+        f"model.{name}" for name in trained
+    }
+    assert len(tensors) == 4 * len(trained)  # weight, two moments, the optimizer's own step
+
+
+def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
+    root, lora, rows, straight, tmp_path
+):
+    child = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import with_lora, random_rows
+from moebook.models import manifest
+from moebook.training import fit
+commit = manifest.commit
+def kill(stage, target):
+    if target.name == "step-4":
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(stage, target)
+manifest.commit = kill
+fit(with_lora(), random_rows(), **{SETTINGS!r}, output={str(tmp_path)!r}, every=2)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert len(list(tmp_path.glob(".stage-4-*"))) == 1
+    model = lora()
+    history = fit(model, rows(), **SETTINGS, output=tmp_path, every=2)
+    assert same(weights(model), straight[1])
+    assert history.loss == straight[0].loss
+    assert not list(tmp_path.glob(".stage-*"))
+
+
+def flip(folder):
+    path = folder / "tensors.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(folder):
+    os.truncate(folder / "tensors.safetensors", 100)
+
+
+def forge(folder):
+    """Hashes that fit, tensors that are none."""
+    (folder / manifest.NAME).unlink()
+    (folder / "tensors.safetensors").write_bytes(b"\xff" * 64)
+    manifest.seal(folder, versions=checkpoints.versions(), threads=torch.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"), [(flip, "E-HASH"), (cut, "E-HASH"), (forge, "E-FORMAT")]
+)
+def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
+    lora, rows, interrupted, damage, code
+):
+    damage(interrupted / "step-4")
+    with pytest.raises(Refusal, match=code) as caught:
+        fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
+    assert str(interrupted / "step-4") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "seed", "data", "words"),
+    [
+        ({"lr": 3e-2}, 0, 20, "lr 0.01 -> 0.03"),
+        ({}, 1, 20, "model "),
+        ({}, 0, 21, "data "),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused(
+    lora, rows, interrupted, changes, seed, data, words
+):
+    with pytest.raises(Refusal, match="E-CONFIGDIFF") as caught:
+        fit(lora(seed), rows(data), **{**SETTINGS, **changes}, output=interrupted)
+    assert words in caught.value.message
+
+
+def test_a_folder_in_use_is_refused_with_the_process(lora, rows, tmp_path):
+    with checkpoints.locked(tmp_path), pytest.raises(Refusal, match=f"process {os.getpid()}"):
+        fit(lora(), rows(), steps=1, output=tmp_path)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(lora, rows, tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(Refusal, match="E-PATH"):
+        fit(lora(), rows(), steps=1, output=tmp_path / "run")
+
+
+def test_another_number_of_threads_is_warned_of(lora, rows, interrupted, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    with pytest.warns(UserWarning, match="W-REPRO"):
+        checkpoints.newest(interrupted)
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(lora, rows, interrupted, monkeypatch):
+    def full(stage, **facts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "seal", full)
+    with pytest.raises(Refusal, match="E-DISK"):
+        fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
+    assert [path.name for path in checkpoints._committed(interrupted)] == ["step-2", "step-4"]
+    assert not list(interrupted.glob(".stage-*"))
+
+
+def test_tensors_that_are_not_finite_are_never_saved(tmp_path):
+    with pytest.raises(Refusal, match=r"E-NONFINITE: step 3: model\.w"):
+        checkpoints.save(tmp_path, 3, {"model.w": torch.tensor([1.0, float("nan")])}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_of_another_shape_are_refused_and_change_nothing(llama):
+    model = llama()
+    tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    before = weights(model)
+    tensors["model.model.norm.weight"] = torch.zeros(7)
+    with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight \(7,\)"):
+        checkpoints.restore(model, tensors)
+    del tensors["model.model.norm.weight"]
+    with pytest.raises(Refusal, match="E-SHAPE"):
+        checkpoints.restore(model, tensors)
+    assert same(weights(model), before)

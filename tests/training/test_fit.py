@@ -1,0 +1,186 @@
+"""Training equals a plain loop, repeats bit for bit, and stops at the first bad number."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers.utils import logging
+
+from moebook.errors import Refusal
+from moebook.training import fit
+from moebook.training.batches import Batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+def plain_loop(model, rows, rates, *, clip, decay, penalty=None):
+    """AdamW written out, one parameter after another, on the batches of seed 3."""
+    batches = Batches(rows, 4, seed=3, pad_id=2)
+    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    decayed = {p for p in model.parameters() if p.ndim > 1}
+    losses, norms = [], []
+    for step, rate in enumerate(rates):
+        batch = batches.collate(batches.rows(step))
+        loss = model(**batch).loss
+        losses.append(loss.item())
+        (loss + penalty(model) if penalty else loss).backward()
+        norm = math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters()))
+        norms.append(norm)
+        with torch.no_grad():
+            for p, (first, second) in moments.items():
+                gradient = p.grad * min(1.0, clip / norm)
+                p *= 1 - rate * (decay if p in decayed else 0.0)
+                first.mul_(0.9).add_(gradient, alpha=0.1)
+                second.mul_(0.95).add_(gradient * gradient, alpha=0.05)
+                corrected = (second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+                p -= rate * first / (1 - 0.9 ** (step + 1)) / corrected
+        model.zero_grad()
+    return losses, norms
+
+
+def square(model):
+    return 0.05 * sum(p.pow(2).mean() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("constant", [0, 1 / 2, 1, 1, 1, 1]),
+        ("linear", [0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ("cosine", [0, 1 / 2, 1, *(0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3))]),
+    ],
+)
+def test_training_equals_a_plain_loop(llama, rows, schedule, shares):
+    ours, theirs = llama().double(), llama().double()
+    history = fit(
+        ours, rows(), steps=6, batch=4, lr=1e-2, schedule=schedule, warmup=0.3, weight_decay=0.1,
+        betas=(0.9, 0.95), clip=0.5, seed=3, pad_id=2, penalty=square,
+    )  # fmt: skip
+    rates = [1e-2 * share for share in shares]
+    losses, norms = plain_loop(theirs, rows(), rates, clip=0.5, decay=0.1, penalty=square)
+    assert history.loss == pytest.approx(losses, rel=1e-6)
+    assert history.norm == pytest.approx(norms, rel=1e-6)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_the_penalty_is_logged_apart_and_trained_on(llama, rows):
+    model = llama()
+    start = square(model).item()
+    history = fit(model, rows(), steps=8, batch=4, lr=1e-2, pad_id=2, penalty=square)
+    assert history.penalty[0] == pytest.approx(start)
+    bare = fit(llama(), rows(), steps=8, batch=4, lr=1e-2, pad_id=2)
+    assert history.loss[0] == bare.loss[0]
+    assert history.loss[-1] != bare.loss[-1]
+    assert bare.penalty == [0.0] * 8
+
+
+def test_one_seed_gives_the_same_bits_twice_and_another_seed_others(lora, rows):
+    def train(seed):
+        return fit(lora(), rows(), epochs=2, batch=8, lr=1e-2, seed=seed, pad_id=2)
+
+    first, again, other = train(1), train(1), train(2)
+    assert first.step == list(range(1, 7))
+    assert (first.loss, first.norm) == (again.loss, again.norm)
+    assert first.loss != other.loss
+
+
+def test_dropout_draws_anew_at_every_step(lora, rows):
+    history = fit(lora(), rows(1), steps=4, batch=1, lr=1e-9, pad_id=2)
+    model = lora()
+    with torch.no_grad():  # B is zero at first: make dropout visible
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.3)
+    noisy = fit(model, rows(1), steps=4, batch=1, lr=1e-9, pad_id=2)
+    assert max(history.loss) - min(history.loss) < 1e-5
+    assert len({round(loss, 5) for loss in noisy.loss}) == 4
+
+
+def test_only_what_requires_a_gradient_moves(lora, rows):
+    model = lora()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fit(model, rows(), steps=3, batch=8, lr=1e-2, weight_decay=0.1, pad_id=2)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {name for name in before if "lora_" in name}
+
+
+def test_history_counts_tokens_and_seconds(llama, rows):
+    data = rows()
+    history = fit(llama(), data, epochs=1, batch=8, pad_id=2)
+    assert history.tokens[-1] == sum(data["length"])
+    assert history.seconds == sorted(history.seconds)
+    assert history.seconds[0] > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(llama, rows, bad, tmp_path):
+    model, kept = llama(), {}
+
+    def spoil(model, calls=[]):  # noqa: B006
+        calls.append(1)
+        if len(calls) == 4:
+            kept.update({n: p.detach().clone() for n, p in model.named_parameters()})
+            return model.model.norm.weight.sum() * bad
+        return model.model.norm.weight.sum() * 0
+
+    with pytest.raises(Refusal, match="E-NONFINITE: step 4") as caught:
+        fit(model, rows(), steps=9, batch=4, pad_id=2, penalty=spoil, output=tmp_path, every=2)
+    assert "last checkpoint: step 2" in caught.value.message
+    assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters())
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_finite_loss_with_an_infinite_gradient_stops_too(llama, rows):
+    def cusp(model):
+        return (model.model.norm.weight - model.model.norm.weight.detach()).abs().sum().sqrt()
+
+    with pytest.raises(Refusal, match="E-NONFINITE: step 1"):
+        fit(llama(), rows(), steps=2, batch=4, pad_id=2, penalty=cusp)
+
+
+def test_training_leaves_the_surroundings_as_they_were(llama, rows, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    model = llama()
+    torch.manual_seed(11), np.random.seed(11), random.seed(11)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(11), np.random.seed(11), random.seed(11)
+    verbosity = logging.get_verbosity()
+    fit(model, rows(), steps=2, batch=4, pad_id=2)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    assert logging.get_verbosity() == verbosity
+    assert model.config.use_cache
+    assert not model.training
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"steps": 0}, "E-RANGE"),
+        ({"steps": 2, "epochs": 1}, "E-USAGE"),
+        ({"epochs": math.nan}, "E-RANGE"),
+        ({"batch": 0}, "E-RANGE"),
+        ({"lr": math.nan}, "E-RANGE"),
+        ({"lr": -1.0}, "E-RANGE"),
+        ({"warmup": 1.0}, "E-RANGE"),
+        ({"clip": 0.0}, "E-RANGE"),
+        ({"seed": 2**32}, "E-RANGE"),
+        ({"betas": (0.9, 1.0)}, "E-RANGE"),
+        ({"weight_decay": math.inf}, "E-RANGE"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+    ],
+)
+def test_settings_outside_their_range_are_refused_by_name(llama, rows, given, code):
+    with pytest.raises(Refusal, match=code) as caught:
+        fit(llama(), rows(), **given)
+    assert next(iter(given)) in caught.value.message
+
+
+def test_a_model_with_nothing_to_train_is_refused(llama, rows):
+    with pytest.raises(Refusal, match="E-MODEL"):
+        fit(llama().requires_grad_(False), rows(), steps=1)
