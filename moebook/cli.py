@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from moebook.errors import Refusal, nearest, refuse
 from moebook.results import TIERS
 
+MODELS = Path(__file__).parent / "models"
+
 
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are refusals of one line, with the nearest word that it knows."""
@@ -55,7 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, and let the sub-command's own parser complain about what is left over."""
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_run, _add_list, _add_book, _add_verify, _add_audit, _add_compare):
+    checks = (_add_verify, _add_audit, _add_compare)
+    for add in (_add_run, _add_list, _add_book, *checks, _add_pretrain):
         add(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest:
@@ -103,6 +106,13 @@ def _add_audit(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     parser = _add(commands, "compare", compare, "put your executed notebook beside the book's runs")
     parser.add_argument("notebook", help="an executed notebook, such as my_run.ipynb")
+
+
+def _add_pretrain(commands: Any) -> None:
+    parser = _add(commands, "pretrain", pretrain, "make an embedded base from its recipe")
+    known = sorted(recipe.parent.name for recipe in MODELS.glob("*/recipe.yaml"))
+    parser.add_argument("base", choices=known, help="the base to make")
+    parser.add_argument("--steps", type=int, help="stop after so many steps; goes on from there")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -167,4 +177,16 @@ def compare(options: argparse.Namespace) -> int:
     from moebook.notebook.compare import compare as text
 
     print(text(Path(options.notebook)))
+    return 0
+
+
+def pretrain(options: argparse.Namespace) -> int:
+    """``moebook pretrain``: train a base in ``runs/pretrain/``, from where it was stopped."""
+    from moebook import results
+    from moebook.training import pretrain as recipes
+
+    recipe = MODELS / options.base / "recipe.yaml"
+    work = results.root() / "runs" / "pretrain" / options.base
+    losses = recipes.pretrain(recipe, work, work / "finished", steps=options.steps)
+    print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, in {work}")
     return 0

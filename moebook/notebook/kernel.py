@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Iterator
@@ -86,6 +87,15 @@ def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
     finally:
         stop.set()
         watcher.join()
+        run_sync(_abandon)()
         if hasattr(manager, "connection"):
             manager.connection.stop_channels()
         run_sync(manager.shutdown_kernel)(now=True)
+
+
+async def _abandon() -> None:
+    """Cancel the tasks that an interrupt left waiting; else each would complain at the end."""
+    waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -62,6 +62,8 @@ class Parameter:
         shown = repr(value)[:80]
         if not self._fits(value):
             refuse("E-TYPE", f"{where}: {self.name} = {shown}: {self._expected(value)}")
+        if isinstance(value, str) and value.encode("utf-8", "ignore").decode() != value:
+            refuse("E-TYPE", f"{where}: {self.name} = {shown}: expected text in UTF-8")
         if (isinstance(value, float) and not math.isfinite(value)) or not self._allows(value):
             note = f" ({self.help})" if self.help else ""
             refuse("E-RANGE", f"{where}: {self.name} = {shown}: {self._permitted(value)}{note}")

@@ -158,4 +158,4 @@ def _shown(content: Any) -> str:
 
 
 def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: metadata[name] for name in names if name in metadata}
+    return {name: metadata[name] for name in names if metadata.get(name)}

@@ -1,0 +1,227 @@
+"""The filter: what an executed notebook may show in the book."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from moebook.errors import Refusal
+from moebook.notebook import markup, privacy, publish
+from moebook.notebook.session import GLUE, VALUE
+
+FOLDER = Path("/srv/project/toy")
+
+
+def _published(*outputs: Any, source: str = "x") -> tuple[list[Any], dict[str, int]]:
+    cell = new_code_cell(source, outputs=list(outputs), execution_count=1)
+    clean, counts = publish.clean(new_notebook(cells=[cell]), FOLDER)
+    return clean["cells"][0]["outputs"], counts
+
+
+def _shown(mime: str, content: Any) -> Any:
+    outputs, _ = _published(new_output("display_data", {mime: content}))
+    return outputs[0]["data"].get(mime) if outputs else None
+
+
+def _chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def _png(*extra: bytes) -> bytes:
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    data = _chunk(b"IDAT", zlib.compress(b"\x00\x00"))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(extra) + data + _chunk(b"IEND", b"")
+
+
+def test_text_and_stdout_stay_without_colours_and_stderr_goes() -> None:
+    outputs, counts = _published(
+        new_output("stream", name="stdout", text="\x1b[31mred\x1b[0m\tx\n"),
+        new_output("stream", name="stderr", text="Kernel is running over TCP"),
+    )
+    assert [output["text"] for output in outputs] == ["red\tx\n"]
+    assert counts == {"control": 2, "stderr": 1}
+
+
+@pytest.mark.parametrize(
+    "mime",
+    [
+        "application/javascript",
+        "application/vnd.jupyter.widget-view+json",
+        "text/vnd.mermaid",
+        "text/markdown",
+        "text/latex",
+        "image/jpeg",
+        "application/pdf",
+        "application/papermill.record/text/html",
+    ],
+)
+def test_other_types_are_left_out_and_counted(mime: str) -> None:
+    data = {mime: "alert(1)", "text/plain": "plain"}
+    outputs, counts = _published(new_output("display_data", data))
+    assert outputs[0]["data"] == {"text/plain": "plain"}
+    assert counts == {mime: 1}
+    assert _shown(mime, "alert(1)") is None
+
+
+def test_a_model_that_writes_html_stays_text() -> None:
+    assert _shown("text/plain", "<script>evil()</script>") == "<script>evil()</script>"
+
+
+def test_pandas_tables_keep_their_cells_and_nothing_that_acts() -> None:
+    frame = pd.DataFrame({"a < b": [0.5], "text": ["<img src=x onerror=evil()>"]})
+    table = _shown("text/html", frame._repr_html_())
+    assert "<style" not in table and "<img" not in table
+    assert 'class="dataframe"' in table
+    assert "a &lt; b" in table and "&lt;img src=x onerror=evil()&gt;" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            "<table id='x' onclick='evil()' style='x'><tr><td colspan=2>1</td></tr></table>",
+            '<table><tr><td colspan="2">1</td></tr></table>',
+        ),
+        (
+            "<table><tr><td><a href='javascript:evil()'>t</a></table>",
+            "<table><tr><td>t</td></tr></table>",
+        ),
+        ("</div></div><table></table>", "<table></table>"),
+        ("<table></table><script>evil()</script><!-- c -->", "<table></table>"),
+        ("<table></table><script>evil()", "<table></table>"),
+        (
+            "<svg><script>1</script></svg><table>&lt;script&gt;</table>",
+            "<table>&lt;script&gt;</table>",
+        ),
+        ("<iframe srcdoc='<table>'>x</iframe>", None),
+        ("<div>no table</div>", None),
+    ],
+)
+def test_html_is_reduced_to_tables(given: str, kept: str | None) -> None:
+    assert markup.table(given) == kept
+
+
+def test_figures_lose_scripts_handlers_and_what_lies_outside() -> None:
+    figure = f"""<?xml version="1.0"?><!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "svg11.dtd">
+    <svg xmlns="{markup.SVG}" xmlns:xlink="{markup.XLINK}" viewBox="0 0 1 1" onload="evil()">
+    <metadata>who</metadata><script>evil()</script><foreignObject><p/></foreignObject>
+    <style>*{{stroke-linejoin: round}}</style><style>@import "http://x"</style>
+    <defs><clipPath id="c"><rect width="1" height="1"/></clipPath></defs>
+    <path d="M 0 0" clip-path="url(#c)" style="fill: url(http://x)"/>
+    <use xlink:href="#c"/><use xlink:href="http://x#c"/><image href="data:image/svg+xml;x"/>
+    <a href="javascript:evil()"><text>t</text></a><animate attributeName="href"/></svg>"""
+    kept = _shown("image/svg+xml", figure)
+    for gone in ("evil", "who", "foreignObject", "http://x", "@import", "data:", "animate"):
+        assert gone not in kept
+    for stays in ('clip-path="url(#c)"', 'xlink:href="#c"', "stroke-linejoin", 'viewBox="0 0 1 1"'):
+        assert stays in kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<svg>",
+        "<html xmlns='http://www.w3.org/2000/svg'/>",
+        f"<!DOCTYPE svg [<!ENTITY a 'b'>]><svg xmlns='{markup.SVG}'/>",
+        "",
+    ],
+)
+def test_what_is_no_plain_svg_is_left_out(text: str) -> None:
+    assert _shown("image/svg+xml", text) is None
+
+
+def test_pictures_lose_their_metadata_and_keep_their_pixels() -> None:
+    given = _png(_chunk(b"tEXt", b"Author\x00me"), _chunk(b"eXIf", b"place"))
+    outputs, counts = _published(
+        new_output("display_data", {"image/png": base64.encodebytes(given).decode()})
+    )
+    assert base64.b64decode(outputs[0]["data"]["image/png"]) == _png()
+    assert counts == {"png metadata": 2}
+    assert _shown("image/png", "no picture") is None
+
+
+def test_absolute_paths_become_relative_or_names() -> None:
+    text = "/srv/project/toy/notebooks/a.py /home/me/x/b.txt 'C:\\Users\\me\\c.txt' 3/4 a/b"
+    assert _shown("text/plain", text) == "notebooks/a.py .../b.txt '.../c.txt' 3/4 a/b"
+    url = "https://example.org/home/me/data x:/y"
+    assert privacy.scrub(url, FOLDER) == (url, 0)
+
+
+def test_metadata_of_notebook_and_cells_goes() -> None:
+    cell = new_code_cell(
+        "x", execution_count=1, metadata={"tags": ["a"], "execution": {"a": "now"}}
+    )
+    cell.metadata["mystnb"] = {"figure": {"caption": "c"}}
+    notebook = new_notebook(cells=[cell], metadata={"papermill": {"input_path": "/home/me/a"}})
+    notebook.metadata["widgets"] = {"state": {}}
+    clean, counts = publish.clean(notebook, FOLDER)
+    assert clean["metadata"] == {}
+    assert clean["cells"][0]["metadata"] == {"tags": ["a"], "mystnb": {"figure": {"caption": "c"}}}
+    assert counts == {"widgets": 1}
+    assert "papermill" in notebook.metadata, "the given notebook stays as it was"
+
+
+def test_an_error_output_is_refused() -> None:
+    error = new_output("error", ename="ValueError", evalue="bad", traceback=[])
+    with pytest.raises(Refusal, match=r"E-OUTPUT: In \[1\] holds an error: ValueError: bad"):
+        _published(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hf_" + "a1" * 15, "Hugging Face"),
+        ("ghp_" + "a1" * 15, "GitHub"),
+        ("sk-" + "a1" * 15, "API key"),
+        ("AKIA" + "A1" * 8, "AWS"),
+        ("https://me:pass@example.org", "password"),
+        ("-----BEGIN RSA PRIVATE KEY-----", "private key"),
+        ("x canary-1234 y", "environment variable MY_SECRET"),
+    ],
+)
+def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(
+    text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "canary-1234")
+    outputs = [
+        new_output("stream", name="stdout", text=text),
+        new_output("display_data", {"text/html": f"<table><tr><td>{text}</table>"}),
+    ]
+    for output in outputs:
+        with pytest.raises(Refusal, match=f"E-SECRET.*{kind}") as refusal:
+            _published(output)
+        assert text not in str(refusal.value)
+    with pytest.raises(Refusal, match="E-SECRET"):
+        _published(source=f"token = '{text}'")
+    with pytest.raises(Refusal, match="E-SECRET: a text cell"):
+        publish.clean(new_notebook(cells=[new_markdown_cell(text)]), FOLDER)
+
+
+def test_recorded_values_pass_whole_and_are_harvested() -> None:
+    value = {"name": "toy/a", "value": 0.5, "unit": "share", "seed": 1, "items": [0, 1]}
+    data = {VALUE: value, f"{GLUE}text/plain": "0.5"}
+    tag = {"name": "toy/a@1", "mime_prefix": GLUE}
+    outputs, counts = _published(
+        new_output("display_data", data, metadata={"scrapbook": tag, "x": 1})
+    )
+    assert outputs[0]["data"] == data
+    assert outputs[0]["metadata"] == {"scrapbook": tag}
+    assert counts == {}
+    cell = new_code_cell("x", outputs=outputs, execution_count=1)
+    (found,) = publish.values(json.loads(json.dumps(new_notebook(cells=[cell]))))
+    assert (found.key, found.items) == ("toy/a@1", (0, 1))
+
+
+def test_a_value_that_breaks_a_rule_is_refused() -> None:
+    with pytest.raises(Refusal, match="E-VALUE"):
+        _published(new_output("display_data", {VALUE: {"name": "a", "value": 2, "unit": "share"}}))
+    with pytest.raises(Refusal, match="E-VALUE"):
+        _published(new_output("display_data", {VALUE: ["a"]}))

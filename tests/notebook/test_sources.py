@@ -1,0 +1,126 @@
+"""Finding notebooks, and reading tier files without ever running what they hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from moebook.errors import Refusal
+from moebook.notebook import overview, sources
+
+
+def test_a_notebook_is_found_by_its_short_name(fresh: Path) -> None:
+    toy = sources.find(fresh, "toy")
+    assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
+    assert toy.tiers == ["smoke", "cpu", "study"]
+    assert list(sources.notebooks(fresh)) == ["toy"]
+
+
+@pytest.mark.parametrize("name", ["tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""])
+def test_another_name_is_refused_with_the_list(fresh: Path, name: str) -> None:
+    with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
+        sources.find(fresh, name)
+
+
+def test_a_project_without_notebooks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        sources.find(tmp_path, "toy")
+
+
+def test_two_notebooks_with_one_short_name_are_refused(fresh: Path) -> None:
+    text = (fresh / "notebooks" / "01_toy.ipynb").read_text()
+    (fresh / "notebooks" / "02_toy.ipynb").write_text(text)
+    with pytest.raises(Refusal, match=r"01_toy\.ipynb and 02_toy\.ipynb"):
+        sources.notebooks(fresh)
+
+
+def test_damaged_old_and_untagged_notebooks_are_refused(fresh: Path) -> None:
+    path = fresh / "notebooks" / "01_toy.ipynb"
+    good = nbformat.read(path, as_version=4)
+    for text, reason in [
+        (path.read_text()[:200], "cut off"),
+        (json.dumps({"nbformat": 3, "worksheets": []}), "nbformat 4"),
+        (path.read_text().replace('"parameters"', '"other"'), "tagged 'parameters'"),
+        (path.read_text().replace("tier: str", "scale: str"), "must declare tier"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(Refusal, match=f"E-NOTEBOOK.*{reason}"):
+            sources.find(fresh, "toy")
+    nbformat.write(good, path)
+    assert sources.find(fresh, "toy").title == "A toy"
+
+
+def test_a_tier_is_its_file_and_the_parameter_tier(fresh: Path) -> None:
+    toy = sources.find(fresh, "toy")
+    assert toy.settings("smoke") == {"tier": "smoke", "top_k": 1}
+    assert toy.settings("cpu") == {"tier": "cpu"}
+    with pytest.raises(Refusal, match=r"E-TIER: toy has no tier 'gpu'.*one of: cpu, smoke, study"):
+        toy.settings("gpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1: top_k is given twice"),
+        ("top_k: !!python/tuple [1]\n", r"E-CONFIG: 01_toy.smoke.yaml:1:8: YAML tag"),
+        ("top_k: !!int '1'\n", r"E-CONFIG.*1:8: YAML tag"),
+        ("a: !!omap []\n", r"E-CONFIG.*1:4: YAML tag"),
+        ("top_k: &x 1\nfate: *x\n", r"E-CONFIG.*1:8: YAML anchor"),
+        ("top_k: [1, 2]\n", r"E-CONFIG.*1:8: YAML flowsequencestart"),
+        ("top_k: {a: 1}\n", r"E-CONFIG.*1:8: YAML flowmappingstart"),
+        ("top_k:\n  a: 1\n", r"E-CONFIG.*one flat mapping"),
+        ("- 1\n", r"E-CONFIG.*1:1: YAML blocksequencestart"),
+        ("just text\n", r"E-CONFIG.*1:1: expected name: value"),
+        ("%YAML 1.1\n---\ntop_k: 1\n", r"E-CONFIG.*1:1: YAML directive"),
+        ("top_k: 1\n---\ntop_k: 2\n", r"E-CONFIG"),
+        ("top_k: 'open\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1"),
+        ("top_k: 1\n\ttop_k", r"E-CONFIG: 01_toy.smoke.yaml:2:1"),
+        ("top_k: 2026-13-45\n", r"E-CONFIG"),
+        ("top_k: =\n", r"E-CONFIG"),
+        ("top_k: 2026-01-01\n", r"E-TYPE: 01_toy.smoke.yaml:1:1: top_k"),
+        ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
+        ("topk: 1\n", r"E-PARAMETER: 01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
+        ("fate: well\ntop_k: 0\n", r"E-RANGE: 01_toy.smoke.yaml:2:1: top_k = 0"),
+        ("tier: cpu\n", r"E-CONFIG.*tier = 'cpu' in the file of tier 'smoke'"),
+        ("<<: 1\n", r"E-PARAMETER"),
+    ],
+)
+def test_a_tier_file_that_is_no_flat_mapping_is_refused_at_its_place(
+    fresh: Path, text: str, message: str
+) -> None:
+    (fresh / "notebooks" / "01_toy.smoke.yaml").write_text(text)
+    with pytest.raises(Refusal, match=message):
+        sources.find(fresh, "toy").settings("smoke")
+
+
+def test_a_tier_file_in_another_encoding_is_refused(fresh: Path) -> None:
+    (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(b"fate: \xff\n")
+    with pytest.raises(Refusal, match=r"E-CONFIG.*not UTF-8 at byte 6"):
+        sources.find(fresh, "toy").settings("smoke")
+
+
+def test_a_tier_file_reads_as_papermill_reads_it(tmp_path: Path) -> None:
+    text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
+    path = tmp_path / "01_toy.cpu.yaml"
+    path.write_bytes(text.encode())
+    found = {name: value for name, (value, _) in sources.read_flat(path).items()}
+    assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
+
+
+def test_the_overview_shows_parameters_and_what_was_never_measured(fresh: Path) -> None:
+    text = overview.text(fresh)
+    assert "toy  A toy (notebooks/01_toy.ipynb)" in text
+    assert "-p top_k int   = 2  experts per token [1, 64]" in text
+    assert text.count("not measured") == 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4.24, "4.2 s"), (59.99, "60.0 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")],
+)
+def test_durations_are_written_for_readers(seconds: float, text: str) -> None:
+    assert overview.duration(seconds) == text

@@ -1,0 +1,96 @@
+"""Seeds, devices, clock, memory and progress bars."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moebook import runtime
+from moebook.errors import Refusal
+
+
+def test_the_same_seed_gives_the_same_numbers_from_all_generators() -> None:
+    def draw() -> tuple[float, float, float]:
+        runtime.seed_everything(7)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert draw() == draw()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "7"])
+def test_a_seed_that_numpy_cannot_take_is_refused(seed: Any) -> None:
+    with pytest.raises(Refusal, match="E-RANGE: seed"):
+        runtime.seed_everything(seed)
+
+
+def test_devices_are_resolved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert runtime.resolve_device("auto") == runtime.resolve_device("cpu") == torch.device("cpu")
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(Refusal, match=r"E-DEVICE.*not on this machine"):
+            runtime.resolve_device(name)
+    with pytest.raises(Refusal, match=r"E-DEVICE.*did you mean 'cpu'"):
+        runtime.resolve_device("cpus")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert runtime.resolve_device("auto") == torch.device("cuda")
+    assert runtime.resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(Refusal, match="2 GPUs"):
+        runtime.resolve_device("cuda:2")
+    with pytest.raises(Refusal, match="E-DEVICE"):
+        runtime.resolve_device("cuda:x")
+
+
+def test_dtypes_are_resolved_or_refused() -> None:
+    assert runtime.resolve_dtype("auto", "cpu") == torch.float32
+    assert runtime.resolve_dtype("bfloat16", "cpu") == torch.bfloat16
+    with pytest.raises(Refusal, match=r"E-DTYPE.*needs a GPU"):
+        runtime.resolve_dtype("float16", "cpu")
+    with pytest.raises(Refusal, match="did you mean 'bfloat16'"):
+        runtime.resolve_dtype("bfloat", "cpu")
+
+
+def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory() -> None:
+    with runtime.stopwatch() as big:
+        np.ones(30_000_000)
+    with runtime.stopwatch() as lap:
+        time.sleep(0.05)
+    assert 0.05 <= lap.seconds < 5
+    if sys.platform == "linux":
+        assert big.memory is not None and lap.memory is not None
+        assert big.memory - lap.memory > 200_000_000
+
+
+def test_peak_memory_of_a_process_that_is_gone_is_none() -> None:
+    assert runtime.peak_memory(2**22 + 1) is None
+
+
+def test_the_environment_is_plain_json_without_host_or_paths() -> None:
+    found = runtime.environment()
+    assert json.loads(json.dumps(found)) == found
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert "/" not in json.dumps(found)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_a_bar_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(runtime.QUIET, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
+    assert "steps" in terminal.getvalue()
+    monkeypatch.setenv(runtime.QUIET, "1")
+    monkeypatch.setattr(sys, "stderr", quiet := _Terminal())
+    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
+    assert quiet.getvalue() == ""
