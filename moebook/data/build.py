@@ -26,8 +26,8 @@ PACKAGES = (
 )
 VERBS = (
     "add apply build call check clear compute convert copy create define delete extract find "
-    "format generate get handle initialize load make parse print read register remove replace return "
-    "run save send set split start test update wait write yield"
+    "format generate get handle initialize load make parse print read register remove replace "
+    "return run save send set split start test update wait write yield"
 )
 FAMILIES = {
     "GNU": "gpl lgpl agpl gfdl",
@@ -67,7 +67,7 @@ def gsm_symbolic(most: int = 95, draws: int = 20_000) -> list[Row]:
     import reasoning_gym  # a build-time need only
 
     problems = reasoning_gym.create_dataset("gsm_symbolic", seed=1, size=draws)
-    rows = {}
+    rows: dict[str, Row] = {}
     for index in range(draws):
         problem = problems[index]
         solution, _, final = problem["metadata"]["answer_cot"].partition("####")
@@ -88,7 +88,7 @@ def gsm_symbolic(most: int = 95, draws: int = 20_000) -> list[Row]:
 
 def docstrings(packages: Path, most: int = 200) -> list[Row]:
     """Short functions with a one-line docstring that begins with a known verb."""
-    rows = {}
+    rows: dict[str, Row] = {}
     for name in PACKAGES.split():
         for path in sorted((packages / name).rglob("*.py")):
             if "test" in str(path.relative_to(packages)) or "_vendor" in str(path):
@@ -128,7 +128,7 @@ def names_de() -> list[Row]:
     import babel  # a build-time need only
 
     english, german = babel.Locale("en"), babel.Locale("de")
-    rows = {}
+    rows: dict[str, Row] = {}
     for kind, field in (
         ("country", "territories"),
         ("language", "languages"),

@@ -1,0 +1,114 @@
+"""Raw rows of the hub's data sets become prompt and answer: the templates of Rocket's Table 8.
+
+Each function maps (raw row, where it stands) to prompt, answer and, where there is one, system or
+rationale. Multiple choice is asked with letters and answered with letter and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moebook.data import chat, files
+from moebook.errors import refuse
+
+Row = dict[str, str]
+
+
+def pair(prompt: str, answer: str, system: str = "") -> Callable[[Mapping[str, Any], str], Row]:
+    """Make the mapping of a data set whose fields are the prompt and the answer themselves."""
+
+    def row(raw: Mapping[str, Any], where: str) -> Row:
+        found = {"prompt": files.text(raw, prompt, where), "answer": files.text(raw, answer, where)}
+        told = files.text(raw, system, where, default="") if system else ""
+        return found | ({"system": told} if told else {})
+
+    return row
+
+
+def conversation(raw: Mapping[str, Any], where: str) -> Row:
+    """Take the one exchange of a ShareGPT row (from: system, human, gpt)."""
+    if "conversations" not in raw:
+        refuse("E-DATA", f"{where}: field 'conversations' is missing; the row has {', '.join(raw)}")
+    return chat.exchange(raw["conversations"], where)
+
+
+def arc(raw: Mapping[str, Any], where: str) -> Row:
+    """AI2 reasoning challenge; choices numbered 1 to 4 are lettered."""
+    question, answer = _choices(raw, where)
+    return {"prompt": f"Question: {question}\nAnswer:", "answer": answer}
+
+
+def commonsense_qa(raw: Mapping[str, Any], where: str) -> Row:
+    """CommonsenseQA: question and five choices, nothing around them."""
+    question, answer = _choices(raw, where)
+    return {"prompt": question, "answer": answer}
+
+
+def siqa(raw: Mapping[str, Any], where: str) -> Row:
+    """Social IQa: a context, a question and three choices; labels are 1 to 3."""
+    texts = [files.text(raw, f"answer{letter}", where) for letter in "ABC"]
+    label = files.text(raw, "label", where).strip()
+    context, question = (files.text(raw, name, where) for name in ("context", "question"))
+    answer = _lettered(texts, _index(label, ["1", "2", "3"], where))
+    return {"prompt": f"{context}\n{question}\n{_listed(texts)}", "answer": answer}
+
+
+def piqa(raw: Mapping[str, Any], where: str) -> Row:
+    """PIQA: a goal and two ways to it; the label is 0 or 1."""
+    texts = [files.text(raw, name, where) for name in ("sol1", "sol2")]
+    goal = files.text(raw, "goal", where)
+    answer = _lettered(texts, _index(raw.get("label"), [0, 1], where))
+    return {"prompt": f"Question: {goal}\n{_listed(texts)}\nAnswer:", "answer": answer}
+
+
+def boolq(raw: Mapping[str, Any], where: str) -> Row:
+    """BoolQ: a passage and a question to be answered by A. Yes or B. No."""
+    answer = raw.get("answer")
+    if not isinstance(answer, bool):
+        refuse("E-DATA", f"{where}: field 'answer' is {type(answer).__name__}, expected a boolean")
+    passage, question = (files.text(raw, name, where) for name in ("passage", "question"))
+    prompt = f"{passage}\nQuestion: {question}\n{_listed(['Yes', 'No'])}\nAnswer:"
+    return {"prompt": prompt, "answer": "A. Yes" if answer else "B. No"}
+
+
+def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
+    """GSM8K: the worked solution is the answer, and the rationale without its last line."""
+    solution = files.text(raw, "answer", where)
+    worked, mark, _ = solution.rpartition("\n#### ")
+    if not mark:
+        refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")
+    return {
+        "prompt": f"Question: {files.text(raw, 'question', where)}",
+        "answer": f"Answer: {solution}",
+        "rationale": worked,
+    }
+
+
+def _choices(raw: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Read question, choices (label and text) and answerKey into question with list, answer."""
+    choices = raw.get("choices")
+    if not isinstance(choices, Mapping) or not {"label", "text"} <= set(choices):
+        refuse("E-DATA", f"{where}: field 'choices' needs label and text")
+    texts = [files.clean(str(choice), "choices", where) for choice in choices["text"]]
+    key = files.text(raw, "answerKey", where)
+    question = f"{files.text(raw, 'question', where)}\n{_listed(texts)}"
+    return question, _lettered(texts, _index(key, list(choices["label"]), where))
+
+
+def _index(label: object, labels: Sequence[object], where: str) -> int:
+    if label not in labels:
+        refuse(
+            "E-DATA",
+            f"{where}: answer {label!r} is none of {list(labels)}; "
+            "unlabelled splits cannot be used",
+        )
+    return labels.index(label)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "\n".join(_lettered(texts, index) for index in range(len(texts)))
+
+
+def _lettered(texts: Sequence[str], index: int) -> str:
+    return f"{chr(ord('A') + index)}. {texts[index]}"

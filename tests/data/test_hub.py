@@ -1,0 +1,226 @@
+import json
+
+import datasets
+import pytest
+
+from moebook.data import hub
+from moebook.errors import Refusal
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RAW = {
+    "slimorca": {
+        "conversations": [
+            {"from": "system", "value": "s", "weight": None},
+            {"from": "human", "value": "q"},
+            {"from": "gpt", "value": "a", "weight": 1.0},
+        ]
+    },
+    "magicoder_oss": {"lang": "python", "problem": "q", "solution": "a"},
+    "magicoder_evol": {"instruction": "q", "response": "a"},
+    "metamathqa": {
+        "type": "GSM_Rephrased",
+        "query": "q",
+        "original_question": "o",
+        "response": "a",
+    },
+    "openorca": {"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"},
+    "wizardlm": {
+        "idx": "1",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+    },
+    "commonsense_qa": {
+        "id": "1",
+        "question": "q?",
+        "question_concept": "c",
+        "answerKey": "B",
+        "choices": {"label": ["A", "B"], "text": ["x", "y"]},
+    },
+    "siqa": {
+        "context": "c",
+        "question": "q?",
+        "answerA": "x",
+        "answerB": "y",
+        "answerC": "z",
+        "label": "3",
+    },
+    "piqa": {"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
+    "arc_easy": {
+        "id": "1",
+        "question": "q?",
+        "answerKey": "2",
+        "choices": {"label": ["1", "2"], "text": ["x", "y"]},
+    },
+    "arc_challenge": {
+        "id": "1",
+        "question": "q?",
+        "answerKey": "A",
+        "choices": {"label": ["A", "B"], "text": ["x", "y"]},
+    },
+    "boolq": {"question": "is it", "answer": True, "passage": "p"},
+    "gsm8k": {"question": "q", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
+    "mbpp": {"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]},
+}
+PLAIN = {"prompt": "q", "answer": "a"}
+MAPPED = {
+    "slimorca": PLAIN | {"system": "s"},
+    "magicoder_oss": PLAIN,
+    "magicoder_evol": PLAIN,
+    "metamathqa": PLAIN,
+    "openorca": PLAIN | {"system": "s"},
+    "wizardlm": PLAIN,
+    "mbpp": PLAIN,
+    "commonsense_qa": {"prompt": "q?\nA. x\nB. y", "answer": "B. y"},
+    "siqa": {"prompt": "c\nq?\nA. x\nB. y\nC. z", "answer": "C. z"},
+    "piqa": {"prompt": "Question: g\nA. x\nB. y\nAnswer:", "answer": "B. y"},
+    "arc_easy": {"prompt": "Question: q?\nA. x\nB. y\nAnswer:", "answer": "B. y"},
+    "arc_challenge": {"prompt": "Question: q?\nA. x\nB. y\nAnswer:", "answer": "A. x"},
+    "boolq": {"prompt": "p\nQuestion: is it\nA. Yes\nB. No\nAnswer:", "answer": "A. Yes"},
+    "gsm8k": {
+        "prompt": "Question: q",
+        "answer": "Answer: 2+2 = <<2+2=4>>4\n#### 4",
+        "rationale": "2+2 = <<2+2=4>>4",
+    },
+}
+
+
+def parquet(folder, *rows):
+    path = folder / "train-00000-of-00001.parquet"
+    datasets.Dataset.from_list(list(rows)).to_parquet(str(path))
+    return path
+
+
+def jsonl(folder, *rows):
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_data_set_of_the_catalogue_is_tested():
+    assert set(RAW) == set(MAPPED) == set(hub.CATALOGUE)
+    assert {
+        name for mixture in hub.MIXTURES.values() for key in mixture for name in key.split("+")
+    } <= set(hub.CATALOGUE)
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+@pytest.mark.parametrize("name", RAW)
+def test_raw_rows_get_the_papers_templates(tmp_path, name, write):
+    (row,) = hub.load(name, path=write(tmp_path, RAW[name]))
+    assert row == {"task": name, "domain": hub.CATALOGUE[name].domain} | MAPPED[name]
+
+
+def test_the_mixtures_of_pesc_have_the_sizes_of_its_table_5():
+    assert sum(hub.MIXTURES["idae-500k"].values()) == 500_000
+    assert sum(hub.MIXTURES["idae-720k"].values()) == 720_000
+
+
+def test_a_draw_is_without_replacement_and_repeats_with_its_seed(tmp_path):
+    path = jsonl(tmp_path, *({"text": f"q{i}", "code": "a"} for i in range(20)))
+    drawn = hub.load("mbpp", path=path, size=10, seed=1)
+    assert len({row["prompt"] for row in drawn}) == 10
+    assert drawn == hub.load("mbpp", path=path, size=10, seed=1)
+    assert drawn != hub.load("mbpp", path=path, size=10, seed=2)
+    with pytest.raises(Refusal, match="E-DATA: mbpp/train: have 20 rows, need 21"):
+        hub.load("mbpp", path=path, size=21)
+
+
+def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkeypatch):
+    asked = []
+
+    def fake(repo, config, *, split, revision):
+        asked.append((repo, config, split, revision))
+        name = next(key for key, source in hub.CATALOGUE.items() if source.repo == repo)
+        return datasets.Dataset.from_list([RAW[name]] * 3)
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    pins = {name: f"{index:040x}" for index, name in enumerate(hub.CATALOGUE)}
+    rows = hub.mixture({"metamathqa": 2, hub.MAGICODER: 6}, pins)
+    counts = {name: [row["task"] for row in rows].count(name) for name in pins}
+    assert {name: count for name, count in counts.items() if count} == {
+        "metamathqa": 2,
+        "magicoder_oss": 3,
+        "magicoder_evol": 3,
+    }
+    assert ("meta-math/MetaMathQA", None, "train", pins["metamathqa"]) in asked
+    with pytest.raises(Refusal, match="E-PIN: Open-Orca/SlimOrca: revision is None"):
+        hub.mixture({"slimorca": 1}, {})
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+def test_anything_but_a_full_commit_is_refused(revision):
+    with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
+        hub.load("gsm8k", revision=revision)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConnectionError("offline"), f"E-OFFLINE: ybisk/piqa@{COMMIT} is not cached"),
+        (datasets.exceptions.DatasetNotFoundError("no such"), f"E-NOFILE: ybisk/piqa@{COMMIT}"),
+        (RuntimeError("Dataset scripts are no longer supported"), "E-REMOTECODE: .*refs/convert"),
+        (ValueError("Unknown split"), "E-DATA: ybisk/piqa@.*Unknown split"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(Refusal, match=code):
+        hub.load("piqa", revision=COMMIT)
+
+
+def test_a_data_set_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(Refusal, match=f"E-OFFLINE: openai/gsm8k@{COMMIT}"):
+        hub.load("gsm8k", revision=COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
+        ("gsm8k", {"question": 4}, "field 'question' is int, expected text"),
+        ("metamathqa", {"query": None}, "field 'query' is NoneType"),
+        ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
+        ("arc_easy", {"choices": ["x"]}, "field 'choices' needs label and text"),
+        ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
+        ("boolq", {"answer": "yes"}, "field 'answer' is str, expected a boolean"),
+        ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, change, match):
+    path = jsonl(tmp_path, RAW[name], RAW[name] | change)
+    with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:2: .*{match}"):
+        hub.load(name, path=path)
+
+
+def test_a_missing_field_names_the_row_of_a_parquet_file(tmp_path):
+    with pytest.raises(Refusal, match=r"parquet:1: field 'problem' is missing; the row has text"):
+        hub.load("magicoder_oss", path=parquet(tmp_path, {"text": "x"}))
+
+
+def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
+    canary = tmp_path / "ran"
+    script = tmp_path / "piqa.py"
+    script.write_text(f"open({str(canary)!r}, 'w')")
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 this is not parquet PAR1")
+    with pytest.raises(Refusal, match=r"E-REMOTECODE: .*piqa.py"):
+        hub.load("piqa", path=script)
+    assert not canary.exists()
+    with pytest.raises(Refusal, match=r"E-DATA: .*broken.parquet: not a readable parquet"):
+        hub.load("piqa", path=broken)
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        hub.load("piqa", path=tmp_path / "none.parquet")
+    empty = datasets.Dataset.from_dict({"goal": []})
+    empty.to_parquet(str(tmp_path / "empty.parquet"))
+    with pytest.raises(Refusal, match=r"E-DATA: .*empty.parquet:1: the file is empty"):
+        hub.load("piqa", path=tmp_path / "empty.parquet")
+
+
+def test_an_unknown_data_set_names_the_nearest():
+    with pytest.raises(Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"):
+        hub.load("gsm8", revision=COMMIT)
