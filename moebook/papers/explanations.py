@@ -99,6 +99,7 @@ def alternatives(
     yield from _elsewhere(paper, check)
     yield from _swapped(check)
     yield from _misprint(check)
+    yield from _coarser(check)
     yield from _conditions(check)
 
 
@@ -158,17 +159,28 @@ def _swapped(check: Check) -> Iterator[str]:
 
 
 def _misprint(check: Check) -> Iterator[str]:
-    """One operand with another digit, not its last, would make the number agree."""
+    """One operand with another digit, not its last, would do; more than two such say nothing."""
     if check.kind not in ("mean", "sum", "difference"):
         return
-    values = [cell.value for cell in check.operands]
+    found = []
     for i, cell in enumerate(check.operands):
         for place, digit in product(range(len(cell.printed) - 1), "0123456789"):
             turned = cell.printed[:place] + digit + cell.printed[place + 1 :]
             typed = number(turned) if cell.printed[place].isdigit() else None
-            changed = [*values[:i], typed.value, *values[i + 1 :]] if typed else values
-            if turned != cell.printed and typed and fits(check, FUNCTIONS[check.kind](changed)):
-                yield f"would agree if {cell.column} were {turned}, one digit from {cell.printed}"
+            values = [other.value for other in check.operands]
+            values[i] = typed.value if typed else cell.value
+            if turned != cell.printed and typed and fits(check, FUNCTIONS[check.kind](values)):
+                found.append(f"{cell.column} were {turned} (printed {cell.printed})")
+    if 0 < len(found) <= 2:
+        yield f"would agree if {' or '.join(found)}"
+
+
+def _coarser(check: Check) -> Iterator[str]:
+    """Running text often gives round numbers."""
+    for step in (5 * 10.0**-check.decimals, 10 * 10.0**-check.decimals):
+        round_number = abs(check.value / step - round(check.value / step)) < EXACT
+        if check.target is None and round_number and abs(check.value - check.computed) <= step / 2:
+            yield f"agrees when rounded to {step:g}"
 
 
 def _conditions(check: Check) -> Iterator[str]:

@@ -1,4 +1,16 @@
-"""What the papers derive from their own numbers, by a name or in the text, made computable."""
+"""What the papers derive from their own numbers, by a name or in the text, made computable.
+
+A relation in a table's header, under ``derived``, holds for every row (or column) of the table::
+
+    {column: Average, is: mean, of: [GSM8K, MATH]}
+    {column: Code, is: mean, of: [HumanEval, MBPP], table: 9}     operands stand in table 9
+    {row: Gain, is: difference, of: [Ours, Base]}                 first minus second
+    {column: Average, where: {statistic: value}, is: mean, of: [...]}
+
+An entry of ``stated.yaml`` is a number that the running text says (where, sentence, printed, unit),
+``of`` selections of cells: ``{table: "1", row: ..., column: ..., <key>: ..., except: [rows]}``,
+where what is left out, or a list, stands for all that match.
+"""
 
 from __future__ import annotations
 

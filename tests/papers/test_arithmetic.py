@@ -174,6 +174,19 @@ def test_swapped_digits_are_explained(audited: Write) -> None:
     assert found.explanation == "two digits changed places: 36.0"
 
 
+def test_one_digit_of_an_operand_explains_unless_many_would(audited: Write) -> None:
+    found = audited(MEAN + rows(("x", "10.5 20.5 92.0 31.0"), ("y", "10.5 20.5 60.0 30.5")))
+    assert [f.status for f in found] == ["differs", "differs"]
+    assert found[0].explanation == "would agree if c were 62.0 (printed 92.0)"
+
+
+def test_a_round_number_of_the_text_is_explained(audited: Write) -> None:
+    cell = '{table: "1", row: x, column: a}'
+    stated = f'- {{where: w, sentence: s, printed: "75", unit: percent, is: same, of: [{cell}]}}\n'
+    (found,) = audited("---\n" + rows(("x", "77.3"), columns="a"), stated=stated)
+    assert found.explanation == "agrees when rounded to 5"
+
+
 def test_an_unexplained_difference_says_so(audited: Write) -> None:
     (found,) = audited(MEAN + rows(("x", "10.0 20.0 60.0 87.3")))
     assert found.explanation == "no simple alternative explains it"

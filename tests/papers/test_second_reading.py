@@ -62,6 +62,22 @@ def test_every_number_of_a_table_stands_in_the_papers_text_in_order(paper: str, 
 
 
 @pytest.mark.skipif(not SHARED, reason="MOEBOOK_SHARED does not name the folder with the texts")
+@pytest.mark.parametrize("name", ["1", "2", "4", "5"])
+def test_the_authors_slides_print_the_same_tables_of_pesc(name: str) -> None:
+    frame = papers.table("pesc", name)
+    for axis in ("column", "row"):
+        order = {key: place for place, key in enumerate(frame[axis].unique())}
+        places = frame[axis].map(order)
+        frame = frame.loc[places.sort_values(kind="stable").index]
+    wanted = [token for value in frame["printed"] for token in tokens(value)]
+    found = window(
+        wanted, tokens(Path(str(SHARED), "papers", "pesc_slides.txt").read_text("utf-8"))
+    )
+    assert found is not None
+    assert max(gaps(wanted, found)) <= 10
+
+
+@pytest.mark.skipif(not SHARED, reason="MOEBOOK_SHARED does not name the folder with the texts")
 @pytest.mark.parametrize("paper", papers.PAPERS)
 def test_every_number_that_the_text_is_said_to_state_stands_in_it(paper: str) -> None:
     path = folder(paper) / "stated.yaml"
