@@ -22,25 +22,30 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def build(tier: str, folder: Path | None = None) -> Path:
-    """Render the book, warnings being errors, and return the path of its first page.
+    """Render the book, warnings being errors; print and return the path of its first page.
+
+    Each page shows the live run that is there, whatever its tier: a study leaves no page, and one
+    notebook may be run again without the others.
 
     Args:
-        tier: The tier at which the notebooks on the pages must have been executed.
+        tier: The tier just run; a refusal names the command that makes a missing page at it.
         folder: The project; found from the working directory by default.
 
     Raises:
-        Refusal: ``E-BOOK`` for a notebook that was not executed, was executed at another tier or
-            holds an error, and for any warning of Jupyter Book; ``E-DEP`` without Jupyter Book.
+        Refusal: ``E-BOOK`` for a notebook that was not executed or holds an error, and for any
+            warning of Jupyter Book; ``E-DEP`` without Jupyter Book.
     """
     folder = folder or results.root()
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in pages(folder):
-        _check(folder, page, tier)
+        _check(folder, page, "cpu" if tier in results.COMMITTED else tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
     _render(folder)
-    return folder / "_build" / "html" / "index.html"
+    first = folder / "_build" / "html" / "index.html"
+    print(f"book: {first}")
+    return first
 
 
 def pages(folder: Path) -> list[str]:
@@ -66,12 +71,10 @@ def generated(folder: Path) -> dict[str, str]:
 
 
 def _check(folder: Path, page: str, tier: str) -> None:
-    """Refuse an executed copy that is missing, of another tier, or holds an error."""
+    """Refuse an executed copy that is missing, has no manifest, or holds an error."""
     copy, fix = f"book/notebooks/{page}.ipynb", f"moebook run {page[3:]} --tier {tier}"
     notebook = _json(folder / copy, fix)
-    manifest = _json(folder / "book" / "notebooks" / f"{page}.manifest.json", fix)
-    if manifest["tier"] != tier:
-        refuse("E-BOOK", f"{copy} was executed at tier '{manifest['tier']}'; run: {fix}")
+    _json(folder / "book" / "notebooks" / f"{page}.manifest.json", fix)
     for number, cell in enumerate(notebook["cells"], start=1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
@@ -82,7 +85,7 @@ def _json(path: Path, fix: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        refuse("E-BOOK", f"no executed copy {path.name} in {path.parent}; run: {fix}")
+        refuse("E-BOOK", f"{path} is missing, so its page would be empty; run: {fix}")
     except ValueError as error:
         refuse("E-BOOK", f"{path} is not JSON ({error}); run: {fix} --force")
 

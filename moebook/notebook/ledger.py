@@ -15,8 +15,9 @@ from urllib.parse import urlencode
 import yaml
 
 from moebook.notebook.fragments import TITLES, mark, row, table
+from moebook.notebook.measurements import describe
 from moebook.notebook.session import VALUE
-from moebook.notebook.verdicts import LABELS, Row, describe
+from moebook.notebook.verdicts import LABELS, Row
 from moebook.papers import Claim
 
 KINDS = {

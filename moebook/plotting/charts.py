@@ -27,7 +27,7 @@ def curves(
 ) -> Figure:
     """Draw one line a series over training, with a band from the lowest seed to the highest.
 
-    The band is the range and not an interval of confidence: with three seeds nothing finer is honest.
+    The band is the range and no confidence interval: with three seeds nothing finer is honest.
 
     Args:
         series: Name to values ``[S, T]`` (seeds by points) or ``[T]`` for a single seed.
@@ -98,8 +98,9 @@ def bars(
     """Draw grouped bars with their intervals; the number stands on each bar while there is room.
 
     Args:
-        frame: One row a bar: the columns that `group` and `series` name, `value` (the bar's height), and
-            `low` and `high`, the interval's ends in the same unit (missing numbers draw no whisker).
+        frame: One row a bar: the columns that `group` and `series` name, `value` (the bar's
+            height), and `low` and `high`, the interval's ends in the same unit; where they are
+            missing numbers there is no whisker.
         group: Column whose values stand along the horizontal axis, in order of appearance.
         series: Column whose values are the colours, in order of appearance.
         ylabel: Label of the vertical axis with its unit.

@@ -91,7 +91,8 @@ def loads(
 ) -> Figure:
     """Draw one stacked bar a row (a layer, say): which share of the tokens each expert serves.
 
-    The number in a segment is its expert's. Dotted lines mark where the borders would lie if every expert served the same share.
+    The number in a segment is its expert's. Dotted lines mark where the borders would lie if every
+    expert served the same share.
 
     Args:
         shares: Row's name to the experts' shares ``[E]``; each row sums to 1.
