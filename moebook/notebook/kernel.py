@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,10 +17,14 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_core.utils import run_sync
 
 from moebook import runtime
+from moebook.errors import refuse
 from moebook.notebook import privacy
 
 TRANSPORT = "tcp" if sys.platform == "win32" else "ipc"
 """Unix sockets in a private folder: no other user and no network can reach the kernel."""
+
+LONGEST = 80
+"""Bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100."""
 
 
 class Kernel(AsyncKernelManager):
@@ -72,7 +77,12 @@ def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
     Args:
         folder: Its working directory, the project.
         directory: A private, short-lived folder for its connection file and sockets.
+
+    Raises:
+        Refusal: ``E-PATH`` when the folder's name is too long for sockets.
     """
+    if TRANSPORT == "ipc" and len(os.fsencode(directory)) > LONGEST:
+        refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
     manager = Kernel(
         kernel_name="python3", transport=TRANSPORT, connection_file=str(directory / "kernel.json")
     )

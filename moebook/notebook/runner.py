@@ -89,7 +89,7 @@ def run_notebook(
     folder = folder or results.root()
     notebook = sources.find(folder, name)
     settings = _settings(notebook, tier, overrides or {})
-    defaults = {name: parameter.default for name, parameter in notebook.parameters.items()}
+    defaults = {p.name: p.default for p in notebook.parameters.values()}
     plan = manifests.plan(name, tier, defaults | settings, overrides or {}, folder)
     store = folder / "runs" / "executed" / f"{notebook.path.stem}.{tier}.{plan.key[:16]}.ipynb"
     fresh = force or not _kept(store, plan)

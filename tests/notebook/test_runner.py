@@ -207,30 +207,52 @@ def test_a_wrong_call_is_refused_before_anything_runs(
     assert _files(fresh) == before
 
 
-def _command(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+def _command(*arguments: str, folder: Path, staging: str) -> subprocess.Popen[str]:
     start = "import sys; from moebook.cli import main; sys.exit(main())"
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", start, *arguments],
         cwd=folder,
+        env={**os.environ, "TMPDIR": staging},
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_nothing(fresh: Path, number: signal.Signals, code: int) -> None:
-    before = _files(fresh)
-    staged = set(Path(tempfile.gettempdir()).glob("moebook-*"))
-    process = _command("run", "toy", "--tier", "smoke", "-p", "fate=slow", folder=fresh)
-    while not (fresh / "started").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert told == ("interrupted; nothing half-written was left\n" if code == 130 else "")
+def test_a_temporary_folder_that_sockets_cannot_use_is_refused(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = fresh / ("deep" * 25)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(Refusal, match="E-PATH.*set TMPDIR"):
+        run_notebook("toy", "smoke", folder=fresh)
+    assert list(deep.iterdir()) == []
+
+
+TOLD = {130: "interrupted; nothing half-written was left\n", 143: ""}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_an_interrupted_run_keeps_the_old_page_and_leaves_nothing(
+    fresh: Path, number: signal.Signals, code: int
+) -> None:
+    results.write(fresh / "book" / "notebooks" / "01_toy.ipynb", "old")
+    before, options = _files(fresh), ("--tier", "smoke", "-p", "fate=slow")
+    with tempfile.TemporaryDirectory() as staging:
+        process = _command("run", "toy", *options, folder=fresh, staging=staging)
+        while not (fresh / "started").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+        staged = os.listdir(staging)
     (fresh / "started").unlink()
+    assert process.returncode == code
     assert _files(fresh) == before
-    assert not set(Path(tempfile.gettempdir()).glob("moebook-*")) - staged
+    if number != signal.SIGKILL:  # a process that is killed can neither speak nor tidy up
+        assert told == TOLD[code]
+        assert staged == []
 
 
 def _papermill(project: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
