@@ -224,7 +224,7 @@ def test_a_temporary_folder_that_sockets_cannot_use_is_refused(
     deep = fresh / ("deep" * 25)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(Refusal, match="E-PATH.*set TMPDIR"):
+    with pytest.raises(Refusal, match=r"E-PATH.*set TMPDIR"):
         run_notebook("toy", "smoke", folder=fresh)
     assert list(deep.iterdir()) == []
 
