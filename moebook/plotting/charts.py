@@ -57,11 +57,7 @@ def curves(
             )
         seeds = np.stack([_moving_average(row, window) for row in seeds])
         colour = COLOURS[index % len(COLOURS)]
-        label = (
-            name
-            if len(seeds) == 1
-            else f"{name} (mean and range of {len(seeds)} seeds)"
-        )
+        label = name if len(seeds) == 1 else f"{name} (mean and range of {len(seeds)} seeds)"
         every = max(1, len(positions) // 8)
         axes.plot(
             positions,
@@ -110,15 +106,9 @@ def bars(
     Raises:
         Refusal: E-KEYS when a column is missing.
     """
-    missing = [
-        column
-        for column in (group, series, "value", "low", "high")
-        if column not in frame
-    ]
+    missing = [column for column in (group, series, "value", "low", "high") if column not in frame]
     if missing:
-        refuse(
-            "E-KEYS", f"bars: no column {missing}; the frame has {list(frame.columns)}"
-        )
+        refuse("E-KEYS", f"bars: no column {missing}; the frame has {list(frame.columns)}")
     groups, names = (
         list(dict.fromkeys(frame[group])),
         list(dict.fromkeys(frame[series])),
@@ -158,9 +148,7 @@ def bars(
 def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:
     """Average over a centred window that shrinks at both ends, so that no point is invented."""
     ones = np.ones(window)
-    return np.convolve(values, ones, "same") / np.convolve(
-        np.ones_like(values), ones, "same"
-    )
+    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
 def _write_heights(

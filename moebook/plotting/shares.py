@@ -57,22 +57,16 @@ def heatmap(
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
     numbers = len(rows) * len(columns) * len(tables) <= 200
-    for index, (axes, (name, table)) in enumerate(
-        zip(grid.flat, tables.items(), strict=False)
-    ):
+    for index, (axes, (name, table)) in enumerate(zip(grid.flat, tables.items(), strict=False)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_title(name, fontsize=10, pad=5)
         axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(
-            range(len(rows)), rows if index % across == 0 else [""] * len(rows)
-        )
+        axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
         axes.tick_params(length=0)
         axes.grid(False)
         axes.spines[:].set_visible(False)
         if numbers:
-            _write_cells(
-                axes, table, low + 0.6 * (high - low), size=6.5 if across > 2 else 8
-            )
+            _write_cells(axes, table, low + 0.6 * (high - low), size=6.5 if across > 2 else 8)
     for axes in grid.flat[len(tables) :]:
         axes.set_visible(False)
     figure.colorbar(image, ax=grid, label=label, shrink=0.9, pad=0.015, aspect=30)
@@ -106,13 +100,9 @@ def loads(
     experts = len(next(iter(table.values())))
     for name, row in table.items():
         if row.shape != (experts,):
-            refuse(
-                "E-SHAPE", f"loads: row '{name}' is {row.shape}; expected {(experts,)}"
-            )
+            refuse("E-SHAPE", f"loads: row '{name}' is {row.shape}; expected {(experts,)}")
         if not np.isclose(row.sum(), 1.0, atol=1e-3):
-            refuse(
-                "E-RANGE", f"loads: row '{name}' sums to {row.sum():.4g}; expected 1"
-            )
+            refuse("E-RANGE", f"loads: row '{name}' sums to {row.sum():.4g}; expected 1")
     figure, axes = plt.subplots(
         figsize=(WIDTH, max(2.0, 0.34 * len(table) + 1.1)), layout="constrained"
     )
@@ -149,9 +139,7 @@ def loads(
     return figure
 
 
-def _write_cells(
-    axes: Axes, table: npt.NDArray[Any], border: float, *, size: float
-) -> None:
+def _write_cells(axes: Axes, table: npt.NDArray[Any], border: float, *, size: float) -> None:
     """Write each cell's number, dark on light and white on dark."""
     for (row, column), number in np.ndenumerate(table):
         axes.text(

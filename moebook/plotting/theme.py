@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -70,13 +71,11 @@ _RC: dict[Any, Any] = {
 
 def style() -> None:
     """Set matplotlib to the book's look for the rest of the session; call it once a notebook."""
-    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
+    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": cycler(color=COLOURS)})
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """Put the legend under the axes, where it hides no data; one entry needs none."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(len(labels), 5)
-        )
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))

@@ -30,18 +30,14 @@ def test_a_curve_is_the_mean_of_its_seeds_and_the_band_their_range() -> None:
         ylabel="loss (nats per token)",
     )
     (axes,) = figure.axes
-    np.testing.assert_allclose(
-        axes.lines[0].get_xydata(), [[0, 4.0], [10, 3.0], [20, 1.0]]
-    )
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4.0], [10, 3.0], [20, 1.0]])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (1.0, 5.0)
     assert "2 seeds" in axes.get_legend().get_texts()[0].get_text()
 
 
 def test_one_seed_has_no_band() -> None:
-    figure = plotting.curves(
-        {"dense": [2.0, 1.0]}, steps=[0, 1], xlabel="steps", ylabel="nats"
-    )
+    figure = plotting.curves({"dense": [2.0, 1.0]}, steps=[0, 1], xlabel="steps", ylabel="nats")
     assert not figure.axes[0].collections
 
 
@@ -61,9 +57,7 @@ def test_a_moving_average_keeps_a_constant_and_its_ends() -> None:
 @pytest.mark.parametrize(("values", "window"), [([1.0, 2.0], 1), ([1.0, 2.0, 3.0], 0)])
 def test_curves_that_do_not_fit_are_refused(values: list[float], window: int) -> None:
     with pytest.raises(Refusal, match="curves"):
-        plotting.curves(
-            {"a": values}, steps=[0, 1, 2], xlabel="", ylabel="", window=window
-        )
+        plotting.curves({"a": values}, steps=[0, 1, 2], xlabel="", ylabel="", window=window)
 
 
 def test_bars_stand_at_their_values_with_their_whiskers() -> None:
@@ -85,6 +79,4 @@ def test_bars_stand_at_their_values_with_their_whiskers() -> None:
 
 def test_bars_without_an_interval_column_name_it() -> None:
     with pytest.raises(Refusal, match="low"):
-        plotting.bars(
-            _frame().drop(columns="low"), group="domain", series="model", ylabel=""
-        )
+        plotting.bars(_frame().drop(columns="low"), group="domain", series="model", ylabel="")

@@ -32,9 +32,7 @@ def test_a_heat_map_of_another_shape_is_refused(panels: dict[str, np.ndarray]) -
 def test_loads_stack_to_one_and_number_their_experts() -> None:
     figure = plotting.loads({"layer 0": [0.5, 0.49, 0.01], "layer 1": [0.2, 0.3, 0.5]})
     (axes,) = figure.axes
-    widths = np.array(
-        [[bar.get_width() for bar in bars.patches] for bars in axes.containers]
-    )
+    widths = np.array([[bar.get_width() for bar in bars.patches] for bars in axes.containers])
     np.testing.assert_allclose(widths.sum(axis=0), 1.0)
     assert [text.get_text() for text in axes.texts] == ["0", "0", "1", "1", "", "2"]
 

@@ -16,10 +16,7 @@ from moebook.plotting.theme import COLOURS, DARK_COLOURS, INK
 
 def _luminance(colour: str) -> float:
     """Relative luminance as WCAG 2 defines it."""
-    channels = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in to_rgb(colour)
-    ]
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     return float(np.dot([0.2126, 0.7152, 0.0722], channels))
 
 
