@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 
 from moebook.data import files, raw
 from moebook.errors import nearest, refuse
@@ -265,7 +264,7 @@ def _local(path: Path) -> Rows:
         rows = list(
             datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         )
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         refuse("E-DATA", f"{path}: not a readable parquet file ({error})")
     if not rows:
         refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
