@@ -92,7 +92,7 @@ TASKS = (
             "The word {noun} is a kind of",
         ),
         pool=_isa,
-        max_new_tokens=6,
+        max_new_tokens=8,
         rationales=True,
     ),
     Task(
@@ -107,7 +107,7 @@ TASKS = (
             "{facts} {a} is whose relative? Say what {a} is to {c}.",
         ),
         pool=_kinship,
-        max_new_tokens=8,
+        max_new_tokens=12,
         rationales=True,
     ),
 )

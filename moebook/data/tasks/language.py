@@ -150,6 +150,6 @@ TASKS = (
             "Licence family of: {clause}",
         ),
         pool=_licence,
-        max_new_tokens=8,
+        max_new_tokens=16,
     ),
 )

@@ -109,7 +109,7 @@ TASKS = (
             "{name} ({kind}) in German:",
         ),
         pool=_names_de,
-        max_new_tokens=24,
+        max_new_tokens=32,
     ),
     Task(
         name="numbers_es",
