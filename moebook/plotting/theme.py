@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -71,7 +70,7 @@ _RC: dict[Any, Any] = {
 
 def style() -> None:
     """Set matplotlib to the book's look for the rest of the session; call it once a notebook."""
-    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": cycler(color=COLOURS)})
+    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
