@@ -48,35 +48,26 @@ def curves(
         )
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6), layout="constrained")
     plt.close(figure)
+    every = max(1, len(positions) // 8)
     for index, (name, values) in enumerate(series.items()):
         seeds = np.atleast_2d(np.asarray(values, dtype=float))
         if seeds.shape[1] != len(positions):
-            refuse(
-                "E-SHAPE",
-                f"curves: series '{name}' has {seeds.shape[1]} points; steps has {len(positions)}",
-            )
+            found = f"series '{name}' has {seeds.shape[1]} points; steps has {len(positions)}"
+            refuse("E-SHAPE", f"curves: {found}")
         seeds = np.stack([_moving_average(row, window) for row in seeds])
-        colour = COLOURS[index % len(COLOURS)]
-        label = name if len(seeds) == 1 else f"{name} (mean and range of {len(seeds)} seeds)"
-        every = max(1, len(positions) // 8)
+        several = f" (mean and range of {len(seeds)} seeds)" if len(seeds) > 1 else ""
         axes.plot(
             positions,
             seeds.mean(axis=0),
-            color=colour,
-            label=label,
+            color=COLOURS[index % len(COLOURS)],
+            label=f"{name}{several}",
             marker=MARKERS[index % len(MARKERS)],
-            markevery=(index * every // max(1, len(series)), every),
+            markevery=(index * every // len(series), every),
             markersize=5,
         )
-        if len(seeds) > 1:
-            axes.fill_between(
-                positions,
-                seeds.min(axis=0),
-                seeds.max(axis=0),
-                color=colour,
-                alpha=0.18,
-                lw=0,
-            )
+        if several:
+            low, high, colour = seeds.min(axis=0), seeds.max(axis=0), axes.lines[-1].get_color()
+            axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axes.legend()
     return figure
@@ -109,19 +100,14 @@ def bars(
     missing = [column for column in (group, series, "value", "low", "high") if column not in frame]
     if missing:
         refuse("E-KEYS", f"bars: no column {missing}; the frame has {list(frame.columns)}")
-    groups, names = (
-        list(dict.fromkeys(frame[group])),
-        list(dict.fromkeys(frame[series])),
-    )
+    groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
     figure, axes = plt.subplots(figsize=(WIDTH, 3.6), layout="constrained")
     plt.close(figure)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         rows = frame[frame[series] == name].set_index(group).reindex(groups)
-        heights = rows["value"].to_numpy(float)
-        below = np.nan_to_num(heights - rows["low"].to_numpy(float))
-        above = np.nan_to_num(rows["high"].to_numpy(float) - heights)
         places = np.arange(len(groups)) + (index - (len(names) - 1) / 2) * width
+        heights, below, above = _whiskers(rows)
         axes.bar(
             places,
             heights,
@@ -151,11 +137,15 @@ def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:
     return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
+def _whiskers(rows: pd.DataFrame) -> tuple[npt.NDArray[Any], ...]:
+    """Return the bars' heights and how far their intervals reach below and above them."""
+    heights = rows["value"].to_numpy(float)
+    below = np.nan_to_num(heights - rows["low"].to_numpy(float))
+    return heights, below, np.nan_to_num(rows["high"].to_numpy(float) - heights)
+
+
 def _write_heights(
-    axes: Axes,
-    places: npt.NDArray[Any],
-    heights: npt.NDArray[Any],
-    tops: npt.NDArray[Any],
+    axes: Axes, places: npt.NDArray[Any], heights: npt.NDArray[Any], tops: npt.NDArray[Any]
 ) -> None:
     """Write each bar's height above its whisker."""
     for place, height, top in zip(places, heights, tops, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 COLOURS: tuple[str, ...] = (
     "#0072B2",  # blue
@@ -70,7 +71,7 @@ _RC: dict[Any, Any] = {
 
 def style() -> None:
     """Set matplotlib to the book's look for the rest of the session; call it once a notebook."""
-    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
+    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": cycler(color=COLOURS)})
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
