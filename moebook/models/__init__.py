@@ -2,6 +2,6 @@
 
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
-from moebook.models.load import load
+from moebook.models.load import load, provenance
 
-__all__ = ["Anatomy", "anatomy", "fingerprint", "load"]
+__all__ = ["Anatomy", "anatomy", "fingerprint", "load", "provenance"]

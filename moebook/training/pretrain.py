@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,12 +187,18 @@ def held_out_losses(model: PreTrainedModel, work: Path) -> dict[str, float]:
 
 
 class _Run:
-    """Float32 weights, their bf16 copy and the optimizer; saved and restored as safetensors."""
+    """Float32 weights, their bf16 copies and the optimizer; saved and restored as safetensors.
+
+    Each of torch's threads works on windows of its own with a copy of its own, since products this
+    narrow gain little from being shared out themselves (1.5 times as fast on two cores).
+    """
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe = recipe
         self.model = build_model(recipe)
-        self.copy = build_model(recipe).to(dtype)
+        self.threads = torch.get_num_threads()
+        self.copies = [build_model(recipe).to(dtype) for _ in range(self.threads)]
+        self.pool = ThreadPoolExecutor(self.threads)
         self.weights = list(self.model.parameters())
         decayed = [p for p in self.weights if p.dim() > 1]
         rest = [p for p in self.weights if p.dim() <= 1]
@@ -212,16 +219,12 @@ class _Run:
         ids = torch.from_numpy(
             corpus.batch(parts, self.recipe.mixture, self.step, self.recipe.seed, rows, length)
         )
-        with torch.no_grad():
-            for copy, weight in zip(self.copy.parameters(), self.weights, strict=True):
-                copy.copy_(weight)
-        total, pieces = 0.0, ids.split(max(1, 2048 // length))  # what stays in the cache
-        for piece in pieces:
-            loss = loss_of(self.copy, piece) / len(pieces)
-            loss.backward()
-            total += loss.item()
-        for copy, weight in zip(self.copy.parameters(), self.weights, strict=True):
-            weight.grad, copy.grad = copy.grad.float(), None
+        groups = zip(self.weights, *(copy.parameters() for copy in self.copies), strict=True)
+        pieces = ids.split(max(1, 2048 // length))  # what stays in the cache
+        shares = [pieces[thread :: self.threads] for thread in range(self.threads)]
+        total = sum(self.pool.map(self._backward, self.copies, shares)) / len(pieces)
+        for weight, *copies in groups:
+            weight.grad = torch.stack([copy.grad for copy in copies]).float().sum(0) / len(pieces)
         if not np.isfinite(total):
             refuse("E-NONFINITE", f"pretraining: loss {total} at step {self.step}")
         torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
@@ -231,6 +234,18 @@ class _Run:
         self.step += 1
         self.losses.append(total)
         self.seconds += time.perf_counter() - started
+        return total
+
+    def _backward(self, copy: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
+        """Accumulate the gradient of the pieces' losses on a copy of the weights as they are."""
+        for mine, weight in zip(copy.parameters(), self.weights, strict=True):
+            mine.data.copy_(weight.detach())
+            mine.grad = torch.zeros_like(mine)
+        total = 0.0
+        for piece in pieces:
+            loss = loss_of(copy, piece)
+            loss.backward()
+            total += loss.item()
         return total
 
     def save(self, path: Path) -> None:
@@ -292,10 +307,14 @@ def pretrain(
         run.restore(checkpoint)
     parts = streams(work, "train")
     end = min(steps or recipe.steps, recipe.steps)
-    for _ in progress(range(run.step, end), desc="pretrain", total=end - run.step):
-        run.advance(parts)
-        if run.step % SAVE_EVERY == 0 or run.step == end:
-            run.save(checkpoint)
+    torch.set_num_threads(1)  # the run has its own
+    try:
+        for _ in progress(range(run.step, end), desc="pretrain", total=end - run.step):
+            run.advance(parts)
+            if run.step % SAVE_EVERY == 0 or run.step == end:
+                run.save(checkpoint)
+    finally:
+        torch.set_num_threads(run.threads)
     if end == recipe.steps:
         _finish(run, tokenizer, described, recipe_file, work, out)
     return run.losses
