@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.nn import routers
 
+READ = ("input_ids", "attention_mask")
+
 
 @torch.no_grad()
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
@@ -34,13 +36,14 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
     found = routers(model)
     if not found:
         refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
-    training = model.training
+    training, device = model.training, next(model.parameters()).device
     model.eval()
     rows = []
     for domain, several in batches.items():
         slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
         for batch in several:
-            model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
+            read = {key: batch[key].to(device) for key in READ if key in batch}
+            model(**read)
             slots += torch.stack([_counts(router) for router in found])
         if not slots.sum():
             refuse("E-DATA", f"domain '{domain}' has no tokens to count")
@@ -69,6 +72,7 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
     share = slots.div(slots.sum(axis=1), axis=0)
     logs = np.log(share.where(share > 0, 1.0))
     entropy = -(share * logs).sum(axis=1) / max(np.log(share.shape[1]), 1e-12)
+    entropy = entropy.clip(0, 1)  # rounding can pass 1 by a hair
     return pd.DataFrame({"entropy": entropy, "largest": share.max(axis=1)}).reset_index()
 
 

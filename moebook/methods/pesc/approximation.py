@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Approximation:
 
 @torch.no_grad()
 def approximation_error(
-    pesc: nn.Module, full: nn.Module, dense: nn.Module, batches: Iterable[Mapping[str, Tensor]]
+    pesc: nn.Module, full: nn.Module, dense: nn.Module, batches: Iterable[Mapping[str, Any]]
 ) -> Approximation:
     """Measure how far trained adapters are from full experts of the same start and data.
 
@@ -74,12 +75,17 @@ def approximation_error(
         pesc: Crafted and trained with ``host="frozen"``.
         full: From `full_experts`, trained on the same steps.
         dense: The base both started from.
-        batches: Each with ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``.
+        batches: Each with ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``, as the model
+            takes them (also with ``logits_to_keep`` and the labels' last columns alone).
     """
     gaps: list[float] = []
     distance = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
     models = [pesc.eval(), full.eval(), dense.eval()]
-    for batch in batches:
+    for given in batches:
+        batch = {
+            key: value.to(models[0].device) if isinstance(value, Tensor) else value
+            for key, value in given.items()
+        }
         losses = [_row_losses(model, batch) for model in models[:2]]
         gaps += (losses[0] - losses[1]).abs().tolist()
         distance += _distances(models, batch)
@@ -88,15 +94,15 @@ def approximation_error(
     return Approximation(sum(gaps) / len(gaps), gaps, float(ratio.mean()))
 
 
-def _row_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits, labels = model(**inputs).logits[:, :-1].float(), batch["labels"][:, 1:]
     nats = nn.functional.cross_entropy(logits.mT, labels, ignore_index=-100, reduction="none")
     return nats.sum(1) / (labels != -100).sum(1).clamp(min=1)
 
 
-def _distances(models: list[nn.Module], batch: Mapping[str, Tensor]) -> Tensor:
+def _distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
     """Return squared distances pesc-full and full-dense, ``[2, L]``, on the dense MLPs' inputs."""
     mlps = [[layer.mlp for layer in anatomy(model).layers] for model in models]
     seen: list[tuple[Tensor, Tensor]] = []
