@@ -16,6 +16,7 @@ from typing import Any
 from moebook.errors import refuse
 
 NAME = "MANIFEST.json"
+_REPAIR = "restore the folder, or delete it where it can be made again"
 
 
 def seal(folder: Path, **facts: Any) -> None:
@@ -58,8 +59,7 @@ def verify(folder: Path) -> dict[str, Any]:
     if named != found:
         refuse(
             "E-MANIFEST",
-            f"{folder}: {NAME} and folder disagree on {sorted(named ^ found)[:3]}; "
-            "restore the folder as it was written",
+            f"{folder}: {NAME} and folder disagree on {sorted(named ^ found)[:3]}; {_REPAIR}",
         )
     for name, expected in manifest["files"].items():
         path = folder / name
@@ -70,7 +70,7 @@ def verify(folder: Path) -> dict[str, Any]:
             refuse(
                 "E-HASH",
                 f"{path}: has {path.stat().st_size} bytes and sha256 {found_digest[:12]}, {NAME} "
-                f"says {size} and {expected[:12]}; the file was damaged or changed: restore it",
+                f"says {size} and {expected[:12]}; {_REPAIR}",
             )
     return manifest
 
@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    refuse("E-MANIFEST", f"{path}: missing or not a manifest; restore the folder as it was written")
+    refuse("E-MANIFEST", f"{path}: missing or not a manifest; {_REPAIR}")
 
 
 def _digest(path: Path) -> str:
