@@ -8,7 +8,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
-from matplotlib.rcsetup import cycler
 
 COLOURS: tuple[str, ...] = (
     "#0072B2",  # blue
