@@ -23,11 +23,16 @@ def tuned(model, **changes):
     return fit(model, rows(), **{**settings, **changes})
 
 
-def test_history_holds_the_balance_loss_of_each_step(host):
-    model = pesc.prepare(host(), pesc.Config(**SMALL, balance_weight=0.5))
+@pytest.mark.parametrize("name", ["frozen", "lora", "qlora", "full"])
+def test_history_holds_the_balance_loss_of_each_step(name, host):
+    config = pesc.Config(**{**SMALL, "host": name}, balance_weight=0.5)
+    model = pesc.prepare(host(), config)
     history = tuned(model)
     assert len(history.penalty) == 4
     assert all(2 * 0.5 * 0.9 < penalty < 2 * 0.5 * 2 for penalty in history.penalty)
+
+
+def test_the_dense_arm_has_no_penalty(host):
     dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
     assert tuned(dense).penalty == [0.0] * 4
 
