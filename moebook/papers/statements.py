@@ -121,7 +121,7 @@ def _entries(path: Path) -> Iterator[tuple[int, Any]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         refuse("E-FORMAT", f"{place}:{line}: not YAML ({error.problem})")
-    if not isinstance(entries, list):
+    if node is None or not isinstance(entries, list):
         refuse("E-FORMAT", f"{place}:1: expected a list of claims")
     yield from zip((item.start_mark.line + 1 for item in node.value), entries, strict=True)
 

@@ -210,7 +210,8 @@ class _Run:
             lr=recipe.learning_rate,
             betas=tuple(recipe.betas),
         )
-        self.step, self.losses, self.seconds = 0, [], 0.0
+        self.step, self.seconds = 0, 0.0
+        self.losses: list[float] = []
 
     def advance(self, parts: dict[str, np.ndarray]) -> float:
         """Take one optimizer step; returns the loss in nats a token."""
