@@ -16,10 +16,12 @@ from moebook.errors import refuse
 POOL = 8
 """Batches that are sorted by length together.
 
-Sorting rows of 15 to 80 tokens in pools of 8 batches of 32 saves 30 % of a step's time; sorting
-everything would save 35 % but order the tasks of a mixture. Packing rows end to end under a
-block-diagonal mask was measured too and costs 5 to 40 % more than this on a CPU: attention then
-works on rows several times as long, of which it needs the blocks only.
+Measured on rows of 17 to 80 tokens in batches of 32, a model of 1 M parameters on one core: sorted
+in pools of 8 batches they need 30 % fewer tokens, padding included, than in random order (35 % when
+all are sorted, but then the tasks of a mixture come one after another). Packing rows end to end
+under a block-diagonal mask is slower still than sorting, by 5 % in lines of 128 tokens and 17 % in
+lines of 256, since attention works on whole lines; and it bars the way to skipping logits (below),
+which saves another fifth.
 """
 
 IGNORED = -100
@@ -64,6 +66,8 @@ class Batches(Dataset):
         return self.length
 
     def __getitem__(self, item: int) -> dict[str, Any]:
+        if not 0 <= item < self.length:
+            raise IndexError(item)
         return self.collate(self.rows(self.start + item))
 
     def rows(self, step: int) -> np.ndarray:

@@ -34,6 +34,7 @@ def test_a_start_shifts_the_items(rows):
     expected = batches[7]["input_ids"]
     batches.start = 5
     assert torch.equal(batches[2]["input_ids"], expected)
+    assert len(list(batches)) == batches.length == 10
 
 
 def test_a_batch_is_the_one_padded_by_hand():
