@@ -1,4 +1,4 @@
-"""The vocabulary of refusals: bad input ends in one line that says what, where and how to fix it."""
+"""The vocabulary of refusals: bad input ends in one line: what, where, and how to fix it."""
 
 from __future__ import annotations
 

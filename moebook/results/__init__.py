@@ -3,7 +3,6 @@
 from moebook.results.files import (
     COMMITTED,
     digest,
-    package_digest,
     read,
     record_path,
     records,
@@ -11,6 +10,7 @@ from moebook.results.files import (
     write,
 )
 from moebook.results.freshness import age, changed, current
+from moebook.results.reach import package_digest
 from moebook.results.values import TIERS, UNITS, Record, Value
 
 __all__ = [

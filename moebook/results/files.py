@@ -19,8 +19,6 @@ from moebook.results.values import Record
 COMMITTED = ("study", "gpu", "paper")
 """The tiers whose records are kept in the repository; the others live beside the page."""
 
-PACKAGE = Path(__file__).parents[1]
-
 
 def root(start: Path | None = None) -> Path:
     """Find the project: the nearest folder at or above ``start`` that holds ``_config.yml``.
@@ -57,24 +55,6 @@ def write(path: Path, text: str) -> None:
 def digest(path: Path) -> str | None:
     """Return the sha256 of a file's bytes in hex; None when there is no such file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
-def package_digest() -> str:
-    """Return one sha256 over the names and bytes of all files of the package moebook.
-
-    Byte code and hidden files are left out.
-    """
-    names = sorted(
-        path.relative_to(PACKAGE)
-        for path in PACKAGE.rglob("*")
-        if path.is_file() and not _ignored(path.relative_to(PACKAGE))
-    )
-    lines = (f"{name.as_posix()} {digest(PACKAGE / name)}\n" for name in names)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _ignored(name: Path) -> bool:
-    return any(part == "__pycache__" or part.startswith(".") for part in name.parts)
 
 
 def record_path(folder: Path, stem: str, tier: str) -> Path:

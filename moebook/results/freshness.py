@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from moebook.errors import refuse
-from moebook.results.files import digest, package_digest, root
+from moebook.results.files import digest, root
+from moebook.results.reach import package_digest
 from moebook.results.values import Record
 
 
@@ -36,10 +37,10 @@ def changed(record: Record, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def current(name: str, folder: Path) -> dict[str, str | None]:
-    """Return the hashes of the notebook's source, the package and the lock as they are now."""
+    """Return the hashes of the notebook's source, what it reaches of the package, and the lock."""
     sources = sorted((folder / "notebooks").glob(f"[0-9][0-9]_{name}.ipynb"))
     return {
         "notebook": digest(sources[0]) if sources else None,
-        "package": package_digest(),
+        "package": package_digest(sources[0]) if sources else None,
         "lock": digest(folder / "requirements.lock"),
     }

@@ -64,9 +64,9 @@ def make_project(folder: Path) -> Path:
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A stand-in for the files of the package, so that its hash stays put during the tests."""
     folder = tmp_path_factory.mktemp("package")
-    (folder / "module.py").write_text("x = 1\n")
+    (folder / "notebook.py").write_text("x = 1\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moebook.results.files.PACKAGE", folder)
+        patch.setattr("moebook.results.reach.PACKAGE", folder)
         yield folder
 
 

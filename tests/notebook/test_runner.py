@@ -146,8 +146,8 @@ def test_a_run_is_repeated_when_any_part_of_its_key_changes(
             arguments["overrides"] = {"top_k": 3}
         case "package":
             changed = shutil.copytree(package, tmp_path / "package")
-            (changed / "module.py").write_text("x = 2\n")
-            monkeypatch.setattr("moebook.results.files.PACKAGE", changed)
+            (changed / "notebook.py").write_text("x = 2\n")
+            monkeypatch.setattr("moebook.results.reach.PACKAGE", changed)
         case "lock":
             (folder / "requirements.lock").write_text("torch==2.14.0\n")
         case "tier":

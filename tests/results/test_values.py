@@ -94,8 +94,9 @@ def test_a_record_names_what_changed_since_it_ran(
 ) -> None:
     package = tmp_path / "package"
     results.write(package / "a.py", "x = 1\n")
-    monkeypatch.setattr("moebook.results.files.PACKAGE", package)
-    results.write(tmp_path / "notebooks" / "01_toy.ipynb", "{}")
+    monkeypatch.setattr("moebook.results.reach.PACKAGE", package)
+    cell = {"cell_type": "code", "source": "from moebook import a"}
+    results.write(tmp_path / "notebooks" / "01_toy.ipynb", json.dumps({"cells": [cell]}))
     results.write(tmp_path / "requirements.lock", "torch==2.13.0\n")
     record = Record("toy", "study", (), {"hashes": results.current("toy", tmp_path)})
     assert results.changed(record, tmp_path) == ()

@@ -1,0 +1,87 @@
+"""What of the package a notebook reaches: the files that can change its numbers, and no others.
+
+A fix in one method must not call another method's recorded study out of date, nor repeat its
+hours of work. So a run is keyed by the modules that its notebook imports, directly or through
+others, and by the data files of the packages among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from pathlib import Path
+
+from moebook.results.files import digest
+
+PACKAGE = Path(__file__).parents[1]
+FILTER = "moebook.notebook.publish"
+"""Reached by every notebook, since it decides what of the outputs is kept."""
+
+
+def package_digest(notebook: Path) -> str:
+    """Return one sha256 over the names and bytes of all files that a notebook reaches."""
+    names = sorted(path.relative_to(PACKAGE) for path in reached(notebook))
+    lines = (f"{name.as_posix()} {digest(PACKAGE / name)}\n" for name in names)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def reached(notebook: Path) -> set[Path]:
+    """Find the modules that a notebook imports, with all that they import, and their data.
+
+    Imports inside functions count. A data file (anything but Python below a package's folder)
+    belongs to the innermost package around it.
+
+    Args:
+        notebook: An ``.ipynb`` file.
+    """
+    cells = json.loads(notebook.read_text(encoding="utf-8")).get("cells", [])
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    lines = (line for line in code.splitlines() if not line.lstrip().startswith(("%", "!")))
+    todo, files = _imports("\n".join(lines)) | {FILTER}, set[Path]()
+    while todo:
+        name = todo.pop()
+        path = _file(name)
+        if path is not None and path not in files:
+            files.add(path)
+            todo |= _imports(path.read_text(encoding="utf-8")) | {name.rpartition(".")[0]}
+    return files | {path for path in _data() if _owner(path) in files}
+
+
+def _imports(code: str) -> set[str]:
+    """Names of the package's modules, and perhaps of things in them, that code imports."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "moebook"}
+
+
+def _file(name: str) -> Path | None:
+    """The file of a module of the package; None where the name means no module."""
+    base = PACKAGE.joinpath(*name.split(".")[1:])
+    for path in (base / "__init__.py", base.with_suffix(".py")):
+        if name and path.is_file():
+            return path
+    return None
+
+
+def _data() -> list[Path]:
+    """All files of the package that are no Python, hidden ones and byte code left out."""
+    return [
+        path
+        for path in PACKAGE.rglob("*")
+        if path.is_file()
+        and path.suffix not in (".py", ".pyc")
+        and not any(part.startswith(".") for part in path.relative_to(PACKAGE).parts)
+    ]
+
+
+def _owner(path: Path) -> Path:
+    """The ``__init__.py`` of the innermost package around a file."""
+    for folder in path.parents:
+        if (folder / "__init__.py").is_file() or folder == PACKAGE:
+            break
+    return folder / "__init__.py"

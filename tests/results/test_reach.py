@@ -1,0 +1,73 @@
+"""A notebook's run depends on what it reaches of the package, and on nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moebook.results import reach
+
+FILES = {
+    "__init__.py": "",
+    "readme.txt": "of the whole",
+    "base.py": "",
+    "used/__init__.py": "from moebook.used.part import x",
+    "used/part.py": "def f():\n    import moebook.base\nx = 1",
+    "used/idle.py": "",
+    "used/rows.csv": "1",
+    "used/weights/model.bin": "2",
+    "other/__init__.py": "",
+    "other/rows.csv": "3",
+}
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A toy package, and a notebook that imports some of it."""
+    package = tmp_path / "moebook"
+    for name, text in FILES.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    monkeypatch.setattr(reach, "PACKAGE", package)
+    cells = [
+        {"cell_type": "markdown", "source": "import moebook.other"},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "from moebook import used\n"]},
+        {"cell_type": "code", "source": "import numpy"},
+    ]
+    path = tmp_path / "toy.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    return path
+
+
+def test_imports_are_followed_through_modules_and_functions(notebook: Path) -> None:
+    found = {path.relative_to(reach.PACKAGE).as_posix() for path in reach.reached(notebook)}
+    assert found == {
+        "__init__.py", "readme.txt", "base.py", "used/__init__.py", "used/part.py",
+        "used/rows.csv", "used/weights/model.bin",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "matters"),
+    [("used/part.py", True), ("used/weights/model.bin", True), ("base.py", True),
+     ("used/idle.py", False), ("other/__init__.py", False), ("other/rows.csv", False)],
+)  # fmt: skip
+def test_the_digest_changes_with_a_file_that_is_reached_only(
+    notebook: Path, name: str, matters: bool
+) -> None:
+    before = reach.package_digest(notebook)
+    (reach.PACKAGE / name).write_text("changed = 1")
+    assert (reach.package_digest(notebook) != before) is matters
+
+
+def test_a_notebook_of_the_book_reaches_its_method_and_the_weights_it_runs_on() -> None:
+    root = Path(__file__).parents[2]
+    found = {
+        path.relative_to(reach.PACKAGE).as_posix()
+        for path in reach.reached(root / "notebooks" / "01_pesc.ipynb")
+    }
+    assert {"methods/pesc/crafting.py", "models/nano/model.safetensors", "data/isa.jsonl",
+            "notebook/publish.py", "training/fit.py"} <= found  # fmt: skip
+    assert not {"cli.py", "notebook/runner.py", "papers/pesc/claims.yaml"} & found
