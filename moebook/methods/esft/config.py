@@ -1,0 +1,92 @@
+"""The settings of ESFT: each choice that paper and code disagree on is a switch; three presets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moebook.errors import nearest, refuse
+
+CHOICES = {"score": ("token", "gate"), "pooling": ("tokens", "samples")}
+FLAGS = ("normalised", "shared_experts", "non_expert_modules", "router")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How experts are scored and chosen, and what trains beside them (ESFT Sec. 3.3).
+
+    The defaults are the preset ``fixed``. The paper's thresholds are 0.2 for the token score and
+    0.1 for the gate score (Sec. 4.3).
+
+    Attributes:
+        score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
+            or ``"gate"``, the mean of its gates (Eq. 6).
+        threshold: p of Eq. 8, in (0, 1]: the best experts of a layer are taken until their scores
+            reach it.
+        pooling: Average over all ``"tokens"`` (released), or within each of the ``"samples"`` and
+            then over these (Eq. 6 and 7 as printed).
+        normalised: Whether a layer's scores are divided by their sum first, so that p is a share
+            of the total as the paper says. The released code does not; the token scores sum to 1
+            anyway, the gate scores only where the host renormalises its gates.
+        decimals: Places to which scores are rounded before the choice (released: 4), or None.
+        shared_experts: Whether the shared experts train too.
+        non_expert_modules: Whether all else outside the MoE layers' experts and routers trains too:
+            attention, norms, embeddings, dense layers, head.
+        router: Whether the routers train too (the released code counts them to the former).
+
+    Raises:
+        Refusal: E-RANGE, E-TYPE or E-CHOICE, naming the field and its value.
+    """
+
+    score: str = "token"
+    threshold: float = 0.2
+    pooling: str = "tokens"
+    normalised: bool = False
+    decimals: int | None = None
+    shared_experts: bool = False
+    non_expert_modules: bool = False
+    router: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+        for name in FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                refuse("E-TYPE", f"{name} is {value!r}, expected true or false")
+        p, places = self.threshold, self.decimals
+        if not isinstance(p, int | float) or isinstance(p, bool):
+            refuse("E-TYPE", f"threshold is {p!r}, expected a number in (0, 1]")
+        if not math.isfinite(p) or not 0 < p <= 1:
+            refuse("E-RANGE", f"threshold is {p}, expected a number in (0, 1]")
+        if places is not None and (not isinstance(places, int) or isinstance(places, bool)):
+            refuse("E-TYPE", f"decimals is {places!r}, expected a whole number or none")
+        if places is not None and not 1 <= places <= 15:
+            refuse("E-RANGE", f"decimals is {places}, expected 1 to 15")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` is the text: averages within samples, p a share of the total. ``released`` is the
+        authors' code, from which the published experts follow: averages over tokens, four decimals,
+        plain sums. ``fixed`` is the same without the rounding: the defaults.
+
+        Raises:
+            Refusal: E-CHOICE for an unknown preset or field.
+        """
+        if name not in PRESETS:
+            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, PRESETS)}")
+        known = [field.name for field in fields(cls)]
+        for field in changes:
+            if field not in known:
+                refuse("E-CHOICE", f"unknown ESFT setting '{field}'; {nearest(field, known)}")
+        return cls(**{**PRESETS[name], **changes})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"pooling": "samples", "normalised": True},
+    "released": {"decimals": 4},
+    "fixed": {},
+}

@@ -1,0 +1,193 @@
+"""Specialising: only the chosen experts of a mixture train, and the base can be put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.methods.esft.routing import check_layers, experts_of, sparse_layers
+from moebook.methods.esft.selection import Selection
+from moebook.models.anatomy import Layer
+from moebook.models.fingerprint import fingerprint
+from moebook.nn.split_experts import SplitExperts
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a specialised model was made from, kept on the model as ``model.esft``.
+
+    Attributes:
+        selection: What trains.
+        base: Fingerprint of the model before anything was changed.
+        options: Parameters beside the routed experts that train, as they were in the base, by name;
+            empty unless an option of the selection is on.
+    """
+
+    selection: Selection
+    base: str
+    options: dict[str, Tensor] = field(repr=False)
+
+
+def specialise(model: nn.Module, selection: Selection) -> nn.Module:
+    """Let the selected experts train and nothing else, in place (Sec. 3.3).
+
+    transformers 5 keeps a layer's experts as one tensor, of which no part can be frozen: a masked
+    gradient is still moved by weight decay. So the chosen experts become a parameter of their own,
+    ``[N, ...]``, and the host's tensor gets neither gradient nor optimizer state. The copies are
+    float32 or wider, since small updates would be lost in bfloat16; shared experts, routers and
+    other modules, where they train, keep the host's dtype. The model computes what it computed.
+
+    Args:
+        model: A mixture with fused gated experts: Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and
+            Qwen3 MoE, or one upcycled here.
+        selection: From `select` or a file; every sparse layer of the model, and no other.
+
+    Returns:
+        The same model.
+
+    Raises:
+        Refusal: E-MODEL for a dense model, one specialised already, or experts of another form;
+            E-KEYS for layers that do not fit; E-RANGE for an expert that does not exist. The model
+            is untouched then.
+    """
+    if origin_or_none(model) is not None:
+        refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
+    layers = checked(model, selection)
+    return install(model, selection, layers, fingerprint(model))
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Put the trained experts into their places, so that the model is a plain one again.
+
+    ``save_pretrained`` then writes a checkpoint that transformers loads without this package.
+
+    Returns:
+        The same model, with all parameters free to train again, as transformers loads it.
+
+    Raises:
+        Refusal: E-MODEL when the model is not specialised.
+    """
+    origin(model)
+    for layer in sparse_layers(model):
+        layer.mlp.experts = layer.experts.merged()
+    return _released(model)
+
+
+@torch.no_grad()
+def restore(model: nn.Module) -> nn.Module:
+    """Drop what was trained and put the base back, bit for bit.
+
+    Returns:
+        The same model, with all parameters free to train again.
+
+    Raises:
+        Refusal: E-MODEL when the model is not specialised.
+    """
+    made = origin(model)
+    for layer in sparse_layers(model):
+        layer.mlp.experts = layer.experts.frozen
+    parameters = dict(model.named_parameters())
+    for name, value in made.options.items():
+        parameters[name].copy_(value)
+    return _released(model)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what trains in a specialised model, by name."""
+    origin(model)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def checked(model: nn.Module, selection: Selection) -> list[Layer]:
+    """Return the sparse layers, or refuse a selection or a model that does not fit."""
+    layers = sparse_layers(model)
+    check_layers("the selection", selection.experts, layers)
+    for layer in layers:
+        experts = experts_of(layer)
+        if (worst := max(selection.experts[layer.index])) >= experts:
+            refuse(
+                "E-RANGE", f"layer {layer.index}: expert {worst}, the model has 0 to {experts - 1}"
+            )
+        _check_form(layer, experts)
+    return layers
+
+
+def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
+    """Split the experts of checked layers and set what trains."""
+    model.requires_grad_(False)
+    free = options(model, selection, layers)
+    made = Origin(selection, base, {n: p.detach().to("cpu", copy=True) for n, p in free.items()})
+    for layer in layers:
+        experts = layer.experts
+        dtype = torch.promote_types(experts.down_proj.dtype, torch.float32)
+        split = SplitExperts(experts, selection.experts[layer.index], dtype=dtype)
+        layer.mlp.experts = split.train(experts.training)
+    for parameter in free.values():
+        parameter.requires_grad_(True)
+    model.esft = made
+    return model
+
+
+def origin(model: nn.Module) -> Origin:
+    """Return the `Origin` of a specialised model.
+
+    Raises:
+        Refusal: E-MODEL when it has none.
+    """
+    found = origin_or_none(model)
+    if found is None:
+        refuse("E-MODEL", "the model is not specialised: use esft.specialise first")
+    return found
+
+
+def origin_or_none(model: nn.Module) -> Origin | None:
+    """Return the `Origin` of a model, or None."""
+    return model.__dict__.get("esft")
+
+
+def _check_form(layer: Layer, experts: int) -> None:
+    """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
+    bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
+    held = {name: tuple(p.shape) for name, p in bank.named_parameters()}
+    width = (experts, 2 * layer.width, layer.router.weight.shape[1])
+    wanted = {"gate_up_proj": width, "down_proj": (experts, width[2], layer.width)}
+    plain = getattr(bank, "is_concatenated", True)
+    if held != wanted or not plain or not callable(getattr(bank, "act_fn", None)):
+        refuse(
+            "E-MODEL",
+            f"layer {layer.index}: {type(bank).__name__} holds {held}; expected {wanted},"
+            " gate and up one after the other, and an activation act_fn",
+        )
+
+
+def options(model: nn.Module, selection: Selection, layers: list[Layer]) -> dict[str, nn.Parameter]:
+    """Return the parameters beside the routed experts that are to train, by name."""
+    routed = _owned(layer.experts for layer in layers)
+    shared = _owned(layer.shared for layer in layers)
+    routers = _owned(layer.router for layer in layers)
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in routed:
+            continue
+        if id(parameter) in shared:
+            trains = selection.shared_experts
+        elif id(parameter) in routers:
+            trains = selection.router
+        else:
+            trains = selection.non_expert_modules
+        if trains:
+            wanted[name] = parameter
+    return wanted
+
+
+def _owned(modules: Iterable[nn.Module | None]) -> set[int]:
+    return {id(p) for module in modules if module is not None for p in module.parameters()}
+
+
+def _released(model: nn.Module) -> nn.Module:
+    del model.esft
+    return model.requires_grad_(True)
