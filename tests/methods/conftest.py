@@ -1,4 +1,4 @@
-"""Tiny dense hosts for the methods' tests."""
+"""Tiny hosts, dense and sparse, for the methods' tests."""
 
 import pytest
 import torch
@@ -15,6 +15,36 @@ def build(family="Llama", dtype=torch.float32, **changes):
     }  # fmt: skip
     config = getattr(tr, f"{family}Config")(**{**size, **changes})
     return getattr(tr, f"{family}ForCausalLM")(config).to(dtype).eval()
+
+
+# What a family needs to be a mixture of width 32, beside what `build` gives every host.
+_QWEN = {"moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2}
+_DEEPSEEK = {
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "kv_lora_rank": 8,
+    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "qk_rope_head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "head_dim": 4,
+}  # fmt: skip
+MIXTURES = {
+    "Mixtral": {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**_QWEN, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {**_QWEN, "norm_topk_prob": True},
+    "DeepseekV2": {**_DEEPSEEK, "q_lora_rank": None},
+    "DeepseekV3": {**_DEEPSEEK, "q_lora_rank": 8, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.fixture
+def mixture():
+    """A builder of random mixtures with fused experts."""
+
+    def make(family, **changes):
+        model = build(family, **{**MIXTURES[family], **changes})
+        if model.dtype == torch.float64:  # which grouped products do not know
+            model.set_experts_implementation("eager")
+        return model
+
+    return make
 
 
 @pytest.fixture

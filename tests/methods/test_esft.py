@@ -1,0 +1,206 @@
+"""ESFT's training: what is frozen stays bit for bit, what trains is N/E of the experts, no more."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from moebook.errors import Refusal
+from moebook.methods import esft, pesc
+from moebook.models import anatomy, fingerprint
+from moebook.training import fit
+
+FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
+OPTIONS = ["shared_experts", "non_expert_modules", "router"]
+
+
+def selection_of(model, count=2, **options):
+    layers = [layer.index for layer in anatomy(model).layers if layer.kind == "sparse"]
+    return esft.Selection({layer: tuple(range(3, 3 - count, -1)) for layer in layers}, **options)
+
+
+def rows(count=24):
+    torch.manual_seed(4)
+    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(count)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+
+
+def tuned(model, **changes):
+    settings = {"steps": 4, "batch": 6, "lr": 0.01, "weight_decay": 0.1, "pad_id": 2}
+    return fit(model, rows(), **{**settings, **changes})
+
+
+def full_step(model, batch):
+    """One AdamW step of all that trains; bytes of gradients and of the optimizer's moments."""
+    free = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(free, lr=0.01, weight_decay=0.1)
+    model.train()(**batch).loss.backward()
+    optimizer.step()
+    moments = [
+        value for state in optimizer.state.values() for key, value in state.items() if key != "step"
+    ]
+    return sum(p.grad.nbytes for p in free), sum(value.nbytes for value in moments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_specialised_model_equals_its_base_until_it_is_trained(family, mixture, batch):
+    base = mixture(family, dtype=torch.float64)
+    model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
+    torch.testing.assert_close(model(**batch).logits, base(**batch).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "Mixtral"])
+def test_gradients_of_the_chosen_experts_equal_those_of_full_training(family, mixture, batch):
+    base = mixture(family, dtype=torch.float64)
+    model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
+    base(**batch).loss.backward()
+    model(**batch).loss.backward()
+    for full, split in zip(anatomy(base).layers, anatomy(model).layers, strict=True):
+        if full.kind == "sparse":
+            for part in ("gate_up_proj", "down_proj"):
+                want = getattr(full.experts, part).grad[[3, 2]]
+                got = getattr(split.experts, part).grad
+                torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture):
+    model = esft.specialise(mixture(family), selection_of(mixture(family)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    free = esft.trained(model)
+    tuned(model)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != (name in free), name
+    assert len(free) == 2 * len(model.esft.selection.experts)
+    esft.merge(model)
+    for layer in anatomy(model).layers:
+        if layer.kind == "sparse":
+            name = next(n for n, module in model.named_modules() if module is layer.experts)
+            old = before[f"{name}.frozen.down_proj"]
+            moved = [
+                not torch.equal(*pair) for pair in zip(layer.experts.down_proj, old, strict=True)
+            ]
+            assert [expert for expert, each in enumerate(moved) if each] == [2, 3]
+
+
+def test_masking_gradients_inside_the_fused_tensor_would_not_freeze(mixture, batch):
+    """Why the chosen experts are a parameter of their own: the alternative, shown to fail."""
+    model = mixture("DeepseekV2").requires_grad_(False)
+    weight = anatomy(model).layers[1].experts.down_proj.requires_grad_(True)
+    before = weight.detach().clone()
+    weight.register_hook(lambda grad: grad * (torch.arange(8) < 2).view(-1, 1, 1))
+    full_step(model, batch)
+    assert not torch.equal(weight[2:], before[2:])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("family", ["DeepseekV2", "Mixtral"])
+def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count, mixture, batch):
+    full = mixture(family).requires_grad_(False)
+    for layer in anatomy(full).layers:
+        if layer.kind == "sparse":
+            layer.experts.requires_grad_(True)
+    experts = len(anatomy(full).layers[1].router.weight)
+    model = esft.specialise(mixture(family), selection_of(full, count))
+    whole, share = full_step(full, batch), full_step(model, batch)
+    assert [part * experts for part in share] == [part * count for part in whole]
+    frozen = [p for name, p in model.named_parameters() if name not in esft.trained(model)]
+    assert all(p.grad is None for p in frozen)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_and_reloaded_by_plain_transformers_the_logits_are_equal(
+    family, mixture, batch, tmp_path
+):
+    model = esft.specialise(mixture(family), selection_of(mixture(family)))
+    tuned(model)
+    specialised = model.eval()(**batch).logits
+    merged = esft.merge(model)(**batch).logits
+    torch.testing.assert_close(merged, specialised, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert type(again) is type(mixture(family))
+    assert torch.equal(again(**batch).logits, merged)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_frees_its_own_modules_alone(option, mixture):
+    model = mixture("DeepseekV2")
+    experts = set(esft.trained(esft.specialise(mixture("DeepseekV2"), selection_of(model))))
+    esft.specialise(model, selection_of(model, **{option: True}))
+    more = set(esft.trained(model)) - experts
+    owned = {
+        "shared_experts": {n for n, _ in model.named_parameters() if ".shared_experts." in n},
+        "router": {n for n, _ in model.named_parameters() if ".mlp.gate." in n},
+    }
+    rest = {n for n, _ in model.named_parameters() if ".experts." not in n}
+    owned["non_expert_modules"] = rest - owned["shared_experts"] - owned["router"]
+    assert more == owned[option] != set()
+
+
+@pytest.mark.parametrize("options", [{}, dict.fromkeys(OPTIONS, True)])
+def test_restoring_brings_the_base_back_bit_for_bit(options, mixture):
+    model = mixture("DeepseekV2")
+    base = fingerprint(model)
+    esft.specialise(model, selection_of(model, **options))
+    tuned(model)
+    assert fingerprint(esft.restore(model)) == base
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture, batch):
+    model = mixture("DeepseekV2", dtype=torch.bfloat16)
+    esft.specialise(model, selection_of(model))
+    assert {p.dtype for p in esft.trained(model).values()} == {torch.float32}
+    full_step(model, batch)
+    specialised = model.eval()(**batch).logits
+    merged = esft.merge(model)(**batch).logits
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert (merged - specialised).abs().max() <= 0.05 * specialised.abs().max()
+
+
+def test_an_upcycled_model_is_specialised_and_trained(host, batch):
+    settings = pesc.Config(experts=4, adapter_width=4, host="frozen")
+    model = pesc.full_experts(host(), settings)
+    before = model(**batch).logits
+    esft.specialise(model, selection_of(model))
+    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-4, atol=1e-4)
+    history = tuned(model, steps=8)
+    assert history.loss[-1] < history.loss[0]
+
+
+def test_training_the_chosen_experts_lowers_the_loss(mixture):
+    model = esft.specialise(mixture("DeepseekV2"), selection_of(mixture("DeepseekV2")))
+    history = tuned(model, steps=20, lr=0.003)
+    assert history.loss[-1] < history.loss[0]
+
+
+def test_selections_that_do_not_fit_are_refused_and_the_model_untouched(mixture, host):
+    model = mixture("DeepseekV2")
+    base, layers = fingerprint(model), selection_of(model).experts
+    wrong = {
+        r"E-KEYS: the selection: layers missing \[1\]": {2: (0,)},
+        r"E-KEYS: .*surplus \[0\]": {0: (0,), **layers},
+        r"E-RANGE: layer 1: expert 8, the model has 0 to 7": {**layers, 1: (0, 8)},
+    }
+    for message, experts in wrong.items():
+        with pytest.raises(Refusal, match=message):
+            esft.specialise(model, esft.Selection(experts))
+    with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
+        esft.specialise(host(), esft.Selection({0: (0,)}))
+    adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
+    with pytest.raises(Refusal, match="E-MODEL: layer 0: Adapters holds"):
+        esft.specialise(adapters, esft.Selection({0: (0,), 1: (0,)}))
+    assert fingerprint(model) == base
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_model_is_specialised_once_and_merged_only_then(mixture):
+    model = mixture("Mixtral")
+    for call in (esft.merge, esft.restore, esft.trained):
+        with pytest.raises(Refusal, match="E-MODEL: the model is not specialised"):
+            call(model)
+    esft.specialise(model, selection_of(model))
+    with pytest.raises(Refusal, match="E-MODEL: the model is specialised already"):
+        esft.specialise(model, selection_of(model))

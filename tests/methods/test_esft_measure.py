@@ -1,0 +1,171 @@
+"""ESFT's scores: naive loops on tiny mixtures, and the published scores from the raw routing."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.methods import esft, pesc
+from moebook.models import anatomy
+
+FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
+RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
+
+
+def inputs_of_routers(model, ids):
+    """Layer -> what its router read, ``[T, D]``, and the router's weight, both in float64."""
+    seen, hooks = {}, []
+    for layer in anatomy(model).layers:
+        if layer.kind == "sparse":
+
+            def note(router, args, index=layer.index):
+                seen[index] = (args[0].reshape(-1, 32).double(), router.weight.detach().double())
+
+            hooks.append(layer.router.register_forward_pre_hook(note))
+    with torch.no_grad():
+        model(input_ids=ids[None])
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def naive(model, family, batch, pooling):
+    """Eq. 6 and 7, one unpadded sample at a time, one token after the other."""
+    top_k, means, tokens = model.config.num_experts_per_tok, {}, 0
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        length = int(mask.sum())
+        tokens += length
+        for layer, (x, weight) in inputs_of_routers(model, ids[:length]).items():
+            token, gate = means.setdefault(layer, torch.zeros(2, len(weight)).double())
+            share = 1 if pooling == "tokens" else 1 / length
+            for row in x:
+                logits = weight @ row
+                scores = logits.sigmoid() if family == "DeepseekV3" else logits.softmax(0)
+                best = sorted(range(len(weight)), key=lambda e: -scores[e])[:top_k]
+                total = sum(scores[e] for e in best) if family in RENORMALISED else 1
+                for expert in best:
+                    token[expert] += share / top_k
+                    gate[expert] += share * scores[expert] / total
+    count = tokens if pooling == "tokens" else len(batch["input_ids"])
+    return {layer: both / count for layer, both in means.items()}
+
+
+@pytest.mark.parametrize("pooling", ["tokens", "samples"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
+    model = mixture(family)
+    halves = [{key: value[rows] for key, value in batch.items()} for rows in ([0, 1], [2])]
+    scores = esft.measure(model, halves, esft.Config(pooling=pooling))
+    want = naive(model, family, batch, pooling)
+    assert scores.token.keys() == want.keys()
+    for layer, (token, gate) in want.items():
+        torch.testing.assert_close(scores.token[layer], token, rtol=0, atol=1e-12)
+        torch.testing.assert_close(scores.gate[layer], gate, rtol=1e-5, atol=1e-6)
+
+
+def test_the_two_poolings_differ_and_token_scores_sum_to_1(mixture, batch):
+    model = mixture("DeepseekV2")
+    by_tokens, by_samples = (
+        esft.measure(model, [batch], esft.Config(pooling=p)) for p in ("tokens", "samples")
+    )
+    for layer, row in by_tokens.token.items():
+        assert (row - by_samples.token[layer]).abs().max() > 1e-3
+        assert row.sum().item() == pytest.approx(1, abs=1e-12)
+
+
+def test_a_constant_scaling_of_the_output_is_no_part_of_the_gate(mixture, batch):
+    plain, scaled = mixture("DeepseekV2"), mixture("DeepseekV2", routed_scaling_factor=16.0)
+    first = esft.measure(plain, [batch]).gate[1]
+    torch.testing.assert_close(esft.measure(scaled, [batch]).gate[1], first)
+
+
+def test_an_upcycled_model_is_measured_too(host, batch):
+    model = pesc.full_experts(host(), pesc.Config(experts=4, adapter_width=4, host="frozen"))
+    scores = esft.measure(model, [batch])
+    assert list(scores.gate) == [0, 1]
+    assert all(row.sum().item() == pytest.approx(1, abs=1e-6) for row in scores.gate.values())
+
+
+def test_measuring_leaves_mode_and_hooks_as_they_were(mixture, batch):
+    model = mixture("Olmoe").train()
+    esft.measure(model, [batch])
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_dense_model_no_token_and_a_misfitting_mask_are_refused(host, mixture, batch):
+    with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
+        esft.measure(host(), [batch])
+    with pytest.raises(Refusal, match="E-DATA: no real token"):
+        esft.measure(mixture("Olmoe"), [])
+    with pytest.raises(Refusal, match="E-SHAPE: attention_mask"):
+        short = {**batch, "attention_mask": batch["attention_mask"][:, 1:]}
+        esft.measure(mixture("Olmoe"), [short])
+
+
+def test_a_router_of_unknown_output_is_refused_and_no_hook_stays(mixture, batch):
+    model = mixture("Olmoe")
+    router = anatomy(model).layers[1].router
+    handle = router.register_forward_hook(lambda module, args, output: output[:2])
+    with pytest.raises(Refusal, match="E-MODEL: layer 1: OlmoeTopKRouter does not return"):
+        esft.measure(model, [batch])
+    handle.remove()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def routing_of_law(shared):
+    """Yield layer and the ids and gates ``[1, T, 6]`` of one sample, as published."""
+    with gzip.open(shared / "oracles/esft/law.routing.txt.gz", "rt") as lines:
+        for line in lines:
+            head, gates = line.rstrip("\n").split("\t\t")
+            layer, _, *ids = map(int, head.split("\t"))
+            gates = [float(gate) for gate in gates.split("\t")]
+            yield (
+                layer,
+                torch.tensor(ids).view(1, -1, 6),
+                torch.tensor(gates).double().view(1, -1, 6),
+            )
+
+
+@pytest.fixture(scope="module")
+def law(shared):
+    """The tally of each layer over the raw routing of `law`."""
+    tallies = {}
+    for layer, ids, gates in routing_of_law(shared):
+        tallies.setdefault(layer, esft.Tally(64)).add(ids, gates)
+    return tallies
+
+
+def scores_of(tallies, pooling):
+    pairs = {layer: tally.scores(pooling) for layer, tally in tallies.items()}
+    return esft.Scores(*({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1)))
+
+
+def test_the_published_scores_follow_from_the_published_routing(law, shared):
+    published = esft.Scores.load(shared / "oracles/esft/law.scores.json")
+    counted = scores_of(law, "tokens")
+    assert counted.token.keys() == published.token.keys() == set(range(1, 27))
+    for kind in ("token", "gate"):
+        for layer, row in getattr(published, kind).items():
+            assert (getattr(counted, kind)[layer] - row).abs().max() <= 5e-5
+
+
+def test_the_published_experts_follow_from_the_published_routing(law, shared):
+    released = esft.Config.preset("released")
+    got = esft.select(scores_of(law, "tokens"), released)
+    published = json.loads((shared / "oracles/esft/law.experts.json").read_text())
+    assert {str(layer): list(ids) for layer, ids in got.experts.items()} == published["experts"]
+
+
+def test_averaging_by_samples_changes_some_layers_of_law(law):
+    by_tokens, by_samples = (
+        esft.select(scores_of(law, pooling), esft.Config()) for pooling in ("tokens", "samples")
+    )
+    changed = [
+        layer
+        for layer, ids in by_tokens.experts.items()
+        if set(ids) != set(by_samples.experts[layer])
+    ]
+    assert 2 <= len(changed) <= 6
