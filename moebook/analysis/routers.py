@@ -1,0 +1,153 @@
+"""The state of any model's routers: gradient, scale and entropy of the logits, load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.models.anatomy import Layer, anatomy
+from moebook.nn import Decision, Router
+
+READ = ("input_ids", "attention_mask")
+
+
+def logit_scale(logits: Tensor) -> float:
+    """Return the standard deviation of a token's logits over the experts, as a root mean square.
+
+    A token's mean is taken out first, since adding a constant to all its logits changes nothing.
+
+    Args:
+        logits: ``[T, E]``.
+    """
+    centred = logits.double() - logits.double().mean(-1, keepdim=True)
+    return float(centred.square().mean().sqrt())
+
+
+def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.DataFrame:
+    """Measure every router over some text, padding left out.
+
+    Works on models with routers of `moebook.nn` and on transformers' own (Mixtral, OLMoE, Qwen
+    MoE). The model runs in evaluation mode and is given back in the mode it came in.
+
+    Args:
+        model: A routed causal language model.
+        batches: Each with ``input_ids`` and, where padded, ``attention_mask`` ``[B, T]``.
+
+    Returns:
+        One row a layer: ``scale`` (see `logit_scale`), ``entropy`` of a token's probabilities over
+        ln E, averaged over tokens (1: undecided, 0: certain), ``load_entropy``, that of the
+        experts' shares of the routed slots over ln E, and ``largest``, the largest share.
+
+    Raises:
+        Refusal: E-MODEL when the model has no routers; E-DATA when there are no tokens.
+    """
+    layers = routed(model)
+    totals = torch.zeros(len(layers), 3, dtype=torch.float64)
+    slots: list[Any] = [0] * len(layers)
+    for batch in batches:
+        for place, decision in enumerate(decisions(model, batch)):
+            logs = decision.logits.double().log_softmax(-1)
+            nats = -(logs.exp() * logs).sum(-1).sum()
+            squares = logit_scale(decision.logits) ** 2 * len(logs)
+            totals[place] += torch.stack([torch.tensor(squares), nats, torch.tensor(len(logs))])
+            counted = torch.bincount(decision.ids.flatten(), minlength=logs.shape[1])
+            slots[place] = slots[place] + counted
+    if not totals[:, 2].all():
+        refuse("E-DATA", "no tokens to measure the routers on: give at least one batch")
+    rows = []
+    for layer, (squares, nats, tokens), counted in zip(layers, totals, slots, strict=True):
+        share = counted / counted.sum()
+        limit = math.log(max(len(share), 2))
+        load = float(-torch.special.xlogy(share, share).sum()) / limit
+        scale = math.sqrt(float(squares / tokens))
+        rows.append((layer.index, scale, float(nats / tokens) / limit, load, float(share.max())))
+    return pd.DataFrame(rows, columns=["layer", "scale", "entropy", "load_entropy", "largest"])
+
+
+def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
+    """Measure the gradient of the language-model loss at every router's weights.
+
+    The balance loss is no part of it. Nothing is changed: no ``.grad`` is written, and the model
+    is given back in the mode it came in (it runs in evaluation mode, without dropout).
+
+    Args:
+        model: A routed causal language model.
+        batch: ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``.
+
+    Returns:
+        One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights.
+
+    Raises:
+        Refusal: E-MODEL when the model has no routers or they do not require a gradient.
+    """
+    layers, device = routed(model), next(model.parameters()).device
+    weights = [layer.router.weight for layer in layers]  # type: ignore[union-attr]
+    if not all(weight.requires_grad for weight in weights):
+        refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
+    read = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    with _as_in_evaluation(model), torch.enable_grad():
+        found = torch.autograd.grad(model(**read).loss, weights, allow_unused=True)
+    norms = [0.0 if grad is None else float(grad.norm()) for grad in found]
+    return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
+
+
+@torch.no_grad()
+def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
+    """Return what each router decided for a batch's real tokens, ``[T, E]`` and ``[T, K]``, on CPU.
+
+    Raises:
+        Refusal: E-MODEL when the model has no routers, or one whose output is not understood.
+    """
+    layers, device = routed(model), next(model.parameters()).device
+    found: dict[int, Decision] = {}
+    hooks = [
+        layer.router.register_forward_hook(  # type: ignore[union-attr]
+            lambda router, args, out, at=layer.index: found.update({at: _read(router, args, out)})
+        )
+        for layer in layers
+    ]
+    try:
+        with _as_in_evaluation(model):
+            model(**{key: batch[key].to(device) for key in READ if key in batch})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool().cpu()
+    kept = [found[layer.index] for layer in layers]
+    return [Decision(each.logits.cpu()[real], each.ids.cpu()[real]) for each in kept]
+
+
+def routed(model: nn.Module) -> list[Layer]:
+    """Return the sparse layers of a model, or refuse one without."""
+    layers = [layer for layer in anatomy(model).layers if layer.router is not None]
+    if not layers:
+        refuse("E-MODEL", "the model has no routers: it is dense")
+    return layers
+
+
+def _read(router: nn.Module, args: tuple[Any, ...], output: Any) -> Decision:
+    """Take logits and chosen experts out of a router's output, ours or transformers'."""
+    if isinstance(router, Router):
+        rows = args[0].flatten(0, -2).to(router.weight.dtype)
+        return Decision(nn.functional.linear(rows, router.weight), output.ids)
+    if isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point():
+        return Decision(output[0].float(), output[2])
+    kind = type(router).__name__
+    refuse("E-MODEL", f"{kind}: expected a router that puts out (logits, weights, experts)")
+
+
+@contextmanager
+def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

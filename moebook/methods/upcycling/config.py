@@ -1,0 +1,92 @@
+"""The settings of sparse upcycling: each choice that the paper leaves open is a switch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moebook.errors import nearest, refuse
+from moebook.kernels.route import COMBINE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a dense decoder becomes a sparse one with full experts (router-initialisation Sec. 4).
+
+    What ``combine`` does at step 0, while all experts are copies of the dense FFN:
+
+    - ``"probability"`` (Eq. 2 as printed): each sparse layer puts out the dense FFN's output times
+      ``s``, the sum of the token's K largest probabilities, between K/E and 1. So the upcycled
+      model is NOT the dense one until training has made up for it. The router's gradient lives,
+      also with K = 1.
+    - ``"renormalised"`` (Mixtral, and so what mergekit writes): the weights sum to 1, the model is
+      the dense one exactly. But with K = 1 the only weight is the constant 1 and the language-model
+      loss never reaches the router; with K = 2 and equal experts it does not at step 0 either (the
+      two outputs are the same, so shifting weight between them changes nothing). Then only the
+      balance loss moves the router. Noise in the experts brings the gradient of K = 2 to life.
+
+    Attributes:
+        experts: E, copies of the FFN a layer, at least 1 (2 or 4 in the paper).
+        top_k: K, experts per token, 1 to E (1 in the paper).
+        combine: ``"probability"`` or ``"renormalised"``, see above.
+        noise: Standard deviation of Gaussian noise on each expert's weights, as a share of the
+            standard deviation of the dense tensor that it is added to; 0 (the paper's) copies.
+        layers: Decoder layers to upcycle; None for all of them (the paper's).
+        balance_weight: alpha of Eq. 3, at least 0. The paper never gives it; 0.01 is that of the
+            Switch Transformer, which it follows.
+        seed: Of the noise, and of the random router that `upcycle` draws when it is given none.
+
+    Raises:
+        Refusal: E-RANGE, E-TYPE or E-CHOICE, naming the field and its value.
+    """
+
+    experts: int = 4
+    top_k: int = 1
+    combine: str = "probability"
+    noise: float = 0.0
+    layers: tuple[int, ...] | None = None
+    balance_weight: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole("experts", self.experts, 1)
+        whole("top_k", self.top_k, 1)
+        whole("seed", self.seed, 0)
+        if self.top_k > self.experts:
+            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
+        chosen("combine", self.combine, COMBINE)
+        real("noise", self.noise, 0)
+        real("balance_weight", self.balance_weight, 0)
+        if self.layers is not None:
+            self._check_layers(self.layers)
+
+    def _check_layers(self, layers: object) -> None:
+        if not isinstance(layers, tuple) or not layers:
+            refuse("E-TYPE", f"layers is {layers!r}, expected a tuple of numbers or None for all")
+        for layer in layers:
+            whole("layers", layer, 0)
+        if len(set(layers)) < len(layers):
+            refuse("E-RANGE", f"layers names a layer twice: {layers}")
+
+
+def whole(name: str, value: object, low: int) -> None:
+    """Refuse what is no whole number of at least ``low``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse("E-TYPE", f"{name} is {value!r}, expected a whole number")
+    if value < low:
+        refuse("E-RANGE", f"{name} is {value}, expected {low} or more")
+
+
+def real(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Refuse what is no finite number between ``low`` and ``high``, both included."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse("E-TYPE", f"{name} is {value!r}, expected a number")
+    if not math.isfinite(value) or not low <= value <= high:
+        above = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        refuse("E-RANGE", f"{name} is {value}, expected a finite number {above}")
+
+
+def chosen(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the choices, naming the nearest."""
+    if value not in choices:
+        refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")

@@ -1,0 +1,132 @@
+"""Instances of a task: in batches, by perplexity, and the hardest of them (App. B)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.methods.upcycling.config import chosen, real
+
+OF = ("answer", "all")
+IGNORED = -100
+
+
+def batches(rows: Dataset, size: int = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Yield the rows in order, padded on the right.
+
+    Args:
+        rows: ``input_ids`` and ``labels`` in each, as `moebook.data.encode` makes them.
+        size: B.
+        pad_id: Fills short rows; masked, so that its value is irrelevant.
+
+    Yields:
+        ``input_ids``, ``attention_mask`` and ``labels`` (-100 where masked), each ``[B, T]``.
+    """
+    for at in range(0, len(rows), size):
+        part = rows[at : at + size]
+        lengths = torch.tensor([len(ids) for ids in part["input_ids"]])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        yield {
+            "input_ids": _filled(part["input_ids"], mask, pad_id),
+            "attention_mask": mask.long(),
+            "labels": _filled(part["labels"], mask, IGNORED),
+        }
+
+
+@torch.no_grad()
+def perplexities(
+    model: nn.Module, rows: Dataset, *, of: str = "answer", size: int = 32, pad_id: int = 0
+) -> Tensor:
+    """Return the perplexity of each instance under the model, ``[len(rows)]`` float64.
+
+    Args:
+        model: A causal language model; runs in evaluation mode, given back as it came.
+        rows: See `batches`.
+        of: ``"answer"``: of the labelled tokens given the prompt; ``"all"``: of every token after
+            the first. The paper says "instance-level perplexity" and not of what.
+        size: Rows a forward pass.
+        pad_id: Fills short rows.
+
+    Raises:
+        Refusal: E-CHOICE; E-DATA for a row with nothing to score; E-NONFINITE.
+    """
+    chosen("of", of, OF)
+    training, device, found = model.training, next(model.parameters()).device, []
+    model.eval()
+    try:
+        for batch in batches(rows, size, pad_id=pad_id):
+            read = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+            targets = batch["labels"]
+            if of == "all":
+                targets = batch["input_ids"].where(batch["attention_mask"].bool(), IGNORED)
+            found.append(_mean_nats(model(**read).logits, targets.to(device)).cpu())
+    finally:
+        model.train(training)
+    nats = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    for row in (~nats.isfinite()).nonzero().flatten().tolist():
+        refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no {of} token)")
+    return nats.exp()
+
+
+def hardest(
+    model: nn.Module,
+    tasks: Mapping[str, Dataset],
+    *,
+    share: float = 0.05,
+    of: str = "answer",
+    pad_id: int = 0,
+) -> dict[str, Dataset]:
+    """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
+
+    The paper contradicts itself: Sec. 4.2 speaks of "representative" samples. ``share=1`` takes
+    all.
+
+    Args:
+        model: The dense base.
+        tasks: For each task its rows, see `batches`.
+        share: In (0, 1]; ``floor(share * instances)`` of them are kept. Equal ones: the first.
+        of: See `perplexities`.
+        pad_id: Fills short rows.
+
+    Raises:
+        Refusal: E-RANGE; E-DATA, naming the task, when it has no instances or too few for the
+            share to give one.
+    """
+    real("share", share, 0, 1)
+    kept = {}
+    for task, rows in tasks.items():
+        if not len(rows):
+            refuse("E-DATA", f"task '{task}' has no instances: give it some, or leave it out")
+        wanted = math.floor(share * len(rows) + 1e-9)
+        if not wanted:
+            need = math.ceil(1 / share) if share else "more"
+            refuse(
+                "E-DATA",
+                f"task '{task}' has {len(rows)} instances, of which a share of {share:g} is none:"
+                f" give it at least {need}, or a larger share",
+            )
+        found = perplexities(model, rows, of=of, pad_id=pad_id)
+        order = found.argsort(descending=True, stable=True)[:wanted]
+        kept[task] = rows.select(order.sort().values.tolist())
+    return kept
+
+
+def _mean_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean nats per scored token of each row ``[B]``; NaN where none is scored."""
+    nats = nn.functional.cross_entropy(
+        logits[:, :-1].float().mT, targets[:, 1:], ignore_index=IGNORED, reduction="none"
+    ).double()
+    return nats.sum(1) / (targets[:, 1:] != IGNORED).sum(1)
+
+
+def _filled(rows: Sequence[Sequence[Any]], mask: Tensor, value: int) -> Tensor:
+    """Return ragged rows as one tensor, ``value`` where the mask is false."""
+    out = torch.full(mask.shape, value)
+    out[mask] = torch.tensor([each for row in rows for each in row])
+    return out

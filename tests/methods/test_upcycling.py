@@ -1,0 +1,251 @@
+"""Upcycling: step 0 against the dense model, the plain loop, gradients, the balance loss."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moebook.analysis.routers import gradients
+from moebook.errors import Refusal
+from moebook.methods import pesc, upcycling
+from moebook.models.anatomy import anatomy
+from moebook.nn import routers
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"]
+MIXED = {"combine": "renormalised", "top_k": 2}
+
+
+def made(model, start=None, **changes):
+    return upcycling.upcycle(model, upcycling.Config(**changes), start)
+
+
+def apart(model):
+    """Move experts and routers, so that experts differ and choices are clear."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for layer in anatomy(model).layers:
+            if layer.kind == "sparse":
+                for weight in layer.mlp.parameters():
+                    weight += 0.3 * torch.randn_like(weight)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_renormalised_model_equals_the_dense_one_at_step_0(family, top_k, host, batch):
+    model = made(host(family, torch.float64), combine="renormalised", top_k=top_k)
+    assert all(layer.kind == "sparse" for layer in anatomy(model).layers)
+    want, got = host(family, torch.float64)(**batch), model(**batch)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_probability_scales_each_ffn_by_the_kept_probabilities_as_eq_2_says(top_k, host, batch):
+    dense = host(dtype=torch.float64)
+    start = upcycling.random(dense, 4, kind="wide", seed=3)
+    model = made(copy.deepcopy(dense), start, top_k=top_k)
+
+    @torch.no_grad()
+    def scale(mlp, args, output, weights):
+        rows = []
+        for token in args[0].flatten(0, 1):  # Eq. 1, then the K largest
+            exps = [float(torch.dot(row, token).exp()) for row in weights.double()]
+            rows.append(sum(sorted(exps)[-top_k:]) / sum(exps))
+        return output * torch.tensor(rows, dtype=torch.float64).view(*output.shape[:2], 1)
+
+    for layer, weights in zip(dense.model.layers, start.weights, strict=True):
+        layer.mlp.register_forward_hook(lambda mlp, args, out, w=weights: scale(mlp, args, out, w))
+    got, want = model(**batch).logits, dense(**batch).logits
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    if top_k == 1:
+        assert (got - host(dtype=torch.float64)(**batch).logits).abs().max() > 1
+
+
+def test_outputs_and_gradients_equal_a_loop_over_tokens(host):
+    model = apart(made(host(dtype=torch.float64), top_k=2))
+    block = anatomy(model).layers[0].mlp
+    x = torch.randn(1, 6, 32, dtype=torch.float64, requires_grad=True)
+    rows = []
+    for token in x[0]:
+        p = (block.router.weight @ token).softmax(0)
+        row = torch.zeros(32, dtype=torch.float64)
+        for expert in p.argsort(descending=True)[:2]:
+            gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
+            row = row + p[expert] * (block.experts.down_proj[expert] @ (F.silu(gate) * up))
+        rows.append(row)
+    want, got = torch.stack(rows).unsqueeze(0), block(x)
+    torch.testing.assert_close(got, want)
+    wanted = [x, *block.parameters()]
+    pairs = [torch.autograd.grad(y.sin().sum(), wanted) for y in (got, want)]
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_router_gradients_at_step_0_are_those_of_the_fact_sheet(host, batch):
+    def largest(**changes):
+        return gradients(made(host(dtype=torch.float64), **changes), batch).gradient.max()
+
+    assert largest(combine="probability", top_k=1) > 1e-3
+    assert largest(combine="probability", top_k=2) > 1e-3
+    assert largest(combine="renormalised", top_k=1) < 1e-9
+    assert largest(**MIXED) < 1e-9
+    assert largest(**MIXED, noise=0.1) > 1e-3
+    assert largest(combine="renormalised", top_k=1, noise=0.1) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_implementations_of_the_registry_give_the_same_outputs_and_gradients(name, host, batch):
+    grads, outputs = [], []
+    for implementation in ("eager", name):
+        model = apart(made(host(), **MIXED))
+        upcycling.use_experts(model, implementation)
+        output = model(**batch)
+        output.loss.backward()
+        outputs.append(output.logits)
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    for key, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][key], grad, rtol=1e-3, atol=1e-4, msg=key)
+    with pytest.raises(Refusal, match="E-IMPL"):
+        upcycling.use_experts(model, "abacus")
+
+
+def test_a_registered_implementation_is_called_with_our_experts(host, batch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    seen = []
+
+    def nothing(experts, hidden, ids, weights):
+        seen.append((experts.gate_up_proj.shape, tuple(ids.shape), weights.shape))
+        return torch.zeros_like(hidden)
+
+    ALL_EXPERTS_FUNCTIONS.register("nothing", nothing)
+    try:
+        model = made(host())
+        upcycling.use_experts(model, "nothing")
+        model(**batch)
+    finally:
+        del ALL_EXPERTS_FUNCTIONS._global_mapping["nothing"]
+    assert seen == [((4, 80, 32), (27, 1), (27, 1))] * 2
+
+
+def test_balance_loss_is_eq_3_and_4_over_real_tokens_with_a_term_a_layer(host, batch):
+    model = apart(made(host(), top_k=2, balance_weight=0.5)).train()
+    inputs = {}
+    for router in routers(model):
+        router.register_forward_hook(lambda m, args, out: inputs.update({m.layer: args[0]}))
+    model(**batch)
+    loss = upcycling.balance_loss(model)
+    want = 0.0
+    for router in routers(model):
+        real = inputs[router.layer][batch["attention_mask"].bool()]
+        p = (real @ router.weight.T).softmax(-1)
+        best = p.argmax(1).tolist()
+        want += sum(best.count(e) / len(real) * p[:, e].mean().item() for e in range(4)) * 4
+    assert loss.item() == pytest.approx(0.5 * want, rel=1e-5)
+    loss.backward()
+    assert all(router.weight.grad.norm() > 1e-5 for router in routers(model))
+
+
+def test_a_dead_balance_loss_is_refused(host, batch):
+    model = made(host()).train()
+    with pytest.raises(Refusal, match="has not run"):
+        upcycling.balance_loss(model)
+    with torch.no_grad():
+        model(**batch)
+    with pytest.raises(Refusal, match="E-GRADIENT"):
+        upcycling.balance_loss(model)
+    with pytest.raises(Refusal, match="E-MODEL"):
+        upcycling.balance_loss(host())
+
+
+def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert(host):
+    dense = host("Llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    model = made(copy.deepcopy(dense), noise=0.25, seed=7)
+    mlp, experts = dense.model.layers[1].mlp, anatomy(model).layers[1].experts
+    moved = experts.down_proj - mlp.down_proj.weight
+    for expert in moved:
+        assert expert.std().item() == pytest.approx(
+            0.25 * mlp.down_proj.weight.std().item(), rel=0.05
+        )
+    assert abs(torch.corrcoef(moved.flatten(1))[0, 1].item()) < 0.1
+    again = made(copy.deepcopy(dense), noise=0.25, seed=7)
+    assert torch.equal(anatomy(again).layers[1].experts.down_proj, experts.down_proj)
+
+
+def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_start(host):
+    start = upcycling.random(host(), 3, seed=1)
+    model = made(host(), start, experts=3, layers=(1,))
+    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
+    assert torch.equal(routers(model)[0].weight, start.weights[1])
+
+
+def test_among_equal_logits_the_expert_with_the_lower_number_wins(host):
+    start = upcycling.Start(torch.zeros(2, 4, 32), (0, 1))
+    model = made(host(), start, top_k=2)
+    ids = routers(model)[0](torch.randn(1, 5, 32)).ids
+    assert ids.tolist() == [[0, 1]] * 5
+
+
+def test_everything_new_trains_and_the_dense_function_is_gone_after_a_step(host, batch):
+    model = made(host(), **MIXED).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+    (model(**batch).loss + upcycling.balance_loss(model)).backward()
+    optimiser.step()
+    experts = anatomy(model).layers[0].experts
+    assert not torch.equal(experts.down_proj[0], experts.down_proj[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"experts": 0}, "E-RANGE"),
+        ({"experts": 2.0}, "E-TYPE"),
+        ({"top_k": 5}, "E-RANGE"),
+        ({"top_k": True}, "E-TYPE"),
+        ({"combine": "probabilty"}, "E-CHOICE.*did you mean 'probability'"),
+        ({"noise": -0.1}, "E-RANGE: noise is -0.1"),
+        ({"noise": float("nan")}, "E-RANGE: noise is nan"),
+        ({"balance_weight": float("inf")}, "E-RANGE"),
+        ({"layers": ()}, "E-TYPE"),
+        ({"layers": (0, 0)}, "E-RANGE"),
+        ({"layers": (-1,)}, "E-RANGE"),
+        ({"seed": -1}, "E-RANGE"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, code):
+    with pytest.raises(Refusal, match=code):
+        upcycling.Config(**changes)
+
+
+def test_hosts_and_starts_that_do_not_fit_are_refused_and_the_model_is_untouched(host, batch):
+    model = host()
+    before = model(**batch).logits
+    foreign = upcycling.Start(torch.zeros(2, 4, 32), (0, 1), base="0" * 64)
+    infinite = upcycling.Start(torch.full((2, 4, 32), torch.inf), (0, 1))
+    for start, changes, code in (
+        (None, {"layers": (2,)}, "E-RANGE: layers names layer 2, the host has 0 to 1"),
+        (foreign, {}, "E-BASE: the router start was collected from base 000000000000"),
+        (infinite, {}, "E-NONFINITE"),
+        (upcycling.Start(torch.zeros(2, 3, 32), (0, 1)), {}, r"E-SHAPE.*\(2, 3, 32\)"),
+        (upcycling.Start(torch.zeros(1, 4, 32), (0,)), {}, "E-SHAPE.*layer 1"),
+    ):
+        with pytest.raises(Refusal, match=code):
+            made(model, start, **changes)
+        assert all(layer.kind == "dense" for layer in anatomy(model).layers)
+    assert torch.equal(model(**batch).logits, before)
+    with pytest.raises(Refusal, match="has biases"):
+        made(host(mlp_bias=True))
+
+
+def test_a_source_that_is_sparse_already_is_refused(host):
+    for model in (
+        made(host()),
+        made(host(), layers=(1,)),
+        pesc.craft(host(), pesc.Config(adapter_width=4)),
+        host("Mixtral", num_local_experts=2),
+    ):
+        with pytest.raises(Refusal, match=r"E-MODEL: layer . is sparse already"):
+            made(model)

@@ -1,0 +1,222 @@
+"""Collection: equal to a naive full one, sampled on the fly, bounded in memory."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moebook.errors import Refusal
+from moebook.methods import upcycling
+from moebook.models import fingerprint
+
+FAMILIES = ["Llama", "Qwen3", "Gemma2"]
+
+
+def texts(count, length=8, size=4):
+    """Batches of random text, the second row of each padded on the right."""
+    torch.manual_seed(4)
+    mask = torch.ones(size, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    return [
+        {"input_ids": torch.randint(3, 48, (size, length)), "attention_mask": mask}
+        for _ in range(count)
+    ]
+
+
+@torch.no_grad()
+def naive(model, batches, tensor):
+    """Everything at once, by the layer's own arithmetic: a list of [B, T, D] for each layer."""
+    layers = model.model.layers
+    found = [[] for _ in layers]
+    for batch in batches:
+        states = model(**batch, output_hidden_states=True).hidden_states
+        seen = {}
+        hooks = [
+            layer.self_attn.register_forward_hook(
+                lambda m, a, out, i=i, seen=seen: seen.update({i: out[0]})
+            )
+            for i, layer in enumerate(layers)
+        ]
+        model(**batch)
+        for hook in hooks:
+            hook.remove()
+        for i, layer in enumerate(layers):
+            gemma = hasattr(layer, "pre_feedforward_layernorm")
+            added = layer.post_attention_layernorm(seen[i]) if gemma else seen[i]
+            norm = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
+            value = {
+                "block_input": states[i],
+                "attention_output": seen[i],
+                "residual": states[i] + added,
+                "ffn_input": norm(states[i] + added),
+            }
+            found[i].append(value[tensor])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tensor", ["attention_output", "residual", "ffn_input", "block_input"])
+def test_collection_equals_a_naive_full_one(family, tensor, host):
+    model, batches = host(family), texts(3)
+    got = upcycling.collect(model, {"a": batches[:2], "b": batches[2:]}, tensor=tensor)
+    for layer, parts in enumerate(naive(model, batches, tensor)):
+        rows = [p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)]
+        torch.testing.assert_close(got.points[layer], torch.cat(rows))
+    assert got.labels.tolist() == [0] * 56 + [1] * 28
+    assert (got.tasks, got.layers, got.tensor) == (("a", "b"), (0, 1), tensor)
+    assert got.base == fingerprint(model)
+
+
+def test_last_and_mean_take_one_vector_a_row(host):
+    model, batches = host(), texts(2)
+    full = naive(model, batches, "residual")
+    last = upcycling.collect(model, {"a": batches}, tensor="residual", tokens="last")
+    mean = upcycling.collect(model, {"a": batches}, tensor="residual", tokens="mean")
+    ends = torch.tensor([7, 3, 7, 7])
+    for layer in range(2):
+        want = torch.cat([part[torch.arange(4), ends] for part in full[layer]])
+        torch.testing.assert_close(last.points[layer], want)
+        want = torch.cat([part.mean(1) for part in full[layer]])
+        torch.testing.assert_close(mean.points[layer], want)
+
+
+def test_means_are_those_of_each_task(host):
+    batches = texts(3)
+    got = upcycling.collect(host(), {"a": batches[:1], "b": batches[1:]})
+    want = torch.stack([got.points[:, :28].mean(1), got.points[:, 28:].mean(1)], dim=1)
+    torch.testing.assert_close(got.means(), want)
+
+
+def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
+    model, whole = host(), texts(1, size=40)
+    rows = [{k: v[i : i + 5] for k, v in whole[0].items()} for i in range(0, 40, 5)]
+    some = upcycling.collect(model, {"a": whole}, share=0.2, seed=5)
+    torch.testing.assert_close(
+        upcycling.collect(model, {"a": rows}, share=0.2, seed=5).points, some.points
+    )
+    everything = upcycling.collect(model, {"a": whole}).points
+    taken = np.random.default_rng([5, 0]).random(everything.shape[1]) < 0.2
+    assert 35 < taken.sum() < 95  # of 300
+    torch.testing.assert_close(some.points, everything[:, taken])
+    other = upcycling.collect(model, {"a": whole}, share=0.2, seed=6)
+    assert other.points.shape != some.points.shape or not torch.equal(other.points, some.points)
+
+
+def test_a_limit_keeps_the_smallest_keys_of_each_task_in_the_order_of_the_text(host):
+    model, batches = host(), texts(12)
+    tasks = {"a": batches[:10], "b": batches[10:11], "c": batches[11:]}
+    everything = upcycling.collect(model, tasks)
+    part = upcycling.collect(model, tasks, limit=50, seed=3)
+    assert part.labels.tolist() == [0] * 50 + [1] * 28 + [2] * 28
+    keys = np.random.default_rng([3, 0]).random(280)
+    kept = sorted(keys.argsort()[:50].tolist())
+    torch.testing.assert_close(part.points[:, :50], everything.points[:, kept])
+    torch.testing.assert_close(part.points[:, 50:], everything.points[:, 280:])
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors alive that were made while it is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.bytes, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.note(storage.data_ptr(), storage.nbytes(), tensor)
+        return out
+
+    def note(self, place, size, tensor):
+        if place not in self.alive:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+            self.alive[place] = [size, 0]
+        self.alive[place][1] += 1
+        weakref.finalize(tensor, self.drop, place)
+
+    def drop(self, place):
+        if place in self.alive:
+            self.alive[place][1] -= 1
+            if not self.alive[place][1]:
+                self.bytes -= self.alive.pop(place)[0]
+
+
+def test_what_collection_holds_does_not_grow_with_the_text(host):
+    model = host()
+    peaks = []
+    for count in (4, 64):
+        batches = texts(count)
+        with Held() as held:
+            got = upcycling.collect(model, {"a": batches}, limit=60)
+        peaks.append(held.peak)
+    with Held() as held, torch.no_grad():
+        model.model(**batches[0])
+    bound = 1 * 60 * 2 * 32 * 4  # tasks * limit * L * D * 4 bytes, as the docstring states it
+    chunk = 28 * 2 * 32 * 4
+    full = 64 * 28 * 2 * 32 * 4
+    assert got.points.untyped_storage().nbytes() == bound
+    assert peaks[1] <= peaks[0] + 256
+    assert peaks[1] <= held.peak + 1.5 * bound + 3 * chunk < full / 3
+
+
+def test_what_streamed_clustering_holds_does_not_grow_with_the_stream():
+    def chunks(count):
+        for _ in range(count):
+            yield upcycling.Chunk(torch.randn(2, 256, 16), torch.zeros(256), 0)
+
+    peaks = []
+    for count in (8, 80):
+        torch.manual_seed(0)
+        with Held() as held:
+            upcycling.crsu_streamed(chunks(count), 3)
+        peaks.append(held.peak)
+    row = 2 * 16 * 4
+    assert peaks[1] <= peaks[0] + 1024
+    assert peaks[1] <= 2 * 1024 * row + 4 * 256 * row + 4096 < 80 * 256 * row / 5
+
+
+def test_the_model_comes_back_as_it_was_and_hooks_are_gone(host):
+    model = host().train()
+    upcycling.collect(model, {"a": texts(1)})
+    assert model.training
+    chunks = upcycling.sampled(model, {"a": texts(2)})
+    next(chunks)
+    chunks.close()
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_batch_without_a_hit_is_not_run(host):
+    model, runs = host(), []
+    model.model.register_forward_hook(lambda m, args, out: runs.append(1))
+    taken = list(upcycling.sampled(model, {"a": texts(100)}, share=0.005))
+    assert len(runs) == len(taken) < 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"tensor": "attention"}, "E-CHOICE.*did you mean 'attention_output'"),
+        ({"tokens": "all"}, "E-CHOICE"),
+        ({"share": 0}, "E-RANGE: share is 0"),
+        ({"share": 1.5}, "E-RANGE"),
+        ({"share": float("nan")}, "E-RANGE"),
+        ({"limit": 0}, "E-RANGE"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, code, host):
+    with pytest.raises(Refusal, match=code):
+        upcycling.collect(host(), {"a": texts(1)}, **changes)
+
+
+def test_a_task_with_no_instances_is_named(host):
+    with pytest.raises(Refusal, match="E-DATA: task 'law' has no instances"):
+        upcycling.collect(host(), {"code": texts(1), "law": []})
+    with pytest.raises(Refusal, match="E-DATA: no tasks"):
+        upcycling.collect(host(), {})

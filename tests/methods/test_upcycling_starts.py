@@ -1,0 +1,244 @@
+"""Router starts: centroids known by hand, prompts as mergekit takes them, scales, refusals."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from moebook.analysis.routers import statistics
+from moebook.errors import Refusal
+from moebook.methods import upcycling
+from moebook.models import fingerprint
+
+
+def held(*layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64):
+    """Representations from lists of points, one list a layer."""
+    points = torch.tensor(layers, dtype=torch.float32)
+    labels = torch.tensor(labels or [0] * points.shape[1])
+    return upcycling.Representations(points, labels, tasks, tuple(range(len(points))), tensor, base)
+
+
+# Two clusters: {(0, 0), (0, 2), (0, 4)} around (0, 2), {(10, 0), (10, 2)} around (10, 1).
+TOY = [[0, 0], [10, 0], [0, 2], [10, 2], [0, 4]]
+ROWS = [
+    {"input_ids": [0, 7, 9, 11], "labels": [-100, -100, 9, 11]},
+    {"input_ids": [0, 8], "labels": [-100, 8]},
+    {"input_ids": [0, 12, 5, 40, 33, 6], "labels": [-100, 12, 5, -100, -100, 6]},
+]
+
+
+@pytest.mark.parametrize("seeding", ["k-means++", "random"])
+def test_crsu_finds_the_centroids_of_a_hand_worked_toy(seeding):
+    start = upcycling.crsu(held(TOY, TOY), 2, seeding=seeding, assignment="size")
+    want = torch.tensor([[0.0, 2.0], [10.0, 1.0]]).expand(2, 2, 2)
+    torch.testing.assert_close(start.weights, want)
+    assert (start.layers, start.base) == ((0, 1), "b" * 64)
+
+
+def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
+    labels = [0, 1, 0, 1, 0]
+    start = upcycling.trsu(held(TOY, labels=labels, tasks=("code", "mathematics")))
+    torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 2.0], [10.0, 1.0]]]))
+    two = [*TOY, [5, 5], [5, 7], [9, 9]]
+    start = upcycling.trsu(held(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), per_task=2)
+    want = [[[0.0, 2.0], [10.0, 1.0], [5.0, 6.0], [9.0, 9.0]]]
+    torch.testing.assert_close(start.weights, torch.tensor(want))
+
+
+def test_centroids_are_the_means_of_the_points_nearest_to_them():
+    torch.manual_seed(0)
+    centres = 20 * torch.randn(5, 8)
+    points = (centres[torch.arange(4000) % 5] + torch.randn(4000, 8)).unsqueeze(0)
+    reps = replace(held(TOY), points=points, labels=torch.zeros(4000, dtype=torch.long))
+    got = upcycling.crsu(reps, 5).weights[0]
+    nearest = torch.cdist(points[0], got).argmin(1)
+    for number, row in enumerate(got):
+        torch.testing.assert_close(row, points[0, nearest == number].mean(0), rtol=1e-4, atol=1e-4)
+    assert torch.cdist(centres, got).min(1).values.max() < 0.3
+    chunks = (upcycling.Chunk(part.unsqueeze(0), part[:, 0], 0) for part in points[0].split(300))
+    streamed = upcycling.crsu_streamed(chunks, 5, base="c" * 64)
+    assert torch.cdist(centres, streamed.weights[0]).min(1).values.max() < 0.3
+    assert (streamed.layers, streamed.base) == ((0,), "c" * 64)
+
+
+def test_aligned_centroids_keep_their_number_through_the_layers():
+    torch.manual_seed(0)
+    group = torch.arange(300) % 3
+    layers = [(30 * torch.randn(3, 4))[group] + torch.randn(300, 4) for _ in range(6)]
+    reps = replace(held(TOY), points=torch.stack(layers), labels=group, layers=tuple(range(6)))
+    start = upcycling.crsu(reps, 3, assignment="aligned")
+    numbers = [torch.cdist(p, w).argmin(1) for p, w in zip(layers, start.weights, strict=True)]
+    assert all(torch.equal(each, numbers[0]) for each in numbers)
+    found = upcycling.crsu(reps, 3).weights
+    for a, b in zip(found, start.weights, strict=True):
+        torch.testing.assert_close(a[a[:, 0].argsort()], b[b[:, 0].argsort()])
+
+
+def test_random_starts_have_the_spread_they_name(host):
+    model = host(hidden_size=64)
+    for kind, deviation in (("normal", 0.02), ("wide", 1.0), ("kaiming", 1 / math.sqrt(3 * 64))):
+        weights = upcycling.random(model, 16, kind=kind, seed=1).weights
+        assert weights.shape == (2, 16, 64)
+        assert weights.std().item() == pytest.approx(deviation, rel=0.05)
+        assert torch.equal(weights, upcycling.random(model, 16, kind=kind, seed=1).weights)
+    assert upcycling.random(model, 2).base is None
+
+
+def test_hidden_is_the_unit_mean_less_that_of_the_negative_prompts():
+    positive = held([[1, 0], [3, 0], [0, 2]], labels=[0, 0, 1], tasks=("a", "b"))
+    start = upcycling.hidden(positive)
+    torch.testing.assert_close(start.weights, torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]))
+    negative = held([[2, -4], [0, 5]], labels=[0, 1], tasks=("a", "b"))
+    start = upcycling.hidden(positive, negative)
+    torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))
+    with pytest.raises(Refusal, match="E-DATA: tasks differ"):
+        upcycling.hidden(positive, replace(negative, tasks=("b", "a")))
+    with pytest.raises(Refusal, match="E-BASE"):
+        upcycling.hidden(positive, replace(negative, base="d" * 64))
+
+
+def prompts():
+    """Two prompts padded on the left, as mergekit's command tokenizes them."""
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    torch.manual_seed(6)
+    return {"input_ids": torch.randint(3, 48, (2, 5)).where(mask.bool(), 0), "attention_mask": mask}
+
+
+def test_prompt_starts_equal_mergekits_own_output(host):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        router = pytest.importorskip(
+            "mergekit.moe.router", reason="mergekit is not installed", exc_type=ImportError
+        )
+    from transformers import BatchEncoding
+
+    model, batch = host(), prompts()
+    for tokens, average in (("last", False), ("mean", True)):
+        theirs = router.get_hidden_states(model, BatchEncoding(batch), average=average)
+        theirs = theirs / theirs.norm(dim=-1, keepdim=True)
+        reps = upcycling.collect(model, {"a": [batch]}, tensor="block_input", tokens=tokens)
+        torch.testing.assert_close(upcycling.hidden(reps).weights[:, 0], theirs)
+    table = model.get_input_embeddings().weight.detach()
+    theirs = router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)
+    torch.testing.assert_close(upcycling.cheap_embed(model, {"a": [batch]}).weights[:, 0], theirs)
+
+
+def test_cheap_embed_sums_the_embeddings_of_real_tokens(host):
+    model, batch = host(), prompts()
+    start = upcycling.cheap_embed(model, {"a": [batch], "b": [{"input_ids": torch.tensor([[9]])}]})
+    table = model.get_input_embeddings().weight
+    total = table[batch["input_ids"][batch["attention_mask"].bool()]].sum(0)
+    for layer in start.weights:
+        torch.testing.assert_close(layer[0], (total / total.norm()).detach())
+        torch.testing.assert_close(layer[1], (table[9] / table[9].norm()).detach())
+    assert start.base == fingerprint(model)
+    with pytest.raises(Refusal, match="task 'law' has no tokens"):
+        upcycling.cheap_embed(model, {"law": []})
+
+
+def test_matched_starts_give_logits_of_the_target_deviation(host):
+    model = host()
+    text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
+    inputs = upcycling.collect(model, text, tensor="ffn_input")
+    start = upcycling.scaled(
+        upcycling.crsu(upcycling.collect(model, text), 4), "matched", inputs=inputs, target=0.7
+    )
+    sparse = upcycling.upcycle(model, upcycling.Config(combine="renormalised"), start)
+    found = statistics(sparse, text["a"]).scale
+    assert found.tolist() == pytest.approx([0.7, 0.7], rel=1e-4)
+
+
+def test_unit_starts_have_rows_of_length_1_and_raw_ones_stay():
+    start = upcycling.crsu(held(TOY), 2)
+    assert upcycling.scaled(start, "raw") is start
+    lengths = upcycling.scaled(start, "unit").weights.norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.ones(1, 2))
+
+
+def test_scales_that_cannot_be_made_are_refused():
+    start, inputs = upcycling.crsu(held(TOY), 2), held(TOY, tensor="ffn_input")
+    for scale, changes, code in (
+        ("matchd", {}, "E-CHOICE.*did you mean 'matched'"),
+        ("matched", {}, "E-DATA.*ffn_input"),
+        ("matched", {"inputs": held(TOY)}, "E-DATA.*ffn_input"),
+        ("matched", {"inputs": inputs, "target": 0.0}, "E-RANGE"),
+        ("matched", {"inputs": replace(inputs, base="d" * 64)}, "E-BASE"),
+        ("matched", {"inputs": held([[0, 0], [0, 0]], tensor="ffn_input")}, "E-DATA.*all equal"),
+    ):
+        with pytest.raises(Refusal, match=code):
+            upcycling.scaled(start, scale, **changes)
+
+
+def test_representations_that_cannot_be_clustered_are_refused():
+    few = held([[1, 1], [1, 1], [2, 2]], [[1, 1], [2, 1], [3, 3]])
+    with pytest.raises(Refusal, match=r"layer 0: 3 centroids asked for.* 2 distinct points"):
+        upcycling.crsu(few, 3)
+    split = held(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))
+    with pytest.raises(Refusal, match="task 'law', layer 0: 2 centroids"):
+        upcycling.trsu(split, per_task=2)
+    with pytest.raises(Refusal, match="E-NONFINITE: layer 0"):
+        upcycling.crsu(held([[0, math.nan], [1, 1]]), 2)
+    for changes, code in (
+        ({"seeding": "kmeans"}, "E-CHOICE"),
+        ({"assignment": "sorted"}, "E-CHOICE"),
+    ):
+        with pytest.raises(Refusal, match=code):
+            upcycling.crsu(held(TOY), 2, **changes)
+    with pytest.raises(Refusal, match="E-RANGE"):
+        upcycling.crsu(held(TOY), 0)
+    with pytest.raises(Refusal, match=r"E-DATA: the stream .* is empty"):
+        upcycling.crsu_streamed([], 2)
+    with pytest.raises(Refusal, match="E-DATA: layer 0: 9 centroids"):
+        upcycling.crsu_streamed([upcycling.Chunk(torch.rand(1, 5, 2), torch.zeros(5), 0)], 9)
+
+
+@pytest.mark.parametrize("of", ["answer", "all"])
+def test_perplexities_are_those_of_one_row_at_a_time(of, host):
+    model = host(dtype=torch.float64)
+    got = upcycling.perplexities(model, Dataset.from_list(ROWS), of=of, size=2)
+    for row, value in zip(ROWS, got.tolist(), strict=True):
+        with torch.no_grad():
+            logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        scored = row["input_ids"] if of == "all" else row["labels"]
+        nats = [-logs[i - 1, t].item() for i, t in enumerate(scored) if i and t != -100]
+        assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_the_hardest_share_of_each_task_is_kept_in_order(host):
+    model = host()
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in rng.integers(3, 48, (60, 6)).tolist()]
+    data = Dataset.from_list(rows)
+    kept = upcycling.hardest(model, {"a": data, "b": data.select(range(20))})
+    found = upcycling.perplexities(model, data).tolist()
+    best = sorted(sorted(range(60), key=lambda i: -found[i])[:3])
+    assert kept["a"]["input_ids"] == [rows[i]["input_ids"] for i in best]
+    assert len(kept["b"]) == 1
+    assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
+
+
+def test_tasks_without_enough_instances_are_named(host):
+    data = Dataset.from_list(ROWS)
+    with pytest.raises(Refusal, match=r"task 'law' has 3 instances, .* 0.05 is none.*at least 20"):
+        upcycling.hardest(host(), {"law": data})
+    with pytest.raises(Refusal, match="task 'law' has no instances"):
+        upcycling.hardest(host(), {"law": data.select([])})
+    with pytest.raises(Refusal, match="E-RANGE"):
+        upcycling.hardest(host(), {"law": data}, share=1.5)
+    mute = Dataset.from_list([{"input_ids": [0, 7], "labels": [-100, -100]}])
+    with pytest.raises(Refusal, match="E-NONFINITE: row 0"):
+        upcycling.perplexities(host(), mute)
+
+
+def test_representations_of_another_model_are_refused_by_upcycle(host):
+    text = {"a": [{"input_ids": torch.randint(3, 48, (4, 16))}]}
+    start = upcycling.crsu(upcycling.collect(host(rms_norm_eps=1e-5), text), 4)
+    other = host()
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    with pytest.raises(Refusal, match="E-BASE: the router start was collected from base"):
+        upcycling.upcycle(other, upcycling.Config(), start)
