@@ -1,0 +1,39 @@
+"""Rocket: K shots choose LoRAs from a bank and rows from open data for a mixture of LoRAs.
+
+``bank.open`` or ``bank.train`` -> ``scoring.perplexity``, ``scoring.accuracy``, ``scoring.scores``
+-> ``selection.similarity``, ``selection.select`` -> ``augmentation.select`` -> ``mixture.build`` ->
+`training.fit` -> ``save``. Steps are called qualified, by module and function.
+"""
+
+from moebook.methods.rocket import (
+    augmentation,
+    bank,
+    catalogue,
+    comparisons,
+    encoders,
+    loras,
+    mixture,
+    rationales,
+    sampling,
+    scoring,
+    selection,
+)
+from moebook.methods.rocket.config import Config
+from moebook.methods.rocket.storage import load, save
+
+__all__ = [
+    "Config",
+    "augmentation",
+    "bank",
+    "catalogue",
+    "comparisons",
+    "encoders",
+    "load",
+    "loras",
+    "mixture",
+    "rationales",
+    "sampling",
+    "save",
+    "scoring",
+    "selection",
+]

@@ -1,0 +1,96 @@
+"""A linear layer with N routed LoRAs beside it (Rocket Eq. 8, 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moebook.kernels import Routing, route
+from moebook.nn.routing import Router
+
+
+class LoraMixture(nn.Module):
+    """Stands in for a linear layer W: ``y = W x + sum_n G_n(x) * scale_n * B_n A_n x``.
+
+    Since the gates of a token sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``. All
+    N LoRAs are computed in one concatenated product and the gate is applied between A and B, on
+    N * R columns: no sorting, and with one expert exactly PEFT's LoRA.
+
+    Attributes:
+        down: A of all experts, ``[N, R, D]``.
+        up: B of all experts, ``[N, O, R]``.
+        only: Number of the one expert to use for every token, or None to route.
+
+    Args:
+        base_layer: The linear layer, ``[..., D]`` to ``[..., O]``.
+        router: Over N experts, of width D (``reads="layer"``) or O (``"expert"``).
+        down, up: The experts' factors.
+        scales: ``alpha / r`` of each expert, N of them.
+        reads: What the gate reads: ``"layer"``, the layer's input x; ``"expert"``, each expert's
+            own output: logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9).
+        dropout: Share of x dropped before A in training; one mask for all experts.
+    """
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        router: Router,
+        down: Tensor,
+        up: Tensor,
+        scales: Sequence[float],
+        *,
+        reads: str = "layer",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.base_layer, self.router = base_layer, router
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+        self.reads, self.dropout = reads, dropout
+        self.only: int | None = None
+        # One factor for all, after B as PEFT has it, and what each expert differs from it by.
+        self.scale = scales[0]
+        ratios = torch.tensor([scale / scales[0] for scale in scales], dtype=up.dtype)
+        self.register_buffer("ratios", ratios.to(up.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
+        base = self.base_layer(x)
+        source = x.to(self.down.dtype)
+        if self.training and self.dropout:
+            source = F.dropout(source, self.dropout)
+        hidden = F.linear(source, self.down.flatten(0, 1))
+        hidden = hidden.unflatten(-1, self.down.shape[:2])  # [..., N, R]
+        weighted = hidden * (self._gates(x, base, hidden) * self.ratios).unsqueeze(-1)
+        columns = self.up.transpose(0, 1).flatten(1)  # [O, N * R]
+        return (base + F.linear(weighted.flatten(-2), columns) * self.scale).to(base.dtype)
+
+    def _gates(self, x: Tensor, base: Tensor, hidden: Tensor) -> Tensor:
+        """Return each expert's weight ``[..., N]``: 0 where it was not chosen, summing to 1."""
+        gates = hidden.new_zeros(hidden.shape[:-1])
+        if self.only is not None:
+            gates[..., self.only] = 1
+            return gates
+        routing = self.router(x) if self.reads == "layer" else self._by_output(base, hidden)
+        weights = routing.weights.to(gates.dtype)
+        return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
+
+    def _by_output(self, base: Tensor, hidden: Tensor) -> Routing:
+        """Route by the experts' outputs, without forming them: ``w . B h`` is ``(B' w) . h``."""
+        router = self.router
+        with torch.autocast(base.device.type, enabled=False):
+            own = torch.einsum("no,nor->nr", router.weight, self.up.to(router.weight.dtype))
+            rows = hidden.flatten(0, -3).to(own.dtype)
+            logits = F.linear(base.flatten(0, -2).to(own.dtype), router.weight)
+            logits = logits + torch.einsum("tnr,nr->tn", rows, own) * (self.ratios * self.scale)
+            routing = route(logits, router.top_k, combine=router.combine)
+        kept = logits if self.training else logits.detach()
+        router.trace.record(router.layer, kept, routing.ids)
+        return routing
+
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows."""
+        experts, rank, _ = self.down.shape
+        return f"experts={experts}, rank={rank}, reads={self.reads}, scale={self.scale:g}"

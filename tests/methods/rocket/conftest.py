@@ -1,0 +1,79 @@
+"""A tiny base with its tokenizer, random LoRAs on it, and a few K shots."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from moebook.methods import rocket
+from moebook.models.fingerprint import fingerprint
+
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
+VOCABULARY = 3 + 256
+
+
+def byte_tokenizer():
+    """One token a byte, after the three special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: place for place, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def base(host):
+    """The builder of a base that the tokenizer fits."""
+    return lambda **changes: host(
+        **{"vocab_size": VOCABULARY, "max_position_embeddings": 256, **changes}
+    )
+
+
+@pytest.fixture
+def lora():
+    """Make a random LoRA on q and v of a base."""
+
+    def make(model, name, seed, *, rank=4, alpha=8.0, size=0.3, known=True, **changes):
+        generator = torch.Generator().manual_seed(seed)
+        layers = rocket.loras.linears(model, ("q_proj", "v_proj"))
+        draw = lambda *shape: size * torch.randn(*shape, generator=generator)  # noqa: E731
+        return rocket.loras.Lora(
+            name=name,
+            rank=rank,
+            alpha=alpha,
+            down={path: draw(rank, layer.in_features) for path, layer in layers.items()},
+            up={path: draw(layer.out_features, rank) for path, layer in layers.items()},
+            base=fingerprint(model) if known else None,
+            **changes,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_bank(lora):
+    """Make a bank of so many random LoRAs, named a, b, c ..."""
+    return lambda model, count=4, **changes: {
+        chr(97 + n): lora(model, chr(97 + n), seed=n, **changes) for n in range(count)
+    }
+
+
+@pytest.fixture
+def shots():
+    rows = [
+        ("Add 1 and 2.", "3", "One and two make three."),
+        ("What is the capital of France?", "Paris", "Its government sits in Paris."),
+        ("Name a colour.", "blue", "The sky is blue."),
+        ("Say hello in as few letters as you can, please.", "hi", "Two letters are few."),
+    ]
+    return [
+        {"prompt": prompt, "answer": answer, "rationale": why, "task": "own", "domain": "own"}
+        for prompt, answer, why in rows
+    ]

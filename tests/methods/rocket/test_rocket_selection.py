@@ -1,0 +1,194 @@
+"""Diversity against the formed B A, Algorithm 1 against literal loops, ties by name."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.methods import rocket
+from moebook.methods.rocket import selection
+
+
+def tables(seed, size, *, ties=False):
+    """Random scores and cosines of a bank, names in no order."""
+    rng = np.random.default_rng(seed)
+    names = [f"m{n:02d}" for n in rng.permutation(size)]
+    perplexity = rng.normal(size=size)
+    accuracy = rng.integers(0, 4, size) / 4 if ties else rng.random(size)
+    cosines = rng.uniform(-0.2, 1, (size, size))
+    cosines = (cosines + cosines.T) / 2
+    scores = pd.DataFrame({"perplexity": perplexity, "accuracy": accuracy}, index=names)
+    return scores, pd.DataFrame(cosines, index=names, columns=names)
+
+
+def algorithm_1(scores, cosines, candidates, experts, *, literal):
+    """Alg. 1 as it is printed, line by line, ties by name."""
+    bank = sorted(scores.index)
+    by_perplexity = sorted(bank, key=lambda m: (scores.perplexity[m], m))
+    by_accuracy = sorted(bank, key=lambda m: (-scores.accuracy[m], m))
+    r_p = {m: by_perplexity.index(m) + 1 for m in bank}
+    r_a = {m: by_accuracy.index(m) + 1 for m in bank}
+    chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
+    groups = list(combinations(sorted(chosen), experts))
+    mean = {}
+    for group in groups:
+        pairs = [cosines.loc[i, j] for i in group for j in group if i != j]
+        mean[group] = sum(pairs) / len(pairs)
+    key = (lambda g: (-1 / mean[g], g)) if literal else (lambda g: (mean[g], g))
+    by_diversity = sorted(groups, key=key)
+    r_d = {group: place for place, group in enumerate(by_diversity, 1)}
+    total = {g: sum(r_p[m] + r_a[m] for m in g) + r_d[g] for g in groups}
+    best = min(groups, key=lambda g: (total[g], g))
+    ordered = sorted(best, key=lambda m: (r_p[m] + r_a[m], m))
+    return tuple(ordered), chosen, total
+
+
+@pytest.mark.parametrize("literal", [True, False])
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, literal):
+    scores, cosines = tables(seed, 12, ties=ties)
+    form = "inverse" if literal else "ordered"
+    config = rocket.Config(candidates=7, experts=3, diversity=form)
+    found = selection.select(scores, cosines, config)
+    experts, candidates, total = algorithm_1(scores, cosines, 7, 3, literal=literal)
+    assert found.experts == experts
+    assert list(found.candidates.index[found.candidates["candidate"]]) == candidates
+    assert {row.members: row.total for row in found.groups.itertuples()} == total
+
+
+def test_selection_does_not_depend_on_the_order_of_the_bank():
+    scores, cosines = tables(3, 9, ties=True)
+    scores["perplexity"] = 1.0
+    config = rocket.Config(candidates=5, experts=2)
+    one = selection.select(scores, cosines, config)
+    two = selection.select(scores.iloc[::-1], cosines.iloc[::-1, ::-1], config)
+    assert one.experts == two.experts
+    pd.testing.assert_frame_equal(one.groups, two.groups)
+
+
+def test_when_all_is_equal_the_names_decide():
+    names = ["c", "a", "d", "b"]
+    scores = pd.DataFrame({"perplexity": 1.0, "accuracy": 0.5}, index=names)
+    cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
+    found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
+    assert found.experts == ("a", "b")
+
+
+def test_a_single_ranking_takes_its_own_best():
+    scores, cosines = tables(5, 10)
+    config = rocket.Config(candidates=6, experts=3)
+    by_perplexity = selection.select(scores, cosines, config, rankings=["perplexity"])
+    assert by_perplexity.experts == tuple(scores.perplexity.sort_values().index[:3])
+    by_accuracy = selection.select(scores, cosines, config, rankings=["accuracy"])
+    assert by_accuracy.experts == tuple(scores.accuracy.sort_values(ascending=False).index[:3])
+
+
+def test_normalised_sums_put_each_ranking_on_the_same_footing():
+    scores, cosines = tables(6, 10)
+    config = rocket.Config(candidates=8, experts=4, ranking="normalised")
+    groups = selection.select(scores, cosines, config).groups
+    parts = groups[["R_P", "R_A", "R_D"]]
+    expected = ((parts - parts.min()) / (parts.max() - parts.min())).sum(axis=1)
+    assert np.allclose(groups["total"], expected)
+    assert groups["total"].is_monotonic_increasing
+    plain = selection.select(scores, cosines, rocket.Config(candidates=8, experts=4)).groups
+    assert plain["R_D"].max() == math.comb(8, 4)  # 70, where R_P and R_A span 16 a group
+
+
+@pytest.mark.parametrize("cosine", ["signed", "absolute"])
+def test_similarity_by_small_products_equals_the_formed_product(cosine, base, make_bank):
+    model = base()
+    bank = make_bank(model)
+    found = selection.similarity(bank, cosine=cosine)
+    for one in bank.values():
+        for two in bank.values():
+            cosines = []
+            for path in one.down:
+                left = (one.up[path].double() @ one.down[path].double()).flatten()
+                right = (two.up[path].double() @ two.down[path].double()).flatten()
+                cosines.append(float(torch.cosine_similarity(left, right, dim=0)))
+            values = np.abs(cosines) if cosine == "absolute" else cosines
+            assert found.loc[one.name, two.name] == pytest.approx(np.mean(values), abs=1e-12)
+
+
+def test_similarity_of_factors_compares_a_and_b_apart(base, make_bank):
+    bank = make_bank(base(), 2)
+    one, two = bank.values()
+    cosines = [
+        abs(float(torch.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0)))
+        for path in one.down
+        for x, y in ((one.down[path], two.down[path]), (one.up[path], two.up[path]))
+    ]
+    found = selection.similarity(bank, compare="factors", cosine="absolute")
+    assert found.loc["a", "b"] == pytest.approx(np.mean(cosines), abs=1e-12)
+
+
+def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(base, lora):
+    model = base()
+    one, two = lora(model, "a", 0), lora(model, "b", 1)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))[0]
+    turned = rocket.loras.Lora(
+        "b", 4, 8.0, {p: turn.T @ t for p, t in two.down.items()},
+        {p: t @ turn for p, t in two.up.items()}, two.base,
+    )  # fmt: skip
+    for compare, same in (("product", True), ("factors", False)):
+        left = selection.similarity({"a": one, "b": two}, compare=compare).loc["a", "b"]
+        right = selection.similarity({"a": one, "b": turned}, compare=compare).loc["a", "b"]
+        assert bool(abs(left - right) < 1e-6) is same
+
+
+def test_a_matrix_that_is_zero_has_cosine_zero(base, make_bank):
+    bank = make_bank(base(), 2)
+    before = selection.similarity(bank).loc["a", "b"]
+    path = next(iter(bank["a"].up))
+    bank["a"].up[path].zero_()
+    found = selection.similarity(bank)
+    assert np.isfinite(found.to_numpy()).all()
+    assert found.loc["a", "b"] != before
+
+
+@pytest.mark.parametrize(
+    ("cosine", "ordered", "inverse"),
+    [(0.5, 2.0, 2.0), (0.0, math.inf, math.inf), (-0.25, math.inf, -4.0)],
+)
+def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inverse):
+    names = list("abc")
+    cosines = pd.DataFrame(np.full((3, 3), cosine), index=names, columns=names)
+    assert selection.diversity(cosines, names) == ordered
+    assert selection.diversity(cosines, names, form="inverse") == inverse
+    assert selection.diversity(cosines, ["b"]) == math.inf
+
+
+def test_a_group_of_opposites_is_the_most_diverse_unless_equation_6_is_read_literally():
+    names = list("abc")
+    cosines = pd.DataFrame(
+        [[1, -0.5, 0.9], [-0.5, 1, 0.9], [0.9, 0.9, 1]], index=names, columns=names
+    )
+    scores = pd.DataFrame({"perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}, index=names)
+    for form, place in (("ordered", 1), ("inverse", 3)):
+        config = rocket.Config(candidates=3, experts=2, diversity=form)
+        groups = selection.select(scores, cosines, config).groups
+        assert dict(zip(groups["members"], groups["R_D"], strict=True))[("a", "b")] == place
+
+
+def test_what_cannot_be_selected_from_is_refused():
+    scores, cosines = tables(0, 6)
+    with pytest.raises(
+        Refusal, match=r"E-BANK: the bank has 6 scored LoRAs, candidates \(M\) is 8"
+    ):
+        selection.select(scores, cosines, rocket.Config())
+    with pytest.raises(Refusal, match="E-CHOICE: unknown ranking 'loss'"):
+        selection.select(scores, cosines, rocket.Config(candidates=6), rankings=["loss"])
+    with pytest.raises(Refusal, match="E-BANK: no similarity is known for"):
+        selection.select(scores, cosines.iloc[1:, 1:], rocket.Config(candidates=6))
+    big = tables(0, 40)
+    with pytest.raises(Refusal, match="E-RANGE: 40 candidates have 76,904,685 groups of 8"):
+        selection.select(*big, rocket.Config(candidates=40, experts=8))
+    scores.iloc[0, 0] = np.nan
+    with pytest.raises(Refusal, match="E-NONFINITE"):
+        selection.select(scores, cosines, rocket.Config(candidates=6))
