@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.kernels import Routing
-from moebook.models.anatomy import Layer, anatomy
+from moebook.models.anatomy import anatomy
 
 READ = ("input_ids", "attention_mask")
 
@@ -33,13 +34,29 @@ class Decisions(NamedTuple):
 Note = Callable[[int, Decisions], None]
 
 
-def sparse_layers(model: nn.Module) -> list[Layer]:
+@dataclass(frozen=True)
+class Sparse:
+    """A decoder layer with routed experts; the fields are those of `moebook.models.anatomy`."""
+
+    index: int
+    mlp: nn.Module
+    width: int
+    router: nn.Module
+    experts: nn.Module
+    shared: nn.Module | None
+
+
+def sparse_layers(model: nn.Module) -> list[Sparse]:
     """Return the layers that hold routed experts.
 
     Raises:
         Refusal: E-MODEL for a model without any, and for one whose layers differ in E.
     """
-    layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
+    layers = [
+        Sparse(layer.index, layer.mlp, layer.width, layer.router, layer.experts, layer.shared)
+        for layer in anatomy(model).layers
+        if layer.router is not None and layer.experts is not None
+    ]
     if not layers:
         refuse(
             "E-MODEL",
@@ -52,7 +69,7 @@ def sparse_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def experts_of(layer: Layer) -> int:
+def experts_of(layer: Sparse) -> int:
     """Return E of a sparse layer: the rows of its router's weight."""
     weight = getattr(layer.router, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -62,7 +79,7 @@ def experts_of(layer: Layer) -> int:
     return len(weight)
 
 
-def check_layers(where: str, found: Iterable[int], layers: Sequence[Layer]) -> None:
+def check_layers(where: str, found: Iterable[int], layers: Sequence[Sparse]) -> None:
     """Refuse (E-KEYS) layer numbers that are not exactly those of the model's sparse layers."""
     wanted, given = {layer.index for layer in layers}, set(found)
     if wanted != given:
@@ -94,7 +111,7 @@ def observe(model: nn.Module, batches: Iterable[Mapping[str, Any]], note: Note) 
     device = next(model.parameters()).device
     mask = torch.ones(0)
 
-    def hook(layer: Layer) -> Callable[..., None]:
+    def hook(layer: Sparse) -> Callable[..., None]:
         def read(router: nn.Module, args: Any, output: Any) -> None:
             ids, gates = _decided(router, output, layer.index)
             shape = (*mask.shape, ids.shape[-1])

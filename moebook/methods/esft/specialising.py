@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.esft.routing import check_layers, experts_of, sparse_layers
+from moebook.methods.esft.routing import Sparse, check_layers, experts_of, sparse_layers
 from moebook.methods.esft.selection import Selection
-from moebook.models.anatomy import Layer
 from moebook.models.fingerprint import fingerprint
 from moebook.nn.split_experts import SplitExperts
 
@@ -102,7 +101,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def checked(model: nn.Module, selection: Selection) -> list[Layer]:
+def checked(model: nn.Module, selection: Selection) -> list[Sparse]:
     """Return the sparse layers, or refuse a selection or a model that does not fit."""
     layers = sparse_layers(model)
     check_layers("the selection", selection.experts, layers)
@@ -116,7 +115,7 @@ def checked(model: nn.Module, selection: Selection) -> list[Layer]:
     return layers
 
 
-def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
+def install(model: nn.Module, selection: Selection, layers: list[Sparse], base: str) -> nn.Module:
     """Split the experts of checked layers and set what trains."""
     model.requires_grad_(False)
     free = options(model, selection, layers)
@@ -149,7 +148,7 @@ def origin_or_none(model: nn.Module) -> Origin | None:
     return model.__dict__.get("esft")
 
 
-def _check_form(layer: Layer, experts: int) -> None:
+def _check_form(layer: Sparse, experts: int) -> None:
     """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
     bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
     held = {name: tuple(p.shape) for name, p in bank.named_parameters()}
@@ -164,7 +163,9 @@ def _check_form(layer: Layer, experts: int) -> None:
         )
 
 
-def options(model: nn.Module, selection: Selection, layers: list[Layer]) -> dict[str, nn.Parameter]:
+def options(
+    model: nn.Module, selection: Selection, layers: list[Sparse]
+) -> dict[str, nn.Parameter]:
     """Return the parameters beside the routed experts that are to train, by name."""
     routed = _owned(layer.experts for layer in layers)
     shared = _owned(layer.shared for layer in layers)

@@ -1,0 +1,177 @@
+"""Grouped experts: the literal enumeration is the oracle; a group is taken whole or not at all."""
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.methods import esft
+from moebook.methods.esft import subsets
+from moebook.models import anatomy
+
+
+def counts(experts, seed, top=1000):
+    torch.manual_seed(seed)
+    matrix = torch.randint(0, top, (experts, experts)).double()
+    return (matrix + matrix.T).fill_diagonal_(0)
+
+
+def clustered(experts, size, seed):
+    """Counts of experts that mostly occur within hidden groups."""
+    torch.manual_seed(seed)
+    owner = torch.randperm(experts) // size
+    noise = torch.rand(experts, experts)
+    matrix = (owner[:, None] == owner[None]) * 10 + noise + noise.T
+    return matrix.double().fill_diagonal_(0), owner
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("experts", "size"), [(6, 1), (8, 2), (12, 3), (12, 4), (10, 5), (12, 6)])
+def test_the_search_finds_what_the_enumeration_finds(experts, size, seed):
+    matrix = counts(experts, seed)
+    want = esft.partition(matrix, size, impl="reference")
+    assert esft.partition(matrix, size) == want
+    assert sorted(expert for group in want for expert in group) == list(range(experts))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ties_are_broken_as_the_enumeration_breaks_them(seed):
+    matrix = counts(9, seed, top=2)
+    assert esft.partition(matrix, 3) == esft.partition(matrix, 3, impl="reference")
+    equal = torch.ones(9, 9).double()
+    assert esft.partition(equal, 3) == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+
+
+def test_a_hand_worked_case():
+    """Rows 0 and 2 point one way, 1 and 3 the other; expert 4 was never used, nor was 5."""
+    matrix = torch.zeros(6, 6)
+    matrix[:4, 4:] = torch.tensor([[5, 1], [1, 5], [10, 2], [3, 15]])
+    assert esft.partition(matrix, 2) == ((0, 2), (1, 3), (4, 5))
+    alike = subsets.similarity(matrix) / subsets.UNIT
+    assert alike[0, 2] == pytest.approx(1)
+    assert alike[0, 1] == pytest.approx((5 + 5) / 26)
+    assert alike[4].max() == 0
+
+
+def test_hidden_groups_of_64_experts_are_found_without_looking_at_all():
+    matrix, owner = clustered(64, 8, seed=0)
+    groups = esft.partition(matrix, 8)
+    assert all(len(set(owner[list(group)].tolist())) == 1 for group in groups)
+
+
+def naive_cooccurrence(model, batch):
+    """Pair by pair, token by token, from the ids that the experts were called with."""
+    seen, hooks = {}, []
+    for layer in anatomy(model).layers:
+        if layer.kind == "sparse":
+            hooks.append(
+                layer.experts.register_forward_pre_hook(
+                    lambda module, args, index=layer.index: seen.update({index: args[1]})
+                )
+            )
+    model(**{key: batch[key] for key in ("input_ids", "attention_mask")})
+    for hook in hooks:
+        hook.remove()
+    real = batch["attention_mask"].flatten().tolist()
+    want = {}
+    for layer, ids in seen.items():
+        want[layer] = torch.zeros(8, 8)
+        for token, chosen in enumerate(ids.tolist()):
+            for i in chosen:
+                for j in chosen:
+                    want[layer][i, j] += real[token] * (i != j)
+    return want
+
+
+def test_cooccurrence_equals_a_naive_count(mixture, batch):
+    model = mixture("DeepseekV2")
+    got, want = esft.cooccurrence(model, [batch]), naive_cooccurrence(model, batch)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[layer], want[layer].double()) for layer in want)
+
+
+def grouped(mixture, batch, size=2):
+    model = mixture("DeepseekV2", num_experts_per_tok=4)
+    return model, esft.group(model, esft.cooccurrence(model, [batch]), size)
+
+
+def test_each_token_takes_whole_groups_with_equal_gates(mixture, batch):
+    model, groups = grouped(mixture, batch)
+    means = {}
+    plain = mixture("DeepseekV2", num_experts_per_tok=4)
+    for before, after in zip(anatomy(plain).layers, anatomy(model).layers, strict=True):
+        if after.kind == "sparse":
+            for members in groups[after.index]:
+                mean = before.router.weight[list(members)].mean(0)
+                torch.testing.assert_close(
+                    after.router.weight[list(members)], mean.expand(len(members), -1)
+                )
+    scores = esft.measure(model, [batch])
+    for layer, parts in groups.items():
+        for members in parts:
+            for kind in (scores.token, scores.gate):
+                row = kind[layer][list(members)]
+                torch.testing.assert_close(row, row[:1].expand(len(row)), rtol=1e-6, atol=1e-9)
+        means[layer] = scores.token[layer].sum()
+    assert all(total.item() == pytest.approx(1) for total in means.values())
+
+
+def test_whole_groups_are_selected_and_trained(mixture, batch):
+    model, groups = grouped(mixture, batch, size=4)
+    selection = esft.select(esft.measure(model, [batch]), esft.Config(), groups=groups)
+    assert all(set(ids) in map(set, groups[layer]) for layer, ids in selection.experts.items())
+    esft.specialise(model, selection)
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for p in esft.trained(model).values())
+
+
+def test_a_shared_gate_stays_shared_while_routers_train(mixture, batch):
+    model, groups = grouped(mixture, batch)
+    esft.full(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = anatomy(model).layers[1].router.weight.detach().clone()
+    model.train()(**batch).loss.backward()
+    optimizer.step()
+    weight = anatomy(model).layers[1].router.weight
+    assert not torch.equal(weight, before)
+    for members in groups[1]:
+        assert torch.equal(weight[list(members)], weight[[members[0]] * len(members)])
+
+
+def test_an_ungrouped_model_computes_the_same_with_plain_weights(mixture, batch, tmp_path):
+    model, _ = grouped(mixture, batch)
+    want = model(**batch).logits
+    names = [name for name, _ in mixture("DeepseekV2").named_parameters()]
+    assert torch.equal(esft.ungroup(model)(**batch).logits, want)
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(names)
+    with pytest.raises(Refusal, match="E-MODEL: layer 1: its experts are not grouped"):
+        esft.ungroup(model)
+
+
+def test_groups_that_do_not_fit_are_refused(mixture, batch):
+    model = mixture("DeepseekV2")
+    found = esft.cooccurrence(model, [batch])
+    for size in (0, 2, 3, 5):
+        with pytest.raises(Refusal, match=f"E-RANGE: layer 1: the group size is {size}"):
+            esft.group(model, found, size)
+    with pytest.raises(Refusal, match=r"E-KEYS: .*missing \[2\]"):
+        esft.group(model, {1: found[1]}, 1)
+    with pytest.raises(Refusal, match="E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more"):
+        esft.group(mixture("DeepseekV3"), found, 1)
+    with pytest.raises(Refusal, match="E-DATA: no real token"):
+        esft.cooccurrence(model, [])
+    esft.group(model, found, 1)
+    with pytest.raises(Refusal, match="E-MODEL: layer 1: its experts are grouped already"):
+        esft.group(model, found, 1)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "size", "message"),
+    [
+        (torch.ones(4, 3), 2, "E-SHAPE: cooccurrence"),
+        (torch.ones(4, 4), 3, "E-RANGE: the group size is 3"),
+        (-torch.ones(4, 4), 2, "E-RANGE: cooccurrence holds a negative"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(matrix, size, message):
+    with pytest.raises(Refusal, match=message):
+        esft.partition(matrix, size)
