@@ -35,9 +35,30 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
     app.env.note_dependency(str(path))
     manifest = json.loads(path.read_text(encoding="utf-8"))
     notebook = json.loads(source[0])
-    cell = {"cell_type": "markdown", "metadata": {}, "source": badge(manifest)}
-    notebook["cells"].insert(1, cell)
+    text = badge(manifest) + recorded(manifest, path.name.split(".")[0], Path(app.srcdir).parent)
+    notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": text})
     source[0] = json.dumps(notebook)
+
+
+def recorded(manifest: Mapping[str, Any], page: str, folder: Path) -> str:
+    """Link a live page and the pages of its committed runs, with their age.
+
+    Args:
+        manifest: Of the page's run.
+        page: The page's name, such as ``01_pesc`` or ``01_pesc-study``.
+        folder: The project.
+    """
+    records = results.records(manifest["notebook"], folder)
+    live, _, tier = page.partition("-")
+    if tier:
+        return f"\nThis run is {evidence(records[tier], folder)}. [The live page]({live}.ipynb)\n"
+    pages = folder / "book" / "notebooks"
+    links = [
+        f"[the recorded {tier}]({page}-{tier}.ipynb) ({evidence(records[tier], folder)})"
+        for tier in results.COMMITTED
+        if tier in records and (pages / f"{page}-{tier}.ipynb").is_file()
+    ]
+    return f"\nThe same notebook at full size: {', '.join(links)}.\n" if links else ""
 
 
 def badge(manifest: Mapping[str, Any]) -> str:

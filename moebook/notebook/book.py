@@ -24,8 +24,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 def build(tier: str, folder: Path | None = None) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
-    Each page shows the live run that is there, whatever its tier: a study leaves no page, and one
-    notebook may be run again without the others.
+    A notebook's page shows the live run that is there, whatever its tier: one notebook may be run
+    again without the others. A page such as ``01_pesc-study`` shows a committed run.
 
     Args:
         tier: The tier just run; a refusal names the command that makes a missing page at it.
@@ -39,7 +39,10 @@ def build(tier: str, folder: Path | None = None) -> Path:
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in pages(folder):
-        _check(folder, page, "cpu" if tier in results.COMMITTED else tier)
+        if "-" in page:
+            _place_recorded(folder, *page.split("-"))
+        else:
+            _check(folder, page, "cpu" if tier in results.COMMITTED else tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
     _render(folder)
@@ -49,7 +52,7 @@ def build(tier: str, folder: Path | None = None) -> Path:
 
 
 def pages(folder: Path) -> list[str]:
-    """List the notebooks in the book's table of contents, such as ``01_pesc``."""
+    """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc-study``."""
     toc = yaml.safe_load((folder / "book" / "_toc.yml").read_text(encoding="utf-8"))
     files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
     return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
@@ -79,6 +82,21 @@ def _check(folder: Path, page: str, tier: str) -> None:
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
                 refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
+
+
+def _place_recorded(folder: Path, stem: str, tier: str) -> None:
+    """Make the page of a committed run: its title names the tier, its figures have other names."""
+    source, fix = folder / "results" / stem[3:] / tier, f"moebook run {stem[3:]} --tier {tier}"
+    notebook = _json(source / "notebook.ipynb", fix)
+    title, *text = "".join(notebook["cells"][0]["source"]).split("\n", 1)
+    notebook["cells"][0]["source"] = "\n".join([f"{title}: the recorded {tier}", *text])
+    for cell in notebook["cells"]:
+        if figure := cell["metadata"].get("mystnb", {}).get("figure"):
+            figure["name"] += f"-{tier}"
+    page = folder / "book" / "notebooks" / f"{stem}-{tier}"
+    results.write(page.with_suffix(".ipynb"), json.dumps(notebook))
+    manifest = (source / "manifest.json").read_text(encoding="utf-8")
+    results.write(page.with_suffix(".manifest.json"), manifest)
 
 
 def _json(path: Path, fix: str) -> Any:

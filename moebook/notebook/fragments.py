@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from moebook import papers, results
-from moebook.notebook import badge, overview
+from moebook import results
+from moebook.notebook import badge, overview, sources
 from moebook.papers.arithmetic import STATUSES, Finding
 from moebook.results import Record
 
 TITLES = {
+    "bases": "Base and tasks",
     "pesc": "PESC",
     "router_init": "Router initialisation",
     "rocket": "Rocket",
@@ -122,7 +123,7 @@ def _findings(fold: Sequence[Finding]) -> str:
 
 def records(folder: Path) -> str:
     """Return the list of recorded runs: what they cost, how old they are, what changed since."""
-    names = [*papers.PAPERS, "kernels"]
+    names = sources.notebooks(folder)
     found = [record for name in names for record in results.records(name, folder).values()]
     if not found:
         return "No run has been recorded yet.\n"

@@ -86,6 +86,12 @@ def manifest(
     }
 
 
+def executed(record: Path) -> Path:
+    """Name the executed notebook beside a record: of a live page, or of a committed run."""
+    stem = record.name.removesuffix(".record.json")
+    return record.with_name("notebook.ipynb" if stem == record.name else f"{stem}.ipynb")
+
+
 def commit(folder: Path) -> dict[str, Any] | None:
     """Return the git commit and whether what runs differs from it (dirty); None without git."""
     head = _git(folder, "rev-parse", "HEAD")

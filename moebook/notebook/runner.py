@@ -2,7 +2,7 @@
 
 Every run ends in ``runs/executed/NN_name.<tier>.<key>.*``: the filtered notebook and its manifest,
 which is written last. A run whose key is there already is not repeated. From there its record and
-manifest are copied to ``results/`` (study, gpu, paper) or, with the notebook, to
+manifest are copied, with the notebook, to ``results/`` (study, gpu, paper) or to
 ``book/notebooks/``. A failed copy goes to ``runs/failed/`` and nowhere else.
 """
 
@@ -43,7 +43,7 @@ class Outcome:
     Args:
         record: Its values and manifest.
         path: The record's file.
-        notebook: The executed copy: the book's page, or for a committed tier the one in ``runs/``.
+        notebook: The executed copy beside it.
         fresh: Whether it was executed now; False when an equal run was there already.
     """
 
@@ -239,10 +239,9 @@ def _publish(store: Path, notebook: Notebook, tier: str, folder: Path) -> tuple[
 
     The manifest goes last: until then it does not agree with the other files, which `verify` sees.
     """
-    target, page = results.record_path(folder, notebook.path.stem, tier), store
-    if tier not in results.COMMITTED:
-        page = target.with_name(f"{notebook.path.stem}.ipynb")
-        results.write(page, store.read_text(encoding="utf-8"))
+    target = results.record_path(folder, notebook.path.stem, tier)
+    page = manifests.executed(target)
+    results.write(page, store.read_text(encoding="utf-8"))
     results.write(target, _beside(store, "record").read_text(encoding="utf-8"))
     manifest = target.with_name(target.name.replace("record.json", "manifest.json"))
     results.write(manifest, _beside(store, "manifest").read_text(encoding="utf-8"))

@@ -24,20 +24,17 @@ class Finding:
         path: The record's file, relative to the project.
         failures: What does not agree, one line each; empty when all does.
         behind: What of notebook, package and lock has changed since the run.
-        copy: Whether an executed copy was there to compare the values with.
     """
 
     path: str
     failures: tuple[str, ...]
     behind: tuple[str, ...] = ()
-    copy: bool = False
 
     def __str__(self) -> str:
         if self.failures:
             return f"FAILS {self.path}: {'; '.join(self.failures)}"
-        what = "hashes and values agree" if self.copy else "hashes agree (no executed copy here)"
         behind = f"; behind the code: {', '.join(self.behind)} changed since" if self.behind else ""
-        return f"ok    {self.path}: {what}{behind}"
+        return f"ok    {self.path}: hashes and values agree{behind}"
 
 
 def verify(name: str | None = None, folder: Path | None = None) -> list[Finding]:
@@ -76,21 +73,11 @@ def _finding(path: Path, folder: Path) -> Finding:
     place = str(path.relative_to(folder))
     try:
         record = results.read(path)
-        copy = _copy(path, record, folder)
+        copy = manifests.executed(path)
         failures = [*_against_manifest(path, record), *_against_copy(copy, record)]
-        return Finding(place, tuple(failures), results.changed(record, folder), copy is not None)
+        return Finding(place, tuple(failures), results.changed(record, folder))
     except Refusal as refusal:
         return Finding(place, (str(refusal),))
-
-
-def _copy(path: Path, record: Record, folder: Path) -> Path | None:
-    """Find the executed notebook of a record: the page, or the copy that the run left here."""
-    if path.name != "record.json":
-        return path.with_name(path.name.replace(".record.json", ".ipynb"))
-    key = str(record.manifest.get("key", ""))[:16]
-    stem = f"[0-9][0-9]_{record.notebook}.{record.scale}.{key}.ipynb"
-    found = sorted((folder / "runs" / "executed").glob(stem))
-    return found[0] if found else None
 
 
 def _against_manifest(path: Path, record: Record) -> Iterator[str]:
@@ -110,10 +97,8 @@ def _against_manifest(path: Path, record: Record) -> Iterator[str]:
         yield "the manifest's key is not that of its parameters and hashes"
 
 
-def _against_copy(copy: Path | None, record: Record) -> Iterator[str]:
+def _against_copy(copy: Path, record: Record) -> Iterator[str]:
     """Compare a record with the executed notebook that it was made from."""
-    if copy is None:
-        return
     if not copy.is_file():
         yield f"the executed copy {copy.name} is missing"
         return

@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share", "seed": 0}
 
 
-def _notebook() -> dict[str, Any]:
+def _notebook(name: str = "pesc") -> dict[str, Any]:
     """A small executed notebook: text, a formula, a figure, a table and a recorded value."""
     figure = io.BytesIO()
     plotting.loads({"layer 0": [0.5, 0.5]}).savefig(figure)
     picture = {
         "mystnb": {
-            "figure": {"caption": "Load by expert.", "name": "fig-load"},
+            "figure": {"caption": "Load by expert.", "name": f"fig-{name}"},
             "image": {"alt": "One bar of two equal parts."},
         }
     }
@@ -67,10 +67,10 @@ def _code(data: Any, metadata: Any, cell: Any) -> dict[str, Any]:
     }
 
 
-def _manifest(tier: str) -> dict[str, Any]:
+def _manifest(tier: str, name: str = "pesc") -> dict[str, Any]:
     environment = {"cpu": "A processor", "cores": 2, "accelerator": None}
     return {
-        "notebook": "pesc", "tier": tier, "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3,
+        "notebook": name, "tier": tier, "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3,
         "peak_memory": 1_300_000_000, "environment": environment, "hashes": {}, "overrides": {},
         "commit": {"id": "0123456789abcdef", "dirty": False},
     }  # fmt: skip
@@ -78,18 +78,22 @@ def _manifest(tier: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with the book's own pages and one executed notebook."""
+    """A project with the book's own pages, a live run and a study of every notebook."""
     folder = tmp_path_factory.mktemp("project")
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
     shutil.copy(ROOT / "_config.yml", folder)
     (folder / "moebook").symlink_to(ROOT / "moebook")
-    pages = folder / "book" / "notebooks"
-    pages.mkdir()
-    _write(pages / "01_pesc.ipynb", _notebook())
-    _write(pages / "01_pesc.manifest.json", _manifest("smoke"))
-    record = {"notebook": "pesc", "scale": "smoke", "values": [VALUE]}
-    _write(pages / "01_pesc.record.json", record)
+    shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for stem in sorted(path.stem for path in (folder / "notebooks").glob("*.ipynb")):
+        name, values = stem[3:], [VALUE] if stem == "01_pesc" else []
+        live, study = folder / "book" / "notebooks", folder / "results" / name / "study"
+        for place, start, scale in ((live, f"{stem}.", "smoke"), (study, "", "study")):
+            place.mkdir(parents=True, exist_ok=True)
+            _write(place / f"{start or 'notebook.'}ipynb", _notebook(name))
+            _write(place / f"{start}manifest.json", _manifest(scale, name))
+            record = {"notebook": name, "scale": scale, "values": values}
+            _write(place / f"{start}record.json", record)
     return folder
 
 
@@ -131,6 +135,17 @@ def test_the_badge_tells_what_the_run_cost_and_the_copy_is_untouched(
     for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing"):
         assert fact in page
     assert json.loads((project / "book/notebooks/01_pesc.ipynb").read_text()) == _notebook()
+
+
+def test_the_live_page_and_the_recorded_study_name_each_other(site: Path) -> None:
+    live, study = (
+        (site / "notebooks" / f"01_pesc{tier}.html").read_text(encoding="utf-8")
+        for tier in ("", "-study")
+    )
+    assert 'href="01_pesc-study.html"' in live
+    assert 'href="01_pesc.html"' in study
+    assert "PESC: the recorded study" in study
+    assert "days old" in live and "days old" in study
 
 
 def test_the_ledger_has_every_claim_without_javascript(site: Path) -> None:

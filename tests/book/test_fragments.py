@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from moebook.notebook import badge, fragments
 from moebook.papers.arithmetic import Finding
 from moebook.results import Record
+
+ROOT = Path(__file__).parents[2]
 
 
 def _finding(place: str, status: str, explanation: str) -> Finding:
@@ -36,6 +39,7 @@ def test_without_records_the_page_says_so(tmp_path: Path) -> None:
 
 
 def test_a_record_is_listed_with_its_cost_age_and_changes(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     folder = tmp_path / "results" / "pesc" / "study"
     folder.mkdir(parents=True)
     then = datetime.now(UTC) - timedelta(days=12, hours=1)
@@ -57,6 +61,7 @@ def test_a_record_is_listed_with_its_cost_age_and_changes(tmp_path: Path) -> Non
     ("days", "words"), [(0, "less than a day old"), (1, "a day old"), (40, "40 days old")]
 )
 def test_an_age_is_told_in_days(tmp_path: Path, days: int, words: str) -> None:
+    (tmp_path / "requirements.lock").write_text("torch==2.13.0\n")
     date = (datetime.now(UTC) - timedelta(days=days, minutes=1)).isoformat()
     record = Record("pesc", "study", (), {"date": date, "hashes": {}})
     assert badge.evidence(record, tmp_path).startswith(f"{words}; changed since: ")
