@@ -1,4 +1,10 @@
-"""Routers that start at centroids of representations: TRSU (Sec. 4.2) and CRSU (Sec. 4.3)."""
+"""Routers that start at centroids of representations: TRSU (Sec. 4.2) and CRSU (Sec. 4.3).
+
+The router of Cluster-aware Upcycling (arXiv 2604.13508), centroids of the FFN's input activations,
+is `crsu` of ``collect(..., tensor="ffn_input")``. Its experts (a truncated SVD within each cluster)
+and its self-distillation loss are left out: the abstract gives neither the matrix, nor the rank,
+nor the loss.
+"""
 
 from __future__ import annotations
 
