@@ -202,7 +202,6 @@ def tune(
         up = {p: m.lora_B["default"].weight.detach().cpu().clone() for p, m in parts.items()}
     finally:
         wrapped.unload()
-        del model.peft_config
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(learning[key])
     return Lora(name, rank, float(alpha), down, up, base)

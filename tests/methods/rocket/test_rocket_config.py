@@ -8,22 +8,18 @@ from moebook.methods.rocket import Config
 
 
 def test_the_defaults_are_the_papers_sizes():
-    printed = papers.hyperparameters("rocket")
+    printed = papers.hyperparameters("rocket", "paper")
     config = Config.preset("paper")
     for field, name in (
         ("shots", "shots"), ("candidates", "candidates"), ("experts", "experts"),
         ("top_k", "experts_per_token"), ("budget", "data_budget"),
         ("threshold", "duplicate_threshold"), ("reduction", "perplexity"),
     ):  # fmt: skip
-        assert getattr(config, field) == value(printed[name])
+        assert getattr(config, field) == printed[name]["value"]
     assert Config() == Config.preset("fixed")
     released = Config.preset("released")
-    assert released.budget == value(papers.hyperparameters("rocket", "released")["data_budget"])
+    assert released.budget == papers.hyperparameters("rocket", "released")["data_budget"]["value"]
     assert released.lora_scale == "omitted"
-
-
-def value(setting):
-    return setting["value"] if isinstance(setting, dict) else getattr(setting, "value", setting)
 
 
 @pytest.mark.parametrize(
