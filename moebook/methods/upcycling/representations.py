@@ -7,7 +7,6 @@ percent of 200 M tokens x 32 layers x 4,096 numbers would be a terabyte: it neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import chosen, real, whole
-from moebook.models.anatomy import Anatomy, Layer, anatomy
+from moebook.methods.upcycling.listening import TENSORS, listening
+from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
 
 Batch = Mapping[str, Tensor]
-TENSORS = ("attention_output", "residual", "ffn_input", "block_input")
 TOKENS = ("each", "last", "mean")
 
 
@@ -236,48 +235,7 @@ def _forward(
     def keep(layer: int, h: Tensor) -> None:
         found[layer] = pick(h).float().cpu()
 
-    with _listening(host, tensor, keep):
+    with listening(host, tensor, keep):
         read = {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}
         host.decoder(**read)
     return torch.stack([found[layer.index] for layer in host.layers])
-
-
-@contextmanager
-def _listening(host: Anatomy, tensor: str, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Hand the chosen tensor of every layer to ``keep`` while the context is open."""
-    hooks = []
-    for layer in host.layers:
-        module, takes_output = _source(layer, tensor)
-
-        def hook(
-            _: nn.Module, args: tuple, kwargs: dict, output: object = None,
-            index: int = layer.index, takes_output: bool = takes_output,
-        ) -> None:  # fmt: skip
-            value = output if takes_output else (*args, *kwargs.values())[0]
-            keep(index, value[0] if isinstance(value, tuple) else value)
-
-        if takes_output:
-            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-        else:
-            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-def _source(layer: Layer, tensor: str) -> tuple[nn.Module, bool]:
-    """Return the module to listen to and whether its output counts, not its input."""
-    if tensor == "block_input":
-        return layer.block, False
-    if tensor == "ffn_input":
-        return layer.mlp, False
-    if tensor == "attention_output":
-        if layer.attention is None:
-            refuse("E-MODEL", f"decoder layer {layer.index} has no attention module")
-        return layer.attention, True
-    for name in ("pre_feedforward_layernorm", "post_attention_layernorm"):
-        if isinstance(norm := getattr(layer.block, name, None), nn.Module):
-            return norm, False
-    refuse("E-MODEL", f"decoder layer {layer.index} has no norm before its feed-forward part")
