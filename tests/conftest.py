@@ -19,6 +19,7 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    MOEBOOK_QUIET="1",
 )
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
