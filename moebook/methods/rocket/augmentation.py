@@ -39,7 +39,7 @@ class Augmentation:
 
 def select(
     shots: Sequence[dict[str, str]],
-    pool: Sequence[dict[str, str]],
+    pool: Iterable[dict[str, str]],
     encoder: Encoder,
     config: Config,
     *,

@@ -20,7 +20,13 @@ from moebook.methods.rocket.loras import Lora
 from moebook.models.fingerprint import fingerprint
 
 Row = Mapping[str, str]
-TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
+TABLE_12: dict[str, Any] = {
+    "epochs": 3,
+    "batch": 32,
+    "lr": 5e-5,
+    "schedule": "cosine",
+    "weight_decay": 1e-4,
+}
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
 _HASH = 16  # hexadecimal digits kept of a prompt's hash: 64 bits
 
@@ -83,9 +89,9 @@ def alike(first: Lora, lora: Lora) -> None:
         ("targets", first.targets, lora.targets),
         ("layers", len(first.down), len(lora.down)),
         ("base", first.base, lora.base),
+        ("base", first.provenance.get("base"), lora.provenance.get("base")),
     ):
-        both_known = what != "base" or (one and other)
-        if one != other and both_known:
+        if one and other and one != other:
             names = f"'{first.name}' and '{lora.name}'"
             refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
     if first.down.keys() != lora.down.keys():
@@ -133,23 +139,24 @@ def train(
             `training.fit`; E-BANK as in `check`.
     """
     base, bank = fingerprint(model), {}
-    form = {"rank": rank, "alpha": alpha, "targets": targets, "dropout": dropout}
+    form: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dropout": dropout}
+    plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
+    plan |= settings
+    recipe = {**form, "format": format, "max_length": max_length, "seed": seed, **plan}
+    recipe = {key: list(v) if isinstance(v, tuple) else v for key, v in recipe.items()}
     for name, rows in sets.items():
-        recipe = {**form, "format": format, "max_length": max_length, "seed": seed}
-        recipe |= TABLE_12 | settings
-        recipe = {key: list(v) if isinstance(v, tuple) else v for key, v in recipe.items()}
-        known = {"data": name, "prompts": hashes(rows), "training": recipe}
-        kept = Path(folder) / name
+        known, kept = (
+            {"data": name, "prompts": hashes(rows), "training": recipe},
+            Path(folder, name),
+        )
         if kept.is_dir():
             bank[name] = loras.read(kept, model, base)
             if bank[name].provenance != known:
                 refuse("E-EXISTS", f"{kept} was trained on other rows or settings: remove it")
             continue
         encoded = encode(rows, tokenizer, format=format, max_length=max_length)
-        made = tune(
-            model, encoded, name=name, base=base, seed=seed, pad_id=tokenizer.pad_token_id or 0,
-            **form, **(TABLE_12 | settings),
-        )  # fmt: skip
+        plan["pad_id"] = tokenizer.pad_token_id or 0
+        made = tune(model, encoded, name=name, base=base, seed=seed, **form, **plan)
         made.provenance.update(known)
         loras.write(made, kept)
         bank[name] = made
@@ -187,7 +194,7 @@ def tune(
     learning = {key: p.requires_grad for key, p in model.named_parameters()}
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type] # PEFT takes any number
+        lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=list(loras.linears(model, targets)),
     )

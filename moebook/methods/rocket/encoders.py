@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import transformers
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
 
@@ -71,11 +74,11 @@ class Encoder:
         return found
 
     def blocks(
-        self, rows: Sequence[dict[str, str]], *, size: int = 4096
+        self, rows: Iterable[dict[str, str]], *, size: int = 4096
     ) -> Iterator[np.ndarray[Any, Any]]:
         """Encode rows (Eq. 10: prompt and answer together), ``size`` at a time."""
-        for at in range(0, len(rows), size):
-            part = rows[at : at + size]
+        stream = iter(rows)
+        while part := list(islice(stream, size)):
             yield self.encode([f"{row['prompt']} {row['answer']}" for row in part])
 
 
@@ -101,15 +104,8 @@ def load(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encode
     if not (folder / "model.safetensors").is_file():
         code = "E-PICKLE" if list(folder.glob("*.bin")) else "E-NOFILE"
         refuse(code, f"{folder}: no model.safetensors; expected it beside config.json")
-    try:
-        model = transformers.AutoModel.from_pretrained(
-            folder, use_safetensors=True, trust_remote_code=False, local_files_only=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        refuse("E-MODEL", f"{folder} is no encoder that transformers reads: {error}")
+    with _quiet():
+        model, tokenizer = _parts(folder)
     pooling = _json(folder / "1_Pooling" / "config.json", optional=True)
     limits = _json(folder / "sentence_bert_config.json", optional=True)
     return Encoder(
@@ -120,6 +116,35 @@ def load(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encode
         prompt=prompt,
         longest=int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512)),
     )
+
+
+def _parts(folder: Path) -> tuple[Any, Any]:
+    """Build model and tokenizer; weights must be complete, but for a pooler that goes unused."""
+    safe = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        model, report = transformers.AutoModel.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **safe
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        refuse("E-MODEL", f"{folder} is no encoder that transformers reads: {str(error)[:200]}")
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if missing or report["mismatched_keys"]:
+        first = missing[:3] or sorted(report["mismatched_keys"])[:3]
+        refuse("E-KEYS", f"{folder}: weights are missing or misshapen, first {first}")
+    return model, tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' bars, and put them back."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _folder(name: str) -> Path:

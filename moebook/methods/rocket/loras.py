@@ -42,10 +42,10 @@ class Lora:
         alpha: LoRA's alpha.
         down: A ``[R, D]`` by path of the linear layer, paths in order.
         up: B ``[O, R]`` by the same paths.
-        base: Fingerprint of the base, or the name of a base where no fingerprint is known.
+        base: Fingerprint of the base, None where it is not known.
         rank_stabilised: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
         provenance: How it was made, where known: ``data`` (name), ``prompts`` (hashes),
-            ``training`` (settings).
+            ``training`` (settings), ``base`` (the name that PEFT noted).
     """
 
     name: str
@@ -124,7 +124,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
     rank, layers = settings["r"], linears(model, settings["target_modules"])
-    shapes = {KEY.format(p, "A"): (rank, m.in_features) for p, m in layers.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        KEY.format(path, "A"): (rank, layer.in_features) for path, layer in layers.items()
+    }
     shapes |= {KEY.format(p, "B"): (m.out_features, rank) for p, m in layers.items()}
     elements = sum(math.prod(shape) for shape in shapes.values())
     tensors = folders.tensors(folder / TENSORS, 8 * elements + 2**20)
@@ -135,9 +137,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
         alpha=float(settings["lora_alpha"]),
         down={path: tensors[KEY.format(path, "A")] for path in layers},
         up={path: tensors[KEY.format(path, "B")] for path in layers},
-        base=facts.get("base") or settings.get("base_model_name_or_path"),
+        base=facts.get("base"),
         rank_stabilised=settings.get("use_rslora") is True,
-        provenance={k: facts[k] for k in ("data", "prompts", "training") if k in facts},
+        provenance=_provenance(facts, settings),
     )
 
 
@@ -149,7 +151,7 @@ def write(lora: Lora, folder: Path) -> Path:
     """
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type] # PEFT takes any number
+        lora_alpha=lora.alpha,
         target_modules=list(lora.targets),
         use_rslora=lora.rank_stabilised,
         task_type="CAUSAL_LM",
@@ -162,7 +164,14 @@ def write(lora: Lora, folder: Path) -> Path:
         TENSORS: folders.packed(tensors),
         SETTINGS: json.dumps(settings, indent=1, sort_keys=True).encode(),
     }
-    return folders.write(folder, files, base=lora.base, **lora.provenance)
+    return folders.write(folder, files, **{**lora.provenance, "base": lora.base})
+
+
+def _provenance(facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    if facts:
+        return {key: facts[key] for key in ("data", "prompts", "training") if key in facts}
+    name = settings.get("base_model_name_or_path")
+    return {"base": name} if name else {}
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -227,13 +236,13 @@ def _rules(content: dict[str, Any]) -> dict[str, tuple[bool, str, str]]:
     }
 
 
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
-def _names(value: object) -> bool:
+def _names(value: Any) -> bool:
     named = isinstance(value, list) and 0 < len(value) <= 100
-    return named and all(isinstance(n, str) and len(n) < 200 and _NAME.fullmatch(n) for n in value)  # type: ignore[union-attr]
+    return named and all(isinstance(n, str) and len(n) < 200 and _NAME.fullmatch(n) for n in value)
 
 
 def _known_class(value: object) -> bool:

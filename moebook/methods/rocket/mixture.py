@@ -66,7 +66,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     _check(model, loras, config)
     base = fingerprint(model)
     for lora in loras:
-        if lora.base and len(lora.base) == 64 and lora.base != base:
+        if lora.base and lora.base != base:
             refuse(
                 "E-BASE",
                 f"'{lora.name}' belongs to base {lora.base[:12]}..., this base is {base[:12]}...",

@@ -19,6 +19,7 @@ from moebook.data import IGNORED, encode
 from moebook.data.tasks import CATALOGUE
 from moebook.data.tasks.task import first_line
 from moebook.errors import nearest, refuse
+from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket import generation
 from moebook.methods.rocket.attachment import attached
 from moebook.methods.rocket.loras import Lora
@@ -47,7 +48,7 @@ def perplexity(
     *,
     reduction: str = "mean",
     format: str = "camel",
-    tokens: int = 8192,
+    tokens: int = 4096,
 ) -> pd.DataFrame:
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
@@ -71,7 +72,7 @@ def perplexity(
 
     Raises:
         Refusal: E-CHOICE for another reduction, E-KSHOT without shots or for one above the model's
-            length, E-BANK for an empty bank.
+            length, E-BANK for an empty bank or LoRAs that differ in kind.
     """
     if reduction not in REDUCTIONS:
         refuse("E-CHOICE", f"reduction is {reduction!r}; {nearest(reduction, REDUCTIONS)}")
@@ -186,6 +187,8 @@ def _encoded(
 ) -> list[dict[str, Any]]:
     if not bank:
         refuse("E-BANK", "the bank is empty: nothing to score")
+    for lora in bank.values():
+        banks.alike(next(iter(bank.values())), lora)
     if not shots:
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
     items = list(encode(shots, tokenizer, format=format, max_length=sys.maxsize))

@@ -76,7 +76,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def _shapes(model: nn.Module, made: mixture.Origin) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that a checkpoint on this base must hold."""
     linears = loras.linears(model, list(made.paths))
-    experts, shapes = len(made.experts), {}
+    experts = len(made.experts)
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in made.paths:
         linear = linears[path]
         width, out = linear.in_features, linear.out_features
