@@ -152,15 +152,29 @@ def _check_form(layer: Sparse, experts: int) -> None:
     """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
     bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
     held = {name: tuple(p.shape) for name, p in bank.named_parameters()}
-    width = (experts, 2 * layer.width, layer.router.weight.shape[1])
-    wanted = {"gate_up_proj": width, "down_proj": (experts, width[2], layer.width)}
-    plain = getattr(bank, "is_concatenated", True)
-    if held != wanted or not plain or not callable(getattr(bank, "act_fn", None)):
+    hidden = layer.router.weight.shape[1]
+    wanted = {
+        "gate_up_proj": (experts, 2 * layer.width, hidden),
+        "down_proj": (experts, hidden, layer.width),
+    }
+    if held != wanted or not _is_plain(bank):
         refuse(
             "E-MODEL",
-            f"layer {layer.index}: {type(bank).__name__} holds {held}; expected {wanted},"
-            " gate and up one after the other, and an activation act_fn",
+            f"layer {layer.index}: {type(bank).__name__} holds {held}; expected {wanted}, gate and"
+            " up one after the other, act_fn(gate) * up, and nothing behind the down projection",
         )
+
+
+def _is_plain(bank: nn.Module) -> bool:
+    """Whether experts compute as `moebook.kernels.split_experts` does, by transformers' flags."""
+    gate = getattr(type(bank), "_apply_gate", None)
+    return (
+        callable(getattr(bank, "act_fn", None))
+        and getattr(bank, "is_concatenated", True)
+        and not getattr(bank, "is_transposed", False)
+        and not getattr(bank, "has_post_expert_norm", False)
+        and (gate is None or gate.__name__ == "_default_apply_gate")
+    )
 
 
 def options(
