@@ -18,7 +18,7 @@ import pandas as pd
 from moebook import papers
 from moebook.data import files, hub, raw, tasks
 from moebook.errors import nearest, refuse
-from moebook.methods.rocket import templates
+from moebook.methods.rocket.templates import hellaswag, instruction, mathqa, race, winogrande
 
 Row = dict[str, str]
 ALPACA_COT = "QingyiSi/Alpaca-CoT"
@@ -45,7 +45,7 @@ class Source:
     repo: str = ALPACA_COT
     config: str | None = None
     files: str | None = None
-    row: Callable[[Mapping[str, Any], str], Row] = templates.instruction
+    row: Callable[[Mapping[str, Any], str], Row] = instruction
 
 
 def _collected(pattern: str) -> Source:
@@ -56,15 +56,13 @@ def _collected(pattern: str) -> Source:
 SOURCES: dict[str, Source] = {
     "ARC-c": Source(hub="arc_challenge"),
     "ARC-e": Source(hub="arc_easy"),
-    "WinoGrande": Source(
-        repo="allenai/winogrande", config="winogrande_l", row=templates.winogrande
-    ),
+    "WinoGrande": Source(repo="allenai/winogrande", config="winogrande_l", row=winogrande),
     "GSM8K": Source(hub="gsm8k"),
     "PIQA": Source(hub="piqa"),
     "CommonSense QA": Source(hub="commonsense_qa"),
-    "RACE": Source(repo="ehovy/race", config="all", row=templates.race),
+    "RACE": Source(repo="ehovy/race", config="all", row=race),
     "MBPP": Source(hub="mbpp"),
-    "Mathqa": Source(repo="allenai/math_qa", row=templates.mathqa),
+    "Mathqa": Source(repo="allenai/math_qa", row=mathqa),
     "Esnli": _collected("Chain-of-Thought/**/esnli_train.json"),
     "ECQA": _collected("Chain-of-Thought/**/ecqa_train.json"),
     "CREAK": _collected("Chain-of-Thought/**/creak_train.json"),
@@ -75,7 +73,7 @@ SOURCES: dict[str, Source] = {
     "StrategyQA": _collected("Chain-of-Thought/**/strategyqa_train.json"),
     "SensemakingQA": _collected("Chain-of-Thought/**/sensemaking_train.json"),
     "Toolformer (th=0.6)": _collected("GPTeacher/**/*oolformer*"),
-    "HellaSwag": Source(repo="Rowan/hellaswag", row=templates.hellaswag),
+    "HellaSwag": Source(repo="Rowan/hellaswag", row=hellaswag),
     "SiQA": Source(hub="siqa"),
     "BoolQ": Source(hub="boolq"),
     "Dolly": _collected("dolly/**"),

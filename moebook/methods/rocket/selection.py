@@ -19,7 +19,7 @@ from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 
 RANKINGS = ("perplexity", "accuracy", "diversity")
-MOST_GROUPS = 5_000_000
+MOST_GROUPS = 1_000_000
 Array = np.ndarray[Any, Any]
 
 
@@ -125,7 +125,7 @@ def select(
 
     Raises:
         Refusal: E-BANK for fewer LoRAs than M, E-CHOICE for another ranking, E-NONFINITE for
-            scores that are not finite, E-RANGE for more than five million groups.
+            scores that are not finite, E-RANGE for more than a million groups.
     """
     _check(scores, similarities, config, rankings)
     table = scores.sort_index()[["perplexity", "accuracy"]].copy()
