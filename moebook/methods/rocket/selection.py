@@ -115,7 +115,8 @@ def select(
 
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
-    largest; the group with the least total wins. Every tie is broken by name.
+    largest; the group with the least total wins. Every tie is broken by name: among LoRAs of equal
+    accuracy, frequent with few shots, R_A follows the alphabet.
 
     Args:
         scores: From `scoring.scores`.
