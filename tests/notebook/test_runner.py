@@ -208,9 +208,11 @@ def test_a_wrong_call_is_refused_before_anything_runs(
 
 
 def _command(*arguments: str, folder: Path, staging: str) -> subprocess.Popen[str]:
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     start = "import sys; from moebook.cli import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", start, *arguments],
+        [sys.executable, "-W", "error", "-c", heard + start, *arguments],
         cwd=folder,
         env={**os.environ, "TMPDIR": staging},
         stderr=subprocess.PIPE,
@@ -245,7 +247,10 @@ def test_an_interrupted_run_keeps_the_old_page_and_leaves_nothing(
         while not (fresh / "started").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        try:
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
         staged = os.listdir(staging)
     (fresh / "started").unlink()
     assert process.returncode == code
