@@ -107,6 +107,7 @@ def test_a_bad_recipe_is_refused(recipe: Path, change: dict, code: str) -> None:
     assert str(recipe) in refused.value.message
 
 
+@pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
 def test_the_first_steps_of_nano_repeat_from_its_recipe(tmp_path: Path) -> None:
     """Rebuild the corpus and fifty steps; the losses are those of the shipped weights."""
     nano = Path(str(files("moebook.models").joinpath("nano")))
