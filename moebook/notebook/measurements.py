@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -31,7 +31,7 @@ class Measurement:
     """
 
     claim: Claim
-    record: Record
+    record: Record = field(repr=False)
     effects: tuple[tuple[float, ...], ...]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Label:
     """
 
     text: str
-    evidence: Record | None = None
+    evidence: Record | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.text not in LABELS:
