@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from moebook.data import corpus
 from moebook.errors import refuse
+from moebook.kernels import balance_loss
 from moebook.models import manifest
 from moebook.runtime import environment, progress
 
@@ -44,22 +45,25 @@ class Recipe:
         config: Arguments of its configuration.
         vocabulary: Tokens of the byte-level BPE, special ones included.
         mixture: Share of the windows by corpus source; they sum to 1.
-        phases: Steps, rows and length of the windows, one after another.
+        phases: Steps, rows and length of the windows, one after another, each with a mixture of
+            its own where that differs.
         learning_rate: Peak; rises linearly over ``warmup`` steps, then falls linearly to zero.
         seed: Seed of the corpus, the initial weights and the order of the windows.
+        balance: Weight of the balance loss of a sparse model's routers, summed over its layers.
     """
 
     model_type: str
     config: dict[str, Any]
     vocabulary: int
     mixture: dict[str, float]
-    phases: list[dict[str, int]]
+    phases: list[dict[str, Any]]
     learning_rate: float
     warmup: int
     weight_decay: float
     betas: list[float]
     clip: float
     seed: int
+    balance: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -71,11 +75,11 @@ class Recipe:
             recipe = cls(**given)
         except TypeError as error:
             refuse("E-CONFIG", f"{path}: {error}")
-        if (
-            set(recipe.mixture) - set(corpus.SOURCES)
-            or abs(sum(recipe.mixture.values()) - 1) > 1e-9
-        ):
-            refuse("E-CONFIG", f"{path}: mixture must name {list(corpus.SOURCES)} and sum to 1")
+        own = [phase["mixture"] for phase in recipe.phases if "mixture" in phase]
+        for mixture in (recipe.mixture, *own):
+            if set(mixture) - set(corpus.SOURCES) or abs(sum(mixture.values()) - 1) > 1e-9:
+                known = list(corpus.SOURCES)
+                refuse("E-CONFIG", f"{path}: mixture must name {known} and sum to 1, got {mixture}")
         return recipe
 
     @property
@@ -83,13 +87,13 @@ class Recipe:
         """Optimizer steps in all."""
         return sum(phase["steps"] for phase in self.phases)
 
-    def window(self, step: int) -> tuple[int, int]:
-        """Rows and length of the windows at a step."""
+    def window(self, step: int) -> tuple[dict[str, float], int, int]:
+        """Mixture, rows and length of the windows at a step."""
         for phase in self.phases:
             if step < phase["steps"]:
                 break
             step -= phase["steps"]
-        return phase["rows"], phase["length"]
+        return phase.get("mixture", self.mixture), phase["rows"], phase["length"]
 
     def rate(self, step: int) -> float:
         """Learning rate at a step."""
@@ -166,12 +170,20 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def loss_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss in nats over a batch of token ids [B, T]."""
+def loss_of(
+    model: PreTrainedModel, ids: torch.Tensor, balance: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean next-token loss in nats over token ids [B, T], and its sum with the balance loss."""
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)  # no copy of the logits
-    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    out = model(input_ids=ids, use_cache=False, output_router_logits=balance > 0)
+    logits = out.logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
-    return losses.float().sum() / ids[:, 1:].numel()
+    loss = losses.float().sum() / ids[:, 1:].numel()
+    if not balance:
+        return loss, loss
+    top_k = model.config.num_experts_per_tok
+    penalty = sum(balance_loss(found, found.topk(top_k).indices) for found in out.router_logits)
+    return loss, loss + balance * penalty
 
 
 @torch.no_grad()
@@ -182,7 +194,7 @@ def held_out_losses(model: PreTrainedModel, work: Path) -> dict[str, float]:
     losses = {}
     for source, stream in streams(work, "held_out").items():
         ids = torch.from_numpy(corpus.batch({source: stream}, {source: 1.0}, 0, 0, rows, length))
-        losses[source] = loss_of(model, ids).item()
+        losses[source] = loss_of(model, ids)[0].item()
     model.train()
     return losses
 
@@ -217,9 +229,9 @@ class _Run:
     def advance(self, parts: dict[str, np.ndarray]) -> float:
         """Take one optimizer step; returns the loss in nats a token."""
         started = time.perf_counter()
-        rows, length = self.recipe.window(self.step)
+        mixture, rows, length = self.recipe.window(self.step)
         ids = torch.from_numpy(
-            corpus.batch(parts, self.recipe.mixture, self.step, self.recipe.seed, rows, length)
+            corpus.batch(parts, mixture, self.step, self.recipe.seed, rows, length)
         )
         groups = zip(self.weights, *(copy.parameters() for copy in self.copies), strict=True)
         pieces = ids.split(max(1, 2048 // length))  # what stays in the cache
@@ -245,8 +257,8 @@ class _Run:
             mine.grad = torch.zeros_like(mine)
         total = 0.0
         for piece in pieces:
-            loss = loss_of(copy, piece)
-            loss.backward()
+            loss, objective = loss_of(copy, piece, self.recipe.balance)
+            objective.backward()
             total += loss.item()
         return total
 
@@ -299,6 +311,9 @@ def pretrain(
     Raises:
         Refusal: A malformed recipe, a missing source package or a loss that is not finite.
     """
+    # Each expert's number of rows is a shape of its own to oneDNN, whose 1,024 compiled products are
+    # soon used up: a sparse model was 1.7 times as fast with room for all of them.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
     recipe = Recipe.read(recipe_file)
     if out.exists():
         refuse("E-EXISTS", f"{out} exists already; name a new folder for the finished base")
@@ -341,7 +356,7 @@ def _finish(
     manifest.seal(
         stage,
         corpus=described,
-        training_tokens=sum(rows * length for rows, length in windows),
+        training_tokens=sum(rows * length for _, rows, length in windows),
         first_losses=run.losses[:FIRST_LOSSES],
         last_loss=float(np.mean(run.losses[-100:])),
         held_out_losses=held_out,
