@@ -5,7 +5,8 @@ ends in the call shows it once. Captions and alternative texts belong to the cel
 """
 
 from moebook.plotting.charts import bars, curves
+from moebook.plotting.points import points
 from moebook.plotting.shares import heatmap, loads
 from moebook.plotting.theme import style
 
-__all__ = ["bars", "curves", "heatmap", "loads", "style"]
+__all__ = ["bars", "curves", "heatmap", "loads", "points", "style"]
