@@ -2,7 +2,8 @@
 
 The reader's notebook may come from ``moebook run``, from plain papermill or from an afternoon in
 Jupyter: its values are the outputs of `Run.record`, its parameters the parameters cell with what
-papermill injected. Machine and versions are in the manifest beside it, where there is one.
+papermill injected, its machine and versions the output of `begin`. Where there is a manifest beside
+it, that says all but the values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moebook.notebook import publish, sources
 from moebook.notebook.verdicts import row
 from moebook.results import TIERS, Record
 
-UNKNOWN = "unknown (no manifest beside the notebook)"
+UNKNOWN = "unknown"
 
 
 def compare(path: Path, folder: Path | None = None) -> str:
@@ -76,12 +77,9 @@ def _manifest(path: Path, notebook: Mapping[str, Any]) -> dict[str, Any]:
     if beside.is_file():
         found: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
         return found
-    python = notebook["metadata"].get("language_info", {}).get("version")
-    papermill = notebook["metadata"].get("papermill", {})
-    environment = {"python": python} if python else {}
-    versions = {"papermill": papermill["version"]} if "version" in papermill else {}
-    cost = {"seconds": papermill["duration"]} if papermill.get("duration") else {}
-    return {"environment": {**environment, "versions": versions}, **cost}
+    seconds = notebook["metadata"].get("papermill", {}).get("duration")
+    cost = {"seconds": seconds} if seconds else {}
+    return {"environment": publish.environment(notebook), **cost}
 
 
 def _nearest(mine: Record, book: Mapping[str, Record]) -> Record | None:
@@ -97,7 +95,7 @@ def _differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
     ours, theirs = dict(_facts(mine)), dict(_facts(other))
     lines = []
     for name in dict.fromkeys([*ours, *theirs]):
-        a, b = ours.get(name, UNKNOWN), theirs.get(name, "unknown")
+        a, b = ours.get(name, UNKNOWN), theirs.get(name, UNKNOWN)
         if a != b:
             lines.append(f"  {name}: {a} | {b}")
     return lines

@@ -12,13 +12,13 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moebook.errors import refuse
 from moebook.notebook import markup, privacy
-from moebook.notebook.session import GLUE, VALUE
+from moebook.notebook.session import ENVIRONMENT, GLUE, VALUE
 from moebook.results import Value
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -59,12 +59,29 @@ def values(notebook: Any) -> tuple[Value, ...]:
     Raises:
         Refusal: ``E-VALUE`` for an output of that type that is not a value.
     """
-    return tuple(
-        Value.from_json(output["data"][VALUE], f"In [{number}]")
-        for number, cell in _code(notebook)
-        for output in cell["outputs"]
-        if VALUE in output.get("data", {})
-    )
+    found = _outputs(notebook, VALUE)
+    return tuple(Value.from_json(content, f"In [{number}]") for number, content in found)
+
+
+def environment(notebook: Any) -> dict[str, Any]:
+    """Return the machine and versions that `begin` noted in a notebook; {} where it did not.
+
+    Raises:
+        Refusal: ``E-OUTPUT`` for an output of that type that is no JSON object.
+    """
+    for number, content in _outputs(notebook, ENVIRONMENT):
+        if not isinstance(content, dict) or not isinstance(content.get("versions"), dict):
+            refuse("E-OUTPUT", f"In [{number}]: malformed environment; execute the notebook again")
+        return content
+    return {}
+
+
+def _outputs(notebook: Any, mime: str) -> Iterator[tuple[int, Any]]:
+    """Number of the cell and content, of each output that has a representation of this type."""
+    for number, cell in _code(notebook):
+        for output in cell["outputs"]:
+            if mime in output.get("data", {}):
+                yield number, output["data"][mime]
 
 
 def _code(notebook: Any) -> list[tuple[int, Any]]:
@@ -88,7 +105,8 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
     }
     dropped.update(mime for mime, content in kept.items() if content is None)
     kept = {mime: content for mime, content in kept.items() if content is not None}
-    tag = output.get("metadata", {}).get("scrapbook") if VALUE in kept else None
+    hidden = VALUE in kept or ENVIRONMENT in kept
+    tag = output.get("metadata", {}).get("scrapbook") if hidden else None
     return output | {"data": kept, "metadata": {"scrapbook": tag} if tag else {}} if kept else None
 
 
@@ -108,6 +126,8 @@ def _content(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
             return _text(content, folder, dropped)
         case _ if mime == VALUE:
             return Value.from_json(content, "a recorded value").to_json()
+        case _ if mime == ENVIRONMENT:
+            return json.loads(_text(json.dumps(content), folder, dropped))
     return None
 
 

@@ -16,11 +16,13 @@ from moebook import runtime
 from moebook.errors import refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
-from moebook.results import Value
+from moebook.results import Value, rounded
 
 VALUE = "application/vnd.moebook.value+json"
+ENVIRONMENT = "application/vnd.moebook.environment+json"
 GLUE = "application/papermill.record/"
-"""MIME types of a recorded value: ours, and the prefix under which the book's {glue} finds it."""
+"""MIME types of what no page shows: a recorded value, the machine and versions that it was
+measured with, and the prefix under which the book's {glue} finds either (and hides it)."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,18 @@ class Run:
             value: A finite number; NumPy's and torch's scalars are taken too.
             unit: One of `results.UNITS`.
             seed: The seed that gave the value, where the notebook runs several.
-            items: The numbers, one per test row, whose mean is ``value``.
+            items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
 
         Raises:
             Refusal: ``E-VALUE`` when these do not fit together.
         """
-        from IPython.display import display
-
-        numbers = None if items is None else tuple(float(item) for item in items)
+        numbers = None if items is None else tuple(map(rounded, items))
         kept = Value(name, float(value), unit, None if seed is None else int(seed), numbers)
-        bundle = {VALUE: kept.to_json(), f"{GLUE}text/plain": repr(kept.value)}
-        tag = {"scrapbook": {"name": kept.key, "mime_prefix": GLUE}}
-        display(bundle, metadata=tag, raw=True)
+        _leave(kept.key, {VALUE: kept.to_json(), f"{GLUE}text/plain": repr(kept.value)})
 
 
 def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
-    """Check a notebook's parameters, seed everything, and start its run.
+    """Check a notebook's parameters, seed everything, note the environment, and start its run.
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters. The
     parameters cell is found among the executed cells: the latest that holds nothing but annotated
@@ -90,7 +88,15 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     parameters.check(declared, {name: names[name] for name in declared}, "parameters")
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
+    _leave("environment", {ENVIRONMENT: runtime.environment()})
     return Run(names["tier"])
+
+
+def _leave(name: str, bundle: Mapping[str, Any]) -> None:
+    """Leave an output in the executed notebook that {glue} finds by its name and no page shows."""
+    from IPython.display import display
+
+    display(bundle, metadata={"scrapbook": {"name": name, "mime_prefix": GLUE}}, raw=True)
 
 
 def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:

@@ -11,7 +11,7 @@ from moebook.results.files import (
 )
 from moebook.results.freshness import age, changed, current
 from moebook.results.reach import package_digest
-from moebook.results.values import TIERS, UNITS, Record, Value
+from moebook.results.values import TIERS, UNITS, Record, Value, rounded
 
 __all__ = [
     "COMMITTED",
@@ -28,5 +28,6 @@ __all__ = [
     "record_path",
     "records",
     "root",
+    "rounded",
     "write",
 ]

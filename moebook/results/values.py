@@ -27,6 +27,9 @@ UNITS: dict[str, tuple[float, float]] = {
 """Unit -> (lowest, highest) value. Differences of shares are percent_points, of nats nats;
 "number" is for what has no unit (a gradient's norm, the scale of logits)."""
 
+DIGITS = 4
+"""Significant digits of the items that a notebook records: whole, they are most of a record."""
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*(/[A-Za-z0-9][\w.=+-]*)*", re.ASCII)
 
 
@@ -39,7 +42,9 @@ class Value:
         value: A finite number inside its unit's bounds.
         unit: One of `UNITS`.
         seed: The seed that gave it, where a notebook runs several.
-        items: Per-item numbers (one per test row) whose mean is ``value``, for the bootstrap.
+        items: Per-item numbers (one per test row) whose mean is ``value``, for the bootstrap. They
+            may have been `rounded`: their mean is off by at most 5e-4 of their mean size then, and
+            as much is allowed.
 
     Raises:
         Refusal: ``E-VALUE`` when name, number, unit, seed or items break these rules.
@@ -73,7 +78,8 @@ class Value:
         if not items or not all(map(_is_number, items)):
             refuse("E-VALUE", f"{self.name}: items must be finite numbers, at least one")
         mean = math.fsum(items) / len(items)
-        if not math.isclose(mean, self.value, rel_tol=1e-5, abs_tol=1e-8):
+        size = math.fsum(map(abs, items)) / len(items)
+        if abs(mean - self.value) > 10 ** (1 - DIGITS) / 2 * size + 1e-8:
             refuse("E-VALUE", f"{self.name} = {self.value!r} is not the mean {mean!r} of its items")
 
     @property
@@ -141,6 +147,12 @@ class Record:
             refuse("E-RECORD", f"{where}: values must be a list")
         values = tuple(Value.from_json(value, where) for value in data["values"])
         return cls(data["notebook"], data["scale"], values, manifest)
+
+
+def rounded(item: float) -> float:
+    """Round an item to `DIGITS` significant digits; whole numbers stay as they are."""
+    number = float(item)
+    return number if number.is_integer() else float(f"{number:.{DIGITS}g}")
 
 
 def _is_number(value: object) -> bool:

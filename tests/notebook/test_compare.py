@@ -10,7 +10,7 @@ import pytest
 
 from moebook.errors import Refusal
 from moebook.notebook.compare import compare, read
-from moebook.notebook.session import VALUE
+from moebook.notebook.session import ENVIRONMENT, VALUE
 from moebook.results import Record, Value
 
 PARAMETERS = (
@@ -31,18 +31,19 @@ def cell(source: str, tags: list[str], outputs: list[Any]) -> dict[str, Any]:
     return {"cell_type": "code", "source": source, "metadata": metadata, "outputs": outputs}
 
 
-def reader(folder: Path, found: list[Value], papermill: dict[str, Any] | None = None) -> Path:
-    outputs = [
-        {"output_type": "display_data", "data": {VALUE: value.to_json()}, "metadata": {}}
-        for value in found
-    ]
+def reader(
+    folder: Path,
+    found: list[Value],
+    papermill: dict[str, Any] | None = None,
+    environment: Any = None,
+) -> Path:
+    shown: list[dict[str, Any]] = [{VALUE: value.to_json()} for value in found]
+    shown += [{ENVIRONMENT: environment}] if environment is not None else []
+    outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in shown]
     notebook = {
         "nbformat": 4,
         "nbformat_minor": 5,
-        "metadata": {
-            "language_info": {"name": "python", "version": "3.12.1"},
-            "papermill": papermill or {},
-        },
+        "metadata": {"papermill": papermill or {}},
         "cells": [cell(PARAMETERS, ["parameters"], []), cell("run.record(...)", [], outputs)],
     }
     path = folder / "my_run.ipynb"
@@ -78,12 +79,22 @@ def test_the_readers_run_stands_beside_the_book_and_the_paper(project: Path) -> 
 
 def test_differences_in_parameters_versions_and_hardware_are_named(project: Path) -> None:
     injected = {"parameters": {"steps": 50}, "version": "2.7.0", "duration": 12.34}
-    text = compare(reader(project, values(0.42, 0.44), injected), project)
-    assert "  parameter steps: 50 | 600" in text
-    assert "  python: 3.12.1 | 3.11.2" in text
-    assert "  cpu: unknown (no manifest beside the notebook) | X 9000" in text
-    assert "  version of torch: unknown (no manifest beside the notebook) | 2.13.0" in text
-    assert "  seconds: 12.3 | unknown" in text
+    environment = {"python": "3.12.1", "cpu": "X 9000", "versions": {"torch": "2.12.0"}}
+    text = compare(reader(project, values(0.42, 0.44), injected, environment), project)
+    differences = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
+    assert differences == [
+        "  parameter tier: cpu | study",
+        "  parameter steps: 50 | 600",
+        "  version of torch: 2.12.0 | 2.13.0",
+        "  python: 3.12.1 | 3.11.2",
+        "  seconds: 12.3 | unknown",
+    ]
+
+
+def test_what_a_notebook_does_not_say_is_unknown_and_nonsense_is_refused(project: Path) -> None:
+    assert "  cpu: unknown | X 9000" in compare(reader(project, values(0.42, 0.44)), project)
+    with pytest.raises(Refusal, match=r"E-OUTPUT.*malformed environment"):
+        compare(reader(project, values(0.42, 0.44), environment=["X 9000"]), project)
 
 
 def test_a_manifest_beside_the_notebook_is_read(project: Path) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from moebook import cli, results
+from moebook import cli, results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import runner
+from moebook.notebook.compare import compare
 from moebook.notebook.runner import Outcome, run_notebook
+from moebook.notebook.session import ENVIRONMENT, GLUE
 from moebook.notebook.verify import verify
-from moebook.results import Value
+from moebook.results import Record, Value
 
 CANARY = "canary-in-the-environment"
 PYTHONPATH = str(Path(results.__file__).parents[2])
@@ -82,6 +84,9 @@ def test_the_page_shows_text_and_tables_and_nothing_else(ran: Outcome) -> None:
     for gone in ("evil", "a warning", CANARY, str(Path.home()) + "/"):
         assert gone not in text
     assert ran.record.manifest["stripped"] == {"path": 1, "stderr": 1}
+    (noted,) = (out for out in _outputs(ran) if ENVIRONMENT in out.get("data", {}))
+    assert noted["metadata"]["scrapbook"]["mime_prefix"] == GLUE, "what hides it in the page"
+    assert noted["data"][ENVIRONMENT] == ran.record.manifest["environment"]
 
 
 def test_the_manifest_tells_what_ran_where_and_at_what_cost(ran: Outcome, project: Path) -> None:
@@ -170,7 +175,7 @@ def test_a_run_is_repeated_when_any_part_of_its_key_changes(
         ("error", r"E-CELL: cell In \[6\] of notebooks/01_toy.ipynb: ZeroDivisionError: division"),
         ("refusal", r"E-VALUE: cell In \[6\] of notebooks/01_toy.ipynb: toy/bad = 2"),
         ("killed", r"E-KERNEL: the kernel was killed by signal 9 .* in cell In \[6\]"),
-        ("slow", r"E-TIMEOUT: cell In \[6\] .* longer than 1 seconds"),
+        ("slow", r"E-TIMEOUT: cell In \[6\] .* longer than 20 seconds"),
         ("secret", r"E-SECRET: In \[6\] shows a Hugging Face token"),
         ("twice", r"E-VALUE: toy records toy/seeded@0 twice"),
     ],
@@ -180,7 +185,7 @@ def test_a_failed_run_leaves_the_old_page_and_a_copy_aside(
 ) -> None:
     before = _files(project / "book")
     with pytest.raises(Refusal, match=message) as refusal:
-        run_notebook("toy", "smoke", {"fate": fate}, folder=project, cell_seconds=1)
+        run_notebook("toy", "smoke", {"fate": fate}, folder=project, cell_seconds=20)
     assert "the failed copy is runs/failed/01_toy.smoke.ipynb" in str(refusal.value)
     assert json.loads((project / "runs" / "failed" / "01_toy.smoke.ipynb").read_text())["cells"]
     assert _files(project / "book") == before
@@ -274,14 +279,29 @@ def _papermill(project: Path, folder: Path, *options: str) -> subprocess.Complet
     )
 
 
-def test_plain_papermill_takes_a_right_parameter_and_a_tier_file(
+def test_the_copy_of_plain_papermill_is_compared_with_the_books_run(
     project: Path, tmp_path: Path
 ) -> None:
     tier = project / "notebooks" / "01_toy.study.yaml"
     done = _papermill(project, tmp_path, "-f", str(tier), "-p", "top_k", "1")
     assert done.returncode == 0, done.stderr
-    executed = json.loads((tmp_path / "out.ipynb").read_text())
-    assert '"name": "toy/mean"' in json.dumps(executed)
+    mine, book = tmp_path / "mine.ipynb", tmp_path / "results" / "pesc" / "study"
+    mine.write_text((tmp_path / "out.ipynb").read_text().replace("toy/", "pesc/"))
+    here = runtime.environment()
+    other = {**here, "cpu": "X 9000", "versions": {**here["versions"], "torch": "1.0"}}
+    parameters = {"tier": "study", "top_k": 4, "fate": "well"}
+    record = Record("pesc", "study", (Value("pesc/mean", 1.0, "share"),))
+    results.write(book / "record.json", record.to_text())
+    manifest = {"parameters": parameters, "environment": other}
+    results.write(book / "manifest.json", json.dumps(manifest))
+    text = compare(mine, tmp_path)
+    differences = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
+    assert differences[:-1] == [
+        "  parameter top_k: 1 | 4",
+        f"  version of torch: {here['versions']['torch']} | 1.0",
+        f"  cpu: {here['cpu']} | X 9000",
+    ]
+    assert differences[-1].startswith("  seconds: ")
 
 
 def test_plain_papermill_refuses_a_wrong_name(project: Path, tmp_path: Path) -> None:

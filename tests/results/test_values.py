@@ -12,7 +12,7 @@ import pytest
 
 from moebook import results
 from moebook.errors import Refusal
-from moebook.results import Record, Value
+from moebook.results import Record, Value, rounded
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,15 @@ from moebook.results import Record, Value
 def test_a_value_that_breaks_a_rule_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match="E-VALUE"):
         Value(**({"name": "pesc/dense/accuracy", "value": 0.5, "unit": "share"} | fields))
+
+
+def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more() -> None:
+    exact = (1.00049, -2.34567e-7, 12345.0, 0.0, math.pi)
+    assert tuple(map(rounded, exact)) == (1.0, -2.346e-7, 12345.0, 0.0, 3.142)
+    worst = (1.000499, 1.000499)
+    assert Value("a", 1.000499, "nats", items=tuple(map(rounded, worst))).items == (1.0, 1.0)
+    with pytest.raises(Refusal, match="is not the mean"):
+        Value("a", 1.00051, "nats", items=(1.0, 1.0))
 
 
 def test_an_unknown_unit_names_the_nearest_one() -> None:
