@@ -25,7 +25,7 @@ class Embedded(Task):
     token included; the ids travel in the document.
 
     Args:
-        name: Key of `data.tasks.CATALOGUE`.
+        name: Key of `data.tasks.KNOWN`.
         tokenizer: The model's.
         split: train, validation or test.
         size: Items; all of the split when it holds fewer, or for None.

@@ -13,7 +13,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from torch import nn
 
-from moebook.data.tasks import CATALOGUE
+from moebook.data.tasks import KNOWN
 from moebook.errors import nearest, refuse
 from moebook.evaluation.embedded import Embedded
 from moebook.evaluation.model import InMemory
@@ -47,7 +47,7 @@ def evaluate(
     Args:
         model: A causal language model of transformers, altered or wrapped as one likes.
         tokenizer: Its tokenizer.
-        tasks: Names of `data.tasks.CATALOGUE` or of lm-eval; a group stands for its members.
+        tasks: Names of `data.tasks` or of lm-eval; a group stands for its members.
         limit: At most so many items a task; None takes all.
         split: train, validation or test, of the embedded tasks; benchmarks have their own.
         format: Chat format of the embedded tasks, a key of `data.chat.FORMATS`.
@@ -69,12 +69,12 @@ def evaluate(
             refuse("E-RANGE", f"{name} = {value}: expected at least 1")
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not names:
-        refuse("E-DATA", f"no task to evaluate on; {nearest('', CATALOGUE)}")
-    wanted: dict[str, Task] = _benchmarks([name for name in names if name not in CATALOGUE])
+        refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
+    wanted: dict[str, Task] = _benchmarks([name for name in names if name not in KNOWN])
     wanted |= {
         name: Embedded(name, tokenizer, split=split, size=limit, format=format)
         for name in names
-        if name in CATALOGUE
+        if name in KNOWN
     }
     with _evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
@@ -102,9 +102,7 @@ def _benchmarks(names: list[str]) -> dict[str, Task]:
     found: dict[str, Task] = {}
     for name in names:
         if name not in manager.all_tasks:
-            refuse(
-                "E-DATA", f"unknown task '{name}': {nearest(name, CATALOGUE)}, or one of lm-eval"
-            )
+            refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
         try:
             found |= manager.load([name])["tasks"]
         except (OSError, ValueError, RuntimeError) as error:
@@ -131,7 +129,7 @@ def _row(task: str, sample: dict[str, Any], lm: InMemory) -> dict[str, Any]:
     correct = next(sample[metric] for metric in METRICS if metric in sample)
     return {
         "task": task,
-        "domain": CATALOGUE[task].domain if task in CATALOGUE else "benchmark",
+        "domain": KNOWN[task].domain if task in KNOWN else "benchmark",
         "item": sample["doc_id"],
         "correct": int(correct),
         "nll": nats / tokens,

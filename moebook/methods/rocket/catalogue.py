@@ -17,6 +17,7 @@ import pandas as pd
 
 from moebook import papers
 from moebook.data import files, hub, raw, tasks
+from moebook.data.tasks import kshot
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket.templates import hellaswag, instruction, mathqa, race, winogrande
 
@@ -152,6 +153,8 @@ def load(
 def embedded(size: int, *, seed: int = 0, without: Iterable[str] = ()) -> dict[str, list[Row]]:
     """Draw the training rows of the embedded bank, by task.
 
+    Clauses that are kept apart for the K-shot task ``copyleft`` are left out.
+
     Args:
         size: Most rows a task; a smaller one gives all it has.
         seed: Of draw and wording.
@@ -161,8 +164,13 @@ def embedded(size: int, *, seed: int = 0, without: Iterable[str] = ()) -> dict[s
         Refusal: E-DATA for a size below 1.
     """
     names = [name for name in EMBEDDED if name not in set(without)]
-    counts = {name: min(size, tasks.find(name).available("train")) for name in names}
-    return {name: tasks.rows(name, "train", counts[name], seed) for name in names}
+    kept_apart, found = kshot.reserved(), {}
+    for name in names:
+        rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
+        if name == "licence":
+            rows = [row for row in rows if not any(c in row["prompt"] for c in kept_apart)]
+        found[name] = rows[:size]
+    return found
 
 
 def _local(path: Path) -> Iterable[Mapping[str, Any]]:

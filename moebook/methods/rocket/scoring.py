@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook.data import IGNORED, encode
-from moebook.data.tasks import CATALOGUE
+from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import first_line
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import bank as banks
@@ -119,7 +119,7 @@ def accuracy(
     """
     items = _encoded(model, tokenizer, bank, shots, format)
     contexts = [item["input_ids"][: item["labels"].count(IGNORED)] for item in items]
-    tasks = [CATALOGUE.get(row.get("task", "")) for row in shots]
+    tasks = [KNOWN.get(row.get("task", "")) for row in shots]
     most = limit or max(task.max_new_tokens if task else 64 for task in tasks)
     posts = [post or (task.normalise if task else first_line) for task in tasks]
     found = {}
