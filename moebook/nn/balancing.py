@@ -13,7 +13,11 @@ from moebook.nn.routing import Decision, Router
 
 
 def balance(
-    found: Sequence[Router], attention_mask: Tensor | None = None, *, first: bool = False
+    found: Sequence[Router],
+    attention_mask: Tensor | None = None,
+    *,
+    first: bool = False,
+    form: str = "live",
 ) -> Tensor:
     """Return ``sum over layers of E * sum_i f_i p_i`` of the last pass, padding left out.
 
@@ -24,6 +28,7 @@ def balance(
         found: Routers that have run forward, at least one.
         attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
         first: Count in f a token's first choice alone (Switch), not all K of its slots.
+        form: See `moebook.kernels.balance_loss`.
 
     Returns:
         A scalar: the number of layers when routing is uniform.
@@ -38,7 +43,8 @@ def balance(
         mask = router.trace.padding(len(decision.ids), attention_mask)
         mask = None if mask is None else mask.to(decision.ids.device)
         ids = decision.ids[:, :1] if first else decision.ids
-        total = total + kernels.balance_loss(decision.logits, ids, mask=mask).to(total.device)
+        term = kernels.balance_loss(decision.logits, ids, mask=mask, form=form)
+        total = total + term.to(total.device)
     return total
 
 

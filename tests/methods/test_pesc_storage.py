@@ -1,6 +1,5 @@
 """Checkpoints: restored bit for bit on the right base, refused in one line on anything else."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from moebook.errors import Refusal
 from moebook.methods import pesc
+from moebook.models import manifest
 
 SMALL = {"experts": 4, "adapter_width": 6, "lora_rank": 4}
 
@@ -24,14 +24,14 @@ def trained_model(host, name="lora", sparse=True):
     return model.eval()
 
 
-def rewrite(folder, tensors=None, **settings):
-    """Change a checkpoint consistently: tensors with their hash, or single settings."""
+def rewrite(folder, tensors=None, **changes):
+    """Change a checkpoint consistently: tensors with their hash, or single facts."""
     if tensors is not None:
         save_file(tensors, folder / "trained.safetensors")
-        payload = (folder / "trained.safetensors").read_bytes()
-        settings["sha256"] = hashlib.sha256(payload).hexdigest()
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    path = folder / "MANIFEST.json"
+    facts = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("files", "sizes")}
+    path.unlink()
+    manifest.seal(folder, **{**facts, **changes})
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -60,10 +60,10 @@ def test_only_what_was_trained_is_stored_and_no_pickle(host, tmp_path):
     model = trained_model(host)
     folder = pesc.save(model, tmp_path / "run")
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
-        "config.json", "run", "trained.safetensors"]  # fmt: skip
+        "MANIFEST.json", "run", "trained.safetensors"]  # fmt: skip
     stored = load_file(folder / "trained.safetensors")
     assert all(".adapters." in k or ".router." in k or ".lora_" in k for k in stored)
-    assert json.loads((folder / "config.json").read_text())["base"] == model.pesc.base
+    assert json.loads((folder / "MANIFEST.json").read_text())["base"] == model.pesc.base
 
 
 def test_a_failed_save_leaves_nothing_behind(host, tmp_path, monkeypatch):
@@ -120,9 +120,9 @@ DAMAGE = {
     "dtype": (damaged_tensors(lambda t: {k: v.long() for k, v in t.items()}), "E-SHAPE"),
     "NaN": (damaged_tensors(lambda t: {k: v * torch.nan for k, v in t.items()}), "E-NONFINITE"),
     "flipped bit": (flip_a_bit, "E-HASH"),
-    "no tensors": (lambda f: (f / "trained.safetensors").unlink(), "E-NOFILE"),
-    "no settings": (lambda f: (f / "config.json").unlink(), "E-NOFILE"),
-    "broken JSON": (lambda f: (f / "config.json").write_text("{"), "E-FORMAT"),
+    "no tensors": (lambda f: (f / "trained.safetensors").unlink(), "E-MANIFEST"),
+    "no settings": (lambda f: (f / "MANIFEST.json").unlink(), "E-MANIFEST"),
+    "broken JSON": (lambda f: (f / "MANIFEST.json").write_text("{"), "E-MANIFEST"),
     "other form": (lambda f: rewrite(f, form="pesc/0"), "E-FORMAT"),
     "wrong type": (lambda f: rewrite(f, sparse="yes"), "E-FORMAT"),
     "unknown setting": (unknown_setting, "E-FORMAT: .*moe_scaling"),
@@ -132,7 +132,7 @@ DAMAGE = {
     ),
     "not safetensors": (
         lambda f: ((f / "trained.safetensors").write_bytes(b"no"),
-                   rewrite(f, sha256=hashlib.sha256(b"no").hexdigest())), "E-FORMAT"),
+                   rewrite(f)), "E-FORMAT"),
 }  # fmt: skip
 
 
@@ -158,3 +158,5 @@ def test_a_checkpoint_of_another_base_is_refused_with_both_hashes(host, tmp_path
         pesc.load(other, folder)
     with pytest.raises(Refusal, match="E-BASE"):
         pesc.load(host("Mistral", num_hidden_layers=1), folder)
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        pesc.load(other, tmp_path / "none")

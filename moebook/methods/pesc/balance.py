@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moebook import kernels
 from moebook import nn as mnn
-from moebook.errors import refuse
 from moebook.methods.pesc.crafting import origin
+from moebook.nn.balancing import balance
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
@@ -32,32 +31,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
         Refusal: E-MODEL for a model that PESC did not make or that has not run yet; E-GRADIENT when
             the routers should train but the pass left no graph.
     """
-    config = origin(model).config
-    found = mnn.routers(model)
+    config, found = origin(model).config, mnn.routers(model)
     if config.balance == "none" or not found:
         return torch.zeros((), device=next(model.parameters()).device)
-    total = torch.zeros((), device=found[0].weight.device, dtype=found[0].weight.dtype)
-    for router in found:
-        decision = router.trace.decisions.get(router.layer)
-        if decision is None:
-            refuse(
-                "E-MODEL",
-                f"the router of layer {router.layer} has not run: do a forward pass first",
-            )
-        _check_graph(router, decision.logits)
-        mask = router.trace.padding(len(decision.ids), attention_mask)
-        mask = None if mask is None else mask.to(decision.ids.device)
-        term = kernels.balance_loss(decision.logits, decision.ids, mask=mask, form=config.balance)
-        total = total + term.to(total.device)
-    return config.balance_weight * total
-
-
-def _check_graph(router: mnn.Router, logits: Tensor) -> None:
-    wanted = router.training and router.weight.requires_grad and torch.is_grad_enabled()
-    if wanted and not logits.requires_grad:
-        refuse(
-            "E-GRADIENT",
-            f"the router of layer {router.layer} ran without a graph, so its balance loss"
-            " would be dead: no torch.no_grad() around the forward pass, and gradient"
-            " checkpointing with use_reentrant=False",
-        )
+    return config.balance_weight * balance(found, attention_mask, form=config.balance)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
+from moebook.methods import settings
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHOICES = {
@@ -66,35 +66,21 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                value = getattr(self, name)
-                refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
-        for name, low in (("experts", 1), ("top_k", 1), ("adapter_width", 1), ("lora_rank", 1)):
-            _whole(name, getattr(self, name), low)
+            settings.chosen(name, getattr(self, name), choices)
+        for name in ("experts", "top_k", "adapter_width", "lora_rank"):
+            settings.whole(name, getattr(self, name), 1)
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
-        _real("adapter_scale", self.adapter_scale, -math.inf, math.inf)
-        _real("served_scale", self.served_scale, -math.inf, math.inf)
-        _real("balance_weight", self.balance_weight, 0, math.inf)
-        _real("lora_alpha", self.lora_alpha, 0, math.inf)
-        _real("adapter_dropout", self.adapter_dropout, 0, 1)
-        _real("lora_dropout", self.lora_dropout, 0, 1)
-        self._check_tuples()
-
-    def _check_tuples(self) -> None:
+        for name in ("adapter_scale", "served_scale"):
+            settings.real(name, getattr(self, name))
+        for name in ("balance_weight", "lora_alpha"):
+            settings.real(name, getattr(self, name), "[0, inf)")
+        for name in ("adapter_dropout", "lora_dropout"):
+            settings.real(name, getattr(self, name), "[0, 1)")
         targets = self.lora_targets
         if not isinstance(targets, tuple) or not targets or not set(targets) <= set(LORA_TARGETS):
             refuse("E-CHOICE", f"lora_targets is {targets!r}, expected some of {LORA_TARGETS}")
-        if self.layers is None:
-            return
-        if not isinstance(self.layers, tuple) or not self.layers:
-            refuse(
-                "E-TYPE", f"layers is {self.layers!r}, expected a tuple of numbers or None for all"
-            )
-        for layer in self.layers:
-            _whole("layers", layer, 0)
-        if len(set(self.layers)) < len(self.layers):
-            refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
+        settings.layers(self.layers)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -108,13 +94,7 @@ class Config:
         Raises:
             Refusal: E-CHOICE for an unknown preset or field.
         """
-        if name not in PRESETS:
-            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, PRESETS)}")
-        known = [field.name for field in fields(cls)]
-        for field in changes:
-            if field not in known:
-                refuse("E-CHOICE", f"unknown PESC setting '{field}'; {nearest(field, known)}")
-        return cls(**{**PRESETS[name], **changes})
+        return settings.preset(cls, PRESETS, name, changes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -122,18 +102,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
     "fixed": {},
 }
-
-
-def _whole(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a whole number")
-    if value < low:
-        refuse("E-RANGE", f"{name} is {value}, expected {low} or more")
-
-
-def _real(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a number")
-    if not math.isfinite(value) or not low <= value < high:
-        wanted = "a finite number" if low == -math.inf else f"a finite number in [{low}, {high})"
-        refuse("E-RANGE", f"{name} is {value}, expected {wanted}")
