@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
+from moebook.methods import settings
 
 CHOICES = {
     "reduction": ("mean", "sum"),
@@ -86,11 +86,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+            settings.chosen(name, getattr(self, name), choices)
         for name in ("shots", "candidates", "experts", "top_k", "budget", "components"):
-            _whole(name, getattr(self, name))
+            settings.whole(name, getattr(self, name), 1)
         if self.experts > self.candidates:
             refuse(
                 "E-RANGE",
@@ -98,9 +96,9 @@ class Config:
             )
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
-        _real("threshold", self.threshold, -1, 1)
-        _real("lora_dropout", self.lora_dropout, 0, math.nextafter(1, 0))
-        _real("gamma", self.gamma, math.nextafter(0, 1), math.inf)
+        settings.real("threshold", self.threshold, "[-1, 1]")
+        settings.real("lora_dropout", self.lora_dropout, "[0, 1)")
+        settings.real("gamma", self.gamma, "(0, inf)")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -112,13 +110,7 @@ class Config:
         Raises:
             Refusal: E-CHOICE for an unknown preset or field.
         """
-        if name not in PRESETS:
-            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, PRESETS)}")
-        known = [field.name for field in fields(cls)]
-        for field in changes:
-            if field not in known:
-                refuse("E-CHOICE", f"unknown Rocket setting '{field}'; {nearest(field, known)}")
-        return cls(**{**PRESETS[name], **changes})
+        return settings.preset(cls, PRESETS, name, changes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -139,17 +131,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "fixed": {},
 }
-
-
-def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a whole number")
-    if value < 1:
-        refuse("E-RANGE", f"{name} is {value}, expected 1 or more")
-
-
-def _real(name: str, value: object, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a number")
-    if not math.isfinite(value) or not low <= value <= high:
-        refuse("E-RANGE", f"{name} is {value}, expected a finite number in [{low:g}, {high:g}]")

@@ -20,12 +20,12 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from moebook.errors import nearest, refuse
-from moebook.methods.rocket import folders
-from moebook.models import manifest
+from moebook.models import folders, manifest
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
 LARGEST_RANK, LARGEST_ALPHA = 512, 2.0**16
+KEPT = ("data", "prompts", "training", "losses")  # of the provenance, in a folder's manifest
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _STARTS = (None, True, False, "gaussian", "orthogonal")  # others change the base's own weights
 _FREE = {"base_model_name_or_path", "revision", "peft_version"}
@@ -45,7 +45,7 @@ class Lora:
         base: Fingerprint of the base, None where it is not known.
         rank_stabilised: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
         provenance: How it was made, where known: ``data`` (name), ``prompts`` (hashes),
-            ``training`` (settings), ``base`` (the name that PEFT noted).
+            ``training`` (settings), ``losses`` (nats, one a step), ``base`` (the name that PEFT noted).
     """
 
     name: str
@@ -116,21 +116,17 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     """
     facts = manifest.verify(folder) if (folder / manifest.NAME).is_file() else {}
     settings = _settings(folder / SETTINGS)
-    if facts.get("base", base) != base:
-        want = str(facts["base"])
-        refuse("E-BASE", f"{folder} belongs to base {want[:12]}..., this base is {base[:12]}...")
+    folders.check_base(folder, str(facts.get("base", base)), base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
     rank, layers = settings["r"], linears(model, settings["target_modules"])
-    shapes: dict[str, tuple[int, ...]] = {
-        KEY.format(path, "A"): (rank, layer.in_features) for path, layer in layers.items()
+    shapes: dict[str, folders.Form] = {
+        KEY.format(path, "A"): ((rank, layer.in_features), None) for path, layer in layers.items()
     }
-    shapes |= {KEY.format(p, "B"): (m.out_features, rank) for p, m in layers.items()}
-    elements = sum(math.prod(shape) for shape in shapes.values())
-    tensors = folders.tensors(folder / TENSORS, 8 * elements + 2**20)
-    folders.check_fit(shapes, tensors, folder / TENSORS)
+    shapes |= {KEY.format(p, "B"): ((m.out_features, rank), None) for p, m in layers.items()}
+    tensors = folders.tensors(folder / TENSORS, shapes)
     return Lora(
         name=folder.name,
         rank=rank,
@@ -169,7 +165,7 @@ def write(lora: Lora, folder: Path) -> Path:
 
 def _provenance(facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     if facts:
-        return {key: facts[key] for key in ("data", "prompts", "training") if key in facts}
+        return {key: facts[key] for key in KEPT if key in facts}
     name = settings.get("base_model_name_or_path")
     return {"base": name} if name else {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from moebook import __version__
-from moebook.errors import nearest, refuse
-from moebook.methods.rocket import folders, loras, mixture
+from moebook.errors import refuse
+from moebook.methods import settings
+from moebook.methods.rocket import loras, mixture
 from moebook.methods.rocket.config import Config
-from moebook.models import manifest
+from moebook.models import folders
 from moebook.models.fingerprint import fingerprint
 
 TENSORS, FORM = "trained.safetensors", "rocket/1"
-TEXTS = {"form": str, "version": str, "base": str, "rank": int, "config": dict}
 LISTS = {"experts": str, "scales": float, "paths": str}
 
 
@@ -49,22 +49,15 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         The same model.
 
     Raises:
-        Refusal: E-MANIFEST, E-HASH, E-FORMAT, E-BASE, E-KEYS, E-SHAPE or E-NONFINITE, or E-MODEL
-            for a model that holds a mixture; the model is untouched then.
+        Refusal: E-NOFILE, E-MANIFEST, E-HASH, E-FORMAT, E-BASE, E-KEYS, E-SHAPE or
+            E-NONFINITE, or E-MODEL for a model that holds a mixture; the model is untouched then.
     """
     folder = Path(folder)
     if model.__dict__.get("rocket") is not None:
         refuse("E-MODEL", "the model holds a mixture already: mixture.remove takes it off")
-    made = _origin(manifest.verify(folder) if folder.is_dir() else {}, folder)
-    found = fingerprint(model)
-    if found != made.base:
-        refuse(
-            "E-BASE", f"{folder} belongs to base {made.base[:12]}..., this base is {found[:12]}..."
-        )
-    expected = _shapes(model, made)
-    elements = sum(torch.Size(shape).numel() for shape in expected.values())
-    tensors = folders.tensors(folder / TENSORS, 8 * elements + 2**20)
-    folders.check_fit(expected, tensors, folder / TENSORS)
+    made = _origin(folders.read(folder, FORM, base=str, rank=int, config=dict), folder)
+    folders.check_base(folder, made.base, fingerprint(model))
+    tensors = folders.tensors(folder / TENSORS, _forms(model, made))
     parts = [{p: tensors[f"{p}.{name}"] for p in made.paths} for name in ("down", "up")]
     mixture.install(model, made, *parts)
     with torch.no_grad():
@@ -73,36 +66,30 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     return model
 
 
-def _shapes(model: nn.Module, made: mixture.Origin) -> dict[str, tuple[int, ...]]:
+def _forms(model: nn.Module, made: mixture.Origin) -> dict[str, folders.Form]:
     """Return the shape of each tensor that a checkpoint on this base must hold."""
     linears = loras.linears(model, list(made.paths))
     experts = len(made.experts)
-    shapes: dict[str, tuple[int, ...]] = {}
+    forms: dict[str, folders.Form] = {}
     for path in made.paths:
         linear = linears[path]
         width, out = linear.in_features, linear.out_features
         reads = width if made.config.gate_input == "layer" else out
-        shapes[f"{path}.down"] = (experts, made.rank, width)
-        shapes[f"{path}.up"] = (experts, out, made.rank)
-        shapes[f"{path}.router"] = (experts, reads)
-    return shapes
+        forms[f"{path}.down"] = ((experts, made.rank, width), None)
+        forms[f"{path}.up"] = ((experts, out, made.rank), None)
+        forms[f"{path}.router"] = ((experts, reads), None)
+    return forms
 
 
 def _origin(facts: dict[str, Any], folder: Path) -> mixture.Origin:
-    """Read what `save` kept about the mixture, refusing anything of another form."""
-    good = facts.get("form") == FORM
-    good = good and all(type(facts.get(key)) is kind for key, kind in TEXTS.items())
+    """Make what `save` kept about the mixture, refusing lists that cannot be right."""
+    good = True
     for key, kind in LISTS.items():
         values = facts.get(key)
         good = good and isinstance(values, list) and all(type(value) is kind for value in values)
     if not good or not facts["paths"] or len(facts["experts"]) != len(facts["scales"]):
         refuse("E-FORMAT", f"{folder} is not of the form {FORM}: expected a folder of rocket.save")
-    known = {field.name for field in fields(Config)}
-    odd = sorted(facts["config"].keys() ^ known)
-    if odd:
-        refuse("E-FORMAT", f"{folder}: setting '{odd[0]}' is missing or unknown; "
-               f"{nearest(odd[0], known)}")  # fmt: skip
-    config = Config(**facts["config"])
+    config = settings.restored(Config, facts["config"], folder)
     if config.experts != len(facts["experts"]):
         refuse("E-FORMAT", f"{folder}: {len(facts['experts'])} experts, settings say "
                f"{config.experts}")  # fmt: skip

@@ -46,5 +46,5 @@ def test_a_bad_setting_is_refused_by_name(changes, message):
 def test_unknown_presets_and_fields_are_refused():
     with pytest.raises(Refusal, match="E-CHOICE: unknown preset 'papers'; did you mean 'paper'"):
         Config.preset("papers")
-    with pytest.raises(Refusal, match="E-CHOICE: unknown Rocket setting 'topk'"):
+    with pytest.raises(Refusal, match="E-CHOICE: unknown setting 'topk'"):
         Config.preset("fixed", topk=1)

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save
 
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import folders, mixture
+from moebook.methods.rocket import mixture
+from moebook.models import folders
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_changed_bytes_and_missing_folders_are_refused(trained, base, tmp_path):
     flip(folder)
     with pytest.raises(Refusal, match="E-HASH"):
         rocket.load(base(), folder)
-    with pytest.raises(Refusal, match="E-FORMAT"):
+    with pytest.raises(Refusal, match="E-NOFILE"):
         rocket.load(base(), tmp_path / "none")
     with pytest.raises(Refusal, match="E-MODEL"):
         rocket.load(model, folder)
