@@ -109,7 +109,7 @@ def test_presets_differ_where_paper_and_code_do():
     assert esft.Config.preset("fixed", threshold=0.5) == esft.Config(threshold=0.5)
     with pytest.raises(Refusal, match="E-CHOICE: unknown preset 'papers'; did you mean 'paper'"):
         esft.Config.preset("papers")
-    with pytest.raises(Refusal, match="E-CHOICE: unknown ESFT setting 'top_p'"):
+    with pytest.raises(Refusal, match="E-CHOICE: unknown setting 'top_p'"):
         esft.Config.preset("paper", top_p=0.2)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.methods import settings
 
 CHOICES = {"score": ("token", "gate"), "pooling": ("tokens", "samples")}
 FLAGS = ("normalised", "shared_experts", "non_expert_modules", "router")
@@ -50,20 +49,12 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+            settings.chosen(name, getattr(self, name), choices)
         for name in FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
-                refuse("E-TYPE", f"{name} is {value!r}, expected true or false")
-        p, places = self.threshold, self.decimals
-        if not isinstance(p, int | float) or isinstance(p, bool):
-            refuse("E-TYPE", f"threshold is {p!r}, expected a number in (0, 1]")
-        if not math.isfinite(p) or not 0 < p <= 1:
-            refuse("E-RANGE", f"threshold is {p}, expected a number in (0, 1]")
-        if places is not None and (not isinstance(places, int) or isinstance(places, bool)):
-            refuse("E-TYPE", f"decimals is {places!r}, expected a whole number or none")
-        if places is not None and not 1 <= places <= 15:
-            refuse("E-RANGE", f"decimals is {places}, expected 1 to 15")
+            settings.flag(name, getattr(self, name))
+        settings.real("threshold", self.threshold, "(0, 1]")
+        if self.decimals is not None:
+            settings.whole("decimals", self.decimals, 1, 15)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -76,13 +67,7 @@ class Config:
         Raises:
             Refusal: E-CHOICE for an unknown preset or field.
         """
-        if name not in PRESETS:
-            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, PRESETS)}")
-        known = [field.name for field in fields(cls)]
-        for field in changes:
-            if field not in known:
-                refuse("E-CHOICE", f"unknown ESFT setting '{field}'; {nearest(field, known)}")
-        return cls(**{**PRESETS[name], **changes})
+        return settings.preset(cls, PRESETS, name, changes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -6,18 +6,14 @@ A sealed folder without pickle: ``trained.safetensors``, ``experts.json`` in the
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as read_tensors
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from moebook import __version__
-from moebook.errors import refuse
 from moebook.methods.esft.selection import Selection
 from moebook.methods.esft.specialising import (
     checked,
@@ -28,7 +24,7 @@ from moebook.methods.esft.specialising import (
     restore,
     trained,
 )
-from moebook.models import manifest
+from moebook.models import folders
 from moebook.models.fingerprint import fingerprint
 
 TENSORS, EXPERTS, FORM = "trained.safetensors", "experts.json", "esft/1"
@@ -48,22 +44,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         Refusal: E-EXISTS when the folder exists, E-NONFINITE when a tensor holds NaN or infinity,
             E-MODEL for a model that is not specialised.
     """
-    target, made = Path(folder), origin(model)
-    if target.exists():
-        refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
-    tensors = {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
-    _check_finite(tensors)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
-    try:
-        stage.mkdir()
-        save_file(tensors, stage / TENSORS)
-        made.selection.save(stage / EXPERTS)
-        manifest.seal(stage, form=FORM, version=__version__, base=made.base)
-        manifest.commit(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-    return target
+    made = origin(model)
+    files = {
+        TENSORS: folders.packed(trained(model)),
+        EXPERTS: json.dumps(made.selection.published()).encode(),
+    }
+    return folders.write(Path(folder), files, form=FORM, version=__version__, base=made.base)
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
@@ -84,18 +70,11 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
             those of `specialise`; the model is untouched then.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        refuse("E-NOFILE", f"{folder} is missing: expected a folder written by esft.save")
-    sealed = manifest.verify(folder)
-    if sealed.get("form") != FORM or not isinstance(wanted := sealed.get("base"), str):
-        refuse("E-FORMAT", f"{folder} is not of the form {FORM}, as written by esft.save")
-    selection = Selection.load(folder / EXPERTS)
-    tensors = _tensors(folder / TENSORS)
-    before = origin_or_none(model)
+    wanted = folders.read(folder, FORM, base=str)["base"]
+    selection, before = Selection.load(folder / EXPERTS), origin_or_none(model)
     found = fingerprint(model) if before is None else before.base
-    if found != wanted:
-        refuse("E-BASE", f"{folder} belongs to base {wanted[:12]}..., this base is {found[:12]}...")
-    _check_fit(_expected(model, selection), tensors, folder / TENSORS)
+    folders.check_base(folder, wanted, found)
+    tensors = folders.tensors(folder / TENSORS, _expected(model, selection))
     if before is not None:
         restore(model)
     install(model, selection, checked(model, selection), found)
@@ -105,12 +84,12 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     return model
 
 
-def _expected(model: nn.Module, selection: Selection) -> dict[str, tuple[list[int], torch.dtype]]:
+def _expected(model: nn.Module, selection: Selection) -> dict[str, folders.Form]:
     """Return shape and dtype of every tensor that a checkpoint of this selection must hold."""
     layers = checked(model, selection)
     names = {module: name for name, module in model.named_modules()}
-    expected = {
-        name: (list(p.shape), p.dtype) for name, p in options(model, selection, layers).items()
+    expected: dict[str, folders.Form] = {
+        name: (p.shape, p.dtype) for name, p in options(model, selection, layers).items()
     }
     for layer in layers:
         for part in ("gate_up_proj", "down_proj"):
@@ -119,39 +98,3 @@ def _expected(model: nn.Module, selection: Selection) -> dict[str, tuple[list[in
             dtype = torch.promote_types(weight.dtype, torch.float32)
             expected[f"{names[layer.experts]}.{part}"] = (shape, dtype)
     return expected
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing: expected a folder written by esft.save")
-    try:
-        tensors = read_tensors(path.read_bytes())
-    except SafetensorError as error:
-        refuse("E-FORMAT", f"{path} is not safetensors: {error}")
-    _check_finite(tensors)
-    return tensors
-
-
-def _check_fit(
-    expected: dict[str, tuple[list[int], torch.dtype]], tensors: dict[str, Tensor], path: Path
-) -> None:
-    missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected)
-    if missing or surplus:
-        refuse(
-            "E-KEYS",
-            f"{path}: {len(missing)} tensors missing {missing[:3]},"
-            f" {len(surplus)} surplus {surplus[:3]}",
-        )
-    for name, (shape, dtype) in expected.items():
-        tensor = tensors[name]
-        if list(tensor.shape) != shape or tensor.dtype != dtype:
-            refuse(
-                "E-SHAPE",
-                f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}",
-            )
-
-
-def _check_finite(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            refuse("E-NONFINITE", f"{name} holds NaN or infinity")
