@@ -17,7 +17,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from moebook.errors import refuse
-from moebook.methods.upcycling.config import chosen, whole
+from moebook.methods.settings import chosen, whole
 from moebook.methods.upcycling.representations import Chunk, Representations
 from moebook.methods.upcycling.starts import Start
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.kernels.route import COMBINE
+from moebook.methods import settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,44 +54,12 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        whole("experts", self.experts, 1)
-        whole("top_k", self.top_k, 1)
-        whole("seed", self.seed, 0)
+        settings.whole("experts", self.experts, 1)
+        settings.whole("top_k", self.top_k, 1)
+        settings.whole("seed", self.seed, 0)
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
-        chosen("combine", self.combine, COMBINE)
-        real("noise", self.noise, 0)
-        real("balance_weight", self.balance_weight, 0)
-        if self.layers is not None:
-            self._check_layers(self.layers)
-
-    def _check_layers(self, layers: object) -> None:
-        if not isinstance(layers, tuple) or not layers:
-            refuse("E-TYPE", f"layers is {layers!r}, expected a tuple of numbers or None for all")
-        for layer in layers:
-            whole("layers", layer, 0)
-        if len(set(layers)) < len(layers):
-            refuse("E-RANGE", f"layers names a layer twice: {layers}")
-
-
-def whole(name: str, value: object, low: int) -> None:
-    """Refuse what is no whole number of at least ``low``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a whole number")
-    if value < low:
-        refuse("E-RANGE", f"{name} is {value}, expected {low} or more")
-
-
-def real(name: str, value: object, low: float, high: float = math.inf) -> None:
-    """Refuse what is no finite number between ``low`` and ``high``, both included."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        refuse("E-TYPE", f"{name} is {value!r}, expected a number")
-    if not math.isfinite(value) or not low <= value <= high:
-        above = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        refuse("E-RANGE", f"{name} is {value}, expected a finite number {above}")
-
-
-def chosen(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices, naming the nearest."""
-    if value not in choices:
-        refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+        settings.chosen("combine", self.combine, COMBINE)
+        settings.real("noise", self.noise, "[0, inf)")
+        settings.real("balance_weight", self.balance_weight, "[0, inf)")
+        settings.layers(self.layers)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.upcycling.config import chosen, real
+from moebook.methods.settings import chosen, real
 
 OF = ("answer", "all")
 IGNORED = -100
@@ -98,7 +98,7 @@ def hardest(
         Refusal: E-RANGE; E-DATA, naming the task, when it has no instances or too few for the
             share to give one.
     """
-    real("share", share, 0, 1)
+    real("share", share, "[0, 1]")
     kept = {}
     for task, rows in tasks.items():
         if not len(rows):

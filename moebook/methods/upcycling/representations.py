@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.upcycling.config import chosen, real, whole
+from moebook.methods.settings import chosen, real, whole
 from moebook.methods.upcycling.listening import TENSORS, listening
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
@@ -178,9 +178,7 @@ def collect(
 def _check(tensor: str, tokens: str, share: float) -> None:
     chosen("tensor", tensor, TENSORS)
     chosen("tokens", tokens, TOKENS)
-    real("share", share, 0, 1)
-    if share == 0:
-        refuse("E-RANGE", "share is 0, expected more than 0 and at most 1")
+    real("share", share, "(0, 1]")
 
 
 def _survivors(held: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moebook.analysis.routers import logit_scale
 from moebook.errors import refuse
-from moebook.methods.upcycling.config import chosen, real, whole
+from moebook.methods.settings import chosen, real, whole
 from moebook.methods.upcycling.representations import Representations
 from moebook.models.anatomy import anatomy
 from moebook.models.fingerprint import fingerprint
@@ -138,7 +138,7 @@ def scaled(
         return start
     if scale == "unit":
         return replace(start, weights=_unit(start.weights))
-    real("target", target, 1e-6)
+    real("target", target, "[1e-6, inf)")
     if inputs is None or inputs.tensor != "ffn_input" or inputs.layers != start.layers:
         refuse("E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')")
     if start.base is not None:
