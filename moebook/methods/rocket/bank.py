@@ -151,7 +151,7 @@ def train(
         )
         if kept.is_dir():
             bank[name] = loras.read(kept, model, base)
-            if bank[name].provenance != known:
+            if any(bank[name].provenance.get(key) != value for key, value in known.items()):
                 refuse("E-EXISTS", f"{kept} was trained on other rows or settings: remove it")
             continue
         encoded = encode(rows, tokenizer, format=format, max_length=max_length)
@@ -179,6 +179,8 @@ def tune(
 ) -> Lora:
     """Train a fresh PEFT LoRA on encoded rows and take it off the base again.
 
+    Its provenance keeps the loss of every step.
+
     Args:
         model: The base; given back as it was, what requires a gradient included.
         encoded: From `data.encode`.
@@ -202,7 +204,7 @@ def tune(
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config)
     try:
-        training.fit(wrapped, encoded, seed=seed, label=name, **settings)
+        losses = training.fit(wrapped, encoded, seed=seed, label=name, **settings).loss
         paths = [path for path, part in wrapped.named_modules() if hasattr(part, "lora_A")]
         parts = {p.removeprefix("base_model.model."): wrapped.get_submodule(p) for p in paths}
         down = {p: m.lora_A["default"].weight.detach().cpu().clone() for p, m in parts.items()}
@@ -211,7 +213,8 @@ def tune(
         wrapped.unload()
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(learning[key])
-    return Lora(name, rank, float(alpha), down, up, base)
+    known = {"losses": [round(loss, 5) for loss in losses]}
+    return Lora(name, rank, float(alpha), down, up, base, provenance=known)
 
 
 def hashes(rows: Sequence[Row]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import rankdata
 from torch import Tensor
 
 from moebook.errors import nearest, refuse
@@ -115,8 +116,9 @@ def select(
 
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
-    largest; the group with the least total wins. Every tie is broken by name: among LoRAs of equal
-    accuracy, frequent with few shots, R_A follows the alphabet.
+    largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4), so that
+    LoRAs of equal accuracy, frequent with few shots, are told apart by perplexity and not by the
+    alphabet; equal sums are settled by name.
 
     Args:
         scores: From `scoring.scores`.
@@ -198,10 +200,8 @@ def _check(
 
 
 def _ranks(values: Array) -> Array:
-    """Rank from the smallest, 1 to n; of equal values the earlier one is better."""
-    ranks = np.empty(len(values), dtype=np.int64)
-    ranks[np.argsort(values, kind="stable")] = np.arange(1, len(values) + 1)
-    return ranks
+    """Rank from the smallest, 1 to n; equal values share the least of their ranks."""
+    return np.asarray(rankdata(values, method="min"), dtype=np.int64)
 
 
 def _means(similarities: pd.DataFrame, groups: list[tuple[str, ...]]) -> Array:

@@ -26,21 +26,18 @@ def tables(seed, size, *, ties=False):
 
 
 def algorithm_1(scores, cosines, candidates, experts, *, literal):
-    """Alg. 1 as it is printed, line by line, ties by name."""
+    """Alg. 1 as it is printed, line by line; equal values share a rank, equal sums go by name."""
     bank = sorted(scores.index)
-    by_perplexity = sorted(bank, key=lambda m: (scores.perplexity[m], m))
-    by_accuracy = sorted(bank, key=lambda m: (-scores.accuracy[m], m))
-    r_p = {m: by_perplexity.index(m) + 1 for m in bank}
-    r_a = {m: by_accuracy.index(m) + 1 for m in bank}
+    r_p = {m: 1 + sum(scores.perplexity[o] < scores.perplexity[m] for o in bank) for m in bank}
+    r_a = {m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank}
     chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
     groups = list(combinations(sorted(chosen), experts))
     mean = {}
     for group in groups:
         pairs = [cosines.loc[i, j] for i in group for j in group if i != j]
         mean[group] = sum(pairs) / len(pairs)
-    key = (lambda g: (-1 / mean[g], g)) if literal else (lambda g: (mean[g], g))
-    by_diversity = sorted(groups, key=key)
-    r_d = {group: place for place, group in enumerate(by_diversity, 1)}
+    least = {g: -1 / mean[g] if literal else mean[g] for g in groups}
+    r_d = {g: 1 + sum(least[other] < least[g] for other in groups) for g in groups}
     total = {g: sum(r_p[m] + r_a[m] for m in g) + r_d[g] for g in groups}
     best = min(groups, key=lambda g: (total[g], g))
     ordered = sorted(best, key=lambda m: (r_p[m] + r_a[m], m))
@@ -77,6 +74,14 @@ def test_when_all_is_equal_the_names_decide():
     cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
     found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
     assert found.experts == ("a", "b")
+
+
+def test_equal_accuracies_leave_the_choice_to_perplexity():
+    names = list("abcd")
+    scores = pd.DataFrame({"perplexity": [4.0, 3, 2, 1], "accuracy": 0.0}, index=names)
+    cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
+    found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
+    assert found.experts == ("d", "c")
 
 
 def test_a_single_ranking_takes_its_own_best():
