@@ -45,7 +45,8 @@ class Lora:
         base: Fingerprint of the base, None where it is not known.
         rank_stabilised: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
         provenance: How it was made, where known: ``data`` (name), ``prompts`` (hashes),
-            ``training`` (settings), ``losses`` (nats, one a step), ``base`` (the name that PEFT noted).
+            ``training`` (settings), ``losses`` (nats a token, one a step), ``base`` (the name that
+            PEFT noted).
     """
 
     name: str
