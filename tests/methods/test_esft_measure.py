@@ -1,6 +1,5 @@
 """ESFT's scores: naive loops on tiny mixtures, and the published scores from the raw routing."""
 
-import gzip
 import json
 
 import pytest
@@ -115,37 +114,16 @@ def test_a_router_of_unknown_output_is_refused_and_no_hook_stays(mixture, batch)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def routing_of_law(shared):
-    """Yield layer and the ids and gates ``[1, T, 6]`` of one sample, as published."""
-    with gzip.open(shared / "oracles/esft/law.routing.txt.gz", "rt") as lines:
-        for line in lines:
-            head, gates = line.rstrip("\n").split("\t\t")
-            layer, _, *ids = map(int, head.split("\t"))
-            gates = [float(gate) for gate in gates.split("\t")]
-            yield (
-                layer,
-                torch.tensor(ids).view(1, -1, 6),
-                torch.tensor(gates).double().view(1, -1, 6),
-            )
-
-
 @pytest.fixture(scope="module")
 def law(shared):
-    """The tally of each layer over the raw routing of `law`."""
-    tallies = {}
-    for layer, ids, gates in routing_of_law(shared):
-        tallies.setdefault(layer, esft.Tally(64)).add(ids, gates)
-    return tallies
-
-
-def scores_of(tallies, pooling):
-    pairs = {layer: tally.scores(pooling) for layer, tally in tallies.items()}
-    return esft.Scores(*({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1)))
+    """The scores of `law` from the raw routing of every token, by pooling."""
+    path = shared / "oracles/esft/law.routing.txt.gz"
+    return {pooling: esft.replay(path, pooling=pooling) for pooling in ("tokens", "samples")}
 
 
 def test_the_published_scores_follow_from_the_published_routing(law, shared):
     published = esft.Scores.load(shared / "oracles/esft/law.scores.json")
-    counted = scores_of(law, "tokens")
+    counted = law["tokens"]
     assert counted.token.keys() == published.token.keys() == set(range(1, 27))
     for kind in ("token", "gate"):
         for layer, row in getattr(published, kind).items():
@@ -154,18 +132,45 @@ def test_the_published_scores_follow_from_the_published_routing(law, shared):
 
 def test_the_published_experts_follow_from_the_published_routing(law, shared):
     released = esft.Config.preset("released")
-    got = esft.select(scores_of(law, "tokens"), released)
+    got = esft.select(law["tokens"], released)
     published = json.loads((shared / "oracles/esft/law.experts.json").read_text())
     assert {str(layer): list(ids) for layer, ids in got.experts.items()} == published["experts"]
 
 
 def test_averaging_by_samples_changes_some_layers_of_law(law):
-    by_tokens, by_samples = (
-        esft.select(scores_of(law, pooling), esft.Config()) for pooling in ("tokens", "samples")
-    )
+    by_tokens, by_samples = (esft.select(scores, esft.Config()) for scores in law.values())
     changed = [
         layer
         for layer, ids in by_tokens.experts.items()
         if set(ids) != set(by_samples.experts[layer])
     ]
     assert 2 <= len(changed) <= 6
+
+
+def test_published_routing_is_read_token_by_token(tmp_path):
+    path = tmp_path / "toy.routing.txt"
+    path.write_text("1\t0\t0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n1\t1\t2\t0\t\t.5\t.5\n")
+    by_tokens = esft.replay(path, experts=3, top_k=2)
+    by_samples = esft.replay(path, experts=3, top_k=2, pooling="samples")
+    assert by_tokens.token[1].tolist() == pytest.approx([2 / 6, 2 / 6, 2 / 6])
+    assert by_tokens.gate[1].tolist() == pytest.approx([1 / 3, 0.75 / 3, 0.625 / 3])
+    assert by_samples.token[1].tolist() == pytest.approx([3 / 8, 2 / 8, 3 / 8])
+    assert by_samples.gate[1].tolist() == pytest.approx([3 / 8, 3 / 16, 9 / 32])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1\t0\t0\tx\t\t.5\t.5", "invalid literal"),
+        ("1\t0\t0\t3\t\t.5\t.5", "2 experts and 2 gates"),
+        ("1\t0\t0\t1\t\t.5", "2 experts and 1 gates"),
+        ("1\t0\t0\t1\t2\t\t.5\t.5\t.5", "3 experts and 3 gates"),
+    ],
+)
+def test_damaged_published_routing_is_refused_with_its_line(tmp_path, line, message):
+    path = tmp_path / "toy.routing.txt"
+    path.write_text("1\t0\t0\t1\t\t.5\t.5\n" + line + "\n")
+    with pytest.raises(Refusal, match=f"E-FORMAT: .*toy.routing.txt:2: .*{message}"):
+        esft.replay(path, experts=3, top_k=2)
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        esft.replay(tmp_path / "none.txt")

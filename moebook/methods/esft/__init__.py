@@ -7,6 +7,7 @@ from moebook.methods.esft.baselines import full, lora
 from moebook.methods.esft.comparing import half_mass, shared_top
 from moebook.methods.esft.config import Config
 from moebook.methods.esft.grouping import cooccurrence, group, ungroup
+from moebook.methods.esft.published import replay
 from moebook.methods.esft.sampling import mix, samples
 from moebook.methods.esft.scoring import Scores, Tally, measure
 from moebook.methods.esft.selection import Selection, random_selection, select
@@ -30,6 +31,7 @@ __all__ = [
     "mix",
     "partition",
     "random_selection",
+    "replay",
     "restore",
     "samples",
     "save",
