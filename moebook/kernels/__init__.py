@@ -2,6 +2,19 @@
 
 from moebook.kernels.adapters import adapters
 from moebook.kernels.balance_loss import balance_loss
-from moebook.kernels.route import Routing, route
+from moebook.kernels.experts import Bank, experts
+from moebook.kernels.lora_mixture import lora_mixture
+from moebook.kernels.route import Routing, grouped, route
+from moebook.kernels.split_experts import split_experts
 
-__all__ = ["Routing", "adapters", "balance_loss", "route"]
+__all__ = [
+    "Bank",
+    "Routing",
+    "adapters",
+    "balance_loss",
+    "experts",
+    "grouped",
+    "lora_mixture",
+    "route",
+    "split_experts",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
-from moebook.kernels.route import Routing
+from moebook.kernels.route import Routing, check_routing
+from moebook.kernels.segments import Layout, lay_out
 
 
 def adapters(
@@ -38,19 +38,22 @@ def adapters(
         up: ``[E, R, D]``.
         scale: Factor on the adapters' output (1 in Eq. 8).
         source: ``[T, D]`` what the adapters read; ``h`` by default, ``dropout(h)`` in training.
-        impl: ``"auto"``, ``"torch"`` (sorted segments, one product per expert and direction) or
-            ``"reference"`` (every adapter on every token, then masked).
+        impl: ``"auto"``, ``"torch"`` (one product per adapter and direction over its own rows),
+            ``"triton"`` or ``"reference"`` (every adapter on every token, then masked).
 
     Returns:
         ``[T, D]`` in the dtype of ``h``; ``down`` and ``up`` are used in that dtype.
 
     Raises:
-        Refusal: E-SHAPE when the shapes do not fit one another, E-IMPL for an unknown ``impl``.
+        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
+            ``impl`` that is unknown or cannot run.
     """
     source = h if source is None else source
-    _check(h, source, routing, down, up)
-    run = implementation("adapters", impl, {"torch": _segments, "reference": reference})
-    return run(h, source, routing, down.to(h.dtype), up.to(h.dtype), scale)
+    _check(h, source, down, up)
+    check_routing("adapters", routing, h, len(down))
+    run = implementation("adapters", impl, {"torch": _segments, "reference": reference}, h)
+    y: Tensor = run(h, source, routing, down.to(h.dtype), up.to(h.dtype), scale)
+    return y
 
 
 def reference(
@@ -63,89 +66,70 @@ def reference(
     return h + scale * torch.einsum("te,ted->td", gates, outputs)
 
 
-def _check(h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor) -> None:
+def _check(h: Tensor, source: Tensor, down: Tensor, up: Tensor) -> None:
     fits = h.dim() == 2 and source.shape == h.shape and down.dim() == up.dim() == 3
-    fits = fits and down.shape[1] == h.shape[1] and up.shape == down.mT.shape
-    fits = fits and routing.ids.shape[0] == h.shape[0] and len(routing.counts) == down.shape[0]
-    if not fits:
+    if not fits or down.shape[1] != h.shape[1] or up.shape != down.mT.shape:
+        got = ", ".join(str(tuple(part.shape)) for part in (h, source, down, up))
         refuse(
             "E-SHAPE",
-            "adapters: expected h and source [T, D], ids [T, K], counts [E], down [E, D, R],"
-            f" up [E, R, D]; got {tuple(h.shape)}, {tuple(source.shape)},"
-            f" {tuple(routing.ids.shape)}, {tuple(routing.counts.shape)}, {tuple(down.shape)},"
-            f" {tuple(up.shape)}",
+            f"adapters: expected h and source [T, D], down [E, D, R], up [E, R, D]; got {got}",
         )
+    if (devices := {part.device for part in (source, down, up)}) != {h.device}:
+        names = ", ".join(sorted(map(str, devices)))
+        refuse("E-DEVICE", f"adapters: source, down and up lie on {names}, h on {h.device}")
 
 
 def _segments(
     h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
     gates = routing.weights.to(h.dtype) * scale
-    return _Segments.apply(h, source, gates, down, up, routing.order, routing.counts)
-
-
-def _slices(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, with its rows in sorted order."""
-    start = 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
-
-
-def _combine(rows: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
-    """Sum each token's K rows, taken back from sorted order: ``[T * K, D]`` to ``[T, D]``."""
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return F.embedding_bag(place.view(shape), rows, mode="sum")
+    other = None if source is h else source
+    y: Tensor = _Segments.apply(h, other, gates, down, up, lay_out(routing, h.dtype))
+    return y
 
 
 class _Segments(torch.autograd.Function):
-    """Slots sorted by expert, so that each adapter is one small dense product over its own rows.
+    """Slots sorted by expert; all that one adapter does is done while its rows are in the cache.
 
     Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``. The gate is
-    applied between the two products, on R columns instead of D.
+    applied between the two products, on R columns instead of D. Each adapter's rows are added to
+    the output as they come: a buffer ``[T * K, D]`` would cost more than the products. Where h is
+    its own source (``other`` is None), its two gradients are one tensor from the start.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, source: Tensor, gates: Tensor, down: Tensor, up: Tensor,
-        order: Tensor, counts: Tensor,
+        ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
+        layout: Layout,
     ) -> Tensor:  # fmt: skip
-        token = order // gates.shape[1]
-        gate = gates.flatten()[order].unsqueeze(1)
-        slices = list(_slices(counts))
-        pre = h.new_empty(len(order), down.shape[2])
-        for expert, rows in slices:
-            torch.mm(source[token[rows]], down[expert], out=pre[rows])
-        hidden = F.gelu(pre).mul_(gate)
-        out = h.new_empty(len(order), h.shape[1])
-        for expert, rows in slices:
-            torch.mm(hidden[rows], up[expert], out=out[rows])
-        ctx.save_for_backward(source, gates, down, up, order, pre)
-        ctx.slices = slices
-        return _combine(out, order, gates.shape).add_(h)
+        source, gate = h if other is None else other, layout.spread(gates)
+        pre = h.new_empty(len(layout.token), down.shape[2])
+        y = h.clone()
+        for expert, rows in layout.segments:
+            token = layout.token[rows]
+            torch.mm(source.index_select(0, token), down[expert], out=pre[rows])
+            hidden = F.gelu(pre[rows]).mul_(gate[rows])
+            y.index_add_(0, token, hidden @ up[expert])
+        ctx.save_for_backward(source, gate, down, up, pre)
+        ctx.layout, ctx.apart = layout, other is not None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, gates, down, up, order, pre = ctx.saved_tensors
-        token = order // gates.shape[1]
-        gate = gates.flatten()[order].unsqueeze(1)
-        active = F.gelu(pre)
-        weighted = active * gate
-        d_weighted = torch.empty_like(pre)
+        source, gate, down, up, pre = ctx.saved_tensors
+        d_source = torch.zeros_like(source) if ctx.apart else grad.clone()
+        d_gate = torch.empty_like(gate)
         d_down, d_up = torch.zeros_like(down), torch.zeros_like(up)
-        for expert, rows in ctx.slices:
-            d_out = grad[token[rows]]
-            torch.mm(d_out, up[expert].T, out=d_weighted[rows])
-            torch.mm(weighted[rows].T, d_out, out=d_up[expert])
-        d_gate = torch.empty_like(gates).flatten()
-        d_gate[order] = (d_weighted * active).sum(1)
-        d_pre = torch.ops.aten.gelu_backward(d_weighted.mul_(gate), pre)
-        d_rows = source.new_empty(len(order), source.shape[1])
-        for expert, rows in ctx.slices:
-            torch.mm(source[token[rows]].T, d_pre[rows], out=d_down[expert])
-            torch.mm(d_pre[rows], down[expert].T, out=d_rows[rows])
-        d_source = _combine(d_rows, order, gates.shape)
-        return grad, d_source, d_gate.view_as(gates), d_down, d_up, None, None
+        for expert, rows in ctx.layout.segments:
+            token = ctx.layout.token[rows]
+            d_out, active = grad.index_select(0, token), F.gelu(pre[rows])
+            torch.mm((active * gate[rows]).T, d_out, out=d_up[expert])
+            d_hidden = d_out @ up[expert].T
+            torch.sum(d_hidden * active, 1, keepdim=True, out=d_gate[rows])
+            d_pre = torch.ops.aten.gelu_backward(d_hidden.mul_(gate[rows]), pre[rows])
+            torch.mm(source.index_select(0, token).T, d_pre, out=d_down[expert])
+            d_source.index_add_(0, token, d_pre @ down[expert].T)
+        d_gates = d_gate[ctx.layout.place].squeeze(-1)
+        d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
+        return *d_inputs, d_gates, d_down, d_up, None

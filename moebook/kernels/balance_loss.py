@@ -36,10 +36,10 @@ def balance_loss(
         form: ``"live"`` as above. ``"constant"`` is the released code's form: the mean of the
             softmax over the K kept logits stands for p, which is 1/K for every token, so the value
             is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
-        impl: ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
+        impl: ``"auto"``, ``"torch"`` (counts), ``"triton"`` or ``"reference"`` (one-hot vectors).
 
     Raises:
-        Refusal: E-SHAPE, E-CHOICE or E-IMPL for an argument that cannot be used.
+        Refusal: E-SHAPE, E-DEVICE, E-CHOICE or E-IMPL for an argument that cannot be used.
     """
     if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits):
         shapes = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
@@ -47,11 +47,32 @@ def balance_loss(
     if mask is not None and mask.shape != logits.shape[:1]:
         shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
         refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")
+    if ids.device != logits.device or (mask is not None and mask.device != logits.device):
+        refuse("E-DEVICE", f"balance_loss: ids and mask must be on {logits.device} as the logits")
     if form not in FORMS:
         refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
     keep = logits.new_ones(len(logits)) if mask is None else mask.to(logits.dtype)
-    run = implementation("balance_loss", impl, {"torch": _counted, "reference": reference})
-    load = run(ids, keep, logits.shape[1])
+    run = implementation("balance_loss", impl, _IMPLEMENTATIONS, logits)
+    value: Tensor = run(logits, ids, keep, form)
+    return value
+
+
+def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
+    """Take f from one-hot vectors."""
+    hot = torch.nn.functional.one_hot(ids, logits.shape[1]).to(keep.dtype)
+    load = torch.einsum("tke,t->e", hot, keep) / (keep.sum() * ids.shape[1]).clamp(min=1)
+    return _loss(load, logits, ids, keep, form)
+
+
+def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
+    """Take f by counting: no ``[T, K, E]`` tensor is made."""
+    weights = keep.unsqueeze(1).expand(ids.shape).flatten()
+    load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten(), weights)
+    return _loss(load / weights.sum().clamp(min=1), logits, ids, keep, form)
+
+
+def _loss(load: Tensor, logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
+    """Return the loss from f, the share of slots by expert ``[E]``."""
     tokens = keep.sum().clamp(min=1)
     if form == "constant":
         kept = logits.gather(1, ids).softmax(-1).mean(-1)
@@ -59,14 +80,4 @@ def balance_loss(
     return logits.shape[1] * (load * (keep @ logits.softmax(-1))).sum() / tokens
 
 
-def reference(ids: Tensor, keep: Tensor, experts: int) -> Tensor:
-    """Return f, the share of slots by expert ``[E]``, from one-hot vectors."""
-    hot = torch.nn.functional.one_hot(ids, experts).to(keep.dtype)
-    return torch.einsum("tke,t->e", hot, keep) / (keep.sum() * ids.shape[1]).clamp(min=1)
-
-
-def _counted(ids: Tensor, keep: Tensor, experts: int) -> Tensor:
-    """Return f by counting: no ``[T, K, E]`` tensor is made."""
-    weights = keep.unsqueeze(1).expand(ids.shape).flatten()
-    load = keep.new_zeros(experts).scatter_add_(0, ids.flatten(), weights)
-    return load / weights.sum().clamp(min=1)
+_IMPLEMENTATIONS = {"torch": _counted, "reference": reference}

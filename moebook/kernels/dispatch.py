@@ -2,27 +2,76 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from moebook.errors import nearest, refuse
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What the Triton kernels compute in."""
+
 
 def implementation(
-    op: str, impl: str, table: Mapping[str, Callable[..., Any]]
+    op: str,
+    impl: str,
+    table: Mapping[str, Callable[..., Any]],
+    on: Tensor | None = None,
 ) -> Callable[..., Any]:
-    """Return the function that ``impl`` names for this op; ``"auto"`` is the fastest one.
+    """Return the function that ``impl`` names for this op.
+
+    ``"auto"`` is the op's Triton kernel where its tensors lie on a GPU that can run it, else the
+    first of ``table``. A kernel is the function ``run`` of `moebook.kernels._triton`'s module of
+    the op's name; it is imported here, when it is about to run, and at no other time.
 
     Args:
-        op: Name of the op, for the message.
-        impl: ``"auto"`` or a key of ``table``.
-        table: The op's implementations by name, the fastest first.
+        op: Name of the op.
+        impl: ``"auto"``, ``"triton"`` or a key of ``table``.
+        table: The op's implementations in PyTorch by name, the fastest first.
+        on: A tensor of the call: where, and in which dtype, the op is to compute.
 
     Raises:
-        Refusal: E-IMPL when the op has no such implementation.
+        Refusal: E-IMPL when the op has no such implementation, or it cannot run on these tensors.
     """
     if impl == "auto":
-        return next(iter(table.values()))
-    if impl not in table:
-        refuse("E-IMPL", f"{op}: no implementation '{impl}'; {nearest(impl, ['auto', *table])}")
-    return table[impl]
+        compiled = on is not None and on.is_cuda and not _interpreted()
+        impl = "triton" if compiled and not _obstacle(op, on) else next(iter(table))
+    if impl in table:
+        return table[impl]
+    if impl != "triton":
+        names = ["auto", *table, *(["triton"] if _path(op).is_file() else [])]
+        refuse("E-IMPL", f"{op}: no implementation impl='{impl}'; {nearest(impl, names)}")
+    if problem := _obstacle(op, on):
+        refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
+    run: Callable[..., Any] = importlib.import_module(f"moebook.kernels._triton.{op}").run
+    return run
+
+
+def _obstacle(op: str, on: Tensor | None) -> str | None:
+    """Say why the op's Triton kernel cannot run on this tensor; None where it can."""
+    if on is None or not _path(op).is_file():
+        return "the op has no Triton kernel"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if on.dtype not in DTYPES:
+        return f"it computes in {', '.join(map(str, DTYPES))}, the input is {on.dtype}"
+    if _interpreted():
+        if on.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly"
+        return None
+    return None if on.is_cuda else f"the input is on {on.device}, expected an NVIDIA GPU"
+
+
+def _interpreted() -> bool:
+    """Whether Triton interprets its kernels in Python, on any device, instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _path(op: str) -> Path:
+    return Path(__file__).parent / "_triton" / f"{op}.py"

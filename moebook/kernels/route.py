@@ -42,7 +42,7 @@ def route(
         combine: ``"renormalised"`` is the softmax over the K kept logits (PESC Eq. 9, Mixtral): the
             weights of a token sum to 1. ``"probability"`` is the softmax over all E logits, read at
             the kept ones (Switch, router-initialisation Eq. 2): they sum to less than 1.
-        impl: ``"auto"``, ``"torch"`` or ``"reference"``.
+        impl: ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
 
     Raises:
         Refusal: E-SHAPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot be used.
@@ -53,29 +53,77 @@ def route(
         refuse("E-RANGE", f"route: top_k is {top_k}, expected 1 to {logits.shape[1]} (the experts)")
     if combine not in COMBINE:
         refuse("E-CHOICE", f"route: unknown combine '{combine}'; {nearest(combine, COMBINE)}")
-    ids = implementation("route", impl, _CHOOSE)(logits.detach(), top_k)
-    if combine == "renormalised":
-        weights = logits.gather(1, ids).softmax(-1)
-    else:
-        weights = logits.softmax(-1).gather(1, ids)
+    return implementation("route", impl, _IMPLEMENTATIONS, logits)(logits, top_k, combine)
+
+
+def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
+    """Group the slots of chosen experts, also of a routing that was decided elsewhere.
+
+    Args:
+        ids: ``[T, K]`` chosen experts.
+        weights: ``[T, K]`` combine weights.
+        experts: E.
+
+    Raises:
+        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``.
+    """
+    if ids.dim() != 2 or weights.shape != ids.shape:
+        shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
+        refuse("E-SHAPE", f"grouped: expected ids and weights [T, K], got {shapes}")
     slots = ids.flatten()
-    counts = slots.new_zeros(logits.shape[1]).scatter_add_(0, slots, torch.ones_like(slots))
+    counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     return Routing(ids, weights, slots.argsort(stable=True), counts)
 
 
-def reference(logits: Tensor, top_k: int) -> Tensor:
-    """Return the K largest of each row as a stable sort orders them: ids ``[T, K]``."""
-    return logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None:
+    """Refuse a routing that does not fit an op's rows ``[T, D]`` and its E experts.
+
+    The counts are summed only where they lie on a CPU: elsewhere that would wait for the GPU.
+
+    Raises:
+        Refusal: E-SHAPE for shapes or counts, E-DEVICE for tensors on different devices.
+    """
+    tokens, slots = len(rows), routing.ids.numel()
+    fits = routing.ids.dim() == 2 and routing.weights.shape == routing.ids.shape
+    fits = fits and len(routing.ids) == tokens and routing.order.shape == (slots,)
+    if not fits or routing.counts.shape != (experts,):
+        got = ", ".join(str(tuple(part.shape)) for part in routing)
+        refuse(
+            "E-SHAPE",
+            f"{op}: expected a routing of {tokens} tokens to {experts} experts: ids and weights"
+            f" [T, K], order [T * K], counts [E]; got {got}",
+        )
+    if (devices := {part.device for part in routing} | {rows.device}) != {rows.device}:
+        names = ", ".join(sorted(map(str, devices)))
+        refuse("E-DEVICE", f"{op}: the input and its routing lie on different devices: {names}")
+    if routing.counts.device.type == "cpu" and int(routing.counts.sum()) != slots:
+        total = int(routing.counts.sum())
+        refuse("E-SHAPE", f"{op}: the routing's counts sum to {total}, its rows are {slots}")
 
 
-def _by_maxima(logits: Tensor, top_k: int) -> Tensor:
+def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:
+    """Take the K largest of each row as a stable sort orders them."""
+    ids = logits.detach().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    return _weighted(logits, ids, combine)
+
+
+def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
     """Take the maximum K times, the first of equal ones each time: no sort for a small K."""
-    left = logits.clone()
+    left = logits.detach().clone()
     ids = []
     for _ in range(top_k):
         ids.append(left.argmax(1, keepdim=True))
         left.scatter_(1, ids[-1], -torch.inf)
-    return torch.cat(ids, 1)
+    return _weighted(logits, torch.cat(ids, 1), combine)
 
 
-_CHOOSE = {"torch": _by_maxima, "reference": reference}
+def _weighted(logits: Tensor, ids: Tensor, combine: str) -> Routing:
+    """Weight the chosen experts and group their slots."""
+    if combine == "renormalised":
+        weights = logits.gather(1, ids).softmax(-1)
+    else:
+        weights = logits.softmax(-1).gather(1, ids)
+    return grouped(ids, weights, logits.shape[1])
+
+
+_IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference}

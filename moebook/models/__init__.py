@@ -3,5 +3,6 @@
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
 from moebook.models.load import load, provenance
+from moebook.models.registry import register_experts
 
-__all__ = ["Anatomy", "anatomy", "fingerprint", "load", "provenance"]
+__all__ = ["Anatomy", "anatomy", "fingerprint", "load", "provenance", "register_experts"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moebook.errors import refuse
-from moebook.kernels import Routing
+from moebook.kernels import Bank, Routing, experts
 from moebook.nn.routing import Router
 
 
@@ -37,16 +36,8 @@ class Experts(nn.Module):
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return ``sum_k w_k E_k(x)`` (Eq. 2) for ``x [T, D]``, one dense product per expert."""
-        top_k = routing.ids.shape[1]
-        gates = routing.weights.to(x.dtype).flatten()
-        y = torch.zeros_like(x)
-        for expert, slots in enumerate(routing.order.split(routing.counts.tolist())):
-            rows = slots // top_k
-            gate, up = F.linear(x[rows], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            out = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            y = y.index_add(0, rows, out * gates[slots].unsqueeze(1))
-        return y
+        """Return ``sum_k w_k E_k(x)`` (Eq. 2) for ``x [T, D]``."""
+        return experts(x, routing, Bank(self.gate_up_proj, self.down_proj), self.act_fn)
 
 
 class ExpertMoE(nn.Module):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.kernels import Routing, route
+from moebook.kernels import Routing, lora_mixture, route
+from moebook.kernels.lora_mixture import Projection
 from moebook.nn.routing import Router
 
 
@@ -61,25 +62,24 @@ class LoraMixture(nn.Module):
         source = x.to(self.down.dtype)
         if self.training and self.dropout:
             source = F.dropout(source, self.dropout)
-        hidden = F.linear(source, self.down.flatten(0, 1))
-        hidden = hidden.unflatten(-1, self.down.shape[:2])  # [..., N, R]
-        weighted = hidden * (self._gates(x, base, hidden) * self.ratios).unsqueeze(-1)
-        columns = self.up.transpose(0, 1).flatten(1)  # [O, N * R]
-        return (base + F.linear(weighted.flatten(-2), columns) * self.scale).to(base.dtype)
+        gates = self._gates(x, base, source) * self.ratios
+        projection = Projection(base, gates, self.down, self.up, self.scale)
+        return lora_mixture(source, [projection])[0]
 
-    def _gates(self, x: Tensor, base: Tensor, hidden: Tensor) -> Tensor:
+    def _gates(self, x: Tensor, base: Tensor, source: Tensor) -> Tensor:
         """Return each expert's weight ``[..., N]``: 0 where it was not chosen, summing to 1."""
-        gates = hidden.new_zeros(hidden.shape[:-1])
+        gates = source.new_zeros(*source.shape[:-1], len(self.down))
         if self.only is not None:
             gates[..., self.only] = 1
             return gates
-        routing = self.router(x) if self.reads == "layer" else self._by_output(base, hidden)
+        routing = self.router(x) if self.reads == "layer" else self._by_output(base, source)
         weights = routing.weights.to(gates.dtype)
         return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
 
-    def _by_output(self, base: Tensor, hidden: Tensor) -> Routing:
+    def _by_output(self, base: Tensor, source: Tensor) -> Routing:
         """Route by the experts' outputs, without forming them: ``w . B h`` is ``(B' w) . h``."""
         router = self.router
+        hidden = F.linear(source, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
         with torch.autocast(base.device.type, enabled=False):
             own = torch.einsum("no,nor->nr", router.weight, self.up.to(router.weight.dtype))
             rows = hidden.flatten(0, -3).to(own.dtype)

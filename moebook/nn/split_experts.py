@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moebook.kernels import Routing
-from moebook.kernels.split_experts import Bank, grouped, split_experts
+from moebook.kernels import Bank, Routing, grouped, split_experts
 
 
 class SplitExperts(nn.Module):

@@ -117,4 +117,6 @@ def plan(
     folder: Path,
 ) -> Plan:
     """Make a `Plan` with the hashes of the files as they are now."""
-    return Plan(notebook, tier, parameters, overrides, results.current(notebook, folder))
+    accelerator = runtime.environment()["accelerator"] is not None
+    hashes = results.current(notebook, folder, accelerator=accelerator)
+    return Plan(notebook, tier, parameters, overrides, hashes)

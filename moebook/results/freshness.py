@@ -32,15 +32,22 @@ def changed(record: Record, folder: Path | None = None) -> tuple[str, ...]:
         folder: The project; found from the working directory by default.
     """
     then = record.manifest.get("hashes", {})
-    now = current(record.notebook, folder or root())
+    accelerator = bool(record.manifest.get("environment", {}).get("accelerator"))
+    now = current(record.notebook, folder or root(), accelerator=accelerator)
     return tuple(part for part, value in now.items() if then.get(part) != value)
 
 
-def current(name: str, folder: Path) -> dict[str, str | None]:
-    """Return the hashes of the notebook's source, what it reaches of the package, and the lock."""
+def current(name: str, folder: Path, *, accelerator: bool = False) -> dict[str, str | None]:
+    """Return the hashes of the notebook's source, what it reaches of the package, and the lock.
+
+    Args:
+        name: Short name of the notebook.
+        folder: The project.
+        accelerator: Whether the run has one, and with it reaches the Triton kernels.
+    """
     sources = sorted((folder / "notebooks").glob(f"[0-9][0-9]_{name}.ipynb"))
     return {
         "notebook": digest(sources[0]) if sources else None,
-        "package": package_digest(sources[0]) if sources else None,
+        "package": package_digest(sources[0], accelerator=accelerator) if sources else None,
         "lock": digest(folder / "requirements.lock"),
     }

@@ -3,6 +3,8 @@
 A fix in one method must not call another method's recorded study out of date, nor repeat its
 hours of work. So a run is keyed by the modules that its notebook imports, directly or through
 others, and by the data files of the packages among them.
+
+The Triton kernels run on an accelerator alone: a record made without one does not depend on them.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ PACKAGE = Path(__file__).parents[1]
 FILTER = "moebook.notebook.publish"
 """Reached by every notebook, since it decides what of the outputs is kept."""
 
+TRITON = "kernels/_triton"
+"""The folder of the Triton kernels. `moebook.kernels.dispatch` imports them by name."""
 
-def package_digest(notebook: Path) -> str:
+
+def package_digest(notebook: Path, *, accelerator: bool = False) -> str:
     """Return one sha256 over the names and bytes of all files that a notebook reaches."""
-    names = sorted(path.relative_to(PACKAGE) for path in reached(notebook))
+    files = reached(notebook, accelerator=accelerator)
+    names = sorted(path.relative_to(PACKAGE) for path in files)
     lines = (f"{name.as_posix()} {digest(PACKAGE / name)}\n" for name in names)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def reached(notebook: Path) -> set[Path]:
+def reached(notebook: Path, *, accelerator: bool = False) -> set[Path]:
     """Find the modules that a notebook imports, with all that they import, and their data.
 
     Imports inside functions count. A data file (anything but Python below a package's folder)
@@ -34,6 +40,8 @@ def reached(notebook: Path) -> set[Path]:
 
     Args:
         notebook: An ``.ipynb`` file.
+        accelerator: Whether it runs with one. Then all Triton kernels are reached where the ops
+            are, and else none is.
     """
     cells = json.loads(notebook.read_text(encoding="utf-8")).get("cells", [])
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -45,6 +53,11 @@ def reached(notebook: Path) -> set[Path]:
         if path is not None and path not in files:
             files.add(path)
             todo |= _imports(path.read_text(encoding="utf-8")) | {name.rpartition(".")[0]}
+    kernels = PACKAGE / TRITON
+    if accelerator and kernels.parent / "__init__.py" in files:
+        files |= set(kernels.glob("*.py"))
+    elif not accelerator:
+        files = {path for path in files if kernels not in path.parents}
     return files | {path for path in _data() if _owner(path) in files}
 
 

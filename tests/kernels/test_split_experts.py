@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from moebook.errors import Refusal
-from moebook.kernels import route
-from moebook.kernels.split_experts import Bank, grouped, split_experts
+from moebook.kernels import Bank, route, split_experts
 
 SHAPES = [  # T, D, F, E, K, the experts that train
     (12, 8, 4, 4, 2, [2, 0]),
@@ -126,14 +125,6 @@ def test_a_float32_bank_serves_a_bfloat16_host_and_keeps_float32_gradients():
     out.sum().backward()
     assert out.dtype == torch.bfloat16
     assert all(tensor.grad.dtype == torch.float32 for tensor in own)
-
-
-def test_grouping_a_given_routing_equals_what_route_says():
-    torch.manual_seed(0)
-    want = route(torch.randn(9, 5), 2)
-    got = grouped(want.ids, want.weights, 5)
-    assert torch.equal(got.order, want.order)
-    assert torch.equal(got.counts, want.counts)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -62,6 +62,25 @@ def test_the_digest_changes_with_a_file_that_is_reached_only(
     assert (reach.package_digest(notebook) != before) is matters
 
 
+def test_triton_kernels_are_reached_with_an_accelerator_and_never_without(notebook: Path) -> None:
+    folder = reach.PACKAGE / "kernels"
+    (folder / "_triton").mkdir(parents=True)
+    for name in ("__init__.py", "_triton/__init__.py", "_triton/op.py"):
+        (folder / name).touch()
+    part = reach.PACKAGE / "used" / "part.py"
+    for code in ("", "import moebook.kernels", "from moebook.kernels._triton import op"):
+        part.write_text(f"x = 1\n{code}")
+        names = {"kernels/_triton/__init__.py", "kernels/_triton/op.py"}
+        for accelerator, wanted in ((False, set()), (True, names if code else set())):
+            files = reach.reached(notebook, accelerator=accelerator)
+            found = {path.relative_to(reach.PACKAGE).as_posix() for path in files}
+            assert {name for name in found if "_triton" in name} == wanted
+    before = [reach.package_digest(notebook, accelerator=flag) for flag in (False, True)]
+    (folder / "_triton" / "op.py").write_text("changed = 1")
+    after = [reach.package_digest(notebook, accelerator=flag) for flag in (False, True)]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False]
+
+
 def test_a_notebook_of_the_book_reaches_its_method_and_the_weights_it_runs_on() -> None:
     root = Path(__file__).parents[2]
     found = {

@@ -1,0 +1,203 @@
+"""experts: sum_k w_k down_e (act(gate_e x) * up_e x), gated FFNs in fused 3-D weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moebook.errors import refuse
+from moebook.kernels.dispatch import implementation
+from moebook.kernels.route import Routing, check_routing
+from moebook.kernels.segments import Layout, lay_out
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class Bank(NamedTuple):
+    """Gated FFNs in fused weights, as transformers 5 keeps them.
+
+    Attributes:
+        gate_up: ``[E, 2F, D]``, the gate's F rows first.
+        down: ``[E, D, F]``.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    def to(self, dtype: torch.dtype) -> Bank:
+        """Return the bank in another dtype."""
+        return Bank(self.gate_up.to(dtype), self.down.to(dtype))
+
+
+def experts(
+    x: Tensor, routing: Routing, bank: Bank, act: Activation, *, impl: str = "auto"
+) -> Tensor:
+    """Run each token through its K experts and sum their outputs by the routing's weights.
+
+    ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, e the k-th expert of the token. Kept for the
+    backward pass are ``x`` and the pre-activation ``[T * K, 2F]``; the gradient of a weight is
+    written once, and not computed where it is not asked for.
+
+    Args:
+        x: ``[T, D]``.
+        routing: Where the T tokens go, from `route` or `grouped`.
+        bank: The E experts.
+        act: Elementwise activation of the gate (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE).
+        impl: ``"auto"``, ``"torch"`` (one product per expert and direction over its own rows),
+            ``"triton"`` or ``"reference"`` (every expert on every token, then masked).
+
+    Returns:
+        ``[T, D]`` in the dtype of ``x``; the bank is used in that dtype.
+
+    Raises:
+        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
+            ``impl`` that is unknown or cannot run.
+    """
+    check_bank("experts", x, bank)
+    check_routing("experts", routing, x, len(bank.down))
+    run = implementation("experts", impl, {"torch": _segments, "reference": reference}, x)
+    y: Tensor = run(x, routing, bank.to(x.dtype), act)
+    return y
+
+
+def reference(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
+    """Run every expert on every token and weight it by its gate, 0 where it was not chosen."""
+    gates = x.new_zeros(x.shape[0], len(bank.down))
+    gates = gates.scatter_add(1, routing.ids, routing.weights.to(x.dtype))
+    gate, up = torch.einsum("td,efd->tef", x, bank.gate_up).chunk(2, dim=-1)
+    outputs = torch.einsum("tef,edf->ted", act(gate) * up, bank.down)
+    return torch.einsum("te,ted->td", gates, outputs)
+
+
+def check_bank(op: str, x: Tensor, bank: Bank) -> None:
+    """Refuse a bank that cannot serve rows ``[T, D]``.
+
+    Raises:
+        Refusal: E-SHAPE for shapes, E-DEVICE for another device than that of the rows.
+    """
+    fits = x.dim() == 2 and bank.gate_up.dim() == 3 and bank.gate_up.shape[1] % 2 == 0
+    if fits:
+        number, double, width = bank.gate_up.shape
+        fits = x.shape[1] == width and bank.down.shape == (number, width, double // 2)
+    if not fits:
+        got = ", ".join(str(tuple(part.shape)) for part in (x, *bank))
+        refuse(
+            "E-SHAPE",
+            f"{op}: expected x [T, D], gate_up [E, 2F, D], down [E, D, F]; got {got}",
+        )
+    for name, weight in bank._asdict().items():
+        if weight.device != x.device:
+            refuse("E-DEVICE", f"{op}: {name} is on {weight.device}, x on {x.device}")
+
+
+def _segments(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
+    return gated_ffn(x, routing, [bank], [(0, expert) for expert in range(len(bank.down))], act)
+
+
+def gated_ffn(
+    x: Tensor,
+    routing: Routing,
+    banks: list[Bank],
+    addresses: list[tuple[int, int]],
+    act: Activation,
+) -> Tensor:
+    """Run sorted segments through experts that may lie in several banks.
+
+    Args:
+        x: ``[T, D]``.
+        routing: Where the T tokens go.
+        banks: In the dtype of ``x``.
+        addresses: (number of the bank, row in it) of each expert.
+        act: Elementwise activation of the gate.
+    """
+    layout = lay_out(routing, x.dtype)
+    segments = [(*addresses[expert], rows) for expert, rows in layout.segments]
+    weights = [weight for bank in banks for weight in bank]
+    gates = routing.weights.to(x.dtype)
+    y: Tensor = _GatedFFN.apply(x, gates, _Plan(layout, segments, act), *weights)
+    return y
+
+
+class _Plan(NamedTuple):
+    """What is to be done: segments are (bank, row in the bank, rows of the layout)."""
+
+    layout: Layout
+    segments: list[tuple[int, int, slice]]
+    act: Activation
+
+
+class _GatedFFN(torch.autograd.Function):
+    """Slots sorted by expert, so that each expert is dense products over its own rows.
+
+    The gate is applied between the two products, on F columns instead of D.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, plan: _Plan, *weights: Tensor) -> Tensor:
+        token, gate = plan.layout.token, plan.layout.spread(gates)
+        pre = x.new_empty(len(token), weights[0].shape[1])
+        for bank, place, rows in plan.segments:
+            torch.mm(x.index_select(0, token[rows]), weights[2 * bank][place].T, out=pre[rows])
+        first, second = pre.chunk(2, dim=1)
+        hidden = (plan.act(first) * second).mul_(gate)
+        out = x.new_empty(len(token), x.shape[1])
+        for bank, place, rows in plan.segments:
+            torch.mm(hidden[rows], weights[2 * bank + 1][place].T, out=out[rows])
+        ctx.save_for_backward(x, gate, pre, *weights)
+        ctx.plan = plan
+        return plan.layout.combine(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, pre, *weights = ctx.saved_tensors
+        layout, segments, act = ctx.plan
+        d_weights = [
+            _unwritten(weight, {place for bank, place, _ in segments if bank == number // 2})
+            if ctx.needs_input_grad[3 + number]
+            else None
+            for number, weight in enumerate(weights)
+        ]
+        first, second = pre.chunk(2, dim=1)
+        active, derivative = _activated(first, act)
+        hidden = active * second
+        weighted, d_hidden = hidden * gate, torch.empty_like(hidden)
+        for bank, place, rows in segments:
+            d_out = grad.index_select(0, layout.token[rows])
+            torch.mm(d_out, weights[2 * bank + 1][place], out=d_hidden[rows])
+            if (d_down := d_weights[2 * bank + 1]) is not None:
+                torch.mm(d_out.T, weighted[rows], out=d_down[place])
+        d_gate = (d_hidden * hidden).sum(1)
+        d_hidden.mul_(gate)
+        d_pre = torch.cat([derivative(d_hidden * second), d_hidden.mul_(active)], dim=1)
+        d_rows = x.new_empty(len(pre), x.shape[1]) if ctx.needs_input_grad[0] else None
+        for bank, place, rows in segments:
+            if (d_gate_up := d_weights[2 * bank]) is not None:
+                torch.mm(d_pre[rows].T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
+            if d_rows is not None:
+                torch.mm(d_pre[rows], weights[2 * bank][place], out=d_rows[rows])
+        d_x = None if d_rows is None else layout.combine(d_rows)
+        return d_x, d_gate[layout.place], None, *d_weights
+
+
+def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return ``act(rows)``, and what pulls a gradient of it back to the rows."""
+    leaf = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        active = act(leaf)
+    return active.detach(), lambda grad: torch.autograd.grad(active, leaf, grad)[0]
+
+
+def _unwritten(weight: Tensor, used: set[int]) -> Tensor:
+    """Make a weight's gradient: zero for the experts without rows, the others are yet to come.
+
+    To fill it all with zeros first would touch every byte twice.
+    """
+    grad = torch.empty_like(weight)
+    for place in set(range(len(weight))) - used:
+        grad[place].zero_()
+    return grad

@@ -1,0 +1,111 @@
+"""mixture of LoRAs: a plain loop over tokens, projections and experts in float64 is the truth."""
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.kernels import lora_mixture
+from moebook.kernels.lora_mixture import Projection
+
+SHAPES = [  # T, D, R, N, widths of the projections
+    (6, 8, 4, 3, (8, 5)),
+    (5, 6, 2, 1, (4,)),
+    (1, 4, 3, 4, (2, 2, 7)),
+    (0, 4, 2, 2, (3,)),
+]
+SCALE = 0.7
+
+
+def case(T, D, R, N, widths):
+    """x, then base, gates, down and up of each projection; some gates are zero."""
+    torch.manual_seed(T + N)
+    tensors = [torch.randn(T, D)]
+    for width in widths:
+        gates = torch.rand(T, N) * (torch.rand(T, N) < 0.7)
+        tensors += [torch.randn(T, width), gates, torch.randn(N, R, D), torch.randn(N, width, R)]
+    return [tensor.double().requires_grad_() for tensor in tensors]
+
+
+def projections(tensors):
+    parts = zip(*(tensors[1 + i :: 4] for i in range(4)), strict=True)
+    return [Projection(*part, SCALE) for part in parts]
+
+
+def op(impl):
+    return lambda *tensors: lora_mixture(tensors[0], projections(tensors), impl=impl)
+
+
+def loop(x, *rest):
+    ys = []
+    for base, gates, down, up, scale in projections((x, *rest)):
+        rows = [
+            base[t]
+            + scale * sum(gates[t, n] * (up[n] @ (down[n] @ x[t])) for n in range(len(down)))
+            for t in range(len(x))
+        ]
+        ys.append(torch.stack(rows))
+    return ys
+
+
+def run(function, inputs):
+    """All outputs, then the gradient of every input."""
+    ys = function(*inputs)
+    cotangents = [torch.arange(y.numel()).view_as(y).cos().to(y.dtype) for y in ys]
+    return [*ys, *torch.autograd.grad(ys, inputs, cotangents)]
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
+    inputs = case(*shape)
+    truth = loop if shape[0] else op("reference")
+    for got, want in zip(run(op(impl), inputs), run(truth, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_gradcheck_in_float64(impl):
+    inputs = case(3, 4, 2, 2, (3, 2))
+    assert torch.autograd.gradcheck(lambda *tensors: tuple(op(impl)(*tensors)), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in case(64, 16, 4, 4, (16, 8))]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = run(op("reference"), exact)
+    fast, plain = (run(op(impl), inputs) for impl in ("torch", "reference"))
+    for a, b, want in zip(fast, plain, truth, strict=True):
+        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
+
+
+def test_leading_dimensions_are_kept():
+    inputs = [tensor.detach() for tensor in case(6, 8, 4, 3, (8, 5))]
+    flat = op("torch")(*inputs)
+    shaped = [t.unflatten(0, (2, 3)) if len(t) == 6 else t for t in inputs]
+    for got, want in zip(op("torch")(*shaped), flat, strict=True):
+        torch.testing.assert_close(got.flatten(0, 1), want)
+
+
+def test_the_output_has_the_dtype_of_the_base():
+    inputs = [tensor.detach().float() for tensor in case(6, 8, 4, 3, (8,))]
+    want = op("torch")(*inputs)[0]
+    inputs[1] = inputs[1].bfloat16()
+    for impl in ("torch", "reference"):
+        got = op(impl)(*inputs)[0]
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.05)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    inputs = [tensor.detach() for tensor in case(6, 8, 4, 3, (8, 5))]
+    for place in range(len(inputs)):
+        wrong = list(inputs)
+        wrong[place] = wrong[place][..., :-1]
+        with pytest.raises(Refusal, match="E-SHAPE: lora_mixture: projection"):
+            op("torch")(*wrong)
+    wrong = [*inputs[:5], inputs[5].to("meta"), *inputs[6:]]
+    with pytest.raises(Refusal, match="E-DEVICE: lora_mixture: projection 1"):
+        op("torch")(*wrong)
+    with pytest.raises(Refusal, match="E-IMPL: lora_mixture"):
+        op("c")(*inputs)
