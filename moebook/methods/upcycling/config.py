@@ -25,10 +25,11 @@ class Config:
       two outputs are the same, so shifting weight between them changes nothing). Then only the
       balance loss moves the router. Noise in the experts brings the gradient of K = 2 to life.
 
-    Measured on ``nano`` (4 layers of width 128, E = 4, routers N(0, 0.02^2), answers of three
-    tasks; dense loss 4.26 nats): ``"probability"`` starts at 5.20 (K = 1) and 4.35 (K = 2) with
-    router gradients of norm 2.1 and 1.5; ``"renormalised"`` at 4.26 with 0 (K = 1) and 6e-8
-    (K = 2, rounding).
+    Measured on ``nano`` (4 layers of width 128, E = 4, routers N(0, 0.02^2), held-out rows of eight
+    tasks; dense loss 4.34 nats): ``"probability"`` starts at 6.50 (K = 1) and 4.92 (K = 2) with
+    router gradients of norm 3.7 and 1.6; ``"renormalised"`` at 4.34 with 0 (K = 1) and 7e-8
+    (K = 2, rounding). With probabilities it is the routers' certainty that decides the start: N(0,
+    1), which chooses as blindly but surely, starts at 4.51 (K = 1).
 
     Attributes:
         experts: E, copies of the FFN a layer, at least 1 (2 or 4 in the paper).
