@@ -14,19 +14,24 @@ from moebook.errors import refuse
 
 @contextmanager
 def milestones(
-    model: nn.Module, steps: Iterable[int], measure: Callable[[Any], Any]
+    model: nn.Module,
+    steps: Iterable[int],
+    measure: Callable[[Any], Any],
+    *,
+    accumulate: int = 1,
 ) -> Iterator[dict[int, Any]]:
     """Measure a model at chosen steps of the training that happens while the context is open.
 
-    A step is one forward pass of ``model`` in training mode, as in `fit`; so before pass ``n + 1``
-    begins, ``n`` steps are done. Nothing is kept of the model but what is measured, and random
-    numbers drawn by the measurement do not shift those of the training: a run with milestones
-    equals the run without, bit for bit. The time they take counts in the history's seconds.
+    Steps are counted by the forward passes of ``model`` in training mode. Nothing is kept of the
+    model but what is measured, and random numbers drawn by the measurement do not shift those of
+    the training: a run with milestones equals the run without, bit for bit. The time they take
+    counts in the history's seconds.
 
     Args:
         model: What `fit` is then called with.
         steps: Steps done when to measure: 0 for the untrained model, up to the last.
         measure: Called with the model; it must leave parameters and mode as it finds them.
+        accumulate: Forward passes a step, as `fit` is told.
 
     Yields:
         Step to what was measured, filled as training goes on; complete after the context.
@@ -38,11 +43,12 @@ def milestones(
 
     def look() -> None:
         nonlocal busy
-        if passes in wanted and passes not in found:
+        done, unfinished = divmod(passes, accumulate)
+        if done in wanted and done not in found and not unfinished:
             busy = True
             try:
                 with torch.random.fork_rng():
-                    found[passes] = measure(model)
+                    found[done] = measure(model)
             finally:
                 busy = False
 
@@ -59,4 +65,7 @@ def milestones(
         hook.remove()
     look()
     if missed := [step for step in wanted if step not in found]:
-        refuse("E-RANGE", f"milestone at step {missed[0]}: the training had {passes} steps")
+        refuse(
+            "E-RANGE",
+            f"milestone at step {missed[0]}: the training had {passes // accumulate} steps",
+        )

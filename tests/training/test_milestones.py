@@ -45,6 +45,17 @@ def test_a_run_with_milestones_equals_the_run_without(lora, rows):
     assert not watched._forward_pre_hooks
 
 
+def test_parts_of_a_step_count_as_one(llama, rows):
+    whole, parted = llama(), llama()
+    with milestones(whole, [0, 1, 3], weights) as one:
+        fit(whole, rows(), steps=3, batch=4, lr=1e-2, seed=3)
+    with milestones(parted, [0, 1, 3], weights, accumulate=2) as other:
+        fit(parted, rows(), steps=3, batch=4, lr=1e-2, seed=3, accumulate=2)
+    for step in (0, 1, 3):
+        assert torch.allclose(one[step], other[step], atol=1e-4), step
+    assert not torch.equal(one[1], one[3])
+
+
 def test_a_step_that_training_did_not_reach_is_named(lora, rows):
     model = lora()
     with (
