@@ -5,6 +5,7 @@ hours of work. So a run is keyed by the modules that its notebook imports, direc
 others, and by the data files of the packages among them.
 
 The Triton kernels run on an accelerator alone: a record made without one does not depend on them.
+A base that ships with the package counts for the notebooks that name it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from moebook.results.files import digest
@@ -58,7 +60,7 @@ def reached(notebook: Path, *, accelerator: bool = False) -> set[Path]:
         files |= set(kernels.glob("*.py"))
     elif not accelerator:
         files = {path for path in files if kernels not in path.parents}
-    return files | {path for path in _data() if _owner(path) in files}
+    return files | {path for path in _data() if _owner(path) in files and _named(path, code)}
 
 
 def _imports(code: str) -> set[str]:
@@ -90,6 +92,14 @@ def _data() -> list[Path]:
         and path.suffix not in (".py", ".pyc")
         and not any(part.startswith(".") for part in path.relative_to(PACKAGE).parts)
     ]
+
+
+def _named(path: Path, code: str) -> bool:
+    """Say whether code names the shipped base that a data file belongs to; true for other data."""
+    folder, *rest = path.relative_to(PACKAGE).parts
+    if folder != "models" or len(rest) < 2:
+        return True
+    return re.search(rf"(?<![\w-]){re.escape(rest[0])}(?![\w-])", code) is not None
 
 
 def _owner(path: Path) -> Path:
