@@ -127,7 +127,8 @@ def run(options: argparse.Namespace) -> int:
     outcome = run_notebook(
         options.notebook, options.tier, overrides, folder=folder, force=options.force
     )
-    print(outcome.describe(folder))
+    if outcome:
+        print(outcome.describe(folder))
     return 0
 
 
@@ -148,7 +149,8 @@ def book(options: argparse.Namespace) -> int:
 
     folder = results.root()
     for name in [options.only] if options.only else sources.notebooks(folder):
-        print(run_notebook(name, options.tier, folder=folder).describe(folder), flush=True)
+        if outcome := run_notebook(name, options.tier, folder=folder):
+            print(outcome.describe(folder), flush=True)
     from moebook.notebook.book import build
 
     build(options.tier, folder)
@@ -190,3 +192,7 @@ def pretrain(options: argparse.Namespace) -> int:
     losses = recipes.pretrain(recipe, work, work / "finished", steps=options.steps)
     print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, in {work}")
     return 0
+
+
+if __name__ == "__main__":  # accelerate launch -m moebook.cli run pesc --tier paper
+    sys.exit(main())

@@ -55,8 +55,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def processes() -> tuple[int, int]:
+    """Return the number of this process and how many there are, as ``accelerate launch`` says.
+
+    (0, 1) for a process that was not launched so.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 def resolve_device(name: str) -> torch.device:
     """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device that is there.
+
+    Of several processes on a machine, each has a GPU of its own: ``cuda`` is that.
 
     Raises:
         Refusal: ``E-DEVICE`` for an unknown name, or for a GPU that this machine does not have.
@@ -65,7 +77,9 @@ def resolve_device(name: str) -> torch.device:
 
     present = torch.cuda.device_count()
     if name == "auto":
-        return torch.device("cuda" if present else "cpu")
+        name = "cuda" if present else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(present))]
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index if index.isdecimal() else 0) >= present:
@@ -206,11 +220,18 @@ def _cpu() -> str:
 def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
     """Show a progress bar around the loop where someone watches; else the loop alone.
 
-    Someone watches in a terminal and in an interactive notebook. Nobody does when a notebook is
-    executed for the book (``MOEBOOK_QUIET=1``) or the output goes to a file. The bar is plain
-    text on purpose: widgets leave dead boxes in a rendered page.
+    Someone watches in a terminal, and in a notebook in Jupyter or the like. Nobody does when a
+    notebook is executed as a whole (``MOEBOOK_QUIET=1``, or plain papermill), when the output goes
+    to a file, and in all processes but the first. The bar is plain text on purpose: widgets leave
+    dead boxes in a rendered page.
     """
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if os.environ.get(QUIET) == "1" or not watched:
+    if os.environ.get(QUIET) == "1" or not _watched() or processes()[0]:
         return iterable
     return tqdm(iterable, desc=desc or None, total=total, leave=False)
+
+
+def _watched() -> bool:
+    """Whether a terminal is there, or a notebook's frontend: one that could be asked for input."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    kernel = getattr(shell, "kernel", None)
+    return sys.stderr.isatty() if kernel is None else bool(getattr(kernel, "_allow_stdin", True))

@@ -22,7 +22,7 @@ import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from moebook import results
+from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import manifest as manifests
 from moebook.notebook import parameters, privacy, publish, sources
@@ -70,8 +70,11 @@ def run_notebook(
     folder: Path | None = None,
     force: bool = False,
     cell_seconds: float | None = None,
-) -> Outcome:
+) -> Outcome | None:
     """Run a notebook at a tier, unless an equal run is there, and publish what it left.
+
+    Under ``accelerate launch`` every process runs the notebook, in which they train together, and
+    the first one publishes.
 
     Args:
         name: Short name, such as ``pesc``.
@@ -80,6 +83,9 @@ def run_notebook(
         folder: The project; found from the working directory by default.
         force: Run even when an equal run is there.
         cell_seconds: Longest time for one cell; `CELL_SECONDS` by default.
+
+    Returns:
+        What is published; None in all processes but the first, which leave nothing.
 
     Raises:
         Refusal: ``E-NOTEBOOK``, ``E-TIER``, ``E-PARAMETER``, ``E-TYPE``, ``E-RANGE`` or
@@ -96,6 +102,8 @@ def run_notebook(
     if fresh:
         limit = cell_seconds or CELL_SECONDS.get(tier)
         _execute(notebook, plan, settings, folder, store, limit)
+    if runtime.processes()[0]:
+        return None
     path, page = _publish(store, notebook, tier, folder)
     return Outcome(results.read(path), path, page, fresh)
 
@@ -134,14 +142,19 @@ def _execute(
     store: Path,
     limit: float | None,
 ) -> None:
-    """Run in a temporary folder; on success fill the store, on failure keep the copy aside."""
+    """Run in a temporary folder; on success fill the store, on failure keep the copy aside.
+
+    Of several processes only the first does either.
+    """
+    first = runtime.processes()[0] == 0
     with tempfile.TemporaryDirectory(prefix="moebook-") as directory:
         staged = Path(directory) / "staged.ipynb"
         try:
             peak = _papermill(notebook, settings, folder, staged, limit)
-            _keep(nbformat.read(staged, as_version=4), peak, plan, folder, store)
+            if first:
+                _keep(nbformat.read(staged, as_version=4), peak, plan, folder, store)
         except Refusal as refusal:
-            if not staged.is_file():
+            if not staged.is_file() or not first:
                 raise
             failed = folder / "runs" / "failed" / f"{notebook.path.stem}.{plan.tier}.ipynb"
             results.write(failed, staged.read_text(encoding="utf-8"))

@@ -28,9 +28,10 @@ IGNORED = -100
 
 
 class Batches(Dataset):
-    """Item i is the batch of step ``start + i``: rows of similar length, shuffled every epoch.
+    """Items are the batches of steps from ``start`` on: rows of similar length, shuffled anew.
 
     Rows are drawn without replacement within an epoch; batches of an epoch come in random order.
+    Each comes in as many items as it has parts, its rows dealt out among them.
 
     Args:
         rows: ``input_ids`` and ``labels`` of equal length in each row; labels are -100 where
@@ -38,21 +39,22 @@ class Batches(Dataset):
         size: B, rows a batch; the last batch of an epoch may be smaller.
         seed: Any non-negative integer.
         pad_id: Token that fills short rows on the right; masked, so that its value is irrelevant.
+        parts: Items a step: processes times parts that each computes one after the other.
 
     Attributes:
         start: Step of the first item.
-        length: Number of items; any, since steps go on without end.
+        length: Number of steps; any, since they go on without end.
 
     Raises:
         Refusal: ``E-DATA`` for no rows, unequal lengths, or a row without any label.
     """
 
-    def __init__(self, rows: Rows, size: int, *, seed: int, pad_id: int) -> None:
+    def __init__(self, rows: Rows, size: int, *, seed: int, pad_id: int, parts: int = 1) -> None:
         columns = rows.select_columns(["input_ids", "labels"]).with_format(None)[:]
         self.ids: list[list[int]] = columns["input_ids"]
         self.labels: list[list[int]] = columns["labels"]
         self.lengths = np.array([len(ids) for ids in self.ids])
-        self.size, self.seed, self.pad_id = size, seed, pad_id
+        self.size, self.seed, self.pad_id, self.parts = size, seed, pad_id, parts
         self.start, self.length = 0, self.per_epoch
         self._epoch: tuple[int, list[np.ndarray]] = (-1, [])
         self._refuse_bad_rows()
@@ -63,12 +65,22 @@ class Batches(Dataset):
         return -(-len(self.ids) // self.size)
 
     def __len__(self) -> int:
-        return self.length
+        return self.length * self.parts
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        if not 0 <= item < self.length:
+        """Part ``item % parts`` of a step; one that has no rows is a row without labels."""
+        if not 0 <= item < len(self):
             raise IndexError(item)
-        return self.collate(self.rows(self.start + item))
+        step, part = divmod(item, self.parts)
+        rows = self.rows(self.start + step)
+        if len(mine := rows[part :: self.parts]):
+            return self.collate(mine)
+        batch = self.collate(rows[:1])
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+    def share(self, step: int, part: int) -> float:
+        """Share of a step's tokens, padding left out, that are in a part."""
+        return float(self.lengths[self.rows(step)[part :: self.parts]].sum() / self.tokens(step))
 
     def rows(self, step: int) -> np.ndarray:
         """Numbers of the rows in the batch of a step, ``[B]``."""

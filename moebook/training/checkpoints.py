@@ -124,13 +124,12 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Collect what training changes: trainable parameters, buffers, and the optimizer's state."""
-    state = optimizer.state_dict()["state"]
     return {
         **{f"model.{name}": tensor.detach() for name, tensor in _changing(model).items()},
         **{
-            f"optimizer.{name}.{key}": value
-            for index, name in enumerate(_order(model, optimizer))
-            for key, value in state.get(index, {}).items()
+            f"optimizer.{name}.{key}": torch.as_tensor(value)  # bitsandbytes counts in an int
+            for name, parameter in _order(model, optimizer).items()
+            for key, value in optimizer.state.get(parameter, {}).items()
         },
     }
 
@@ -157,11 +156,11 @@ def restore(
             tensor.copy_(saved[name])
     if optimizer is None:
         return
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Tensor | int]] = {}
     for index, name in enumerate(_order(model, optimizer)):
         prefix = f"optimizer.{name}."
         state[index] = {
-            key.removeprefix(prefix): tensor
+            key.removeprefix(prefix): int(tensor) if tensor.dtype == torch.int64 else tensor
             for key, tensor in tensors.items()
             if key.startswith(prefix) and "." not in key.removeprefix(prefix)
         }
@@ -181,7 +180,7 @@ def _changing(model: nn.Module) -> dict[str, Tensor]:
     return trained | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _order(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of the optimizer's parameters in the order of its own numbering."""
+def _order(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, in the order of its own numbering."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from moebook import runtime
 from moebook.errors import refuse
-from moebook.runtime import progress
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
 
@@ -41,12 +41,16 @@ class History:
 
 
 class Course(TrainerCallback):
-    """The course of one training: its history, its seeds, its checkpoints."""
+    """The course of one training: its history, its seeds, its checkpoints.
+
+    Attributes:
+        parts: Loss and penalty, ``[2]``, of each part of the step that this process has computed.
+    """
 
     def __init__(self, batches: Batches, total: int, seed: int, label: str) -> None:
         self.batches, self.total, self.seed, self.label = batches, total, seed, label
         self.history = History()
-        self.parts: tuple[Tensor, Tensor]
+        self.parts: list[Tensor] = []
         self.folder: Path | None = None
         self.tensors: dict[str, Tensor] = {}
 
@@ -70,9 +74,13 @@ class Course(TrainerCallback):
                     "another folder",
                 )
 
-    def look(self, norm: float, model: nn.Module) -> None:
+    def share(self, process: int) -> float:
+        """Share of the step's tokens in the part that a process computes now."""
+        now = len(self.parts) * runtime.processes()[1] + process
+        return self.batches.share(self.done, now)
+
+    def look(self, loss: float, penalty: float, norm: float, model: nn.Module) -> None:
         """Refuse a loss, penalty or gradient that is not finite; else note them."""
-        loss, penalty = (part.item() for part in self.parts)
         step = self.done + 1
         if not math.isfinite(loss + penalty + norm):
             model.zero_grad()
@@ -99,13 +107,15 @@ class Course(TrainerCallback):
         state.global_step = self.done
         self.began = time.perf_counter() - (self.history.seconds or [0.0])[-1]
         left = range(self.done, self.total)
-        self.bar = iter(progress(left, self.label, len(left)))
+        self.bar = iter(runtime.progress(left, self.label, len(left)))
         next(self.bar)
 
     def on_step_begin(self, args, state, control, **now: Any) -> None:  # type: ignore[no-untyped-def]
-        """Make all chance of the step a function of the seed and the step."""
-        sequence = np.random.SeedSequence([self.seed, state.global_step])
+        """Make all chance of the step a function of the seed and the step (and the process)."""
+        others = [args.process_index] if args.process_index else []
+        sequence = np.random.SeedSequence([self.seed, state.global_step, *others])
         torch.manual_seed(int(sequence.generate_state(1)[0]))
+        self.parts = []
 
     def on_step_end(self, args, state, control, **now: Any) -> None:  # type: ignore[no-untyped-def]
         """Complete the history's line, and save when it is time."""
@@ -113,7 +123,9 @@ class Course(TrainerCallback):
         history.seconds.append(time.perf_counter() - self.began)
         history.tokens.append((history.tokens or [0])[-1] + self.batches.tokens(step - 1))
         next(self.bar, None)
-        if self.folder and (step % self.every == 0 or step == self.total):
+        if not self.folder or not state.is_world_process_zero:
+            return
+        if step % self.every == 0 or step == self.total:
             facts = {
                 "settings": self.settings,
                 "scheduler": now["lr_scheduler"].state_dict(),

@@ -8,6 +8,7 @@ import mmap
 import random
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,31 @@ def test_progress_shows_a_bar_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", quiet := _Terminal())
     assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
     assert quiet.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("asks", "process", "shown"), [(True, "0", True), (False, "0", False), (True, "1", False)]
+)
+def test_progress_shows_a_bar_to_a_frontend_and_not_to_papermill_or_a_second_process(
+    asks: bool, process: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=asks))
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    monkeypatch.delenv(runtime.QUIET, raising=False)
+    for name, value in {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", page := io.StringIO())
+    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
+    assert ("steps" in page.getvalue()) == shown
+
+
+def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert runtime.processes() == (0, 1)
+    for name, value in {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert runtime.processes() == (3, 4)
+    assert runtime.resolve_device("cuda") == torch.device("cuda:1")
+    assert runtime.resolve_device("auto") == torch.device("cuda:1")

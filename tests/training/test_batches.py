@@ -37,6 +37,22 @@ def test_a_start_shifts_the_items(rows):
     assert len(list(batches)) == batches.length == 10
 
 
+def test_parts_of_a_step_share_its_rows_and_one_without_rows_teaches_nothing(rows):
+    whole = Batches(rows(10), 4, seed=0, pad_id=2)
+    parts = Batches(rows(10), 4, seed=0, pad_id=2, parts=3)
+    assert len(parts) == 3 * len(whole) == 9
+    for step in range(3):
+        items = [parts[3 * step + part] for part in range(3)]
+        taught = sum(int((item["labels"][:, 1:] != -100).sum()) for item in items)
+        assert taught == int((whole[step]["labels"][:, 1:] != -100).sum())
+        shares = [parts.share(step, part) for part in range(3)]
+        tokens = [int(item["attention_mask"].sum()) for item in items]
+        assert sum(shares) == pytest.approx(1)
+        pairs = zip(shares, tokens, strict=True)
+        assert all(s in (0, pytest.approx(t / whole.tokens(step))) for s, t in pairs)
+    assert any(not (parts[item]["labels"] != -100).any() for item in range(9))
+
+
 def test_a_batch_is_the_one_padded_by_hand():
     table = {
         "input_ids": [[5, 6, 7, 8], [9, 10, 11]],

@@ -77,6 +77,36 @@ def test_the_penalty_is_logged_apart_and_trained_on(llama, rows):
     assert bare.penalty == [0.0] * 8
 
 
+def test_accumulated_parts_give_the_history_of_the_whole_batch(llama, rows):
+    def train(parts):
+        model = llama().double()
+        return model, fit(
+            model, rows(), epochs=2, batch=6, lr=1e-2, pad_id=2, penalty=square, accumulate=parts
+        )
+
+    (whole, once), (parts, often) = train(1), train(3)  # the last batch has fewer rows than parts
+    for name in ("loss", "penalty", "norm"):
+        assert getattr(often, name) == pytest.approx(getattr(once, name), rel=1e-5)
+    assert (often.step, often.tokens) == (once.step, once.tokens)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # a 100th of one step
+
+
+def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(llama, rows):
+    model = llama()
+    forward = type(model).forward
+    seen = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *now: seen.append(now[2].dtype))
+    low = fit(model, rows(), steps=3, batch=4, lr=1e-2, pad_id=2, bf16=True)
+    hook.remove()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.forward.__func__ is forward
+    full = fit(llama(), rows(), steps=3, batch=4, lr=1e-2, pad_id=2)
+    assert low.loss == pytest.approx(full.loss, rel=2e-2)
+    assert low.loss != full.loss
+
+
 def test_one_seed_gives_the_same_bits_twice_and_another_seed_others(lora, rows):
     def train(seed):
         return fit(lora(), rows(), epochs=2, batch=8, lr=1e-2, seed=seed, pad_id=2)
@@ -173,6 +203,9 @@ def test_training_leaves_the_surroundings_as_they_were(llama, rows, tmp_path, mo
         ({"betas": (0.9, 1.0)}, "E-RANGE"),
         ({"weight_decay": math.inf}, "E-RANGE"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"accumulate": 0}, "E-RANGE"),
+        ({"optimizer": "paged_32bit"}, "E-DEVICE"),
+        ({"optimizer": "paged"}, "E-RANGE"),
     ],
 )
 def test_settings_outside_their_range_are_refused_by_name(llama, rows, given, code):

@@ -1,0 +1,86 @@
+"""A notebook in two processes under `accelerate launch`: they train as one, and one publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from moebook import results
+from moebook.training import fit
+
+PARAMETERS = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
+TRAIN = """\
+import json, random, torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def square(model):
+    return 0.05 * sum(p.pow(2).mean() for p in model.parameters())
+
+def course(**settings):
+    draw = random.Random(0)
+    ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(21)]
+    labels = [[-100] * (len(row) // 2) + row[len(row) // 2:] for row in ids]
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, **shape)).double()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    history = fit(model, rows, steps=8, batch=6, lr=1e-2, penalty=square, **settings)
+    return model, history"""
+RECORD = """\
+model, history = course(accumulate=parts, output="runs/checkpoints", every=4)
+again, same = course(accumulate=parts, output="runs/checkpoints", every=4)
+for name in ("loss", "penalty", "norm", "tokens"):
+    print(json.dumps(getattr(history, name)))
+print(json.dumps([sum(p.sum().item() for p in each.parameters()) for each in (model, again)]))
+run.record("toy/loss", history.loss[-1], "nats")"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with a notebook that trains a model of 2 layers."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "_config.yml").touch()
+    imports = "from moebook import notebook\nfrom moebook.training import fit"
+    sources = (imports, PARAMETERS, "run = notebook.begin(In, globals())", TRAIN, RECORD)
+    cells = [new_code_cell(source) for source in sources]
+    cells[1].metadata["tags"] = ["parameters"]
+    nbformat.write(new_notebook(cells=cells), tmp_path / "notebooks" / "01_toy.ipynb")
+    (tmp_path / "notebooks" / "01_toy.smoke.yaml").write_text("tier: smoke\nparts: 2\n")
+    return tmp_path
+
+
+def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(project: Path) -> None:
+    launch = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
+    quiet = ("--mixed_precision", "no", "--dynamo_backend", "no")
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *quiet, "-m", "moebook.cli", "run", "toy", "--tier=smoke"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(Path(results.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("toy at tier smoke: executed") == 1
+    page = nbformat.read(project / "book" / "notebooks" / "01_toy.ipynb", as_version=4)
+    printed = "".join(out.get("text", "") for cell in page.cells for out in cell.outputs)
+    loss, penalty, norm, tokens, sums = map(json.loads, printed.split("\n")[:5])
+    here: dict[str, object] = {"fit": fit}
+    exec(TRAIN, here)
+    model, history = here["course"]()  # type: ignore[operator]
+    assert loss == pytest.approx(history.loss, rel=1e-5)
+    assert penalty == pytest.approx(history.penalty, rel=1e-5)
+    assert norm == pytest.approx(history.norm, rel=1e-5)
+    assert tokens == history.tokens
+    assert sums == pytest.approx([sum(p.sum().item() for p in model.parameters())] * 2, rel=1e-3)
+    kept = sorted(path.name for path in (project / "runs" / "checkpoints").glob("step-*"))
+    assert kept == ["step-4", "step-8"]
+    assert not list(project.glob("runs/failed/*"))
