@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from peft.tuners.lora import ParamWrapper
 from torch import nn
 
 from moebook.errors import refuse
@@ -58,6 +59,9 @@ class Anatomy:
 def anatomy(model: nn.Module) -> Anatomy:
     """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
 
+    Experts whose tensors PEFT adapts (``target_parameters``) are shown as they were before; what
+    they compute includes the adapters all the same.
+
     Args:
         model: A causal language model or its decoder.
 
@@ -108,7 +112,8 @@ def _expert_width(experts: nn.Module, shared: nn.Module | None) -> int:
 
 def _first(module: nn.Module, *names: str) -> nn.Module | None:
     found = (getattr(module, name, None) for name in names)
-    return next((part for part in found if isinstance(part, nn.Module)), None)
+    part = next((part for part in found if isinstance(part, nn.Module)), None)
+    return part.get_base_layer() if isinstance(part, ParamWrapper) else part
 
 
 def _seen(module: nn.Module) -> str:

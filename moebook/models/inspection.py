@@ -24,10 +24,12 @@ def inspect(folder: Path) -> None:
         Refusal: ``E-MODEL``, ``E-REMOTECODE``, ``E-NOFILE`` or ``E-PICKLE``; see `models.load`.
     """
     config = _json(folder / "config.json")
-    for path in (folder / "config.json", folder / "tokenizer_config.json"):
-        if path.is_file():
-            _refuse_code(path, _json(path))
     kind = str(config.get("model_type"))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
+    _refuse_code(folder / "config.json", config)
+    if (path := folder / "tokenizer_config.json").is_file():
+        _refuse_code(path, _json(path))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
         refuse(
@@ -62,7 +64,7 @@ def _refuse_code(path: Path, content: Any) -> None:
             refuse(
                 "E-REMOTECODE",
                 f"{path}: key '{key}' would load code from outside; nothing of the model was "
-                "loaded; if transformers knows the architecture itself, delete the key in a copy",
+                "loaded; take a model that transformers has itself",
             )
 
 

@@ -67,6 +67,16 @@ def test_a_peft_wrapper_is_looked_through():
     assert anatomy(wrapped).decoder is decoder
 
 
+def test_experts_that_peft_adapts_are_shown_as_they_were():
+    model = build("Mixtral", **SPARSE["Mixtral"])
+    experts = [layer.experts for layer in anatomy(model).layers]
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=[
+        "experts.gate_up_proj", "experts.down_proj"])  # fmt: skip
+    layers = anatomy(peft.get_peft_model(model, lora)).layers
+    assert all(layer.experts is mine for layer, mine in zip(layers, experts, strict=True))
+    assert [(layer.kind, layer.width) for layer in layers] == [("sparse", 24)] * 2
+
+
 def test_crafted_layers_are_sparse_with_a_shared_mlp():
     model = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE, intermediate_size=40))
     pesc.craft(model, pesc.Config(experts=3, adapter_width=4, layers=(1,)))

@@ -109,7 +109,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
-        ("config.json", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "m.Evil"}, "model_type": "evil"}),
+        ("config.json", {"text_config": {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}}),
         ("config.json", {"trust_remote_code": True}),
         ("config.json", {"_attn_implementation_internal": "org/kernel"}),
         ("config.json", {"text_config": {"_attn_implementation_internal": "eager"}}),
@@ -122,6 +123,13 @@ def test_a_folder_that_asks_for_code_is_refused_by_key(folder, file, changes):
     message = refusal(folder)
     assert message.startswith("E-REMOTECODE")
     assert file in message
+
+
+def test_code_beside_a_model_that_transformers_has_itself_is_left_alone(folder):
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    (folder / "modeling.py").write_text("raise SystemExit('ran code of the model')")
+    model, _ = models.load(str(folder))
+    assert type(model).__module__.startswith("transformers.models.")
 
 
 def test_an_unknown_architecture_is_refused_with_close_names(folder):
