@@ -6,13 +6,17 @@
 """
 
 from moebook.methods.rocket import (
+    attachment,
     augmentation,
     bank,
     catalogue,
     comparisons,
+    embedded,
     encoders,
+    findings,
     loras,
     mixture,
+    pipeline,
     rationales,
     sampling,
     scoring,
@@ -23,14 +27,18 @@ from moebook.methods.rocket.storage import load, save
 
 __all__ = [
     "Config",
+    "attachment",
     "augmentation",
     "bank",
     "catalogue",
     "comparisons",
+    "embedded",
     "encoders",
+    "findings",
     "load",
     "loras",
     "mixture",
+    "pipeline",
     "rationales",
     "sampling",
     "save",

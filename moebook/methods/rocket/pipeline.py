@@ -1,0 +1,188 @@
+"""The whole pipeline, arm by arm: one target task met with K shots, and what each arm does with it.
+
+What an arm changes is its `Arm`; what all arms share is the `Case`, measured once. ``experts`` and
+``rows`` choose by it, ``tune`` trains what they chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from moebook import training
+from moebook.data import encode
+from moebook.errors import nearest, refuse
+from moebook.methods.rocket import augmentation, comparisons, mixture, rationales, scoring
+from moebook.methods.rocket import selection as selecting
+from moebook.methods.rocket.config import Config
+from moebook.methods.rocket.encoders import Encoder
+from moebook.methods.rocket.loras import Lora
+
+Row = Mapping[str, str]
+OTHERS = ("random", "best")
+"""Ways to take experts that look at no ranking: at random, or the one best on the test rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target task met with K shots.
+
+    Attributes:
+        task: Its name.
+        seed: Of the draw of the shots.
+        shots: D_K.
+        plain: Log-perplexities of the answers ``[N, K]``, nats (Eq. 1).
+        reasoning: The same of the answers with their rationales (Eq. 2).
+        solved: Which LoRA answers which shot exactly ``[N, K]`` (Eq. 5).
+        vectors: Embeddings of the shots ``[K, D]``.
+    """
+
+    task: str
+    seed: int
+    shots: list[Row]
+    plain: pd.DataFrame
+    reasoning: pd.DataFrame
+    solved: pd.DataFrame
+    vectors: np.ndarray[Any, Any]
+
+    def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
+        """Return `scoring.scores` of the first K shots, their rationales read or not."""
+        nats = self.reasoning if rationales else self.plain
+        return scoring.scores(nats.iloc[:, :shots], self.solved.iloc[:, :shots])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """How an arm gets its experts and its data.
+
+    Attributes:
+        config: Settings; K of them are the first of the case's shots.
+        by: The rankings that choose the experts, or one of `OTHERS`.
+        open_data: Whether chosen open data join the shots.
+    """
+
+    config: Config
+    by: tuple[str, ...] = selecting.RANKINGS
+    open_data: bool = True
+
+
+def meet(
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Mapping[str, Lora],
+    encoder: Encoder,
+    annotated: Sequence[Row],
+    config: Config,
+    *,
+    task: str,
+    seed: int,
+) -> Case:
+    """Draw K shots from a task's annotated rows and score the whole bank on them.
+
+    Args:
+        model: The base, unaltered. It writes the rationales itself where the rows carry none.
+        tokenizer: Its tokenizer.
+        bank: LoRAs by name, after the guard against leaks.
+        encoder: Of the open data.
+        annotated: What the shots are drawn from, the task's training rows.
+        config: K, ``reduction`` and ``rationale``.
+        task: The task's name.
+        seed: Of the draw.
+
+    Raises:
+        Refusal: E-KSHOT for fewer rows than K; those of the scoring and of `rationales.write`.
+    """
+    shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
+    if not all(row.get("rationale") for row in shots):
+        shots = [*rationales.write(shots, model, tokenizer, order=order)]
+    how = {"reduction": config.reduction}
+    expanded = rationales.expand(shots, order=order)
+    return Case(
+        task,
+        seed,
+        shots,
+        plain=scoring.perplexity(model, tokenizer, bank, shots, **how),
+        reasoning=scoring.perplexity(model, tokenizer, bank, expanded, **how),
+        solved=scoring.accuracy(model, tokenizer, bank, shots),
+        vectors=encoder.encode([f"{row['prompt']} {row['answer']}" for row in shots]),
+    )
+
+
+def experts(
+    case: Case, arm: Arm, bank: Mapping[str, Lora], similarities: pd.DataFrame, *, best: str
+) -> tuple[str, ...]:
+    """Name the LoRAs that an arm starts from.
+
+    Args:
+        case: The task and its shots.
+        arm: How they are chosen.
+        bank: LoRAs by name, all of them scored in the case, which may have scored more.
+        similarities: From `selection.similarity`.
+        best: The LoRA that is best on the test rows, for ``by=("best",)``.
+
+    Raises:
+        Refusal: E-CHOICE for an unknown way; those of `selection.select`.
+    """
+    if arm.by == ("best",):
+        return (best,)
+    if arm.by == ("random",):
+        drawn = comparisons.drawn(bank, arm.config.experts, seed=case.seed)
+        return tuple(drawn)
+    odd = [name for name in arm.by if name not in selecting.RANKINGS]
+    if odd:
+        refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], (*selecting.RANKINGS, *OTHERS))}")
+    scores = case.scores(arm.config.shots).loc[list(bank)]
+    return selecting.select(scores, similarities, arm.config, rankings=arm.by).experts
+
+
+def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray[Any, Any]) -> list[Row]:
+    """Return what an arm is tuned on: its shots, and the open rows that it chooses (Alg. 2).
+
+    Args:
+        case: The task and its shots.
+        arm: How rows are chosen.
+        pool: D_S.
+        vectors: Its embeddings ``[S, D]``.
+    """
+    shots = list(case.shots[: arm.config.shots])
+    if not arm.open_data:
+        return shots
+    near = case.vectors[: arm.config.shots]
+    found = augmentation.choose(near, [vectors], arm.config, seed=case.seed)
+    return [*shots, *(pool[place] for place in found.index)]
+
+
+def tune(
+    model: nn.Module,
+    tokenizer: Any,
+    loras: Sequence[Lora],
+    chosen: Sequence[Row],
+    config: Config,
+    *,
+    max_length: int = 1024,
+    **settings: Any,
+) -> training.History:
+    """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
+
+    N and k of the settings give way to the number of LoRAs: one LoRA is tuned alone.
+
+    Args:
+        model: The base, unaltered; afterwards it holds the mixture.
+        tokenizer: Its tokenizer.
+        loras: The experts.
+        chosen: Rows to train on.
+        config: Settings of the mixture.
+        max_length: Longest row in tokens.
+        settings: For `training.fit`, the seed among them.
+    """
+    if len(loras) == 1:
+        comparisons.alone(model, loras[0], config)
+    else:
+        mixture.build(model, loras, config)
+    encoded = encode(chosen, tokenizer, max_length=max_length)
+    return training.fit(model, encoded, pad_id=tokenizer.pad_token_id or 0, **settings)
