@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, Router
+from moebook.nn.modes import evaluating
 
 READ = ("input_ids", "attention_mask")
 
@@ -92,7 +92,7 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     if not all(weight.requires_grad for weight in weights):
         refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
     read = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    with _as_in_evaluation(model), torch.enable_grad():
+    with evaluating(model), torch.enable_grad():
         found = torch.autograd.grad(model(**read).loss, weights, allow_unused=True)
     norms = [0.0 if grad is None else float(grad.norm()) for grad in found]
     return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
@@ -114,7 +114,7 @@ def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
         for layer in layers
     ]
     try:
-        with _as_in_evaluation(model):
+        with evaluating(model):
             model(**{key: batch[key].to(device) for key in READ if key in batch})
     finally:
         for hook in hooks:
@@ -141,13 +141,3 @@ def _read(router: nn.Module, args: tuple[Any, ...], output: Any) -> Decision:
         return Decision(output[0].float(), output[2])
     kind = type(router).__name__
     refuse("E-MODEL", f"{kind}: expected a router that puts out (logits, weights, experts)")
-
-
-@contextmanager
-def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.nn import routers
+from moebook.nn.modes import evaluating
 
 READ = ("input_ids", "attention_mask")
 
@@ -36,14 +37,13 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
     found = routers(model)
     if not found:
         refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
-    rows = []
+    device, rows = next(model.parameters()).device, []
     for domain, several in batches.items():
         slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
         for batch in several:
             read = {key: batch[key].to(device) for key in READ if key in batch}
-            model(**read)
+            with evaluating(model):
+                model(**read)
             slots += torch.stack([_counts(router) for router in found])
         if not slots.sum():
             refuse("E-DATA", f"domain '{domain}' has no tokens to count")
@@ -53,7 +53,6 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
                 (domain, router.layer, expert, int(count), float(count / total))
                 for expert, count in enumerate(counted)
             ]
-    model.train(training)
     return pd.DataFrame(rows, columns=["domain", "layer", "expert", "slots", "share"])
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -17,6 +16,7 @@ from moebook.data.tasks import KNOWN
 from moebook.errors import nearest, refuse
 from moebook.evaluation.embedded import Embedded
 from moebook.evaluation.model import InMemory
+from moebook.nn.modes import evaluating
 
 METRICS = ("exact_match", "acc_norm", "acc")
 """What counts as correct: the first of these that a task reports."""
@@ -76,7 +76,7 @@ def evaluate(
         for name in names
         if name in KNOWN
     }
-    with _evaluating(model):
+    with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
         results: Any = evaluator.evaluate(
             lm, {"tasks": wanted, "groups": {}}, limit=limit, bootstrap_iters=0
@@ -152,14 +152,3 @@ def _gold(sample: dict[str, Any]) -> tuple[tuple[str, str] | None, float, str]:
     if not isinstance(target, int) or not 0 <= target < len(got):
         return None, float("nan"), str(best)
     return asked[target], -got[target][0], str(best)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and the mode back afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

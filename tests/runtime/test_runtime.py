@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import mmap
 import random
 import sys
@@ -125,3 +126,12 @@ def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_o
     assert runtime.processes() == (3, 4)
     assert runtime.resolve_device("cuda") == torch.device("cuda:1")
     assert runtime.resolve_device("auto") == torch.device("cuda:1")
+
+
+def test_a_wanted_absence_is_not_reported_and_everything_else_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from the hub: %s", "no module")
+    logger.warning("out of order")
+    assert caplog.messages == ["out of order"]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
+from torch import nn
 
 from moebook.errors import Refusal
 from moebook.models import manifest
@@ -86,6 +87,27 @@ def test_a_checkpoint_holds_only_what_training_changes(interrupted, lora):
         f"model.{name}" for name in trained
     }
     assert len(tensors) == 4 * len(trained)  # weight, two moments, the optimizer's own step
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW32bit"])
+def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
+    bits = pytest.importorskip("bitsandbytes").optim
+
+    def steps(model, optimizer, seed):
+        inputs = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(seed))
+        for x in inputs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    one, other = nn.Linear(64, 128), nn.Linear(64, 128)
+    mine, its = (getattr(bits, kind)(model.parameters(), lr=1e-2) for model in (one, other))
+    steps(one, mine, 1)
+    checkpoints.restore(other, load(save(checkpoints.capture(one, mine))), its)
+    for model, optimizer in ((one, mine), (other, its)):
+        steps(model, optimizer, 2)
+    assert torch.equal(one.weight, other.weight)
 
 
 def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from moebook.evaluation.model import PAIR, InMemory
+from moebook.nn.modes import evaluating
 
 
 def greedy(
@@ -25,11 +26,7 @@ def greedy(
         limit: Most new tokens.
         batch: B, contexts a forward pass.
     """
-    training = model.training
-    model.eval()
     asked = {"until": [], "max_gen_toks": limit}
     requests: list[Any] = [SimpleNamespace(args=("", asked), doc={PAIR: (c, [])}) for c in contexts]
-    try:
+    with evaluating(model):
         return InMemory(model, tokenizer, batch).generate_until(requests)
-    finally:
-        model.train(training)

@@ -6,7 +6,6 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket import generation
 from moebook.methods.rocket.attachment import attached
 from moebook.methods.rocket.loras import Lora
+from moebook.nn.modes import evaluating
 from moebook.runtime import progress
 
 Row = Mapping[str, str]
@@ -79,7 +79,7 @@ def perplexity(
     items = _encoded(model, tokenizer, bank, shots, format)
     loras = list(bank.values())
     found = np.zeros((len(loras), len(items)))
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         for group, lines in _batches(items, len(loras), tokens):
             with attached(model, loras[group]):
                 batch = [items[line] for line in lines]
@@ -168,18 +168,6 @@ def scores(perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame
     )
     table.attrs["excluded"] = excluded
     return table
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off, and the model's mode back afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def _encoded(

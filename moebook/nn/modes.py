@@ -1,0 +1,19 @@
+"""The mode of a model: put into evaluation for a while, and given back as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the length of the block; gradients are left as they are."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
