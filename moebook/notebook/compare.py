@@ -16,6 +16,7 @@ from typing import Any
 from moebook import papers, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import publish, sources
+from moebook.notebook.session import injected
 from moebook.notebook.verdicts import row
 from moebook.results import TIERS, Record
 
@@ -66,9 +67,8 @@ def read(path: Path) -> Record:
     if name not in known:
         refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
     manifest = _manifest(path, notebook)
-    injected = notebook["metadata"].get("papermill", {}).get("parameters", {})
     declared = {name: parameter.default for name, parameter in source.parameters.items()}
-    parameters = manifest.get("parameters", {**declared, **injected})
+    parameters = manifest.get("parameters", declared | _injected(notebook))
     return Record(name, parameters["tier"], values, {**manifest, "parameters": parameters})
 
 
@@ -80,6 +80,14 @@ def _manifest(path: Path, notebook: Mapping[str, Any]) -> dict[str, Any]:
     seconds = notebook["metadata"].get("papermill", {}).get("duration")
     cost = {"seconds": seconds} if seconds else {}
     return {"environment": publish.environment(notebook), **cost}
+
+
+def _injected(notebook: Mapping[str, Any]) -> dict[str, Any]:
+    """What papermill set: its cell stays where its metadata are gone, as in the book's copies."""
+    tagged = [
+        c for c in notebook["cells"] if "injected-parameters" in c["metadata"].get("tags", ())
+    ]
+    return injected("".join(tagged[-1]["source"])) if tagged else {}
 
 
 def _nearest(mine: Record, book: Mapping[str, Record]) -> Record | None:

@@ -81,7 +81,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     index, declared = _declared(cells)
     for source in cells[index + 1 :]:
         if source.lstrip().startswith("# Parameters"):
-            parameters.check(declared, _injected(source), "injected parameters")
+            parameters.check(declared, injected(source), "injected parameters")
     missing = [name for name in declared if name not in names]
     if missing:
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
@@ -117,8 +117,12 @@ def _declares_tier(source: str) -> bool:
     return len(targets) == len(statements) and "tier" in names
 
 
-def _injected(source: str) -> dict[str, object]:
-    """Read an injected cell, which may hold nothing but ``name = literal``."""
+def injected(source: str) -> dict[str, object]:
+    """Read a cell that papermill injected, which may hold nothing but ``name = literal``.
+
+    Raises:
+        Refusal: ``E-PARAMETER`` for anything else.
+    """
     found: dict[str, object] = {}
     for statement in ast.parse(source).body:
         match statement:

@@ -37,6 +37,8 @@ def reader(
     papermill: dict[str, Any] | None = None,
     environment: Any = None,
 ) -> Path:
+    set_by_it = (papermill or {}).get("parameters", {})
+    injected = "\n".join(["# Parameters", *(f"{k} = {v!r}" for k, v in set_by_it.items())])
     shown: list[dict[str, Any]] = [{VALUE: value.to_json()} for value in found]
     shown += [{ENVIRONMENT: environment}] if environment is not None else []
     outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in shown]
@@ -44,7 +46,11 @@ def reader(
         "nbformat": 4,
         "nbformat_minor": 5,
         "metadata": {"papermill": papermill or {}},
-        "cells": [cell(PARAMETERS, ["parameters"], []), cell("run.record(...)", [], outputs)],
+        "cells": [
+            cell(PARAMETERS, ["parameters"], []),
+            cell(injected, ["injected-parameters"], []),
+            cell("run.record(...)", [], outputs),
+        ],
     }
     path = folder / "my_run.ipynb"
     path.write_text(json.dumps(notebook), encoding="utf-8")
