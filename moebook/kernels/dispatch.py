@@ -70,7 +70,7 @@ def _obstacle(op: str, on: Tensor | None) -> str | None:
 
 def _interpreted() -> bool:
     """Whether Triton interprets its kernels in Python, on any device, instead of compiling them."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
 def _path(op: str) -> Path:

@@ -41,8 +41,8 @@ def lay_out(routing: Routing, dtype: torch.dtype) -> Layout:
 
     On a CPU a product in bfloat16 is compiled for its shape, and 1,024 shapes are kept. Segments
     are as long as chance has it, so 32 experts made new shapes in every pass and the model 1.7
-    times slower. There they are filled up to a size of four significant bits: at most an eighth
-    more rows, a sixteenth on average of small ones, and 8 sizes between a power of 2 and the next.
+    times slower. There they are filled up to a size of four significant bits: 8 sizes between a
+    power of 2 and the next, less than an eighth more rows, a twenty-fourth on average.
 
     Args:
         routing: Where the T tokens go.
