@@ -43,14 +43,21 @@ def implementation(
         compiled = on is not None and on.is_cuda and not _interpreted()
         impl = "triton" if compiled and not _obstacle(op, on) else next(iter(table))
     if impl in table:
-        return table[impl]
+        return _untouched(table[impl], on)
     if impl != "triton":
         names = ["auto", *table, *(["triton"] if _path(op).is_file() else [])]
         refuse("E-IMPL", f"{op}: no implementation impl='{impl}'; {nearest(impl, names)}")
     if problem := _obstacle(op, on):
         refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
     run: Callable[..., Any] = importlib.import_module(f"moebook.kernels._triton.{op}").run
-    return run
+    return _untouched(run, on)
+
+
+def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]:
+    """Keep autocast out of an op: it would change the dtype of some products and of others not."""
+    if on is None or not torch.is_autocast_enabled(on.device.type):
+        return run
+    return torch.autocast(on.device.type, enabled=False)(run)
 
 
 def _obstacle(op: str, on: Tensor | None) -> str | None:

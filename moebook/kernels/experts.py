@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import gradient_like
 from moebook.kernels.route import Routing, check_routing
 from moebook.kernels.segments import Layout, lay_out
 
@@ -197,7 +198,7 @@ def _unwritten(weight: Tensor, used: set[int]) -> Tensor:
 
     To fill it all with zeros first would touch every byte twice.
     """
-    grad = torch.empty_like(weight)
+    grad = gradient_like(weight)
     for place in set(range(len(weight))) - used:
         grad[place].zero_()
     return grad
