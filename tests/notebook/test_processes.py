@@ -37,6 +37,7 @@ def course(**settings):
 RECORD = """\
 model, history = course(accumulate=parts, output="runs/checkpoints", every=4)
 again, same = course(accumulate=parts, output="runs/checkpoints", every=4)
+print(json.dumps(runtime.processes()))
 for name in ("loss", "penalty", "norm", "tokens"):
     print(json.dumps(getattr(history, name)))
 print(json.dumps([sum(p.sum().item() for p in each.parameters()) for each in (model, again)]))
@@ -48,7 +49,7 @@ def project(tmp_path: Path) -> Path:
     """A project with a notebook that trains a model of 2 layers."""
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "_config.yml").touch()
-    imports = "from moebook import notebook\nfrom moebook.training import fit"
+    imports = "from moebook import notebook, runtime\nfrom moebook.training import fit"
     sources = (imports, PARAMETERS, "run = notebook.begin(In, globals())", TRAIN, RECORD)
     cells = [new_code_cell(source) for source in sources]
     cells[1].metadata["tags"] = ["parameters"]
@@ -58,7 +59,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(project: Path) -> None:
-    launch = ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1")
+    launch = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
     quiet = ("--mixed_precision", "no", "--dynamo_backend", "no")
     done = subprocess.run(
         [sys.executable, "-m", *launch, *quiet, "-m", "moebook.cli", "run", "toy", "--tier=smoke"],
@@ -72,7 +73,8 @@ def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(projec
     assert done.stdout.count("toy at tier smoke: executed") == 1
     page = nbformat.read(project / "book" / "notebooks" / "01_toy.ipynb", as_version=4)
     printed = "".join(out.get("text", "") for cell in page.cells for out in cell.outputs)
-    loss, penalty, norm, tokens, sums = map(json.loads, printed.split("\n")[:5])
+    processes, loss, penalty, norm, tokens, sums = map(json.loads, printed.split("\n")[:6])
+    assert processes == [0, 2]
     here: dict[str, object] = {"fit": fit}
     exec(TRAIN, here)
     model, history = here["course"]()  # type: ignore[operator]
