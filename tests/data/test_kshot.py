@@ -5,12 +5,10 @@ import json
 import pytest
 
 from moebook.data import tasks
-from moebook.data.families import english_number
 from moebook.data.tasks import kshot
+from moebook.data.tasks.common_sense import kinship
 from moebook.errors import Refusal
 from moebook.methods.rocket import catalogue
-
-WORDS = {english_number(number): number for number in range(100)}
 
 
 def every(name, split):
@@ -34,9 +32,21 @@ def test_equations_in_words_are_right_and_no_equation_of_the_catalogue():
     }  # fmt: skip
     for split in tasks.SPLITS:
         for item in tasks.find("equation_words")._items(split):
-            a, b, c = (WORDS[item.slots[slot]] for slot in "abc")
-            assert a * int(item.answer) + b == c
-            assert f"{a}x + {b} = {c}" not in known
+            a, b, c = (int(item.slots[slot]) for slot in "abc")
+            sign = {"plus": 1, "minus": -1}[item.slots["sign"]]
+            assert a * int(item.answer) + sign * b == c
+            assert f"{a}x {'-+'[sign > 0]} {b} = {c}" not in known
+
+
+def test_families_told_the_other_way_round_are_new_and_keep_their_answers():
+    known = {item.slots["facts"] for item in kinship()}
+    for split in tasks.SPLITS:
+        for item in tasks.find("kinship_told")._items(split):
+            facts = [fact.strip(".").split() for fact in item.slots["facts"].split(". ")]
+            turned = [(a, r, b.removesuffix("'s")) for b, r, _, a in facts]
+            plain = [f"{a} is the {r} of {b}." for a, r, b in turned]
+            assert " ".join(plain) not in known
+            assert f"{item.slots['a']} is the {item.answer} of" in item.rationale
 
 
 def test_new_intents_are_none_of_the_known_ones_and_hold_the_requests_words():
@@ -55,7 +65,7 @@ def test_both_kinds_of_clauses_are_frequent_and_none_is_in_the_bank():
     assert not any(clause in bank for clause in kshot.reserved())
 
 
-def test_the_three_are_found_by_name_like_any_other():
+def test_they_are_found_by_name_like_any_other():
     assert tasks.rows("copyleft", "test", 2)[0]["task"] == "copyleft"
     with pytest.raises(Refusal, match="did you mean 'copyleft'"):
         tasks.find("copylef")

@@ -45,7 +45,7 @@ def _isa() -> Iterator[Item]:
         yield Item({"noun": row["noun"]}, row["kind"], f"{row['noun']}: {chain}{row['kind']}.")
 
 
-def _family(rng: random.Random) -> Item:
+def family(rng: random.Random) -> Item:
     """Tell of A, B, C and of D, who is also related to B but not asked about; facts shuffled."""
     people = [*rng.sample(_WOMEN, 4), *rng.sample(_MEN, 4)]
     rng.shuffle(people)
@@ -69,11 +69,12 @@ def _family(rng: random.Random) -> Item:
     return Item({"facts": " ".join(facts), "a": a, "c": c}, answer, why)
 
 
-def _kinship() -> Iterator[Item]:
+def kinship() -> Iterator[Item]:
+    """Yield different families, always the same."""
     rng = random.Random("kinship")
     seen: set[str] = set()
     while len(seen) < FAMILIES:
-        item = _family(rng)
+        item = family(rng)
         if item.slots["facts"] not in seen:
             seen.add(item.slots["facts"])
             yield item
@@ -106,7 +107,7 @@ TASKS = (
             "{facts} How is {a} related to {c}?",
             "{facts} {a} is whose relative? Say what {a} is to {c}.",
         ),
-        pool=_kinship,
+        pool=kinship,
         max_new_tokens=12,
         rationales=True,
     ),
