@@ -64,9 +64,7 @@ def assemble(model: nn.Module, config: Config, chosen: tuple, *, sparse: bool) -
     model.requires_grad_(False)
     for parameter in trained(model, config).values():
         parameter.requires_grad_(True)
-        if (
-            config.host != "full"
-        ):  # LoRA takes the host's dtype, in which small updates would be lost
+        if config.host != "full":  # LoRA takes the host's dtype, in which small updates are lost
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
@@ -135,10 +133,7 @@ def _dense_weight(linear: nn.Linear) -> Tensor:
 
 def _quantise(model: nn.Module, host: Anatomy) -> None:
     """Replace the linear layers inside the decoder layers by NF4 ones (QLoRA)."""
-    from bitsandbytes.nn import (
-        Linear4bit,
-        Params4bit,
-    )  # an optional dependency, checked by `prepare`
+    from bitsandbytes.nn import Linear4bit, Params4bit  # optional, checked by `prepare`
 
     for layer in host.layers:
         linears = [(n, m) for n, m in layer.block.named_modules() if type(m) is nn.Linear]
