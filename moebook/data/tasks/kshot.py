@@ -17,53 +17,40 @@ import re
 from collections.abc import Iterator
 
 from moebook.data.tasks.common_sense import family, kinship
-from moebook.data.tasks.language import same_json
+from moebook.data.tasks.language import SLOTS, same_json
 from moebook.data.tasks.task import Item, Task, shipped
 
 MOST, FAMILIES = 60, 1_200  # requests of one wording; families
-_SLOTS = {
-    "place": "the airport|the station|the hospital|the museum|the harbour|the stadium|home|work",
-    "time": "six|noon|8:15|half past ten|2 pm|midnight|quarter to five",
-    "level": "two|three|four|five|seven|eight|nine",
-    "device": "radio|television|phone|speaker|laptop",
-    "dish": "lasagne|onion soup|apple cake|paella|dumplings|omelette|fish stew",
-    "guests": "two|three|four|six|eight",
-    "topic": "football|science|the elections|the stock market|cinema|technology",
-    "room": "kitchen|bedroom|hall|garage|office|bathroom",
-    "degrees": "17|18|19|20|21|22|23",
-    "phrase": "thank you|good morning|where is the bank|I am lost|one coffee please|see you soon",
-    "language": "Spanish|Italian|Polish|Greek|Turkish|Dutch",
-}
 _INTENTS = {
     "taxi": (
-        "get me a taxi to {place}",
-        "I need a ride to {place} at {time}",
-        "order a cab to {place} for {guests}",
-    ),
-    "volume": (
-        "turn the {device} to {level}",
-        "set the volume of the {device} to {level}",
-        "the {device} is too loud, make it {level}",
-    ),
-    "recipe": (
-        "how do I cook {dish}?",
-        "show me a recipe of {dish} for {guests}",
-        "I want to make {dish} in the {room}",
-    ),
-    "news": (
-        "what is new in {topic}?",
-        "read me the news about {topic} at {time}",
-        "anything about {topic} on the {device}?",
+        "get me a taxi to {city} at {time}",
+        "I need a ride to {city} {day}",
+        "order a cab from {origin} for {people}",
     ),
     "heating": (
-        "heat the {room} to {degrees} degrees",
-        "I want {degrees} degrees in the {room} at {time}",
-        "it is cold in the {room}, make it {degrees}",
+        "heat the {room} for {minutes} minutes",
+        "it is cold in the {room}",
+        "make the {room} warm at {time}",
     ),
-    "translate": (
-        "how do you say {phrase} in {language}?",
-        "translate {phrase} into {language}",
-        "say {phrase} in {language} on the {device}",
+    "recipe": (
+        "how do I cook {food} food?",
+        "a {food} recipe for {people}",
+        "show me what to cook with {thing}",
+    ),
+    "ticket": (
+        "two tickets for {artist} in {city}",
+        "I want to see {artist} {day}",
+        "is {artist} playing in {city} {day}?",
+    ),
+    "visit": (
+        "I am going to see {person} {day}",
+        "{person} comes at {time}",
+        "note a visit of {person} {day} at {time}",
+    ),
+    "cleaning": (
+        "clean the {room} {day}",
+        "the {room} is dirty",
+        "send the robot to the {room} at {time}",
     ),
 }
 _COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
@@ -97,7 +84,7 @@ def _intent_new() -> Iterator[Item]:
     for intent, wordings in _INTENTS.items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(itertools.product(*(_SLOTS[name].split("|") for name in names)))
+            fillings = list(itertools.product(*(SLOTS[name].split("|") for name in names)))
             random.Random(wording).shuffle(fillings)
             for values in fillings[:MOST]:
                 slots = dict(zip(names, values, strict=True))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from moebook.data.tasks.task import Item, Task, first_line, shipped
 
 MOST = 160  # requests of one wording
-_SLOTS = {
+SLOTS = {
     "time": "six|seven|8:15|9:30|noon|half past ten|2 pm|11 am|midnight|quarter to five",
     "day": "today|tomorrow|Monday|Tuesday|Wednesday|Friday|Saturday|Sunday|next week",
     "city": "Paris|Berlin|Madrid|Oslo|Lisbon|Cairo|Lima|Tokyo|Boston|Dublin|Prague|Athens",
@@ -99,7 +99,7 @@ def _intent_json() -> Iterator[Item]:
     for intent, wordings in _INTENTS.items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(itertools.product(*(_SLOTS[name].split("|") for name in names)))
+            fillings = list(itertools.product(*(SLOTS[name].split("|") for name in names)))
             random.Random(wording).shuffle(fillings)
             for values in fillings[:MOST]:
                 slots = dict(zip(names, values, strict=True))
