@@ -311,8 +311,8 @@ def pretrain(
     Raises:
         Refusal: A malformed recipe, a missing source package or a loss that is not finite.
     """
-    # Each expert's number of rows is a shape of its own to oneDNN, whose 1,024 compiled products are
-    # soon used up: a sparse model was 1.7 times as fast with room for all of them.
+    # To oneDNN each expert's number of rows is a shape of its own, and it keeps 1,024 compiled
+    # products: a sparse model was 1.7 times as fast with room for all of them.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
     recipe = Recipe.read(recipe_file)
     if out.exists():
