@@ -136,7 +136,8 @@ def experts(
     odd = [name for name in arm.by if name not in selecting.RANKINGS]
     if odd:
         refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], (*selecting.RANKINGS, *OTHERS))}")
-    scores = case.scores(arm.config.shots).loc[list(bank)]
+    scores = case.scores(arm.config.shots)
+    scores = scores[scores.index.isin(list(bank))]
     return selecting.select(scores, similarities, arm.config, rankings=arm.by).experts
 
 
