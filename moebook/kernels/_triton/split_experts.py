@@ -1,0 +1,16 @@
+"""split experts on a GPU: the kernels of `experts`, which read either bank by a table of slots."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moebook.kernels._triton.experts import gated_ffn
+from moebook.kernels.experts import Activation, Bank
+from moebook.kernels.route import Routing
+
+
+def run(
+    x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor, act: Activation
+) -> Tensor:
+    """Run `moebook.kernels.split_experts`."""
+    return gated_ffn("split_experts", x, routing, frozen, trained, slots, act)

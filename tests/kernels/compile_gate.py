@@ -1,0 +1,77 @@
+"""Compiles Triton kernels for GPUs that need not be there, and prints what the compiler says.
+
+Run by `test_compile_gate.py` as a process of its own, since in the tests' process Triton
+interprets. One line of JSON a kernel: name, architecture, dtype, bytes of shared memory, bytes of
+stack (spilled registers lie there) and whether it multiplies by ``wgmma``.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moebook.kernels._triton import experts, grouped
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {
+    **dict.fromkeys(("token", "slots", "tiles", "owner", "counts", "ends", "place"), "*i64"),
+    **dict.fromkeys(("gate", "weight", "d_weight"), "*fp32"),
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+def kernels(dtype):
+    """Yield (kernel, constants) as the launchers set them, with much and with little work."""
+    sizes = (65536, 64) if dtype != torch.float32 else (64,)  # float32 has one choice of blocks
+    for chosen in (grouped.blocks(dtype, rows, 64) for rows in sizes):
+        yield experts._gated_up, {"D": 2048, "F": 1024, **chosen, "BN": chosen["BN"] // 2}
+        for flag in (False, True):
+            yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "GATHER": flag,
+                                     "WEIGH": flag, **chosen}  # fmt: skip
+    for flag in (False, True):
+        yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "GATHER_LEFT": flag,
+                                         **grouped.gradient_blocks(dtype, chosen)}  # fmt: skip
+    yield experts._gated_back, {"F": 1024, "BF": 1024}
+    yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}
+
+
+def compiled(kernel, constants, dtype, arch):
+    """Compile one kernel and describe the result."""
+    options = {key: value for key, value in constants.items() if key in OPTIONS}
+    constants = {key: value for key, value in constants.items() if key not in OPTIONS}
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
+        if name not in constants:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return {"kernel": kernel.__name__, "arch": arch, "dtype": dtype, "constants": str(constants),
+            "shared": made.metadata.shared, "stack": stack(made.asm["cubin"]),
+            "wgmma": "wgmma" in made.asm["ptx"],
+            "large": max(constants.get("BM", 0), constants.get("BI", 0)) >= 64}  # fmt: skip
+
+
+def stack(cubin):
+    """Read the bytes of stack that a thread needs."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return sum(int(found) for found in re.findall(r"STACK:(\d+)", told.stdout))
+
+
+if __name__ == "__main__":
+    for dtype, arch in (
+        (d, int(a)) for d in sys.argv[1].split(",") for a in sys.argv[2].split(",")
+    ):
+        for case in kernels(DTYPES[dtype]):
+            print(json.dumps(compiled(*case, dtype, arch)), flush=True)

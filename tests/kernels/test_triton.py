@@ -1,0 +1,116 @@
+"""Triton kernels against float64: interpreted on a CPU, compiled where there is a GPU.
+
+An error is held against that of PyTorch's own computation in the same dtype. The interpreter
+computes bfloat16 wrongly, so that runs on a GPU alone.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moebook.errors import Refusal
+from moebook.kernels import Bank, experts, route, split_experts
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+SHAPES = [  # T, D, F, E, K
+    (12, 8, 4, 4, 2),
+    (7, 20, 5, 3, 1),
+    (5, 4, 2, 16, 2),  # some experts get no row
+    (40, 40, 33, 2, 1),  # more than one tile, and a rest
+    (1, 4, 2, 5, 3),
+    (0, 4, 2, 3, 2),
+]
+
+
+def drawn(*shapes, seed=0):
+    """Tensors of a size that leaves products near 1, so that float16 holds them."""
+    torch.manual_seed(seed)
+    tensors = [torch.randn(shape) for shape in shapes]
+    return [t / max(t.shape[-1], 1) ** 0.5 if t.dim() == 3 else t for t in tensors]
+
+
+def outcome(function, inputs, impl):
+    """Outputs, then the gradient of every input, all in float64."""
+    ys = function(*inputs, impl)
+    ys = ys if isinstance(ys, list) else [ys]
+    cotangents = [torch.arange(y.numel(), device=y.device).view_as(y).cos().to(y.dtype) for y in ys]
+    grads = torch.autograd.grad(ys, inputs, cotangents, allow_unused=True, materialize_grads=True)
+    return [tensor.detach().double() for tensor in (*ys, *grads)]
+
+
+def check(function, shapes, dtype, *, draws=4, also=1e-7):
+    """Hold each error, summed over some draws, against twice the reference's own."""
+    errors = {"triton": 0.0, "reference": 0.0}
+    for seed in range(draws):
+        made = [t.to(DEVICE, dtype).requires_grad_() for t in drawn(*shapes, seed=seed)]
+        exact = [t.detach().double().requires_grad_() for t in made]
+        truth = outcome(function, exact, "reference")
+        for impl in errors:
+            pairs = zip(outcome(function, made, impl), truth, strict=True)
+            errors[impl] = errors[impl] + torch.stack([(a - b).norm() for a, b in pairs])
+    assert (errors["triton"] <= 2 * errors["reference"] + also).all(), errors
+
+
+def through_experts(top_k):
+    return lambda x, logits, gate_up, down, impl: experts(
+        x, route(logits, top_k), Bank(gate_up, down), F.silu, impl=impl
+    )
+
+
+def shapes_of_experts(T, D, width, E):
+    return [(T, D), (T, E), (E, 2 * width, D), (E, D, width)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts(shape, dtype):
+    check(through_experts(shape[4]), shapes_of_experts(*shape[:4]), dtype, draws=2)
+
+
+@pytest.mark.parametrize("chosen", [[2, 0], [1], []])
+def test_split_experts(chosen):
+    slots = torch.full((4,), -1)
+    slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(len(chosen))
+
+    def function(x, logits, gate_up, down, own_gate_up, own_down, impl):
+        banks = Bank(gate_up, down), Bank(own_gate_up, own_down)
+        return split_experts(x, route(logits, 2), *banks, slots.to(DEVICE), F.silu, impl=impl)
+
+    N = len(chosen)
+    shapes = [*shapes_of_experts(12, 8, 4, 4), (N, 8, 8), (N, 8, 4)]
+    check(function, shapes, torch.float32, draws=2)
+
+
+def test_weights_without_a_gradient_change_no_other():
+    x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes_of_experts(12, 8, 4, 4)))
+    x.requires_grad_()
+    down.requires_grad_()
+    y = through_experts(2)(x, logits, gate_up, down, "triton")
+    grads = torch.autograd.grad(y.sum(), [x, down])
+    gate_up.requires_grad_()
+    y = through_experts(2)(x, logits, gate_up, down, "triton")
+    again = torch.autograd.grad(y.sum(), [x, down, gate_up])
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=False))
+
+
+def test_an_activation_that_is_not_compiled_is_refused():
+    x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes_of_experts(3, 4, 2, 2)))
+    with pytest.raises(Refusal, match="E-IMPL: experts: impl='triton' computes SiLU alone"):
+        experts(x, route(logits, 1), Bank(gate_up, down), F.gelu, impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_real_size_on_a_gpu(dtype):
+    shape = (4096, 1024, 704, 64, 6)
+    check(through_experts(6), shapes_of_experts(*shape[:4]), dtype, draws=1)
+    made = [t.to(DEVICE, dtype).requires_grad_() for t in drawn(*shapes_of_experts(*shape[:4]))]
+    first, second = (outcome(through_experts(6), made, "triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
