@@ -17,12 +17,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moebook.kernels._triton import experts, grouped
+from moebook.kernels._triton import balance_loss, experts, grouped, lora_mixture, route
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TYPES = {
-    **dict.fromkeys(("token", "slots", "tiles", "owner", "counts", "ends", "place"), "*i64"),
-    **dict.fromkeys(("gate", "weight", "d_weight"), "*fp32"),
+    **dict.fromkeys(("token", "slots", "tiles", "owner", "counts", "ends", "place", "ids"), "*i64"),
+    **dict.fromkeys(("gate", "weight", "d_weight", "mass", "factor", "load"), "*fp32"),
+    "T": "i32",
+    "scale": "fp32",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -40,6 +42,12 @@ def kernels(dtype):
                                          **grouped.gradient_blocks(dtype, chosen)}  # fmt: skip
     yield experts._gated_back, {"F": 1024, "BF": 1024}
     yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}
+    yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, "PRECISION": "ieee",
+                              **lora_mixture.BLOCKS}  # fmt: skip
+    block = {"E": 60, "BE": 64}
+    yield route._choose, {**block, "K": 6, "BT": route.ROWS}
+    yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}
+    yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}
 
 
 def compiled(kernel, constants, dtype, arch):
@@ -49,7 +57,7 @@ def compiled(kernel, constants, dtype, arch):
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
-        if name not in constants:
+        if signature[name].startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

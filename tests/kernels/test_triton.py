@@ -12,7 +12,16 @@ import torch
 from torch.nn import functional as F
 
 from moebook.errors import Refusal
-from moebook.kernels import Bank, experts, route, split_experts
+from moebook.kernels import (
+    Bank,
+    adapters,
+    balance_loss,
+    experts,
+    lora_mixture,
+    route,
+    split_experts,
+)
+from moebook.kernels.lora_mixture import Projection
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -104,6 +113,81 @@ def test_an_activation_that_is_not_compiled_is_refused():
     x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes_of_experts(3, 4, 2, 2)))
     with pytest.raises(Refusal, match="E-IMPL: experts: impl='triton' computes SiLU alone"):
         experts(x, route(logits, 1), Bank(gate_up, down), F.gelu, impl="triton")
+
+
+def through_adapters(top_k, apart):
+    def function(h, other, logits, down, up, impl):
+        routing, source = route(logits, top_k), other if apart else None
+        return adapters(h, routing, down, up, scale=0.7, source=source, impl=impl)
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[5:])
+def test_adapters(shape, apart, dtype):
+    T, D, R, E, K = shape
+    shapes = [(T, D), (T, D), (T, E), (E, D, R), (E, R, D)]
+    check(through_adapters(K, apart), shapes, dtype, draws=1 + 2 * (T < 10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(6, 8, 4, 3, (8, 5)), (70, 6, 3, 1, (4,)), (0, 4, 2, 2, (3,))])
+def test_lora_mixture(shape, dtype):
+    T, D, R, N, widths = shape
+    shapes = [(T, D)]
+    for width in widths:
+        shapes += [(T, width), (T, N), (N, R, D), (N, width, R)]
+
+    def function(x, *tensors_and_impl):
+        *tensors, impl = tensors_and_impl
+        parts = zip(*(tensors[i::4] for i in range(4)), strict=True)
+        return lora_mixture(x, [Projection(*part, 0.7) for part in parts], impl=impl)
+
+    check(function, shapes, dtype)
+
+
+def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
+    x, base, gates, down, up = drawn((6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4))
+    inputs = [t.to(DEVICE).requires_grad_() for t in (x, base.half(), gates, down, up)]
+    ys = [lora_mixture(inputs[0], [Projection(*inputs[1:])], impl=impl)[0]
+          for impl in ("triton", "reference")]  # fmt: skip
+    assert ys[0].dtype == torch.float16
+    torch.testing.assert_close(*ys, rtol=2e-3, atol=2e-3)
+    grads = [torch.autograd.grad(y.float().sum(), inputs) for y in ys]
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "width", "top_k"), [(70, 5, 2), (3, 8, 8), (9, 1, 1), (0, 3, 1)]
+)
+def test_route(tokens, width, top_k, dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, width).round(decimals=1).to(DEVICE, dtype)  # rounding makes ties
+    made, wanted = (route(logits, top_k, impl=impl) for impl in ("triton", "reference"))
+    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "top_k"), [(70, 5, 2), (3, 8, 1), (0, 3, 1)])
+def test_balance_loss(tokens, width, top_k, masked, dtype):
+    mask = torch.arange(tokens, device=DEVICE) % 3 > 0 if masked else None
+
+    def function(logits, impl):
+        return balance_loss(logits, route(logits, top_k).ids, mask=mask, impl=impl)
+
+    check(function, [(tokens, width)], dtype)
+
+
+def test_balance_loss_in_its_constant_form_is_the_constant():
+    logits = torch.randn(9, 4, device=DEVICE)
+    value = balance_loss(logits, route(logits, 2).ids, form="constant", impl="triton")
+    assert value.item() == pytest.approx(2)
 
 
 @pytest.mark.gpu

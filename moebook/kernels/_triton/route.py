@@ -1,0 +1,43 @@
+"""route on a GPU: the K largest logits of each row in one kernel."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moebook.kernels.route import Routing, _weighted
+
+ROWS = 32
+"""Tokens of one program."""
+
+
+def run(logits: Tensor, top_k: int, combine: str) -> Routing:
+    """Run `moebook.kernels.route`."""
+    ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
+    if len(logits):
+        experts = logits.shape[1]
+        _choose[(triton.cdiv(len(logits), ROWS),)](
+            logits.detach().contiguous(), ids, len(logits), E=experts, K=top_k, BT=ROWS,
+            BE=triton.next_power_of_2(experts),
+        )  # fmt: skip
+    return _weighted(logits, ids, combine)
+
+
+@triton.jit
+def _choose(
+    logits, ids, T, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """ids[t] = the experts of the K largest logits of t, of equal ones the lower number first."""
+    row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    expert = tl.arange(0, BE)[None, :]
+    inside = (row < T)[:, None] & (expert < E)
+    left = tl.load(logits + row[:, None] * E + expert, mask=inside, other=float("-inf"))
+    left = left.to(tl.float32)
+    for k in tl.static_range(K):
+        best = tl.argmax(left, axis=1)
+        tl.store(ids + row * K + k, best.to(tl.int64), mask=row < T)
+        left = tl.where(expert == best[:, None], float("-inf"), left)
