@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that ``moebook list`` starts a
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -58,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     checks = (_add_verify, _add_audit, _add_compare)
-    for add in (_add_run, _add_list, _add_book, *checks, _add_pretrain):
+    for add in (_add_run, _add_list, _add_book, *checks, _add_bench, _add_pretrain):
         add(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest:
@@ -106,6 +107,16 @@ def _add_audit(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     parser = _add(commands, "compare", compare, "put your executed notebook beside the book's runs")
     parser.add_argument("notebook", help="an executed notebook, such as my_run.ipynb")
+
+
+def _add_bench(commands: Any) -> None:
+    parser = _add(commands, "bench", bench, "time the ops against their floors and peers")
+    parser.add_argument("op", nargs="?", help="such as experts; all by default, with a record")
+    parser.add_argument("--peers", action="store_true", help="list the peers that are installed")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
+    parser.add_argument("--scale", default="full", help="tiny, small, full or model")
 
 
 def _add_pretrain(commands: Any) -> None:
@@ -179,6 +190,34 @@ def compare(options: argparse.Namespace) -> int:
     from moebook.notebook.compare import compare as text
 
     print(text(Path(options.notebook)))
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    """``moebook bench``: print the table; keep the record of all ops at the goals' scale."""
+    if options.threads < 1:
+        refuse("E-RANGE", f"--threads is {options.threads}, expected at least 1")
+    # Read when torch and NumPy are imported, which is below.
+    os.environ.update(OMP_NUM_THREADS=str(options.threads), GOMP_SPINCOUNT="0")
+    from moebook import bench as benches
+    from moebook import results
+
+    if options.peers:
+        print(benches.installed().to_string())
+        return 0
+    folder = results.root()
+    names = [options.op] if options.op else None
+    settings = {name: getattr(options, name) for name in ("scale", "rounds", "threads")}
+    frame = benches.measure(
+        names, scale=options.scale, device=options.device, rounds=options.rounds
+    )
+    print(benches.table(frame), flush=True)
+    growth = benches.growth(names, device=options.device)
+    print(f"\n{benches.growth_table(growth)}")
+    if options.op is None and options.scale == "full":
+        roof = benches.ceilings(options.device)
+        path = benches.write(folder, frame, growth, roof, settings)
+        print(f"\nrecord in {path.relative_to(folder)}")
     return 0
 
 

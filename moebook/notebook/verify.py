@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def verify(name: str | None = None, folder: Path | None = None) -> list[Finding]
 
 
 def _records(folder: Path) -> list[Path]:
-    committed = sorted((folder / "results").glob("*/*/record.json"))
-    return committed + sorted((folder / "book" / "notebooks").glob("*.record.json"))
+    """Find the records of notebooks; those of ``moebook bench`` lie in folders of no tier."""
+    found = [(folder / "results").glob(f"*/{tier}/record.json") for tier in results.COMMITTED]
+    return sorted(chain(*found)) + sorted((folder / "book" / "notebooks").glob("*.record.json"))
 
 
 def _name(path: Path) -> str:

@@ -1,0 +1,28 @@
+"""How fast the ops are: beside what a user would pick instead, and beside the hardware's floor.
+
+All contenders of a case run in one process, in turns, on the same inputs; a machine that is slow
+for a while is slow for all of them, so the medians of their ratios mean something where their
+seconds do not.
+"""
+
+from moebook.bench.accuracy import errors
+from moebook.bench.goals import judge
+from moebook.bench.growth import growth, growth_table
+from moebook.bench.peers import installed
+from moebook.bench.report import recorded, table, write
+from moebook.bench.running import OPS, ceilings, find, measure
+
+__all__ = [
+    "OPS",
+    "ceilings",
+    "errors",
+    "find",
+    "growth",
+    "growth_table",
+    "installed",
+    "judge",
+    "measure",
+    "recorded",
+    "table",
+    "write",
+]

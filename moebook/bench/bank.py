@@ -1,0 +1,133 @@
+"""Cases of a bank of LoRAs scored on K shots: one packed pass against PEFT's loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moebook import models
+from moebook.bench import peers
+from moebook.bench.case import Case, Op
+from moebook.bench.timing import Contender
+from moebook.data import IGNORED, encode, tasks
+from moebook.methods.rocket import loras, scoring
+from moebook.methods.rocket.loras import Lora
+
+TARGETS = ("q_proj", "v_proj")
+Item = dict[str, Any]
+
+
+def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
+    """N LoRAs on the embedded base, the nats of S answers under each."""
+    model, tokenizer = models.load("nano", device=str(device))
+    rows = [row for name in list(tasks.CATALOGUE)[:4] for row in tasks.rows(name, "train", S)]
+    shots = rows[:: max(1, len(rows) // S)][:S]
+    bank = _random(model, N, R)
+    items = list(encode(shots, tokenizer, max_length=10**9))
+    case = Case(
+        [
+            Contender("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots)),
+            Contender("floor", lambda: _alone(model, items, N)),
+        ],
+        traffic=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+    case.invite("set_adapter, all shots at once", lambda: _looped(bank, items, device, len(items)))
+    case.invite("set_adapter, shot by shot", lambda: _looped(bank, items, device, 1))
+    return case
+
+
+def _random(model: Any, number: int, rank: int) -> dict[str, Lora]:
+    """Make LoRAs on q and v that change the base a little, each in its own way."""
+    torch.manual_seed(0)
+    layers = loras.linears(model, TARGETS)
+    return {
+        f"lora{index:02d}": Lora(
+            name=f"lora{index:02d}",
+            rank=rank,
+            alpha=float(rank),
+            down={p: torch.randn(rank, layer.in_features) / 10 for p, layer in layers.items()},
+            up={p: torch.randn(layer.out_features, rank) / 10 for p, layer in layers.items()},
+        )
+        for index in range(number)
+    }
+
+
+def _looped(bank: dict[str, Lora], items: list[Item], device: torch.device, rows: int) -> Contender:
+    """Return PEFT's way: make each adapter the active one, and run ``rows`` shots at a time."""
+    model = _hosting(bank, device)
+
+    @torch.no_grad()
+    def run() -> np.ndarray[Any, Any]:
+        found = []
+        for name in bank:
+            model.set_adapter(name)
+            parts = [nats(model, items[at : at + rows]) for at in range(0, len(items), rows)]
+            found.append(torch.cat(parts).cpu().numpy())
+        return np.stack(found)
+
+    return Contender("set_adapter, " + ("shot by shot" if rows == 1 else "all shots at once"), run)
+
+
+def _hosting(bank: dict[str, Lora], device: torch.device) -> Any:
+    """Load the base again and put the whole bank on it by PEFT."""
+    peft = peers.module("peft")
+    base, _ = models.load("nano", device=str(device))
+    first = next(iter(bank.values()))
+    settings = {"r": first.rank, "lora_alpha": first.alpha, "target_modules": list(TARGETS)}
+    config = peft.LoraConfig(**settings, init_lora_weights=False)
+    model = peft.get_peft_model(base, config, adapter_name=next(iter(bank)))
+    for name in list(bank)[1:]:
+        model.add_adapter(name, config)
+    for name, lora in bank.items():
+        for path in lora.down:
+            layer = model.base_model.model.get_submodule(path)
+            layer.lora_A[name].weight.data.copy_(lora.down[path])
+            layer.lora_B[name].weight.data.copy_(lora.up[path])
+    return model.eval()
+
+
+def nats(model: Any, batch: list[Item]) -> Tensor:
+    """Return the mean nats a token of each answer, as transformers' own loss has them ``[B]``."""
+    width = max(item["length"] for item in batch)
+    device = next(model.parameters()).device
+    ids, labels = (
+        torch.zeros(len(batch), width, dtype=torch.long),
+        torch.full((len(batch), width), IGNORED),
+    )
+    mask = torch.zeros_like(ids)
+    for line, item in enumerate(batch):
+        ids[line, : item["length"]] = torch.tensor(item["input_ids"])
+        labels[line, : item["length"]] = torch.tensor(item["labels"])
+        mask[line, : item["length"]] = 1
+    ids, labels, mask = (part.to(device) for part in (ids, labels, mask))
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    targets = labels[:, 1:]
+    losses = F.cross_entropy(
+        logits.float().mT, targets, ignore_index=IGNORED, reduction="none"
+    ).double()
+    return losses.sum(1) / (targets != IGNORED).sum(1)
+
+
+@torch.no_grad()
+def _alone(model: Any, items: list[Item], times: int) -> None:
+    """Run the base without a LoRA over the same rows, N times: what no bank can go below."""
+    for _ in range(times):
+        nats(model, items)
+
+
+_AXES = {"N": (0.25, 0.5, 1, 2), "S": (0.25, 0.5, 1, 2)}
+BANK = Op(
+    "a bank of LoRAs scored on K shots",
+    _bank,
+    {
+        "tiny": {"bank": {"N": 2, "S": 3, "R": 2}},
+        "small": {"bank": {"N": 8, "S": 10, "R": 16}},
+        "full": {"bank": {"N": 38, "S": 20, "R": 16}},
+        "model": {"bank": {"N": 38, "S": 50, "R": 16}},
+    },
+    _AXES,
+)

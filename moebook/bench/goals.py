@@ -1,0 +1,108 @@
+"""The goals, as data, and whether a run meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What an op is to reach in one case.
+
+    Attributes:
+        op, case: The case.
+        against: The contender that it is measured by.
+        kind: ``"faster"``: at least ``bound`` times as fast; ``"within"``: at most ``bound`` times
+            its seconds; ``"memory"``: at most ``bound`` of its extra memory; ``"seconds"``: at most
+            ``bound`` seconds (of ours).
+        bound: See ``kind``.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    op: str
+    case: str
+    against: str
+    kind: str
+    bound: float
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return {
+            "faster": f"at least {self.bound:g} x as fast",
+            "within": f"at most {self.bound:g} x its time",
+            "memory": f"at most {self.bound:g} x its memory",
+            "seconds": f"at most {self.bound:g} s",
+        }[self.kind]
+
+    def reached(self, ours: pd.Series, theirs: pd.Series) -> float:
+        """Return the number that the bound is compared with; NaN where it was not measured."""
+        if self.kind == "seconds":
+            return float(ours["wall"])
+        if self.kind == "memory":
+            return float(ours["memory"]) / float(theirs["memory"])
+        ratio = float(theirs["ratio"])
+        return ratio if self.kind == "faster" else 1 / ratio
+
+    def met(self, value: float) -> bool:
+        """Whether a number is on the right side of the bound."""
+        return value >= self.bound if self.kind == "faster" else value <= self.bound
+
+
+GOALS = (
+    Goal("experts", "fine", "eager", "faster", 15),
+    Goal("experts", "fine", "grouped_mm", "faster", 1.25),
+    Goal("experts", "fine", "floor", "within", 1.25),
+    Goal("experts", "coarse", "floor", "within", 1.12),
+    Goal("experts", "coarse_bf16", "own float32", "faster", 2),
+    Goal("split_experts", "half", "grouped_mm + mask", "faster", 1.5),
+    Goal("split_experts", "half", "floor", "within", 1.15),
+    Goal("adapters", "step", "published form", "faster", 10),
+    Goal("adapters", "step", "grouped_mm", "faster", 2),
+    Goal("lora_mixture", "four", "one LoRA of PEFT", "within", 1.1),
+    Goal("groups", "eight_of_38", "ours", "seconds", 0.1),
+    Goal("nearest", "pool", "semantic_search", "faster", 20),
+    Goal("duplicates", "candidates", "the paper's loops", "faster", 30),
+    Goal("bank", "bank", "set_adapter, all shots at once", "faster", 3),
+    Goal("adapters", "forward", "residual add", "within", 1.5, "cuda"),
+    Goal("experts", "fine", "floor", "within", 1 / 0.75, "cuda"),
+    Goal("experts", "fine", "grouped_mm", "faster", 1.4, "cuda"),
+    Goal("experts", "fine", "grouped_mm", "memory", 0.4, "cuda"),
+    Goal("split_experts", "half", "own full gradients", "within", 1.1 * 2.5 / 3, "cuda"),
+    Goal("lora_mixture", "four", "frozen layer alone", "within", 1.08, "cuda"),
+)
+"""Stated for the scale ``full`` on one thread of a CPU, and for an H200 in bfloat16."""
+
+
+def judge(frame: pd.DataFrame) -> pd.DataFrame:
+    """Compare what `running.measure` found with the goals of its device.
+
+    Returns:
+        One row a goal whose op is in the frame: ``op``, ``case``, ``against``, ``goal``,
+        ``measured`` and ``verdict``: ``met``, ``missed``, or ``not run``, where the contender took
+        no part. An op that refuses its case has missed the goal.
+    """
+    table = frame.set_index(["op", "case", "contender"]).sort_index()
+    ran = set(frame["op"] + "/" + frame["case"])
+    lines = []
+    for goal in GOALS:
+        if goal.device != frame.attrs["device"] or f"{goal.op}/{goal.case}" not in ran:
+            continue
+        value, verdict = _verdict(goal, table)
+        lines.append([goal.op, goal.case, goal.against, str(goal), value, verdict])
+    columns = ["op", "case", "against", "goal", "measured", "verdict"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _verdict(goal: Goal, table: pd.DataFrame) -> tuple[float, str]:
+    ours = table.loc[(goal.op, goal.case, "ours")]
+    if pd.isna(ours["seconds"]):
+        return float("nan"), "missed"
+    try:
+        value = goal.reached(ours, table.loc[(goal.op, goal.case, goal.against)])
+    except KeyError:
+        return float("nan"), "not run"
+    if pd.isna(value):
+        return value, "not run"
+    return value, "met" if goal.met(value) else "missed"

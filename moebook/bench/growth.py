@@ -1,0 +1,83 @@
+"""How cost grows: each op over a sweep of its letters, everything else as in the small case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from moebook import runtime
+from moebook.bench.running import OPS, find, measured
+
+
+def growth(
+    names: Iterable[str] | None = None,
+    *,
+    device: str = "auto",
+    rounds: int = 3,
+    budget: float = 1.0,
+    points: int | None = None,
+) -> pd.DataFrame:
+    """Measure each op at several sizes.
+
+    Args:
+        names: Ops; all by default.
+        device: As `running.measure` takes it.
+        rounds: Counted rounds a point.
+        budget: Seconds a contender may spend on a point.
+        points: Most points a letter, the smallest first; all by default.
+
+    Returns:
+        What `running.measure` returns, with ``letter``, ``value`` and ``exponent``: of the power
+        law through the first and the last point of the contender's seconds (1 is linear).
+    """
+    place = runtime.resolve_device(device)
+    todo = [
+        (name, letter, value, letters)
+        for name in (names if names is not None else OPS)
+        for letter, value, letters in _first(find(name).swept(), points)
+    ]
+    lines: list[dict[str, Any]] = []
+    for name, letter, value, letters in runtime.progress(todo, "sweep", len(todo)):
+        found = measured(name, f"{letter}={value}", letters, place, rounds, budget)
+        lines += [{**line, "letter": letter, "value": value} for line in found]
+    frame = pd.DataFrame(lines)
+    frame = frame[frame["seconds"].notna()].reset_index(drop=True)
+    frame.attrs["device"] = place.type
+    keys = ["op", "letter", "contender"]
+    slopes = {key: _exponent(part) for key, part in frame.groupby(keys)}
+    frame["exponent"] = [slopes[tuple(key)] for key in frame[keys].to_numpy()]
+    return frame
+
+
+def growth_table(frame: pd.DataFrame) -> str:
+    """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
+    lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
+    for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
+        values = sorted(set(part["value"]))
+        lines.append(f"{op}, {letter} = {', '.join(map(str, values))}")
+        for name, own in part.groupby("contender", sort=False):
+            cells = "".join(
+                f"{1e3 * seconds:10.2f}" for seconds in own.sort_values("value").seconds
+            )
+            lines.append(f"  {name:32}{cells}   exponent {own['exponent'].iloc[0]:.2f}")
+    return "\n".join(lines)
+
+
+def _first(swept: Iterable[Any], points: int | None) -> list[Any]:
+    """Keep the first points of each letter."""
+    kept: dict[str, list[Any]] = {}
+    for point in swept:
+        kept.setdefault(point[0], []).append(point)
+    return [point for letter in kept.values() for point in letter[:points]]
+
+
+def _exponent(part: pd.DataFrame) -> float:
+    ends = part.sort_values("value").iloc[[0, -1]]
+    low, high = ends["value"]
+    if low == high:
+        return math.nan
+    first, last = ends["seconds"]
+    return math.log(last / first) / math.log(high / low)

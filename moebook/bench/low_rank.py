@@ -1,0 +1,144 @@
+"""Cases of what is small beside a frozen layer: `adapters` and `lora_mixture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moebook.bench import floors, peers
+from moebook.bench.case import Case, Op, number_format, size_of, stepping
+from moebook.bench.timing import Contender
+from moebook.kernels import Routing, adapters, lora_mixture, route
+from moebook.kernels.lora_mixture import Projection
+
+
+def _adapters(
+    device: torch.device, T: int, D: int, R: int, E: int, K: int, backward: int = 1
+) -> Case:
+    """Routed adapters (PESC) against Eq. 7 and 8 as they are printed, and grouped_mm."""
+    torch.manual_seed(0)
+    dtype = number_format(device)
+    draw = {"device": device, "dtype": dtype}
+    h = torch.randn(T, D, **draw, requires_grad=True)
+    down = nn.Parameter(torch.randn(E, D, R, **draw).mul_(D**-0.5))
+    up = nn.Parameter(torch.randn(E, R, D, **draw).mul_(R**-0.5))
+    routing = route(torch.randn(T, E, device=device), K)
+    ways = {
+        "ours": lambda: adapters(h, routing, down, up),
+        "published form": lambda: _published(h, routing, down, up),
+        "grouped_mm": lambda: _grouped(h, routing, down, up),
+    }
+    products = floors.adapter_pass(T * K, D, R, backward=bool(backward))
+    if backward:
+        grad, leaves = torch.randn_like(h), [h, down, up]
+        ours, *rest = (stepping(name, way, grad, leaves) for name, way in ways.items())
+    else:
+        ours, *rest = (Contender(name, _quiet(way)) for name, way in ways.items())
+        delta = torch.randn_like(h)
+        rest.append(Contender("residual add", lambda: torch.add(h.detach(), delta)))
+    parties = [ours, floors.dense(products, device, dtype), *rest]
+    return Case(parties, floors.flops(products), (4 if backward else 2) * size_of(h))
+
+
+def _quiet(way: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return the same without a graph."""
+    return torch.no_grad()(way)
+
+
+def _published(h: Tensor, routing: Routing, down: Tensor, up: Tensor) -> Tensor:
+    """PESC Eq. 7 with Eq. 8, term by term: every expert on every token, and the residual too."""
+    gates = h.new_zeros(len(h), len(down))
+    gates = gates.scatter(1, routing.ids, routing.weights.to(h.dtype))
+    y = torch.zeros_like(h)
+    for expert, (first, second) in enumerate(zip(down, up, strict=True)):
+        y = y + gates[:, expert, None] * (F.gelu(h @ first) @ second + h)
+    return y
+
+
+def _grouped(h: Tensor, routing: Routing, down: Tensor, up: Tensor) -> Tensor:
+    """Sort, two products of torch's grouped_mm, and back to the order of the tokens."""
+    K = routing.ids.shape[1]
+    ends = routing.counts.cumsum(0).to(torch.int32)
+    gates = routing.weights.to(h.dtype).flatten()[routing.order, None]
+    hidden = F.gelu(F.grouped_mm(h[routing.order // K], down, offs=ends))
+    rows = F.grouped_mm(hidden, up, offs=ends) * gates
+    back = torch.empty_like(routing.order)
+    back[routing.order] = torch.arange(len(back), device=back.device)
+    return h + rows[back].view(len(h), K, -1).sum(1)
+
+
+def _loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) -> Case:
+    """A frozen layer with N routed LoRAs, against PEFT's layer with one, and a loop over N."""
+    torch.manual_seed(0)
+    dtype = number_format(device)
+    draw = {"device": device, "dtype": dtype}
+    x = torch.randn(T, D, **draw, requires_grad=True)
+    layer = nn.Linear(D, D, bias=False, **draw).requires_grad_(False)
+    down = nn.Parameter(torch.randn(N, R, D, **draw).mul_(D**-0.5))
+    up = nn.Parameter(torch.randn(N, D, R, **draw).mul_(R**-0.5))
+    chosen = route(torch.randn(T, N, device=device), min(K, N))
+    gates = x.new_zeros(T, N).scatter(1, chosen.ids, chosen.weights.to(dtype))
+    grad, leaves = torch.randn_like(x), [x, down, up]
+
+    def mixed(impl: str) -> Tensor:
+        return lora_mixture(x, [Projection(layer(x), gates, down, up)], impl=impl)[0]
+
+    products = floors.lora_step(T, D, D, N * R)
+    case = Case(
+        [
+            stepping("ours", lambda: mixed("auto"), grad, leaves),
+            floors.dense(products, device, dtype),
+            stepping("frozen layer alone", lambda: layer(x), grad, leaves),
+            stepping("one after another", lambda: mixed("reference"), grad, leaves),
+        ],
+        floors.flops(products),
+        2 * size_of(layer.weight) + 4 * size_of(x),
+    )
+    case.invite("one LoRA of PEFT", lambda: _one_lora(layer, R, x, grad))
+    return case
+
+
+def _one_lora(layer: nn.Linear, rank: int, x: Tensor, grad: Tensor) -> Contender:
+    peft = peers.module("peft")
+    config = peft.LoraConfig(r=rank, target_modules=["layer"], init_lora_weights=False)
+    host = nn.ModuleDict({"layer": layer})
+    peft.inject_adapter_in_model(config, host)
+    wrapped = host["layer"].to(x.dtype)
+    leaves = [x, *(p for p in wrapped.parameters() if p.requires_grad)]
+    return stepping("one LoRA of PEFT", lambda: wrapped(x), grad, leaves)
+
+
+ADAPTERS = Op(
+    "PESC's adapters, forward and backward",
+    _adapters,
+    {
+        "tiny": {
+            "step": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2},
+            "forward": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "backward": 0},
+        },
+        "small": {"step": {"T": 2048, "D": 256, "R": 32, "E": 8, "K": 2}},
+        "full": {
+            "step": {"T": 8192, "D": 1024, "R": 32, "E": 8, "K": 2},
+            "forward": {"T": 8192, "D": 1024, "R": 32, "E": 8, "K": 2, "backward": 0},
+        },
+        "model": {
+            "step": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2},
+            "forward": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2, "backward": 0},
+        },
+    },
+    {"T": (0.25, 0.5, 1, 2), "E": (0.5, 1, 2, 4)},
+)
+LORAS = Op(
+    "a frozen layer with routed LoRAs, forward and backward",
+    _loras,
+    {
+        "tiny": {"four": {"T": 16, "D": 8, "R": 4, "N": 2, "K": 2}},
+        "small": {"four": {"T": 1024, "D": 512, "R": 16, "N": 4, "K": 2}},
+        "full": {"four": {"T": 2048, "D": 2048, "R": 16, "N": 4, "K": 2}},
+        "model": {"four": {"T": 16384, "D": 4096, "R": 16, "N": 4, "K": 2}},
+    },
+    {"T": (0.25, 0.5, 1, 2), "N": (0.5, 1, 2, 4)},
+)

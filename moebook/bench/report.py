@@ -1,0 +1,145 @@
+"""What a run leaves: a table to read, and a record with the environment it was made in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moebook import results, runtime
+from moebook.bench.goals import judge
+from moebook.bench.peers import installed
+from moebook.errors import refuse
+from moebook.results import Record, Value
+
+RUN = "kernels"
+"""Name of the record's notebook: the one that shows it, whose hashes tell what it depends on."""
+
+
+def table(frame: pd.DataFrame) -> str:
+    """Return a run as text: a block a case, a line a contender, and the goals of both.
+
+    A ratio is the contender's time over ours; the multiple is its time over the floor's.
+    """
+    goals = judge(frame)
+    lines = [f"{'':34}{'ms':>10}{'wall ms':>10}{'ratio':>9}{'x floor':>9}{'extra MB':>10}  goal"]
+    for (op, case), part in frame.groupby(["op", "case"], sort=False):
+        lines.append(f"{op} / {case}")
+        floor = part.loc[part["contender"] == "floor", "ratio"]
+        for _, row in part.iterrows():
+            mine = goals[
+                (goals["op"] == op)
+                & (goals["case"] == case)
+                & (goals["against"] == row["contender"])
+            ]
+            lines.append(_line(row, floor.iloc[0] if len(floor) else math.nan, mine))
+    return "\n".join([*lines, "", _summary(goals)])
+
+
+def _line(row: pd.Series, floor: float, goals: pd.DataFrame) -> str:
+    name = f"  {row['contender']}"
+    aims = "; ".join(_aim(goal) for _, goal in goals.iterrows())
+    if pd.isna(row["seconds"]):
+        return f"{name:34}not run: {row['note']}" + (f"  [{aims}]" if aims else "")
+    extra = "" if pd.isna(row["memory"]) else f"{row['memory'] / 1e6:.0f}"
+    multiple = "" if math.isnan(floor) else f"{row['ratio'] / floor:.2f}"
+    numbers = f"{1e3 * row['seconds']:10.2f}{1e3 * row['wall']:10.2f}{row['ratio']:9.2f}"
+    return f"{name:34}{numbers}{multiple:>9}{extra:>10}  {aims}".rstrip()
+
+
+def _aim(goal: pd.Series) -> str:
+    measured = "" if pd.isna(goal["measured"]) else f" ({goal['measured']:.2f})"
+    return f"{goal['goal']}: {goal['verdict']}{measured}"
+
+
+def _summary(goals: pd.DataFrame) -> str:
+    counts = goals["verdict"].value_counts()
+    parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
+    return f"{len(goals)} goals: {', '.join(parts)}" if len(goals) else "no goals for these cases"
+
+
+def write(
+    folder: Path,
+    frame: pd.DataFrame,
+    growth: pd.DataFrame,
+    roof: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> Path:
+    """Write the record of a whole run to ``results/bench/<cpu or the GPU's name>/``.
+
+    The manifest goes last and holds the record's hash, so that half a pair is never taken for one.
+
+    Args:
+        folder: The project.
+        frame: From `running.measure`.
+        growth: From `growth.growth`.
+        roof: From `running.ceilings`.
+        settings: What was asked for: scale, rounds, threads.
+    """
+    environment = runtime.environment()
+    gpu = environment["accelerator"] if frame.attrs["device"] == "cuda" else None
+    values = [*_values(frame), *_grown(growth)]
+    values += [Value(f"roof/{name}", value, "number") for name, value in roof.items()]
+    record = Record(RUN, "gpu" if gpu else "cpu", tuple(values))
+    text = record.to_text()
+    hashes = results.current(RUN, folder, accelerator=gpu is not None)
+    manifest = {
+        "notebook": RUN,
+        "tier": record.scale,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hashes": {**hashes, "record": hashlib.sha256(text.encode()).hexdigest()},
+        "parameters": dict(settings),
+        "environment": environment,
+        "peers": installed()["version"].to_dict(),
+        "goals": json.loads(judge(frame).to_json(orient="records")),
+        "absent": frame.loc[frame["seconds"].isna(), ["op", "case", "contender", "note"]].to_dict(
+            "records"
+        ),
+    }
+    place = folder / "results" / "bench" / _slug(gpu or "cpu").lower()
+    results.write(place / "record.json", text)
+    results.write(place / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    return place / "record.json"
+
+
+def recorded(folder: Path) -> dict[str, Record]:
+    """Read the committed runs by the machine's name: ``cpu`` and those of GPUs.
+
+    Raises:
+        Refusal: E-RECORD for a record that is not its manifest's.
+    """
+    found = {}
+    for path in sorted((folder / "results" / "bench").glob("*/record.json")):
+        record = results.read(path)
+        if record.manifest.get("hashes", {}).get("record") != results.digest(path):
+            refuse("E-RECORD", f"{path} is not the record of its manifest; run moebook bench")
+        found[path.parent.name] = record
+    return found
+
+
+def _values(frame: pd.DataFrame) -> Iterator[Value]:
+    """Turn each measured line into values under ``op/case/contender``."""
+    units = {"seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes"}
+    for row in frame[frame["seconds"].notna()].to_dict("records"):
+        start = f"{row['op']}/{row['case']}/{_slug(row['contender'])}"
+        for column, unit in units.items():
+            if not pd.isna(row[column]):
+                yield Value(f"{start}/{column}", float(row[column]), unit)
+
+
+def _grown(frame: pd.DataFrame) -> Iterator[Value]:
+    for row in frame.to_dict("records"):
+        start = f"{row['op']}/growth/{row['letter']}={row['value']}"
+        yield Value(f"{start}/{_slug(row['contender'])}", float(row["seconds"]), "seconds")
+
+
+def _slug(name: str) -> str:
+    """Write a contender's name as part of a value's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")

@@ -1,0 +1,216 @@
+"""Cases of choosing among many: nearest rows, duplicates, groups of LoRAs, clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from moebook.bench import peers
+from moebook.bench.case import Case, Op
+from moebook.bench.floors import Product, flops
+from moebook.bench.timing import Contender
+from moebook.methods.rocket import Config, augmentation, sampling, selection
+from moebook.methods.upcycling import crsu
+from moebook.methods.upcycling.representations import Representations
+
+Array = np.ndarray[Any, Any]
+BLOCK = 8192
+"""Rows of one block of a streamed pool."""
+
+
+def _unit(rng: np.random.Generator, rows: int, width: int) -> Array:
+    """Draw rows of length 1 in float32, as encoders give them."""
+    return np.asarray(sampling.unit(rng.standard_normal((rows, width), dtype=np.float32)))
+
+
+def _product(left: Array, right: Array) -> Contender:
+    """Return a floor that is one product of NumPy arrays."""
+    out = np.empty((len(left), right.shape[1]), dtype=left.dtype)
+    return Contender("floor", lambda: np.matmul(left, right, out=out))
+
+
+def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
+    """The C rows of a pool that are nearest to any of K shots (Rocket Eq. 11 to 13)."""
+    rng = np.random.default_rng(0)
+    pool, shots = _unit(rng, S, D), _unit(rng, K, D)
+    key = sampling.keys(shots, Config(budget=C), 0)
+
+    def streamed() -> Any:
+        return sampling.largest((pool[at : at + BLOCK] for at in range(0, S, BLOCK)), key, C)
+
+    def at_once() -> Any:
+        near = (sampling.unit(pool) @ shots.T).max(axis=1)
+        first = np.argpartition(-near, C - 1)[:C]
+        return first[np.argsort(-near[first], kind="stable")]
+
+    products = [Product(S, D, K)]
+    case = Case(
+        [
+            Contender("ours", streamed),
+            _product(pool, np.ascontiguousarray(shots.T)),
+            Contender("numpy, all at once", at_once),
+        ],
+        flops(products),
+        pool.nbytes,
+    )
+    case.invite("scikit-learn", lambda: _by_sklearn(pool, shots, C))
+    case.invite("semantic_search", lambda: _by_sentences(pool, shots, C))
+    return case
+
+
+def _by_sklearn(pool: Array, shots: Array, C: int) -> Contender:
+    cosine = peers.module("sklearn.metrics.pairwise").cosine_similarity
+    return Contender(
+        "scikit-learn", lambda: np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
+    )
+
+
+def _by_sentences(pool: Array, shots: Array, C: int) -> Contender:
+    search = peers.module("sentence_transformers.util").semantic_search
+    held, asked = torch.from_numpy(pool), torch.from_numpy(shots)
+    return Contender("semantic_search", lambda: search(asked, held, top_k=C))
+
+
+def _duplicates(device: torch.device, S: int, D: int) -> Case:
+    """Alg. 2's near-duplicates, against its two loops."""
+    rng = np.random.default_rng(0)
+    centres = _unit(rng, max(1, S // 3), D)
+    vectors = sampling.unit(
+        centres[rng.integers(len(centres), size=S)] + 0.3 * _unit(rng, S, D)
+    ).astype(np.float32)
+    near = rng.random(S).astype(np.float32)
+    contenders = [
+        Contender("ours", lambda: augmentation.deduplicate(vectors, near, 0.9)),
+        _product(vectors, np.ascontiguousarray(vectors.T)),
+        Contender("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9)),
+    ]
+    return Case(contenders, flops([Product(S, D, S)]), vectors.nbytes + near.nbytes)
+
+
+def literal_duplicates(vectors: Array, near: Array, threshold: float) -> Array:
+    """Run Alg. 2, lines 5 to 13, as two loops over the rows that are still there."""
+    unit = sampling.unit(vectors)
+    alive = [True] * len(unit)
+    for i in range(len(unit)):
+        for j in range(len(unit)):
+            if i == j or not (alive[i] and alive[j]):
+                continue
+            if unit[i] @ unit[j] > threshold:
+                alive[j if near[i] > near[j] else i] = False
+    return np.flatnonzero(alive)
+
+
+def _groups(device: torch.device, M: int, N: int) -> Case:
+    """All groups of N among M candidates ranked (Rocket Alg. 1), against itertools."""
+    rng = np.random.default_rng(0)
+    names = [f"lora{number:02d}" for number in range(M)]
+    noise = rng.standard_normal((M, M)) / 20
+    alike = pd.DataFrame(noise @ noise.T, names, names)
+    scored = pd.DataFrame({"perplexity": rng.random(M), "accuracy": rng.random(M)}, names)
+    config = Config(candidates=M, experts=N)
+    pairs = np.asarray(alike)
+    contenders = [
+        Contender("ours", lambda: selection.select(scored, alike, config)),
+        Contender("itertools", lambda: literal_groups(pairs, N)),
+    ]
+    return Case(contenders, traffic=pairs.nbytes)
+
+
+def literal_groups(pairs: Array, N: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Order all groups by their mean pairwise similarity, one Python loop over combinations."""
+    count = N * (N - 1) / 2
+    found = []
+    for group in combinations(range(len(pairs)), N):
+        total = sum(pairs[i, j] for i, j in combinations(group, 2))
+        found.append((total / count, group))
+    return sorted(found)
+
+
+def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
+    """Centroids of every layer's tokens (CRSU), against scikit-learn alone."""
+    torch.manual_seed(0)
+    centres = torch.randn(L, E, D)
+    labels = torch.arange(S) % E
+    points = centres[:, labels] + torch.randn(L, S, D)
+    given = Representations(points, torch.zeros(S).long(), ("all",), tuple(range(L)), "x", "")
+    layers = points.numpy()
+    contenders = [
+        Contender("ours", lambda: crsu(given, E)),
+        _product(layers.reshape(-1, D), np.ascontiguousarray(centres[0].T.numpy())),
+    ]
+    case = Case(contenders, flops([Product(L * S, D, E)]), layers.nbytes)
+    for name in ("MiniBatchKMeans", "KMeans"):
+        case.invite(name, lambda name=name: _means(name, layers, E))  # type: ignore[misc]
+    return case
+
+
+def _means(name: str, layers: Array, E: int) -> Contender:
+    make = getattr(peers.module("sklearn.cluster"), name)
+
+    def run() -> Iterator[Any]:
+        return iter([make(E, n_init=3, random_state=0).fit(rows) for rows in layers])
+
+    return Contender(name, run)
+
+
+def apart(layers: int, clusters: int) -> tuple[Representations, torch.Tensor]:
+    """Make points whose clusters are plain to see, and the clusters' means ``[L, E, D]``."""
+    torch.manual_seed(0)
+    centres = 100 * torch.eye(clusters).repeat(layers, 1, 1)
+    labels = torch.arange(64 * clusters) % clusters
+    points = centres[:, labels] + torch.rand(layers, len(labels), clusters)
+    means = [points[:, labels == number].double().mean(1) for number in range(clusters)]
+    one = torch.zeros(len(labels)).long()
+    given = Representations(points, one, ("all",), tuple(range(layers)), "x", "")
+    return given, torch.stack(means, dim=1)
+
+
+NEAREST = Op(
+    "the C rows of a pool nearest to K shots",
+    _nearest,
+    {
+        "tiny": {"pool": {"S": 64, "K": 3, "D": 8, "C": 5}},
+        "small": {"pool": {"S": 16384, "K": 50, "D": 384, "C": 1000}},
+        "full": {"pool": {"S": 143000, "K": 50, "D": 384, "C": 1000}},
+        "model": {"pool": {"S": 143000, "K": 50, "D": 1024, "C": 5000}},
+    },
+    {"S": (0.25, 0.5, 1, 2), "K": (0.25, 0.5, 1, 2)},
+)
+DUPLICATES = Op(
+    "near-duplicates out, Alg. 2's own rule",
+    _duplicates,
+    {
+        "tiny": {"candidates": {"S": 20, "D": 8}},
+        "small": {"candidates": {"S": 600, "D": 384}},
+        "full": {"candidates": {"S": 1500, "D": 384}},
+        "model": {"candidates": {"S": 5000, "D": 1024}},
+    },
+    {"S": (0.25, 0.5, 1, 2)},
+)
+GROUPS = Op(
+    "all groups of N among M candidates, ranked",
+    _groups,
+    {
+        "tiny": {"groups": {"M": 6, "N": 3}},
+        "small": {"groups": {"M": 14, "N": 5}},
+        "full": {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}},
+        "model": {"groups": {"M": 24, "N": 6}},
+    },
+    {"M": (0.5, 0.75, 1, 1.25), "N": (0.6, 0.8, 1, 1.2)},
+)
+CLUSTERS = Op(
+    "centroids of every layer's tokens",
+    _clusters,
+    {
+        "tiny": {"layers": {"S": 64, "D": 8, "E": 2, "L": 2}},
+        "small": {"layers": {"S": 4096, "D": 128, "E": 8, "L": 2}},
+        "full": {"layers": {"S": 16384, "D": 512, "E": 8, "L": 4}},
+        "model": {"layers": {"S": 65536, "D": 4096, "E": 8, "L": 4}},
+    },
+    {"S": (0.5, 1, 2), "E": (0.5, 1, 2, 4)},
+)
