@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,14 +101,13 @@ def meet(
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     if not all(row.get("rationale") for row in shots):
         shots = [*rationales.write(shots, model, tokenizer, order=order)]
-    how = {"reduction": config.reduction}
-    expanded = rationales.expand(shots, order=order)
+    nats = partial(scoring.perplexity, model, tokenizer, bank, reduction=config.reduction)
     return Case(
         task,
         seed,
         shots,
-        plain=scoring.perplexity(model, tokenizer, bank, shots, **how),
-        reasoning=scoring.perplexity(model, tokenizer, bank, expanded, **how),
+        plain=nats(shots),
+        reasoning=nats(rationales.expand(shots, order=order)),
         solved=scoring.accuracy(model, tokenizer, bank, shots),
         vectors=encoder.encode([f"{row['prompt']} {row['answer']}" for row in shots]),
     )
