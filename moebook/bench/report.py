@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ import pandas as pd
 from moebook import results, runtime
 from moebook.bench.goals import judge
 from moebook.bench.peers import installed
+from moebook.bench.running import slug
 from moebook.errors import refuse
 from moebook.results import Record, Value
 
@@ -103,20 +103,25 @@ def write(
             "records"
         ),
     }
-    place = folder / "results" / "bench" / _slug(gpu or "cpu").lower()
+    place = folder / "results" / "bench" / slug(gpu or "cpu").lower()
     results.write(place / "record.json", text)
     results.write(place / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return place / "record.json"
 
 
-def recorded(folder: Path) -> dict[str, Record]:
+def recorded(start: Path | None = None) -> dict[str, Record]:
     """Read the committed runs by the machine's name: ``cpu`` and those of GPUs.
+
+    Args:
+        start: Where to look for the project, from there upwards; the working directory by default.
+            Without a project there are no runs.
 
     Raises:
         Refusal: E-RECORD for a record that is not its manifest's.
     """
-    found = {}
-    for path in sorted((folder / "results" / "bench").glob("*/record.json")):
+    begin, found = (start or Path.cwd()).resolve(), {}
+    folders = [folder for folder in (begin, *begin.parents) if (folder / "_config.yml").is_file()]
+    for path in sorted(path for f in folders[:1] for path in f.glob("results/bench/*/record.json")):
         record = results.read(path)
         if record.manifest.get("hashes", {}).get("record") != results.digest(path):
             refuse("E-RECORD", f"{path} is not the record of its manifest; run moebook bench")
@@ -128,18 +133,12 @@ def _values(frame: pd.DataFrame) -> Iterator[Value]:
     """Turn each measured line into values under ``op/case/contender``."""
     units = {"seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes"}
     for row in frame[frame["seconds"].notna()].to_dict("records"):
-        start = f"{row['op']}/{row['case']}/{_slug(row['contender'])}"
         for column, unit in units.items():
             if not pd.isna(row[column]):
-                yield Value(f"{start}/{column}", float(row[column]), unit)
+                yield Value(f"{row['key']}/{column}", float(row[column]), unit)
 
 
 def _grown(frame: pd.DataFrame) -> Iterator[Value]:
     for row in frame.to_dict("records"):
         start = f"{row['op']}/growth/{row['letter']}={row['value']}"
-        yield Value(f"{start}/{_slug(row['contender'])}", float(row["seconds"]), "seconds")
-
-
-def _slug(name: str) -> str:
-    """Write a contender's name as part of a value's name."""
-    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+        yield Value(f"{start}/{slug(row['contender'])}", float(row["seconds"]), "seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ OPS: Mapping[str, Op] = {
     "clusters": rows.CLUSTERS,
 }
 COLUMNS = (
-    "op", "case", "contender", "seconds", "wall", "ratio", "rounds", "memory", "flops", "traffic",
-    "note",
+    "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "flops",
+    "traffic", "note",
 )  # fmt: skip
 
 
@@ -62,10 +63,11 @@ def measure(
         budget: Seconds after which a slow contender takes no further turn (it has one at least).
 
     Returns:
-        One row a contender: ``op``, ``case``, ``contender``, ``seconds`` at work and ``wall``
-        (medians), ``ratio`` (median of theirs over ours), ``rounds``, ``memory`` (extra bytes at
-        the peak of the first run), ``flops`` and ``traffic`` of the case, and ``note``: why a
-        contender took no part. ``attrs["device"]`` is the kind of device.
+        One row a contender: ``op``, ``case``, ``contender``, ``key`` (the three as the name of a
+        recorded value), ``seconds`` at work and ``wall`` (medians), ``ratio`` (median of theirs
+        over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``flops``
+        and ``traffic`` of the case, and ``note``: why a contender took no part.
+        ``attrs["device"]`` is the kind of device.
 
     Raises:
         Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
@@ -95,8 +97,16 @@ def measured(
         found = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
-    lines = [{**head, **_line(case, who, laps)} for who, laps in found.items()]
+    lines = [
+        {**head, "key": f"{name}/{label}/{slug(who)}", **_line(case, who, laps)}
+        for who, laps in found.items()
+    ]
     return lines + [{**head, "contender": who, "note": why} for who, why in case.absent.items()]
+
+
+def slug(name: str) -> str:
+    """Write a name as part of a recorded value's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
 
 
 def _line(case: Case, who: str, laps: Laps) -> dict[str, Any]:

@@ -1,0 +1,157 @@
+"""Speed: times beside ours with the floor drawn in, growth on two logarithmic axes, rooflines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moebook.errors import refuse
+from moebook.plotting.theme import COLOURS, INK, MARKERS, WIDTH
+
+ROW = 0.2
+"""Inches of a bar and the gap behind it."""
+
+
+def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
+    """Draw each contender's time as a multiple of ours; the floor of a group is a thick tick.
+
+    Args:
+        frame: One row a bar, in order: ``group``, ``contender``, ``value`` (its time over ours) and
+            ``floor`` (the floor's time over ours, the same in a group; NaN where there is none).
+        xlabel: Label of the logarithmic axis.
+        title: What the figure shows.
+
+    Raises:
+        Refusal: E-KEYS when a column is missing, E-RANGE for a value that is not above 0.
+    """
+    columns = ("group", "contender", "value", "floor")
+    if missing := [column for column in columns if column not in frame]:
+        refuse("E-KEYS", f"multiples: no column {missing}; the frame has {list(frame.columns)}")
+    if not (frame["value"] > 0).all():
+        refuse("E-RANGE", "multiples: values must be above 0, since the axis is logarithmic")
+    groups = list(dict.fromkeys(frame["group"]))
+    rows = len(frame) + len(groups)
+    figure, axes = plt.subplots(figsize=(WIDTH, ROW * rows + 1.1), layout="constrained")
+    plt.close(figure)
+    place, names, handles = 0, {}, {}
+    for group in groups:
+        part = frame[frame["group"] == group]
+        names[place] = str(group)
+        first = place + 1
+        for _, row in part.iterrows():
+            place += 1
+            names[place] = f"{row['contender']}  "
+            slower = row["value"] >= 1
+            bar = axes.barh(
+                place, row["value"] - 1, 0.75, left=1, color=COLOURS[0 if slower else 1]
+            )
+            handles["slower than ours" if slower else "faster than ours"] = bar
+            axes.annotate(
+                f"{row['value']:#.3g}", (row["value"], place), xytext=(3 if slower else -3, 0),
+                textcoords="offset points", ha="left" if slower else "right", va="center",
+                fontsize=7.5,
+            )  # fmt: skip
+        floor = part["floor"].iloc[0]
+        if np.isfinite(floor):
+            tick = axes.plot([floor, floor], [first - 0.5, place + 0.5], color=INK, lw=2.5)
+            handles["floor"] = tick[0]
+        place += 1
+    axes.axvline(1, color=INK, lw=1, ls=(0, (4, 3)))
+    axes.set(xscale="log", xlabel=xlabel, title=title, ylim=(place - 0.3, -0.8))
+    axes.set_yticks(list(names), list(names.values()), fontsize=8)
+    axes.grid(axis="x")
+    axes.margins(x=0.12)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def growth(
+    panels: Mapping[str, Mapping[str, npt.ArrayLike]], *, xlabel: str, ylabel: str, title: str = ""
+) -> Figure:
+    """Draw how cost grows, a panel a sweep, on two logarithmic axes: a power law is a line.
+
+    Args:
+        panels: Panel's title to its series: name to points ``[n, 2]``; ``ours`` is drawn thick.
+        xlabel: Label of the horizontal axes, with its unit.
+        ylabel: Label of the vertical axes, with its unit.
+        title: What the figure shows.
+
+    Raises:
+        Refusal: E-DATA without a panel, E-SHAPE when a series is not ``[n, 2]``.
+    """
+    if not panels:
+        refuse("E-DATA", "growth: no panels; expected at least one")
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    down = -(-len(panels) // 3)
+    figure, grid = plt.subplots(
+        down, 3, figsize=(WIDTH, 2.1 * down + 0.9), layout="constrained", squeeze=False
+    )
+    plt.close(figure)
+    handles = {}
+    for axes, (panel, series) in zip(grid.flat, panels.items(), strict=False):
+        for name, values in series.items():
+            line = np.asarray(values, dtype=float)
+            if line.ndim != 2 or line.shape[1] != 2:
+                refuse("E-SHAPE", f"growth: '{name}' of '{panel}' is {line.shape}, not [n, 2]")
+            place = names.index(name)
+            handles[name] = axes.plot(
+                *line.T,
+                color=COLOURS[place % len(COLOURS)],
+                marker=MARKERS[place % len(MARKERS)],
+                lw=2.4 if name == "ours" else 1.2,
+                ms=4,
+            )[0]
+        axes.set(xscale="log", yscale="log")
+        axes.set_title(panel, fontsize=9, pad=4)
+        axes.tick_params(labelsize=7, which="both")
+        axes.minorticks_off()
+        axes.set_xticks(sorted({point[0] for s in series.values() for point in np.asarray(s)}))
+        axes.xaxis.set_major_formatter("{x:g}")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(xlabel, fontsize=10)
+    figure.supylabel(ylabel, fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def roofline(
+    runs: Mapping[str, tuple[float, float]], *, flops: float, bandwidth: float, title: str = ""
+) -> Figure:
+    """Draw what each op reached under the roof that the machine puts over it.
+
+    Args:
+        runs: Name to (FLOPs per byte that must move, FLOPs a second).
+        flops: The machine's FLOPs a second, measured on a dense product.
+        bandwidth: Its bytes a second, measured on a large copy.
+        title: What the figure shows.
+
+    Raises:
+        Refusal: E-RANGE when the roof is not above 0.
+    """
+    if min(flops, bandwidth) <= 0:
+        refuse("E-RANGE", f"roofline: flops {flops:g} and bandwidth {bandwidth:g} must be above 0")
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.9), layout="constrained")
+    plt.close(figure)
+    edge = flops / bandwidth
+    found = [intensity for intensity, _ in runs.values()]
+    ends = np.array([min([*found, edge]) / 2, edge, max([*found, edge]) * 2])
+    axes.plot(ends, np.minimum(ends * bandwidth, flops) / 1e9, color=INK, label="roof")
+    axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
+    for place, (name, (intensity, rate)) in enumerate(runs.items()):
+        axes.scatter(
+            intensity, rate / 1e9, s=42, label=name, zorder=3,
+            color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
+        )  # fmt: skip
+    axes.set(
+        xscale="log", yscale="log", title=title,
+        xlabel="work for each byte that must move (FLOPs per byte)", ylabel="GFLOPs a second",
+    )  # fmt: skip
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure

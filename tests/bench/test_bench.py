@@ -1,0 +1,212 @@
+"""`moebook bench` on tiny shapes: every op runs, answers rightly, and leaves its record."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from moebook import bench, cli, results
+from moebook.bench import bank, goals, peers, rows, running
+from moebook.bench.case import SCALES
+from moebook.errors import Refusal
+
+
+@pytest.fixture(scope="module")
+def tiny() -> pd.DataFrame:
+    """Every op at the scale of tests."""
+    return bench.measure(scale="tiny", device="cpu", rounds=1)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project, entered; what the command sets in the environment is undone."""
+    (tmp_path / "_config.yml").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "1")
+    return tmp_path
+
+
+def test_every_op_runs_with_ours_first_and_whoever_is_missing_says_why(tiny: pd.DataFrame) -> None:
+    assert list(dict.fromkeys(tiny["op"])) == list(bench.OPS)
+    for _, case in tiny.groupby(["op", "case"]):
+        assert case["contender"].iloc[0] == "ours"
+        assert len(case) >= 2
+    ran = tiny["seconds"].notna()
+    assert (tiny.loc[ran, "ratio"] > 0).all()
+    assert (tiny.loc[~ran, "note"] != "").all()
+
+
+def test_ours_is_measured_against_itself_and_the_traffic_of_a_case_is_known(
+    tiny: pd.DataFrame,
+) -> None:
+    ours = tiny[tiny["contender"] == "ours"]
+    assert (ours["ratio"] == 1).all()
+    assert (ours["traffic"] > 0).all()
+    fine = ours[(ours["op"] == "experts") & (ours["case"] == "fine")]
+    assert fine["flops"].item() == 18 * 16 * 2 * 8 * 8
+
+
+def test_every_goal_names_a_case_of_the_full_scale_and_someone_who_takes_part(
+    tiny: pd.DataFrame,
+) -> None:
+    for goal in goals.GOALS:
+        assert goal.case in bench.find(goal.op).sizes["full"]
+        if goal.case in bench.find(goal.op).sizes["tiny"]:
+            there = tiny[(tiny["op"] == goal.op) & (tiny["case"] == goal.case)]
+            assert goal.against in set(there["contender"])
+
+
+def test_every_op_has_cases_at_every_scale_and_letters_to_sweep() -> None:
+    for op in bench.OPS.values():
+        assert set(op.sizes) == set(SCALES)
+        letters = next(iter(op.sizes["small"].values()))
+        assert set(op.axes) <= set(letters)
+
+
+@pytest.mark.parametrize("name", list(bench.OPS))
+def test_every_op_answers_rightly(name: str) -> None:
+    found = bench.errors([name], device="cpu")
+    assert len(found) and found["right"].all(), found.to_string()
+
+
+def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.find("duplicates").build
+    monkeypatch.setattr(rows, "literal_duplicates", lambda *given: np.arange(3))
+    case = right(torch.device("cpu"), S=20, D=8)
+    assert [len(c.run()) for c in case.contenders if c.name != "floor"][1] == 3
+    assert not bench.errors(["duplicates"], device="cpu")["right"].any()
+
+
+def test_the_bank_that_peft_hosts_changes_what_the_base_says() -> None:
+    case = bank.BANK.build(torch.device("cpu"), N=2, S=3, R=2)
+    runs = {contender.name: contender.run for contender in case.contenders}
+    nats = runs["set_adapter, shot by shot"]()
+    assert nats.shape == (2, 3)
+    assert (nats[0] != nats[1]).all()
+
+
+def test_the_papers_loops_by_hand() -> None:
+    vectors = np.array([[1, 0], [1, 0.1], [0, 1]], dtype=np.float32)
+    near = np.array([0.2, 0.5, 0.1])
+    assert list(rows.literal_duplicates(vectors, near, 0.9)) == [1, 2]
+    pairs = np.array([[1, 0.5, 0.1], [0.5, 1, 0.3], [0.1, 0.3, 1]])
+    assert rows.literal_groups(pairs, 2) == [(0.1, (0, 2)), (0.3, (1, 2)), (0.5, (0, 1))]
+
+
+def test_an_op_that_refuses_its_case_is_a_result_and_not_an_error() -> None:
+    letters = bench.find("groups").sizes["full"]["eight_of_38"]
+    line = running.measured("groups", "eight_of_38", letters, torch.device("cpu"), 1, 1.0)
+    assert len(line) == 1 and "48,903,492 groups" in line[0]["note"]
+
+
+def test_growth_fits_the_power_law_through_the_ends() -> None:
+    found = bench.growth(["balance_loss"], device="cpu", rounds=1, points=2)
+    assert set(found["letter"]) == {"T", "E"}
+    part = found[(found["letter"] == "T") & (found["contender"] == "ours")].sort_values("value")
+    first, last = part["seconds"]
+    slope = math.log(last / first) / math.log(part["value"].iloc[1] / part["value"].iloc[0])
+    assert part["exponent"].tolist() == pytest.approx([slope, slope])
+    assert "balance_loss, T = 1024, 2048" in bench.growth_table(found)
+
+
+def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataFrame) -> None:
+    text = bench.table(tiny)
+    assert "experts / fine" in text and "grouped_mm" in text
+    assert "at least 15 x as fast: " in text
+    assert "goals: " in text.splitlines()[-1]
+
+
+def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path: Path) -> None:
+    (tmp_path / "_config.yml").touch()
+    grown = bench.growth(["balance_loss"], device="cpu", rounds=1, points=1)
+    roof = bench.ceilings("cpu", side=64, rounds=1)
+    path = bench.write(tmp_path, tiny, grown, roof, {"scale": "tiny"})
+    assert path == tmp_path / "results" / "bench" / "cpu" / "record.json"
+    record = bench.recorded(tmp_path)["cpu"]
+    values = {value.name: value.value for value in record.values}
+    assert values["experts/fine/ours/ratio"] == 1
+    assert values["balance_loss/growth/T=1024/ours"] == grown["seconds"].iloc[0]
+    assert record.manifest["environment"]["versions"]["torch"]
+    assert record.manifest["peers"]["transformers"]
+    assert {goal["verdict"] for goal in record.manifest["goals"]} <= {"met", "missed", "not run"}
+
+
+def test_a_record_that_is_not_its_manifests_is_refused(tiny: pd.DataFrame, tmp_path: Path) -> None:
+    (tmp_path / "_config.yml").touch()
+    path = bench.write(tmp_path, tiny, pd.DataFrame(), {}, {})
+    text = path.read_text()
+    results.write(path, text.replace('"value": 1.0', '"value": 2.0', 1))
+    with pytest.raises(Refusal, match="E-RECORD"):
+        bench.recorded(tmp_path)
+
+
+def test_a_project_without_records_has_none(tmp_path: Path) -> None:
+    assert bench.recorded(tmp_path) == {}
+
+
+def test_a_gpus_record_has_its_name(
+    tiny: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"accelerator": "NVIDIA H200", "versions": {}}
+    monkeypatch.setattr("moebook.runtime.environment", lambda: seen)
+    frame = tiny.copy()
+    frame.attrs["device"] = "cuda"
+    path = bench.write(tmp_path, frame, pd.DataFrame(), {}, {})
+    assert path.parent.name == "nvidia_h200"
+    assert json.loads(path.read_text())["scale"] == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("expert", "E-NAME: unknown op 'expert'; did you mean 'experts'?"),
+        ("route --threads 0", "E-RANGE: --threads is 0"),
+        ("route --rounds 0", "E-RANGE: rounds is 0"),
+        ("route --scale big", "E-CHOICE: unknown scale 'big'; one of: full, model"),
+        ("route --device cudo", "E-DEVICE: unknown device 'cudo'"),
+        ("--per", "E-USAGE: moebook bench: unknown '--per'; did you mean '--peers'?"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert cli.main(["bench", *arguments.split()]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(message)
+    assert told.err.count("\n") == 1
+
+
+def test_outside_a_project_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    assert cli.main(["bench"]) == 2
+    assert "E-PATH" in capsys.readouterr().err
+
+
+def test_the_peers_are_listed_with_versions(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--peers"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in peers.PEERS)
+    assert peers.version("torch") in told
+    assert peers.version("no-such-package") is None
+
+
+def test_one_op_is_printed_and_leaves_no_record(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main("bench balance_loss --scale tiny --rounds 1 --device cpu".split()) == 0
+    told = capsys.readouterr().out
+    assert "balance_loss / fine" in told and "exponent" in told
+    assert not (project / "results").exists()

@@ -1,0 +1,96 @@
+"""Floors by hand-worked numbers, and goals on numbers that are given."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+from moebook.bench import floors, goals
+from moebook.bench.floors import Product
+from moebook.bench.goals import Goal
+
+CPU = torch.device("cpu")
+S, D, F = 6144, 1024, 704
+
+
+def test_a_product_of_2_by_3_and_3_by_5_is_60_flops_each_time() -> None:
+    assert Product(2, 3, 5).flops == 60
+    assert floors.flops([Product(2, 3, 5, 4), Product(1, 1, 1)]) == 242
+
+
+def test_full_experts_cost_18_s_d_f_and_half_trained_ones_15() -> None:
+    assert floors.flops(floors.expert_step(S, S, D, F)) == 18 * S * D * F
+    assert floors.flops(floors.expert_step(S, S // 2, D, F)) == 15 * S * D * F
+    assert floors.flops(floors.expert_step(S, 0, D, F)) == 12 * S * D * F
+
+
+def test_adapters_cost_4_t_d_k_r_forward_and_8_backward() -> None:
+    T, K, R = 8192, 2, 32
+    assert floors.flops(floors.adapter_pass(T * K, D, R, backward=False)) == 4 * T * D * K * R
+    assert floors.flops(floors.adapter_pass(T * K, D, R, backward=True)) == 12 * T * D * K * R
+
+
+def test_four_loras_of_rank_16_add_less_than_5_percent_to_a_square_layer() -> None:
+    alone = floors.flops(floors.lora_step(2048, 2048, 2048, 0))
+    four = floors.flops(floors.lora_step(2048, 2048, 2048, 64))
+    assert alone == 4 * 2048**3
+    assert four - alone == 6 * 2048 * 64 * 4096
+    assert 1.09 < four / alone < 1.1
+
+
+def test_the_floor_does_its_products() -> None:
+    contender = floors.dense([Product(3, 4, 5, 2)], CPU, torch.float32)
+    assert contender.name == "floor"
+    counted = torch.utils.flop_counter.FlopCounterMode(display=False)
+    with counted:
+        contender.run()
+    assert counted.get_total_flops() == 2 * 3 * 4 * 5 * 2
+
+
+def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
+    """One case of experts: contender to (seconds, ratio, memory)."""
+    lines = [
+        ["experts", "fine", name, seconds, seconds, ratio, memory]
+        for name, (seconds, ratio, memory) in rows.items()
+    ]
+    columns = ["op", "case", "contender", "seconds", "wall", "ratio", "memory"]
+    found = pd.DataFrame(lines, columns=columns)
+    found.attrs["device"] = "cpu"
+    return found
+
+
+def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
+    measured = frame(
+        ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10), grouped_mm=(2.4, 1.2, 10), floor=(1.8, 0.9, 0)
+    )
+    verdicts = goals.judge(measured).set_index("against")
+    assert verdicts["verdict"].to_dict() == {"eager": "met", "grouped_mm": "missed", "floor": "met"}
+    assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
+    assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
+
+
+def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> None:
+    measured = frame(ours=(2.0, 1.0, 10), floor=(math.nan, math.nan, 0))
+    assert set(goals.judge(measured)["verdict"]) == {"not run"}
+    refused = frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0))
+    assert set(goals.judge(refused)["verdict"]) == {"missed"}
+
+
+def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
+    measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
+    measured.attrs["device"] = "cuda"
+    found = goals.judge(measured)
+    assert list(found["verdict"]) == ["met", "met", "met"]
+    assert list(found["measured"]) == pytest.approx([1.25, 1.5, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "met"),
+    [("faster", 2.0, True), ("faster", 1.9, False), ("within", 2.0, True), ("within", 2.1, False),
+     ("memory", 2.1, False), ("seconds", 1.0, True)],
+)  # fmt: skip
+def test_a_bound_itself_is_met(kind: str, value: float, met: bool) -> None:
+    assert Goal("experts", "fine", "eager", kind, 2.0).met(value) is met
