@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook import models
-from moebook.bench import peers
+from moebook.bench import floors, peers
 from moebook.bench.case import Case, Op
+from moebook.bench.floors import Product
 from moebook.bench.timing import Contender
 from moebook.data import IGNORED, encode, tasks
 from moebook.methods.rocket import loras, scoring
@@ -28,11 +30,13 @@ def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
     shots = rows[:: max(1, len(rows) // S)][:S]
     bank = _random(model, N, R)
     items = list(encode(shots, tokenizer, max_length=10**9))
+    products = _products(model, items, N, R)
     case = Case(
         [
             Contender("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots)),
-            Contender("floor", lambda: _alone(model, items, N)),
+            floors.dense(products, device, torch.float32),
         ],
+        floors.flops(products),
         traffic=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
     case.invite("set_adapter, all shots at once", lambda: _looped(bank, items, device, len(items)))
@@ -112,11 +116,19 @@ def nats(model: Any, batch: list[Item]) -> Tensor:
     return losses.sum(1) / (targets != IGNORED).sum(1)
 
 
-@torch.no_grad()
-def _alone(model: Any, items: list[Item], times: int) -> None:
-    """Run the base without a LoRA over the same rows, N times: what no bank can go below."""
-    for _ in range(times):
-        nats(model, items)
+def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
+    """List the products that scoring cannot do without: layers, LoRAs, the head on the answers."""
+    tokens = number * sum(item["length"] - 1 for item in items)
+    answers = number * sum(len(item["labels"]) - item["labels"].count(IGNORED) for item in items)
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            width, out = layer.in_features, layer.out_features
+            shapes[answers if path == "lm_head" else tokens, width, out] += 1
+            if path.endswith(TARGETS):
+                shapes[tokens, width, rank] += 1
+                shapes[tokens, rank, out] += 1
+    return [Product(*shape, times) for shape, times in shapes.items()]
 
 
 _AXES = {"N": (0.25, 0.5, 1, 2), "S": (0.25, 0.5, 1, 2)}

@@ -114,21 +114,30 @@ def _groups(device: torch.device, M: int, N: int) -> Case:
     scored = pd.DataFrame({"perplexity": rng.random(M), "accuracy": rng.random(M)}, names)
     config = Config(candidates=M, experts=N)
     pairs = np.asarray(alike)
+    worth = np.stack([scored["perplexity"].rank(), (-scored["accuracy"]).rank()])
     contenders = [
         Contender("ours", lambda: selection.select(scored, alike, config)),
-        Contender("itertools", lambda: literal_groups(pairs, N)),
+        Contender("itertools", lambda: literal_groups(pairs, worth, N)),
     ]
     return Case(contenders, traffic=pairs.nbytes)
 
 
-def literal_groups(pairs: Array, N: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Order all groups by their mean pairwise similarity, one Python loop over combinations."""
-    count = N * (N - 1) / 2
-    found = []
-    for group in combinations(range(len(pairs)), N):
-        total = sum(pairs[i, j] for i, j in combinations(group, 2))
-        found.append((total / count, group))
-    return sorted(found)
+def literal_groups(pairs: Array, worth: Array, N: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Rank all groups by Alg. 1 in plain Python: (sum of the three ranks, group), best first.
+
+    Args:
+        pairs: ``[M, M]`` similarities.
+        worth: ``[2, M]``, each candidate's R_P and R_A.
+        N: Members of a group.
+    """
+    means, sums, groups = [], [], list(combinations(range(len(pairs)), N))
+    for group in groups:
+        means.append(sum(pairs[i, j] for i, j in combinations(group, 2)))
+        sums.append(sum(int(worth[0, i] + worth[1, i]) for i in group))
+    order = sorted(range(len(groups)), key=means.__getitem__)
+    ranks = {place: rank for rank, place in enumerate(order, start=1)}
+    totals = [total + ranks[place] for place, total in enumerate(sums)]
+    return sorted(zip(totals, groups, strict=True))
 
 
 def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:

@@ -60,7 +60,7 @@ def measure(
         scale: One of `case.SCALES`.
         device: As `runtime.resolve_device` takes it. What works on NumPy arrays runs on the CPU.
         rounds: Counted rounds; a ratio is the median of theirs.
-        budget: Seconds after which a slow contender takes no further turn (it has one at least).
+        budget: Seconds of work after which a slow contender takes no further turn; it has one.
 
     Returns:
         One row a contender: ``op``, ``case``, ``contender``, ``key`` (the three as the name of a

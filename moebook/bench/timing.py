@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +102,7 @@ def interleave(
         contenders: Ours first; its ratio is to itself, 1.
         device: Where they run.
         rounds: Counted rounds, at least 1.
-        budget: Seconds after which a contender takes no further turn.
+        budget: Seconds of work after which a contender takes no further turn.
         clock: `lap`, unless a test brings its own.
 
     Returns:
@@ -118,7 +120,7 @@ def interleave(
         for other in _rotated(others, number):
             if spent[other.name] < budget:
                 turn = clock(other, device, number == 0)
-                spent[other.name] += turn.wall
+                spent[other.name] += turn.seconds
                 found[other.name].mine.append(mine)
                 found[other.name].theirs.append(turn)
                 if number == 0:
@@ -139,6 +141,7 @@ def lap(contender: Contender, device: torch.device, watched: bool) -> Lap:
     contender.prepare()
     if not watched:
         return _timed(contender, device)
+    _give_back()
     before = _held(device)
     with runtime.stopwatch(device) as peak:
         timed = _timed(contender, device)
@@ -167,6 +170,12 @@ def _timed_on_gpu(contender: Contender, device: torch.device) -> Lap:
     spent = Lap(start.elapsed_time(end) / 1000, time.perf_counter() - wall)
     del result
     return spent
+
+
+def _give_back() -> None:
+    """Return freed memory to the system (glibc), so that using it again counts as new."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _held(device: torch.device) -> int | None:

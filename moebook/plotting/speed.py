@@ -8,7 +8,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
 from moebook.plotting.theme import COLOURS, INK, MARKERS, WIDTH
@@ -38,7 +40,9 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     rows = len(frame) + len(groups)
     figure, axes = plt.subplots(figsize=(WIDTH, ROW * rows + 1.1), layout="constrained")
     plt.close(figure)
-    place, names, handles = 0, {}, {}
+    place = 0
+    names: dict[int, str] = {}
+    handles: dict[str, Artist] = {}
     for group in groups:
         part = frame[frame["group"] == group]
         names[place] = str(group)
@@ -47,14 +51,12 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
             place += 1
             names[place] = f"{row['contender']}  "
             slower = row["value"] >= 1
-            bar = axes.barh(
-                place, row["value"] - 1, 0.75, left=1, color=COLOURS[0 if slower else 1]
-            )
-            handles["slower than ours" if slower else "faster than ours"] = bar
+            colour = COLOURS[0 if slower else 1]
+            bar = axes.barh(place, row["value"] - 1, 0.75, left=1, color=colour)
+            handles["slower than ours" if slower else "faster than ours"] = bar.patches[0]
             axes.annotate(
-                f"{row['value']:#.3g}", (row["value"], place), xytext=(3 if slower else -3, 0),
-                textcoords="offset points", ha="left" if slower else "right", va="center",
-                fontsize=7.5,
+                f"{row['value']:#.3g}", (max(row["value"], 1), place), xytext=(3, 0),
+                textcoords="offset points", va="center", fontsize=7.5,
             )  # fmt: skip
         floor = part["floor"].iloc[0]
         if np.isfinite(floor):
@@ -111,10 +113,13 @@ def growth(
         axes.tick_params(labelsize=7, which="both")
         axes.minorticks_off()
         axes.set_xticks(sorted({point[0] for s in series.values() for point in np.asarray(s)}))
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    for axes in grid.flat[max(0, len(panels) - 3) : len(panels)]:
+        axes.set_xlabel(xlabel, fontsize=8)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    figure.supxlabel(xlabel, fontsize=10)
     figure.supylabel(ylabel, fontsize=10)
     figure.suptitle(title, x=0.01, ha="left")
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
@@ -147,7 +152,8 @@ def roofline(
     for place, (name, (intensity, rate)) in enumerate(runs.items()):
         axes.scatter(
             intensity, rate / 1e9, s=42, label=name, zorder=3,
-            color=COLOURS[place % len(COLOURS)], marker=MARKERS[place % len(MARKERS)],
+            color=COLOURS[place % len(COLOURS)],
+            marker=MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],
         )  # fmt: skip
     axes.set(
         xscale="log", yscale="log", title=title,

@@ -97,7 +97,10 @@ def test_the_papers_loops_by_hand() -> None:
     near = np.array([0.2, 0.5, 0.1])
     assert list(rows.literal_duplicates(vectors, near, 0.9)) == [1, 2]
     pairs = np.array([[1, 0.5, 0.1], [0.5, 1, 0.3], [0.1, 0.3, 1]])
-    assert rows.literal_groups(pairs, 2) == [(0.1, (0, 2)), (0.3, (1, 2)), (0.5, (0, 1))]
+    worth = np.array([[1, 2, 3], [3, 1, 2]])  # R_D is 3, 1, 2 for the groups in their order
+    assert rows.literal_groups(pairs, worth, 2) == [(10, (0, 1)), (10, (0, 2)), (10, (1, 2))]
+    worth = np.array([[2, 1, 3], [2, 1, 3]])
+    assert rows.literal_groups(pairs, worth, 2) == [(9, (0, 1)), (10, (1, 2)), (11, (0, 2))]
 
 
 def test_an_op_that_refuses_its_case_is_a_result_and_not_an_error() -> None:

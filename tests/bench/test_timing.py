@@ -45,7 +45,7 @@ def test_the_first_round_warms_up_and_is_not_counted() -> None:
 
 def test_a_slow_contender_has_one_turn_and_it_counts() -> None:
     clock = Script(ours=[1] * 5, slow=[30], peer=[1] * 4)
-    found = interleave(contenders("ours", "slow", "peer"), CPU, rounds=3, budget=50, clock=clock)
+    found = interleave(contenders("ours", "slow", "peer"), CPU, rounds=3, budget=25, clock=clock)
     assert found["slow"].ratios == [30]
     assert len(found["peer"].ratios) == 3
 
