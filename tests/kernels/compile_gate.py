@@ -17,12 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moebook.kernels._triton import balance_loss, experts, grouped, lora_mixture, route
+from moebook.kernels._triton import balance_loss, experts, grouped, lora_mixture, pairs, route
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TYPES = {
     **dict.fromkeys(("token", "slots", "tiles", "owner", "counts", "ends", "place", "ids"), "*i64"),
-    **dict.fromkeys(("gate", "weight", "d_weight", "mass", "factor", "load"), "*fp32"),
+    **dict.fromkeys(("gate", "weight", "d_weight", "d_gate", "mass", "factor", "load"), "*fp32"),
     "T": "i32",
     "scale": "fp32",
 }
@@ -42,6 +42,9 @@ def kernels(dtype):
                                          **grouped.gradient_blocks(dtype, chosen)}  # fmt: skip
     yield experts._gated_back, {"F": 1024, "BF": 1024}
     yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}
+    for rank, flag in ((32, False), (32, True), (128, True)):
+        yield pairs._pairs, {"E": 8, "D": 2048, "R": rank, "BACK": flag, "ADD": True,
+                             **pairs.blocks(dtype, rank)}  # fmt: skip
     yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, "PRECISION": "ieee",
                               **lora_mixture.BLOCKS}  # fmt: skip
     block = {"E": 60, "BE": 64}

@@ -18,7 +18,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a progr
 @pytest.mark.parametrize("arch", SHARED)
 def test_kernels_compile_and_fit(arch, dtype, tmp_path):
     script = Path(__file__).with_name("compile_gate.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path),
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), **os.environ, "TRITON_INTERPRET": "0",
                    "PYTHONPATH": str(Path(__file__).parents[2])}  # fmt: skip
     done = subprocess.run(
         [sys.executable, script, dtype, str(arch)], capture_output=True, text=True, env=environment

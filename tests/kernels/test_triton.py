@@ -125,7 +125,7 @@ def through_adapters(top_k, apart):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("shape", SHAPES[:3] + SHAPES[5:])
+@pytest.mark.parametrize("shape", [*SHAPES[:3], (6, 20, 3, 5, 3), (45, 40, 5, 2, 2), SHAPES[5]])
 def test_adapters(shape, apart, dtype):
     T, D, R, E, K = shape
     shapes = [(T, D), (T, D), (T, E), (E, D, R), (E, R, D)]

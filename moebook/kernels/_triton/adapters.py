@@ -1,4 +1,4 @@
-"""adapters on a GPU: two grouped products and a sum onto h, a row a slot."""
+"""adapters on a GPU: by pairs of experts where K is 2, else grouped products and a sum onto h."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from moebook.kernels._triton import pairs
 from moebook.kernels._triton.grouped import Banks, combine, product, sort_rows, weight_gradient
 from moebook.kernels.route import Routing
 
@@ -20,7 +21,8 @@ def run(
     other = None if source is h else source.contiguous()
     gates = routing.weights.float() * scale
     factors = (down.contiguous(), up.contiguous())
-    y: Tensor = _Adapters.apply(h.contiguous(), other, gates, *factors, routing)
+    function = pairs.Pairs if pairs.fit(routing, down) else _Adapters
+    y: Tensor = function.apply(h.contiguous(), other, gates, *factors, routing)
     return y
 
 

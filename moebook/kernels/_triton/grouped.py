@@ -66,19 +66,30 @@ def sort_rows(routing: Routing, dtype: torch.dtype) -> Sorted:
     """Make the tables that the kernels read, on the device."""
     order, counts = routing.order, routing.counts
     chosen = blocks(dtype, len(order), len(counts))
-    rows = chosen["BM"]
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     ends = counts.cumsum(0)
-    per_expert = (counts + rows - 1) // rows
-    last = per_expert.cumsum(0)
-    tile = torch.arange(len(order) // rows + len(counts), device=order.device)
-    expert = torch.searchsorted(last, tile, right=True)
-    known = expert.clamp(max=len(counts) - 1)
-    first = (ends - counts)[known] + (tile - (last - per_expert)[known]) * rows
-    tiles = torch.stack([known, first, ends[known]], 1) * (expert < len(counts)).unsqueeze(1)
+    tiles = tile_table(counts, ends, len(order), chosen["BM"])
     top_k = routing.ids.shape[1]
     return Sorted(order // top_k, place.view(-1, top_k), counts, ends, tiles, chosen)
+
+
+def tile_table(counts: Tensor, ends: Tensor, total: int, rows: int) -> Tensor:
+    """Cut groups of rows into tiles: ``[tiles, 3]`` of group, first row, end of the group.
+
+    Args:
+        counts: ``[groups]`` int64, rows of each group.
+        ends: ``[groups]`` int64, where they end.
+        total: The sum of the counts, which the host knows without asking the device.
+        rows: Rows of a tile.
+    """
+    per_group = (counts + rows - 1) // rows
+    last = per_group.cumsum(0)
+    tile = torch.arange(total // rows + len(counts), device=counts.device)
+    group = torch.searchsorted(last, tile, right=True)
+    known = group.clamp(max=len(counts) - 1)
+    first = (ends - counts)[known] + (tile - (last - per_group)[known]) * rows
+    return torch.stack([known, first, ends[known]], 1) * (group < len(counts)).unsqueeze(1)
 
 
 @triton.jit
