@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program can have
 
 
+@pytest.mark.timeout(900)  # cold, and beside other work
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("arch", SHARED)
 def test_kernels_compile_and_fit(arch, dtype, tmp_path):
