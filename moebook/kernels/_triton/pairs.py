@@ -31,8 +31,8 @@ def blocks(dtype: torch.dtype, rank: int) -> dict[str, Any]:
     wide = max(16, triton.next_power_of_2(rank))
     if dtype == torch.float32:
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        return {"BM": 32, "BD": 32, "BR": wide, "PRECISION": precision, "num_warps": 8,
-                "num_stages": 2}  # fmt: skip
+        return {"BM": 32 if wide <= 64 else 16, "BD": 32, "BR": wide, "PRECISION": precision,
+                "num_warps": 8, "num_stages": 2}  # fmt: skip
     return {"BM": 64, "BD": 64, "BR": wide, "PRECISION": "ieee",
             "num_warps": 4 if wide <= 32 else 8, "num_stages": 3}  # fmt: skip
 
