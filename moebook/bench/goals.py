@@ -41,7 +41,7 @@ class Goal:
         if self.kind == "seconds":
             return float(ours["wall"])
         if self.kind == "memory":
-            return float(ours["memory"]) / float(theirs["memory"])
+            return float(ours["memory"]) / (float(theirs["memory"]) or float("nan"))
         ratio = float(theirs["ratio"])
         return ratio if self.kind == "faster" else 1 / ratio
 
