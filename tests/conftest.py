@@ -23,7 +23,6 @@ os.environ.update(
 )
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # numba sets OpenMP's threads, and so torch's
 
 settings.register_profile("moebook", deadline=None, derandomize=True)
 settings.load_profile("moebook")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from sklearn.decomposition import PCA
 from torch import Tensor
 
@@ -48,12 +49,16 @@ def project(points: Tensor, method: str = "umap", *, seed: int = 0) -> npt.NDArr
         )
     if not points.isfinite().all():
         refuse("E-NONFINITE", f"{method}: points hold NaN or infinity")
+    threads = torch.get_num_threads()
     fit = _umap(seed) if method == "umap" else PCA(2, random_state=seed).fit_transform
     planes = []
-    for layer in points.float().numpy():
-        plane = fit(layer)
-        plane = plane - plane.mean(axis=0)
-        planes.append(plane / max(float(np.abs(plane).max()), 1e-12))
+    try:
+        for layer in points.float().numpy():
+            plane = fit(layer)
+            plane = plane - plane.mean(axis=0)
+            planes.append(plane / max(float(np.abs(plane).max()), 1e-12))
+    finally:
+        torch.set_num_threads(threads)  # numba, started by UMAP, sets OpenMP's and so torch's
     return np.stack(planes).astype(np.float32)
 
 

@@ -1,9 +1,12 @@
 """Projections keep apart what is apart, whichever method lays it out."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
+from moebook.analysis import projection
 from moebook.analysis.projection import METHODS, project
 from moebook.errors import Refusal
 
@@ -25,6 +28,23 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(method):
     assert gap > within
     assert np.abs(plane).max() == pytest.approx(1)
     np.testing.assert_array_equal(plane, project(two_groups(), method, seed=1))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torch_keeps_its_number_of_threads(monkeypatch, fails):
+    def fit(layer):
+        torch.set_num_threads(2)  # as numba does when UMAP starts it, once a process
+        return 1 / 0 if fails else layer[:, :2]
+
+    monkeypatch.setattr(projection, "_umap", lambda seed: fit)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            project(two_groups(), "umap")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_pca_keeps_the_distances_of_points_that_lie_in_a_plane():
