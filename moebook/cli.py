@@ -116,7 +116,7 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
-    parser.add_argument("--scale", default="full", help="tiny, small, full or model")
+    parser.add_argument("--scale", help="tiny, small, full or model (default: that of the goals)")
 
 
 def _add_pretrain(commands: Any) -> None:
@@ -207,15 +207,15 @@ def bench(options: argparse.Namespace) -> int:
         return 0
     folder = results.root()
     names = [options.op] if options.op else None
-    settings = {name: getattr(options, name) for name in ("scale", "rounds", "threads")}
     frame = benches.measure(
         names, scale=options.scale, device=options.device, rounds=options.rounds
     )
     print(benches.table(frame), flush=True)
     growth = benches.growth(names, device=options.device)
     print(f"\n{benches.growth_table(growth)}")
-    if options.op is None and options.scale == "full":
+    if options.op is None and options.scale is None:
         roof = benches.ceilings(options.device)
+        settings = {**frame.attrs, "rounds": options.rounds, "threads": options.threads}
         path = benches.write(folder, frame, growth, roof, settings)
         print(f"\nrecord in {path.relative_to(folder)}")
     return 0

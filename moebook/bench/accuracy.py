@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moebook import kernels, runtime
-from moebook.bench import bank, rows
 from moebook.bench.running import OPS, find
 from moebook.kernels import Bank
 from moebook.kernels.lora_mixture import Projection
-from moebook.methods.upcycling import crsu
 
 SLACK = 2
 """An op may err so many times as much as the reference does in the same number format."""
@@ -66,6 +64,9 @@ def _against_float64(forward: Forward, inputs: list[Tensor]) -> Iterator[Check]:
         scale = truth.norm().clamp(min=1e-300)
         error, allowed = ((got.double() - truth).norm() / scale for got in (ours, same))
         yield Check(what, error.item(), max(SLACK * allowed.item(), torch.finfo(ours.dtype).eps))
+    again = _step(forward, "auto", inputs, cotangent)
+    differing = sum(int((a != b).sum()) for a, b in zip(found, again, strict=True))
+    yield Check("numbers in which two runs differ", differing, 0)
 
 
 def _step(
@@ -146,7 +147,7 @@ def _balance(place: torch.device) -> Iterator[Check]:
 
 
 def _bank(place: torch.device) -> Iterator[Check]:
-    case = bank.BANK.build(place, N=3, S=5, R=4)
+    case = find("bank").build(place, N=3, S=5, R=4)
     runs = {contender.name: contender.run for contender in case.contenders}
     ours = np.asarray(runs.pop("ours")())
     del runs["floor"]
@@ -155,26 +156,29 @@ def _bank(place: torch.device) -> Iterator[Check]:
 
 
 def _nearest(place: torch.device) -> Iterator[Check]:
-    case = rows.NEAREST.build(place, S=20_000, K=5, D=16, C=100)
+    case = find("nearest").build(place, S=20_000, K=5, D=16, C=100)
     runs = {contender.name: contender.run for contender in case.contenders}
     yield _differing("rows", runs["ours"]().index, runs["numpy, all at once"]())
 
 
 def _duplicates(place: torch.device) -> Iterator[Check]:
-    case = rows.DUPLICATES.build(place, S=200, D=16)
+    case = find("duplicates").build(place, S=200, D=16)
     ours, literal = (c.run() for c in case.contenders if c.name != "floor")
     yield _differing("rows", ours, literal)
 
 
 def _groups(place: torch.device) -> Iterator[Check]:
-    case = rows.GROUPS.build(place, M=9, N=4)
+    case = find("groups").build(place, M=9, N=4)
     ours, literal = (contender.run() for contender in case.contenders)
     totals = ours.groups["total"].to_numpy()
     yield _differing("sums of ranks", totals, [total for total, _ in literal])
 
 
 def _clusters(place: torch.device) -> Iterator[Check]:
-    given, truth = rows.apart(layers=2, clusters=4)
+    from moebook.bench.rows import apart
+    from moebook.methods.upcycling import crsu
+
+    given, truth = apart(layers=2, clusters=4)
     found = crsu(given, len(truth[0])).weights.double()
     near = torch.cdist(found, truth).min(dim=2).values
     yield Check("distance to the clusters' means", near.max().item(), 1e-5)

@@ -85,7 +85,7 @@ def stepping(
         for leaf in leaves:
             leaf.grad = None
 
-    return Contender(name, run, prepare)
+    return Contender(name, run, prepare, forward)
 
 
 def size_of(*tensors: Any) -> int:

@@ -130,7 +130,7 @@ def _masked(given: _Inputs, slots: Tensor) -> Contender:
             if weight.grad is not None:
                 weight.grad.index_fill_(0, frozen, 0)
 
-    return Contender(step.name, run, step.prepare)
+    return Contender(step.name, run, step.prepare, step.forward)
 
 
 _FINE = {"T": 1024, "D": 1024, "F": 704, "E": 64, "K": 6}

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from moebook import runtime
-from moebook.bench.running import OPS, find, measured
+from moebook.bench.running import measured, present
 
 
 def growth(
@@ -36,8 +36,8 @@ def growth(
     place = runtime.resolve_device(device)
     todo = [
         (name, letter, value, letters)
-        for name in (names if names is not None else OPS)
-        for letter, value, letters in _first(find(name).swept(), points)
+        for name, op in present(names)[0].items()
+        for letter, value, letters in _first(op.swept(), points)
     ]
     lines: list[dict[str, Any]] = []
     for name, letter, value, letters in runtime.progress(todo, "sweep", len(todo)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,20 @@ from torch.nn import functional as F
 
 from moebook.bench import floors, peers
 from moebook.bench.case import Case, Op, number_format, size_of, stepping
+from moebook.bench.floors import Product
 from moebook.bench.timing import Contender
 from moebook.kernels import Routing, adapters, lora_mixture, route
 from moebook.kernels.lora_mixture import Projection
 
 
 def _adapters(
-    device: torch.device, T: int, D: int, R: int, E: int, K: int, backward: int = 1
+    device: torch.device, T: int, D: int, R: int, E: int, K: int, backward: int = 1, F: int = 0
 ) -> Case:
-    """Routed adapters (PESC) against Eq. 7 and 8 as they are printed, and grouped_mm."""
+    """Routed adapters (PESC) against Eq. 7 and 8 as they are printed, and grouped_mm.
+
+    Without ``backward`` beside an addition of two such tensors; with ``F``, a step behind a frozen
+    FFN of that width, beside the FFN alone.
+    """
     torch.manual_seed(0)
     dtype = number_format(device)
     draw = {"device": device, "dtype": dtype}
@@ -32,6 +38,14 @@ def _adapters(
         "grouped_mm": lambda: _grouped(h, routing, down, up),
     }
     products = floors.adapter_pass(T * K, D, R, backward=bool(backward))
+    if F:
+        grad, leaves, ffn = torch.randn_like(h), [h, down, up], _frozen_ffn(D, F, **draw)
+        parties = [
+            stepping("ours", lambda: adapters(ffn(h), routing, down, up), grad, leaves),
+            floors.dense([*products, Product(T, D, F, 6)], device, dtype),
+            stepping("frozen FFN alone", lambda: ffn(h), grad, leaves),
+        ]
+        return Case(parties, floors.flops(products) + 12 * T * D * F, 12 * D * F + 4 * size_of(h))
     if backward:
         grad, leaves = torch.randn_like(h), [h, down, up]
         ours, *rest = (stepping(name, way, grad, leaves) for name, way in ways.items())
@@ -41,6 +55,18 @@ def _adapters(
         rest.append(Contender("residual add", lambda: torch.add(h.detach(), delta)))
     parties = [ours, floors.dense(products, device, dtype), *rest]
     return Case(parties, floors.flops(products), (4 if backward else 2) * size_of(h))
+
+
+def _frozen_ffn(D: int, width: int, **draw: Any) -> Callable[[Tensor], Tensor]:
+    """Return a gated FFN whose weights have no gradient."""
+    gate_up = torch.randn(2 * width, D, **draw).mul_(D**-0.5)
+    down = torch.randn(D, width, **draw).mul_(width**-0.5)
+
+    def ffn(x: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    return ffn
 
 
 def _quiet(way: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -118,6 +144,7 @@ ADAPTERS = Op(
         "tiny": {
             "step": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2},
             "forward": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "backward": 0},
+            "behind_ffn": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "F": 8},
         },
         "small": {"step": {"T": 2048, "D": 256, "R": 32, "E": 8, "K": 2}},
         "full": {
@@ -127,6 +154,7 @@ ADAPTERS = Op(
         "model": {
             "step": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2},
             "forward": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2, "backward": 0},
+            "behind_ffn": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2, "F": 11008},
         },
     },
     {"T": (0.25, 0.5, 1, 2), "E": (0.5, 1, 2, 4)},

@@ -62,7 +62,9 @@ def _aim(goal: pd.Series) -> str:
 def _summary(goals: pd.DataFrame) -> str:
     counts = goals["verdict"].value_counts()
     parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
-    return f"{len(goals)} goals: {', '.join(parts)}" if len(goals) else "no goals for these cases"
+    if not len(goals) or "not stated" in counts:
+        return "no goals are stated for these cases"
+    return f"{len(goals)} goals: {', '.join(parts)}"
 
 
 def write(
@@ -131,7 +133,10 @@ def recorded(start: Path | None = None) -> dict[str, Record]:
 
 def _values(frame: pd.DataFrame) -> Iterator[Value]:
     """Turn each measured line into values under ``op/case/contender``."""
-    units = {"seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes"}
+    units = {
+        "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes",
+        "kept": "bytes",
+    }  # fmt: skip
     for row in frame[frame["seconds"].notna()].to_dict("records"):
         for column, unit in units.items():
             if not pd.isna(row[column]):

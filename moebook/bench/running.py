@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,27 +11,29 @@ import pandas as pd
 import torch
 
 from moebook import runtime
-from moebook.bench import bank, floors, full_experts, low_rank, routers, rows
+from moebook.bench import floors
 from moebook.bench.case import SCALES, Case, Letters, Op, number_format
+from moebook.bench.goals import STATED
 from moebook.bench.timing import Contender, Laps, interleave
 from moebook.errors import Refusal, nearest, refuse
 
-OPS: Mapping[str, Op] = {
-    "route": routers.ROUTE,
-    "experts": full_experts.EXPERTS,
-    "split_experts": full_experts.SPLIT,
-    "adapters": low_rank.ADAPTERS,
-    "lora_mixture": low_rank.LORAS,
-    "balance_loss": routers.BALANCE,
-    "bank": bank.BANK,
-    "nearest": rows.NEAREST,
-    "duplicates": rows.DUPLICATES,
-    "groups": rows.GROUPS,
-    "clusters": rows.CLUSTERS,
+OPS: Mapping[str, str] = {
+    "route": "routers.ROUTE",
+    "experts": "full_experts.EXPERTS",
+    "split_experts": "full_experts.SPLIT",
+    "adapters": "low_rank.ADAPTERS",
+    "lora_mixture": "low_rank.LORAS",
+    "balance_loss": "routers.BALANCE",
+    "bank": "bank.BANK",
+    "nearest": "rows.NEAREST",
+    "duplicates": "rows.DUPLICATES",
+    "groups": "rows.GROUPS",
+    "clusters": "rows.CLUSTERS",
 }
+"""Where each op's `Op` is: imported when it is asked for, since some need more packages."""
 COLUMNS = (
-    "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "flops",
-    "traffic", "note",
+    "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "kept",
+    "flops", "traffic", "note",
 )  # fmt: skip
 
 
@@ -38,17 +41,41 @@ def find(name: str) -> Op:
     """Return an op by its name.
 
     Raises:
-        Refusal: E-NAME for an unknown one, with the nearest.
+        Refusal: E-NAME for an unknown one, with the nearest; E-PEER where a package is missing.
     """
     if name not in OPS:
         refuse("E-NAME", f"unknown op '{name}'; {nearest(name, OPS)}")
-    return OPS[name]
+    module, attribute = OPS[name].split(".")
+    try:
+        op: Op = getattr(importlib.import_module(f"moebook.bench.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("moebook"):
+            raise
+        refuse("E-PEER", f"{name} needs {error.name}, which is not installed")
+    return op
+
+
+def present(names: Iterable[str] | None = None) -> tuple[dict[str, Op], dict[str, str]]:
+    """Return the ops of these names, all by default, and why others cannot run here.
+
+    Raises:
+        Refusal: E-NAME for an unknown one.
+    """
+    ops, absent = {}, {}
+    for name in names if names is not None else OPS:
+        try:
+            ops[name] = find(name)
+        except Refusal as refusal:
+            if refusal.code != "E-PEER":
+                raise
+            absent[name] = refusal.message
+    return ops, absent
 
 
 def measure(
     names: Iterable[str] | None = None,
     *,
-    scale: str = "full",
+    scale: str | None = None,
     device: str = "auto",
     rounds: int = 5,
     budget: float = 8.0,
@@ -57,7 +84,7 @@ def measure(
 
     Args:
         names: Ops; all by default.
-        scale: One of `case.SCALES`.
+        scale: One of `case.SCALES`; by default the one that the device's goals are stated for.
         device: As `runtime.resolve_device` takes it. What works on NumPy arrays runs on the CPU.
         rounds: Counted rounds; a ratio is the median of theirs.
         budget: Seconds of work after which a slow contender takes no further turn; it has one.
@@ -65,25 +92,29 @@ def measure(
     Returns:
         One row a contender: ``op``, ``case``, ``contender``, ``key`` (the three as the name of a
         recorded value), ``seconds`` at work and ``wall`` (medians), ``ratio`` (median of theirs
-        over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``flops``
-        and ``traffic`` of the case, and ``note``: why a contender took no part.
-        ``attrs["device"]`` is the kind of device.
+        over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``kept``
+        (those between forward and backward pass, on a GPU), ``flops`` and ``traffic`` of the case,
+        and ``note``: why a contender took no part. ``attrs`` has the kind of ``device`` and
+        ``scale``.
 
     Raises:
         Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
     """
+    place = runtime.resolve_device(device)
+    scale = scale or STATED[place.type]
     if scale not in SCALES:
         refuse("E-CHOICE", f"unknown scale '{scale}'; {nearest(scale, SCALES)}")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
-    place = runtime.resolve_device(device)
-    chosen = {name: find(name) for name in (names if names is not None else OPS)}
-    todo = [(n, c, letters) for n, op in chosen.items() for c, letters in op.sizes[scale].items()]
-    lines: list[dict[str, Any]] = []
+    ops, absent = present(names)
+    todo = [(n, c, letters) for n, op in ops.items() for c, letters in op.sizes[scale].items()]
+    lines: list[dict[str, Any]] = [
+        {"op": name, "case": "", "contender": "ours", "note": why} for name, why in absent.items()
+    ]
     for name, label, letters in runtime.progress(todo, "bench", len(todo)):
         lines += measured(name, label, letters, place, rounds, budget)
     frame = pd.DataFrame(lines, columns=list(COLUMNS))
-    frame.attrs["device"] = place.type
+    frame.attrs.update(device=place.type, scale=scale)
     return frame
 
 
@@ -116,25 +147,28 @@ def _line(case: Case, who: str, laps: Laps) -> dict[str, Any]:
         "wall": laps.wall,
         "ratio": laps.ratio,
         "rounds": len(laps.theirs),
-        "memory": laps.memory,
+        "memory": laps.first.memory if laps.first else None,
+        "kept": laps.first.kept if laps.first else None,
         "flops": case.flops,
         "traffic": case.traffic,
         "note": "",
     }
 
 
-def ceilings(device: str = "auto", *, side: int = 1024, rounds: int = 5) -> dict[str, float]:
+def ceilings(device: str = "auto", *, side: int = 0, rounds: int = 5) -> dict[str, float]:
     """Measure the roof: FLOPs a second of a square product, bytes a second of a large copy.
 
     Args:
         device: As in `measure`.
-        side: Of the square matrices; the copy is of 64 times as many numbers.
+        side: Of the square matrices; by default 1,024, and 8,192 on a GPU. The copy is of 64 times
+            as many numbers, on a GPU of 8 times as many.
         rounds: Of which the median is taken.
     """
     place = runtime.resolve_device(device)
-    dtype = number_format(place)
+    dtype, gpu = number_format(place), place.type == "cuda"
+    side = side or (8192 if gpu else 1024)
     products = [floors.Product(side, side, side)]
-    source = torch.zeros(64 * side * side, device=place, dtype=dtype)
+    source = torch.zeros((8 if gpu else 64) * side * side, device=place, dtype=dtype)
     target = torch.empty_like(source)
     copy = Contender("copy", lambda: target.copy_(source))
     parties = [floors.dense(products, place, dtype), copy]

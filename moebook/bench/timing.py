@@ -28,11 +28,13 @@ class Contender:
         name: ``"ours"``, ``"floor"``, or the peer's.
         run: Does the work once.
         prepare: Called before every run and not timed (frees the gradients of the last one).
+        forward: The forward pass of ``run`` alone, where it has a backward pass too.
     """
 
     name: str
     run: Callable[[], Any]
     prepare: Callable[[], None] = _nothing
+    forward: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class Lap:
         seconds: Of work: CPU time of the process (all its threads), or the GPU's own time.
         wall: Wall-clock seconds.
         memory: Extra bytes at the peak, over what was held before; None where not measured.
+        kept: Bytes that its forward pass holds for its backward pass; None where not measured.
     """
 
     seconds: float
     wall: float
     memory: int | None = None
+    kept: int | None = None
 
 
 @dataclass
@@ -57,12 +61,12 @@ class Laps:
     Attributes:
         mine: Ours, in the same rounds.
         theirs: The contender's.
-        memory: Extra bytes at the peak of its first run, None where the system cannot tell.
+        first: The contender's first run, whose memory was measured.
     """
 
     mine: list[Lap] = field(default_factory=list)
     theirs: list[Lap] = field(default_factory=list)
-    memory: int | None = None
+    first: Lap | None = None
 
     @property
     def ratios(self) -> list[float]:
@@ -112,7 +116,7 @@ def interleave(
     ours, *others = contenders
     found = {contender.name: Laps() for contender in contenders}
     spent = dict.fromkeys(found, 0.0)
-    found[ours.name].memory = clock(ours, device, True).memory
+    found[ours.name].first = clock(ours, device, True)
     for number in range(rounds + 1):
         mine = clock(ours, device, False)
         found[ours.name].mine.append(mine)
@@ -124,7 +128,7 @@ def interleave(
                 found[other.name].mine.append(mine)
                 found[other.name].theirs.append(turn)
                 if number == 0:
-                    found[other.name].memory = turn.memory
+                    found[other.name].first = turn
     for laps in found.values():
         laps.mine, laps.theirs = laps.mine[1:] or laps.mine, laps.theirs[1:] or laps.theirs
     return found
@@ -146,7 +150,19 @@ def lap(contender: Contender, device: torch.device, watched: bool) -> Lap:
     with runtime.stopwatch(device) as peak:
         timed = _timed(contender, device)
     extra = None if before is None or peak.memory is None else max(peak.memory - before, 0)
-    return Lap(timed.seconds, timed.wall, extra)
+    return Lap(timed.seconds, timed.wall, extra, _kept(contender, device))
+
+
+def _kept(contender: Contender, device: torch.device) -> int | None:
+    """Bytes that are allocated on a GPU between a contender's forward and backward pass."""
+    if contender.forward is None or device.type != "cuda":
+        return None
+    contender.prepare()
+    before = torch.cuda.memory_allocated(device)
+    graph = contender.forward()
+    held = torch.cuda.memory_allocated(device) - before
+    del graph
+    return held
 
 
 def _timed(contender: Contender, device: torch.device) -> Lap:

@@ -51,14 +51,14 @@ def test_the_floor_does_its_products() -> None:
 
 
 def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
-    """One case of experts: contender to (seconds, ratio, memory)."""
+    """One case of experts: contender to (seconds, ratio, kept)."""
     lines = [
-        ["experts", "fine", name, seconds, seconds, ratio, memory]
-        for name, (seconds, ratio, memory) in rows.items()
+        ["experts", "fine", name, seconds, seconds, ratio, kept]
+        for name, (seconds, ratio, kept) in rows.items()
     ]
-    columns = ["op", "case", "contender", "seconds", "wall", "ratio", "memory"]
+    columns = ["op", "case", "contender", "seconds", "wall", "ratio", "kept"]
     found = pd.DataFrame(lines, columns=columns)
-    found.attrs["device"] = "cpu"
+    found.attrs.update(device="cpu", scale="full")
     return found
 
 
@@ -81,7 +81,7 @@ def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> 
 
 def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
     measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
-    measured.attrs["device"] = "cuda"
+    measured.attrs.update(device="cuda", scale="model")
     found = goals.judge(measured)
     assert list(found["verdict"]) == ["met", "met", "met"]
     assert list(found["measured"]) == pytest.approx([1.25, 1.5, 0.3])

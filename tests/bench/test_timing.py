@@ -59,7 +59,7 @@ def test_others_take_turns_in_rotating_order_after_ours() -> None:
 def test_memory_is_that_of_the_first_run() -> None:
     clock = Script(ours=[1] * 3, peer=[1] * 2)
     found = interleave(contenders("ours", "peer"), CPU, rounds=1, budget=1e9, clock=clock)
-    assert {name: laps.memory for name, laps in found.items()} == {"ours": 7, "peer": 7}
+    assert {name: laps.first.memory for name, laps in found.items()} == {"ours": 7, "peer": 7}
 
 
 def test_a_contender_is_prepared_before_every_run() -> None:
