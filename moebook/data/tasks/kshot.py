@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from moebook.data.tasks.common_sense import family, kinship
-from moebook.data.tasks.language import SLOTS, same_json
+from moebook.data.tasks.language import requests, same_json
 from moebook.data.tasks.task import Item, Task, shipped
 
-MOST, FAMILIES = 60, 1_200  # requests of one wording; families
+FAMILIES = 1_200
 _INTENTS = {
     "taxi": (
         "get me a taxi to {city} at {time}",
@@ -77,20 +77,6 @@ def _kinship_told() -> Iterator[Item]:
             known.add(facts)
             turned = re.sub(r"(\w+) is the ([\w-]+) of (\w+)\.", r"\3's \2 is \1.", facts)
             yield Item(item.slots | {"facts": turned}, item.answer, item.rationale)
-
-
-def _intent_new() -> Iterator[Item]:
-    """Yield at most 60 fillings of each wording, as ``intent_json`` does."""
-    for intent, wordings in _INTENTS.items():
-        for wording in wordings:
-            names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(itertools.product(*(SLOTS[name].split("|") for name in names)))
-            random.Random(wording).shuffle(fillings)
-            for values in fillings[:MOST]:
-                slots = dict(zip(names, values, strict=True))
-                why = f"The intent is {intent}; the slots are {', '.join(names)}."
-                answer = json.dumps({"intent": intent} | slots)
-                yield Item({"request": wording.format_map(slots)}, answer, why)
 
 
 def reserved() -> set[str]:
@@ -151,7 +137,7 @@ TASKS = (
             "{request}\nGive intent and slots.",
             "Parse: {request}",
         ),
-        pool=_intent_new,
+        pool=partial(requests, _INTENTS, most=60, rationale=True),
         max_new_tokens=48,
         normalise=same_json,
         rationales=True,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from moebook.data.tasks.task import Item, Task, first_line, shipped
 
-MOST = 160  # requests of one wording
-SLOTS = {
+_SLOTS = {
     "time": "six|seven|8:15|9:30|noon|half past ten|2 pm|11 am|midnight|quarter to five",
     "day": "today|tomorrow|Monday|Tuesday|Wednesday|Friday|Saturday|Sunday|next week",
     "city": "Paris|Berlin|Madrid|Oslo|Lisbon|Cairo|Lima|Tokyo|Boston|Dublin|Prague|Athens",
@@ -94,18 +94,20 @@ _INTENTS = {
 }
 
 
-def _intent_json() -> Iterator[Item]:
-    """Yield at most 160 fillings of each wording; JSON keys stand in the wording's order."""
-    for intent, wordings in _INTENTS.items():
+def requests(
+    intents: Mapping[str, Sequence[str]], most: int, *, rationale: bool = False
+) -> Iterator[Item]:
+    """Yield at most so many fillings of each wording; JSON keys stand in the wording's order."""
+    for intent, wordings in intents.items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(itertools.product(*(SLOTS[name].split("|") for name in names)))
+            fillings = list(itertools.product(*(_SLOTS[name].split("|") for name in names)))
             random.Random(wording).shuffle(fillings)
-            for values in fillings[:MOST]:
+            for values in fillings[:most]:
                 slots = dict(zip(names, values, strict=True))
-                yield Item(
-                    {"request": wording.format_map(slots)}, json.dumps({"intent": intent} | slots)
-                )
+                answer = json.dumps({"intent": intent} | slots)
+                why = f"The intent is {intent}; the slots are {', '.join(names)}."
+                yield Item({"request": wording.format_map(slots)}, answer, why * rationale)
 
 
 def same_json(answer: str) -> str:
@@ -134,7 +136,7 @@ TASKS = (
             "{request}\nGive intent and slots.",
             "Parse: {request}",
         ),
-        pool=_intent_json,
+        pool=partial(requests, _INTENTS, most=160),
         max_new_tokens=64,
         normalise=same_json,
     ),
