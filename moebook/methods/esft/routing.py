@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.kernels import Routing
 from moebook.models.anatomy import anatomy
+from moebook.nn.modes import evaluating
 
 READ = ("input_ids", "attention_mask")
 
@@ -106,7 +107,7 @@ def observe(model: nn.Module, batches: Iterable[Mapping[str, Any]], note: Note) 
         Refusal: E-MODEL for a dense model or a router whose output is not understood; E-SHAPE for a
             mask that does not fit its batch.
     """
-    layers, training = sparse_layers(model), model.training
+    layers = sparse_layers(model)
     decoder = anatomy(model).decoder
     device = next(model.parameters()).device
     mask = torch.ones(0)
@@ -121,15 +122,14 @@ def observe(model: nn.Module, batches: Iterable[Mapping[str, Any]], note: Note) 
 
     hooks = [layer.router.register_forward_hook(hook(layer)) for layer in layers]
     try:
-        model.eval()
-        for batch in batches:
-            given = {key: batch[key].to(device) for key in READ if key in batch}
-            mask = _mask(given)
-            decoder(**given, use_cache=False)
+        with evaluating(model):
+            for batch in batches:
+                given = {key: batch[key].to(device) for key in READ if key in batch}
+                mask = _mask(given)
+                decoder(**given, use_cache=False)
     finally:
         for each in hooks:
             each.remove()
-        model.train(training)
 
 
 def _mask(batch: Mapping[str, Tensor]) -> Tensor:

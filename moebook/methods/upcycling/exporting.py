@@ -31,6 +31,7 @@ from moebook.errors import nearest, refuse
 from moebook.methods.upcycling.upcycling import Origin, origin
 from moebook.models import manifest
 from moebook.models.anatomy import anatomy
+from moebook.nn.modes import evaluating
 
 CLASSES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -179,10 +180,8 @@ def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
     """Refuse a twin whose logits on a fixed text differ: a setting of the host was not carried."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, PROBE), generator=generator)
-    training = model.training
-    model.eval()
-    want, got = (_logits(each, ids.to(model.device)) for each in (model, twin))
-    model.train(training)
+    with evaluating(model):
+        want, got = (_logits(each, ids.to(model.device)) for each in (model, twin))
     error = float((got - want).norm() / want.norm().clamp(min=1e-12))
     if not error <= AGREE.get(model.dtype, 0.1):
         kind = type(twin).__name__

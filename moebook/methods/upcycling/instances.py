@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.methods.settings import chosen, real
+from moebook.nn.modes import evaluating
 
 OF = ("answer", "all")
 IGNORED = -100
@@ -57,17 +58,14 @@ def perplexities(
         Refusal: E-CHOICE; E-DATA for a row with nothing to score; E-NONFINITE.
     """
     chosen("of", of, OF)
-    training, device, found = model.training, next(model.parameters()).device, []
-    model.eval()
-    try:
+    device, found = next(model.parameters()).device, []
+    with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
             read = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             targets = batch["labels"]
             if of == "all":
                 targets = batch["input_ids"].where(batch["attention_mask"].bool(), IGNORED)
             found.append(_mean_nats(model(**read).logits, targets.to(device)).cpu())
-    finally:
-        model.train(training)
     nats = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
     for row in (~nats.isfinite()).nonzero().flatten().tolist():
         refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no {of} token)")

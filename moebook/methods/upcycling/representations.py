@@ -18,6 +18,7 @@ from moebook.methods.settings import chosen, real, whole
 from moebook.methods.upcycling.listening import TENSORS, listening
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
+from moebook.nn.modes import evaluating
 
 Batch = Mapping[str, Tensor]
 TOKENS = ("each", "last", "mean")
@@ -102,10 +103,8 @@ def sampled(
         Refusal: E-CHOICE, E-RANGE; E-MODEL for a host without the tensor.
     """
     _check(tensor, tokens, share)
-    host, training = anatomy(model), model.training
-    device = next(model.parameters()).device
-    model.eval()
-    try:
+    host, device = anatomy(model), next(model.parameters()).device
+    with evaluating(model):
         for number, batches in enumerate(tasks.values()):
             rng = np.random.default_rng([seed, number])
             for batch in batches:
@@ -116,8 +115,6 @@ def sampled(
                     pick = _picker(mask.to(device), tokens, taken.to(device))
                     points = _forward(model, host, tensor, batch, device, pick)
                     yield Chunk(points, keys[taken], number)
-    finally:
-        model.train(training)
 
 
 def collect(
