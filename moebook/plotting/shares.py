@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moebook.errors import refuse
+from moebook.plotting.panels import grid
 from moebook.plotting.theme import COLOURS, DARK_COLOURS, HATCHES, INK, WIDTH
 
 
@@ -49,17 +50,13 @@ def heatmap(
                 f"heatmap: panel '{name}' is {table.shape}; expected {(len(rows), len(columns))}",
             )
     across = min(len(tables), 4 if len(columns) <= 8 else 2)
-    down = -(-len(tables) // across)
-    height = max(1.9, 0.34 * len(rows) + 0.8) * down + 0.5
-    figure, grid = plt.subplots(
-        down, across, figsize=(WIDTH, height), layout="constrained", squeeze=False
-    )
+    height = max(1.9, 0.34 * len(rows) + 0.8)
+    figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
     numbers = len(rows) * len(columns) * len(tables) <= 200
-    for index, (axes, (name, table)) in enumerate(zip(grid.flat, tables.items(), strict=False)):
+    for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
-        axes.set_title(name, fontsize=10, pad=5)
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
         axes.tick_params(length=0)
@@ -67,13 +64,7 @@ def heatmap(
         axes.spines[:].set_visible(False)
         if numbers:
             _write_cells(axes, table, low + 0.6 * (high - low), size=6.5 if across > 2 else 8)
-    for axes in grid.flat[len(tables) :]:
-        axes.set_visible(False)
-    figure.colorbar(image, ax=grid, label=label, shrink=0.9, pad=0.015, aspect=30)
-    figure.supxlabel(xlabel, fontsize=10.5)
-    figure.supylabel(ylabel, fontsize=10.5)
-    figure.suptitle(title, x=0.01, ha="left")
-    plt.close(figure)
+    figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30)
     return figure
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
+from moebook.plotting.panels import Series, grid, series
 from moebook.plotting.theme import COLOURS, INK, MARKERS, WIDTH
 
 ROW = 0.2
@@ -72,9 +72,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     return figure
 
 
-def growth(
-    panels: Mapping[str, Mapping[str, npt.ArrayLike]], *, xlabel: str, ylabel: str, title: str = ""
-) -> Figure:
+def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = "") -> Figure:
     """Draw how cost grows, a panel a sweep, on two logarithmic axes: a power law is a line.
 
     Args:
@@ -86,42 +84,25 @@ def growth(
     Raises:
         Refusal: E-DATA without a panel, E-SHAPE when a series is not ``[n, 2]``.
     """
-    if not panels:
-        refuse("E-DATA", "growth: no panels; expected at least one")
-    names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    down = -(-len(panels) // 3)
-    figure, grid = plt.subplots(
-        down, 3, figsize=(WIDTH, 2.1 * down + 0.9), layout="constrained", squeeze=False
-    )
-    plt.close(figure)
-    handles = {}
-    for axes, (panel, series) in zip(grid.flat, panels.items(), strict=False):
-        for name, values in series.items():
-            line = np.asarray(values, dtype=float)
-            if line.ndim != 2 or line.shape[1] != 2:
-                refuse("E-SHAPE", f"growth: '{name}' of '{panel}' is {line.shape}, not [n, 2]")
-            place = names.index(name)
+    curves, places = series("growth", panels)
+    figure, cells = grid(list(panels), 3, 2.2, xlabel, ylabel, title)
+    handles: dict[str, Artist] = {}
+    for axes, own in zip(cells, curves, strict=True):
+        for name, line in own.items():
             handles[name] = axes.plot(
                 *line.T,
-                color=COLOURS[place % len(COLOURS)],
-                marker=MARKERS[place % len(MARKERS)],
+                color=COLOURS[places[name] % len(COLOURS)],
+                marker=MARKERS[places[name] % len(MARKERS)],
                 lw=2.4 if name == "ours" else 1.2,
                 ms=4,
             )[0]
         axes.set(xscale="log", yscale="log")
-        axes.set_title(panel, fontsize=9, pad=4)
         axes.tick_params(labelsize=7, which="both")
         axes.minorticks_off()
-        axes.set_xticks(sorted({point[0] for s in series.values() for point in np.asarray(s)}))
+        axes.set_xticks(sorted({x for line in own.values() for x in line[:, 0]}))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
-    for axes in grid.flat[max(0, len(panels) - 3) : len(panels)]:
-        axes.set_xlabel(xlabel, fontsize=8)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    figure.supylabel(ylabel, fontsize=10)
-    figure.suptitle(title, x=0.01, ha="left")
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3)
     return figure
 

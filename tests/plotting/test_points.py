@@ -21,6 +21,16 @@ def test_a_series_keeps_its_colour_in_every_panel_and_stands_once_in_the_legend(
     assert np.asarray(one.collections[1].get_offsets()).tolist() == (CLOUD + 1).tolist()
 
 
+def test_the_legend_hides_no_label():
+    panels = {name: {"pool": CLOUD, "shots": CLOUD} for name in "abcd"}
+    figure = plotting.points(panels, xlabel="x", ylabel="y")
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    labels = [axes.xaxis.label for axes in figure.axes if axes.get_xlabel()]
+    assert len(labels) == 3
+    assert not any(legend.overlaps(label.get_window_extent()) for label in labels)
+
+
 def test_maps_without_meaning_carry_no_numbers_and_large_clouds_are_pale():
     figure = plotting.points({"map": {"pool": np.random.rand(200, 2)}}, ticks=False)
     (axes,) = figure.axes
