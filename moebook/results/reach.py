@@ -5,7 +5,7 @@ hours of work. So a run is keyed by the modules that its notebook imports, direc
 others, and by the data files of the packages among them.
 
 The Triton kernels run on an accelerator alone: a record made without one does not depend on them.
-A base that ships with the package counts for the notebooks that name it.
+A base that ships with the package, or a paper's tables, count for the notebooks that name them.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _data() -> list[Path]:
 
 
 def _named(path: Path, code: str) -> bool:
-    """Say whether code names the shipped base that a data file belongs to; true for other data."""
+    """Say whether code names the base or paper that a data file belongs to; true for other data."""
     folder, *rest = path.relative_to(PACKAGE).parts
-    if folder != "models" or len(rest) < 2:
+    if folder not in ("models", "papers") or len(rest) < 2:
         return True
     return re.search(rf"(?<![\w-]){re.escape(rest[0])}(?![\w-])", code) is not None
 

@@ -81,15 +81,18 @@ def test_triton_kernels_are_reached_with_an_accelerator_and_never_without(notebo
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False]
 
 
-def test_a_shipped_base_is_reached_where_it_is_named_and_only_there(notebook: Path) -> None:
-    folder = reach.PACKAGE / "models"
+@pytest.mark.parametrize("package", ["models", "papers"])
+def test_a_base_or_a_paper_is_reached_where_it_is_named_and_only_there(
+    notebook: Path, package: str
+) -> None:
+    folder = reach.PACKAGE / package
     for name in ("nano", "nano-moe"):
         (folder / name).mkdir(parents=True)
         (folder / name / "weights").touch()
     (folder / "__init__.py").touch()
     content = json.loads(notebook.read_text())
     for code, wanted in (("", set()), ('base = "nano-moe"', {"nano-moe"}), ("nano", {"nano"})):
-        content["cells"][2]["source"] = f"import moebook.models\n{code}"
+        content["cells"][2]["source"] = f"import moebook.{package}\n{code}"
         notebook.write_text(json.dumps(content))
         found = {path.parent.name for path in reach.reached(notebook) if path.name == "weights"}
         assert found == wanted
