@@ -132,7 +132,7 @@ class _Plan(NamedTuple):
 
 
 class _GatedFFN(torch.autograd.Function):
-    """Slots sorted by expert, so that each expert is dense products over its own rows.
+    """Slots sorted by expert; all that one expert does is done while its rows are in the cache.
 
     The gate is applied between the two products, on F columns instead of D.
     """
@@ -141,13 +141,12 @@ class _GatedFFN(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gates: Tensor, plan: _Plan, *weights: Tensor) -> Tensor:
         token, gate = plan.layout.token, plan.layout.spread(gates)
         pre = x.new_empty(len(token), weights[0].shape[1])
-        for bank, place, rows in plan.segments:
-            torch.mm(x.index_select(0, token[rows]), weights[2 * bank][place].T, out=pre[rows])
-        first, second = pre.chunk(2, dim=1)
-        hidden = (plan.act(first) * second).mul_(gate)
         out = x.new_empty(len(token), x.shape[1])
         for bank, place, rows in plan.segments:
-            torch.mm(hidden[rows], weights[2 * bank + 1][place].T, out=out[rows])
+            gate_up, down = weights[2 * bank][place], weights[2 * bank + 1][place]
+            torch.mm(x.index_select(0, token[rows]), gate_up.T, out=pre[rows])
+            first, second = pre[rows].chunk(2, dim=1)
+            torch.mm((plan.act(first) * second).mul_(gate[rows]), down.T, out=out[rows])
         ctx.save_for_backward(x, gate, pre, *weights)
         ctx.plan = plan
         return plan.layout.combine(out)
@@ -163,26 +162,28 @@ class _GatedFFN(torch.autograd.Function):
             else None
             for number, weight in enumerate(weights)
         ]
-        first, second = pre.chunk(2, dim=1)
-        active, derivative = _activated(first, act)
-        hidden = active * second
-        weighted, d_hidden = hidden * gate, torch.empty_like(hidden)
-        for bank, place, rows in segments:
-            d_out = grad.index_select(0, layout.token[rows])
-            torch.mm(d_out, weights[2 * bank + 1][place], out=d_hidden[rows])
-            if (d_down := d_weights[2 * bank + 1]) is not None:
-                torch.mm(d_out.T, weighted[rows], out=d_down[place])
-        d_gate = (d_hidden * hidden).sum(1)
-        d_hidden.mul_(gate)
-        d_pre = torch.cat([derivative(d_hidden * second), d_hidden.mul_(active)], dim=1)
+        d_gate = torch.empty_like(gate)
         d_rows = x.new_empty(len(pre), x.shape[1]) if ctx.needs_input_grad[0] else None
         for bank, place, rows in segments:
-            if (d_gate_up := d_weights[2 * bank]) is not None:
-                torch.mm(d_pre[rows].T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
+            gate_up, down = (weight[place] for weight in weights[2 * bank : 2 * bank + 2])
+            d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
+            first, second = pre[rows].chunk(2, dim=1)
+            active, derivative = _activated(first, act)
+            d_out, hidden = grad.index_select(0, layout.token[rows]), active * second
+            d_hidden = d_out @ down
+            torch.sum(d_hidden * hidden, 1, keepdim=True, out=d_gate[rows])
+            if d_down is not None:
+                torch.mm(d_out.T, hidden.mul_(gate[rows]), out=d_down[place])
+            d_pre = torch.empty_like(pre[rows])
+            d_first, d_second = d_pre.chunk(2, dim=1)
+            torch.mul(d_hidden.mul_(gate[rows]), active, out=d_second)
+            d_first.copy_(derivative(d_hidden.mul_(second)))
+            if d_gate_up is not None:
+                torch.mm(d_pre.T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
             if d_rows is not None:
-                torch.mm(d_pre[rows], weights[2 * bank][place], out=d_rows[rows])
+                torch.mm(d_pre, gate_up, out=d_rows[rows])
         d_x = None if d_rows is None else layout.combine(d_rows)
-        return d_x, d_gate[layout.place], None, *d_weights
+        return d_x, d_gate[layout.place].squeeze(-1), None, *d_weights
 
 
 def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
