@@ -28,22 +28,21 @@ class Source:
 
     Args:
         repo: Its id on the hub.
+        row: Maps (raw row, where) to prompt, answer and, where there is one, system or rationale.
         domain: mathematics, code, common_sense, language or general.
         licence: As its card says.
-        row: Maps (raw row, where) to prompt, answer and, where there is one, system or rationale.
         config: Its configuration, when it has several.
-        note: What has to be known to load it.
+        files: Pattern of its files inside the repository, when that holds many sets.
     """
 
     repo: str
-    domain: str
-    licence: str
     row: Callable[[Mapping[str, Any], str], Row]
+    domain: str = ""
+    licence: str = ""
     config: str | None = None
-    note: str = ""
+    files: str | None = None
 
 
-_PARQUET = "its main branch is a script: pin a commit of the branch refs/convert/parquet"
 CATALOGUE: dict[str, Source] = {
     "slimorca": Source(
         repo="Open-Orca/SlimOrca", domain="general", licence="MIT", row=raw.conversation
@@ -86,11 +85,8 @@ CATALOGUE: dict[str, Source] = {
         domain="common_sense",
         licence="CC-BY-4.0",
         row=raw.siqa,
-        note=_PARQUET,
     ),
-    "piqa": Source(
-        repo="ybisk/piqa", domain="common_sense", licence="AFL-3.0", row=raw.piqa, note=_PARQUET
-    ),
+    "piqa": Source(repo="ybisk/piqa", domain="common_sense", licence="AFL-3.0", row=raw.piqa),
     "arc_easy": Source(
         repo="allenai/ai2_arc",
         config="ARC-Easy",
@@ -147,7 +143,7 @@ def load(
     Args:
         name: A key of `CATALOGUE`.
         revision: Commit of the hub's repository, 40 hexadecimal digits. Not needed with `path`.
-        path: Local parquet or JSONL file in the hub's own form instead of the hub.
+        path: Local JSONL, JSON or parquet file in the hub's own form instead of the hub.
         split: The hub's name of the split.
         size: Rows to draw without replacement; all of them, in order, when None.
         seed: Decides the draw.
@@ -158,7 +154,7 @@ def load(
             unknown name, too few rows, or a row that does not fit (with data set or file, and row).
     """
     source = _source(name)
-    rows = _local(Path(path)) if path is not None else _pinned(source, revision, split)
+    rows = local(Path(path)) if path is not None else pinned(source, revision, split)
     return _draw(f"{name}/{split}", [(name, rows)], size, seed)
 
 
@@ -176,8 +172,7 @@ def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 
     drawn = []
     for names, size in sizes.items():
         pool = [
-            (name, _pinned(_source(name), revisions.get(name), "train"))
-            for name in names.split("+")
+            (name, pinned(_source(name), revisions.get(name), "train")) for name in names.split("+")
         ]
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
@@ -225,8 +220,8 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
         return f"{self.origin}:{index + 1}", self.dataset[index]
 
 
-def _pinned(source: Source, revision: str | None, split: str) -> Rows:
-    """Open a split of a data set of the hub, or of its cache, at a commit."""
+def pinned(source: Source, revision: str | None, split: str) -> Rows:
+    """Open a split of a data set of the hub, or of its cache, at a commit, or refuse as `load`."""
     if not re.fullmatch("[0-9a-f]{40}", revision or ""):
         refuse(
             "E-PIN",
@@ -235,7 +230,9 @@ def _pinned(source: Source, revision: str | None, split: str) -> Rows:
         )
     origin = f"{source.repo}@{revision}"
     try:
-        data = datasets.load_dataset(source.repo, source.config, split=split, revision=revision)
+        data = datasets.load_dataset(
+            source.repo, source.config, data_files=source.files, split=split, revision=revision
+        )
     except ConnectionError:
         refuse(
             "E-OFFLINE",
@@ -247,25 +244,30 @@ def _pinned(source: Source, revision: str | None, split: str) -> Rows:
     except RuntimeError as error:
         if "script" not in str(error):
             raise
-        refuse("E-REMOTECODE", f"{origin} is a script, which is never run; {source.note}")
+        refuse(
+            "E-REMOTECODE",
+            f"{origin} is a script, which is never run; "
+            "pin a commit of the branch refs/convert/parquet",
+        )
     except ValueError as error:
         refuse("E-DATA", f"{origin}: {error}")
     return _Numbered(data, origin)
 
 
-def _local(path: Path) -> Rows:
-    """Open a JSONL or parquet file in the hub's own form."""
+def local(path: Path) -> Rows:
+    """Open a JSONL, JSON or parquet file in the hub's own form; refuse as `load` does."""
     files.refuse_scripts(path)
-    if path.suffix != ".parquet":
+    kind = path.suffix[1:]
+    if kind not in ("parquet", "json"):
         return list(files.objects(path))
     if not path.is_file():
-        refuse("E-NOFILE", f"{path}: no such file; expected parquet or JSONL")
+        refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
     try:
         rows = list(
-            datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+            datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
         )
-    except (ValueError, TypeError, OSError) as error:
-        refuse("E-DATA", f"{path}: not a readable parquet file ({error})")
+    except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as error:
+        refuse("E-DATA", f"{path}: not a readable {kind} file ({error})")
     if not rows:
         refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
     return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]

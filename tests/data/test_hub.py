@@ -127,7 +127,7 @@ def test_a_draw_is_without_replacement_and_repeats_with_its_seed(tmp_path):
 def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkeypatch):
     asked = []
 
-    def fake(repo, config, *, split, revision):
+    def fake(repo, config, *, data_files, split, revision):
         asked.append((repo, config, split, revision))
         name = next(key for key, source in hub.CATALOGUE.items() if source.repo == repo)
         return datasets.Dataset.from_list([RAW[name]] * 3)

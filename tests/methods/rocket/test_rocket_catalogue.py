@@ -64,10 +64,10 @@ RAW = {
 @pytest.mark.parametrize("name", RAW)
 def test_rows_take_the_papers_form(name, tmp_path):
     raw, prompt, answer = RAW[name]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(raw) + "\n")
-    (row,) = catalogue.load(name, path=path)
-    assert (row["task"], row["prompt"], row["answer"]) == (name, prompt, answer)
+    for file, text in (("rows.jsonl", json.dumps(raw)), ("rows.json", json.dumps([raw]))):
+        (tmp_path / file).write_text(text)
+        (row,) = catalogue.load(name, path=tmp_path / file)
+        assert (row["task"], row["prompt"], row["answer"]) == (name, prompt, answer)
 
 
 def test_sets_that_cannot_be_loaded_are_refused(tmp_path):
