@@ -2,7 +2,10 @@
 
 from moebook.kernels.adapters import adapters
 from moebook.kernels.balance_loss import balance_loss
+from moebook.kernels.bank_scoring import bank_scoring
+from moebook.kernels.clusters import clusters
 from moebook.kernels.experts import Bank, experts
+from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.route import Routing, grouped, route
 from moebook.kernels.split_experts import split_experts
@@ -12,8 +15,11 @@ __all__ = [
     "Routing",
     "adapters",
     "balance_loss",
+    "bank_scoring",
+    "clusters",
     "experts",
     "grouped",
+    "groups",
     "lora_mixture",
     "route",
     "split_experts",

@@ -14,6 +14,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from moebook import kernels
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket.config import Config
@@ -21,6 +22,10 @@ from moebook.methods.rocket.loras import Lora
 
 RANKINGS = ("perplexity", "accuracy", "diversity")
 MOST_GROUPS = 1_000_000
+"""Most groups that are all listed, where their totals are not those of Alg. 1."""
+COLUMNS = (("R_P", "perplexity"), ("R_A", "accuracy"), ("R_D", "diversity"))
+BEST = 1000
+"""Most groups that a `Selection` holds."""
 Array = np.ndarray[Any, Any]
 
 
@@ -32,9 +37,9 @@ class Selection:
         experts: N names, the least sum of R_P and R_A first.
         candidates: One row a LoRA of the bank, in that order: ``perplexity``, ``accuracy``, their
             ranks ``R_P`` and ``R_A`` (1 is best) and ``candidate``, whether it is among the M.
-        groups: One row a group of N candidates, best first: ``members``, ``similarity`` (mean
-            cosine), ``diversity`` (Eq. 6), ``R_P`` and ``R_A`` (sums over the members), ``R_D``
-            and ``total``.
+        groups: One row a group of N candidates, the `BEST` of them, best first: ``members``,
+            ``similarity`` (mean cosine), ``diversity`` (Eq. 6), ``R_P`` and ``R_A`` (sums over the
+            members), ``R_D`` (rank among all groups) and ``total``.
     """
 
     experts: tuple[str, ...]
@@ -128,7 +133,8 @@ def select(
 
     Raises:
         Refusal: E-BANK for fewer LoRAs than M, E-CHOICE for another ranking, E-NONFINITE for
-            scores that are not finite, E-RANGE for more than a million groups.
+            scores that are not finite, E-RANGE for more than `kernels.groups.MOST` groups, or
+            `MOST_GROUPS` without diversity or with normalised ranks: those are listed one by one.
     """
     _check(scores, similarities, config, rankings)
     table = scores.sort_index()[["perplexity", "accuracy"]].copy()
@@ -147,9 +153,16 @@ def _groups(
     members: pd.DataFrame, similarities: pd.DataFrame, config: Config, rankings: Sequence[str]
 ) -> pd.DataFrame:
     """Rank all groups of N members; groups come in the order of their names, so ties keep it."""
-    names = list(members.index)
-    places = np.array(list(combinations(range(len(names)), config.experts)))
-    means = _pair_means(similarities.loc[names, names].to_numpy(), places)
+    names, given = list(members.index), similarities.loc[members.index, members.index].to_numpy()
+    worth = members[[key for key, name in COLUMNS[:2] if name in rankings]].sum(axis=1)
+    found = kernels.groups(
+        torch.tensor(given), torch.tensor(worth.to_numpy()), config.experts,
+        best=BEST if _as_printed(config, rankings) else MOST_GROUPS, diversity=config.diversity,
+    )  # fmt: skip
+    places, ranks = found.members.numpy(), found.rank.numpy()
+    order = np.lexsort(places.T[::-1])
+    places, ranks = places[order], ranks[order]
+    means = _pair_means(given, places)
     omega = np.divide(1, means, out=np.full(len(means), np.inf), where=means != 0)
     if config.diversity == "ordered":
         omega[means < 0] = np.inf
@@ -160,16 +173,15 @@ def _groups(
             "diversity": omega,
             "R_P": members["R_P"].to_numpy()[places].sum(axis=1),
             "R_A": members["R_A"].to_numpy()[places].sum(axis=1),
-            "R_D": _ranks(means if config.diversity == "ordered" else -omega),
+            "R_D": ranks,
         }
     )
-    columns = zip(("R_P", "R_A", "R_D"), RANKINGS, strict=True)
-    terms = table[[key for key, name in columns if name in rankings]].astype(np.float64)
+    terms = table[[key for key, name in COLUMNS if name in rankings]].astype(np.float64)
     if config.ranking == "normalised":
         spread = (terms.max() - terms.min()).replace(0, 1)
         terms = (terms - terms.min()) / spread
     table["total"] = terms.sum(axis=1)
-    return table.sort_values("total", kind="stable", ignore_index=True)
+    return table.sort_values("total", kind="stable", ignore_index=True).head(BEST)
 
 
 def _check(
@@ -191,12 +203,19 @@ def _check(
     unknown = sorted(set(scores.index) - set(similarities.index))
     if unknown:
         refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")
-    if math.comb(config.candidates, config.experts) > MOST_GROUPS:
+    number = math.comb(config.candidates, config.experts)
+    if number > MOST_GROUPS and not _as_printed(config, rankings):
         refuse(
             "E-RANGE",
-            f"{config.candidates} candidates have {math.comb(config.candidates, config.experts):,}"
-            f" groups of {config.experts}, at most {MOST_GROUPS:,} are tried: lower M",
+            f"{config.candidates} candidates have {number:,} groups of {config.experts}, at most"
+            f" {MOST_GROUPS:,} are listed where ranking is '{config.ranking}' by"
+            f" {', '.join(rankings)}: lower M",
         )
+
+
+def _as_printed(config: Config, rankings: Sequence[str]) -> bool:
+    """Whether a group's total is worth plus R_D as in Alg. 1, so that few groups can be best."""
+    return config.ranking == "sum" and "diversity" in rankings
 
 
 def _ranks(values: Array) -> Array:

@@ -1,5 +1,6 @@
 """Diversity against the formed B A, Algorithm 1 against literal loops, ties by name."""
 
+import dataclasses
 import math
 from itertools import combinations
 
@@ -56,6 +57,17 @@ def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, li
     assert found.experts == experts
     assert list(found.candidates.index[found.candidates["candidate"]]) == candidates
     assert {row.members: row.total for row in found.groups.itertuples()} == total
+
+
+def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch):
+    scores, cosines = tables(7, 20, ties=True)
+    config = rocket.Config(candidates=16, experts=6)
+    monkeypatch.setattr(selection, "BEST", 9000)
+    whole = selection.select(scores, cosines, config)
+    monkeypatch.setattr(selection, "BEST", 30)
+    few = selection.select(scores, cosines, config)
+    assert len(whole.groups) == math.comb(16, 6) and few.experts == whole.experts
+    pd.testing.assert_frame_equal(few.groups, whole.groups.head(30))
 
 
 def test_selection_does_not_depend_on_the_order_of_the_bank():
@@ -192,8 +204,14 @@ def test_what_cannot_be_selected_from_is_refused():
     with pytest.raises(Refusal, match="E-BANK: no similarity is known for"):
         selection.select(scores, cosines.iloc[1:, 1:], rocket.Config(candidates=6))
     big = tables(0, 40)
+    many = rocket.Config(candidates=40, experts=20)
+    with pytest.raises(Refusal, match="E-RANGE: groups: 40 candidates have 137,846,528,820 groups"):
+        selection.select(*big, many)
+    listed = rocket.Config(candidates=40, experts=8, ranking="normalised")
     with pytest.raises(Refusal, match="E-RANGE: 40 candidates have 76,904,685 groups of 8"):
-        selection.select(*big, rocket.Config(candidates=40, experts=8))
+        selection.select(*big, listed)
+    with pytest.raises(Refusal, match="'sum' by accuracy: lower M"):
+        selection.select(*big, dataclasses.replace(listed, ranking="sum"), rankings=["accuracy"])
     scores.iloc[0, 0] = np.nan
     with pytest.raises(Refusal, match="E-NONFINITE"):
         selection.select(scores, cosines, rocket.Config(candidates=6))
