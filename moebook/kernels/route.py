@@ -119,11 +119,14 @@ def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
 
 def _weighted(logits: Tensor, ids: Tensor, combine: str) -> Routing:
     """Weight the chosen experts and group their slots."""
+    return grouped(ids, weights_of(logits, ids, combine), logits.shape[1])
+
+
+def weights_of(logits: Tensor, ids: Tensor, combine: str) -> Tensor:
+    """Return the combine weights ``[T, K]`` of chosen experts."""
     if combine == "renormalised":
-        weights = logits.gather(1, ids).softmax(-1)
-    else:
-        weights = logits.softmax(-1).gather(1, ids)
-    return grouped(ids, weights, logits.shape[1])
+        return logits.gather(1, ids).softmax(-1)
+    return logits.softmax(-1).gather(1, ids)
 
 
 _IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference}
