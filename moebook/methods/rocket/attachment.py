@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook.methods.rocket.loras import Lora
+from moebook.models.anatomy import anatomy
 
 
 @contextmanager
@@ -29,19 +30,67 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
             linear = model.get_submodule(path)
             device = linear.weight.device
             down = torch.stack([lora.down[path] for lora in loras]).to(device)
-            up = torch.stack([lora.up[path] for lora in loras]).to(device)
-            scale = torch.tensor([lora.scale for lora in loras], dtype=up.dtype, device=device)
-            handle = linear.register_forward_hook(_adding(down, up, scale[:, None, None]))
+            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).to(device)
+            handle = linear.register_forward_hook(_adding(down.mT, up.mT))
             hooks.callback(handle.remove)
         yield
 
 
-def _adding(down: Tensor, up: Tensor, scale: Tensor) -> Callable[..., Tensor]:
-    """Make the hook that adds ``scale_n * B_n A_n x`` to the n-th part of the rows."""
+@contextmanager
+def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterator[None]:
+    """Leave out, in this block, what scoring one pack under N LoRAs can do without.
+
+    Inside `attached`, with one row a LoRA and the same tokens in all rows, when hidden states are
+    read at some places alone. Products before the first LoRA are then of one row, and the last
+    layer needs keys and values everywhere, but its queries and what follows at the places alone:
+    zeros stand for the others, which nobody reads.
+
+    Args:
+        model: The base.
+        loras: N, rows of the batch.
+        tokens: T, tokens of a row.
+        places: int64, the places in [0, T) whose hidden states are read, each once.
+    """
+    layers = anatomy(model).layers
+    ends = _parts(layers[-1].attention, "q_proj", "o_proj")
+    ends += [layers[-1].mlp] if layers[-1].kind == "dense" else []
+
+    def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(1, places, output)
+
+    with ExitStack() as hooks:
+        for part in _parts(layers[0].attention, "q_proj", "k_proj", "v_proj"):
+            before = part.register_forward_pre_hook(lambda _, args: args[0][:1])
+            after = part.register_forward_hook(lambda _, args, output: output.expand(loras, -1, -1))
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        for part in ends:
+            before = part.register_forward_pre_hook(lambda _, args: args[0][:, places])
+            hooks.callback(before.remove)
+            hooks.callback(part.register_forward_hook(filled).remove)
+        yield
+
+
+def _parts(module: nn.Module | None, *names: str) -> list[nn.Module]:
+    found = (getattr(module, name, None) for name in names)
+    return [part for part in found if isinstance(part, nn.Module)]
+
+
+def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
+    """Make the hook that adds ``x A_n B_n`` to the n-th part of the rows, or to one row for all.
+
+    Args:
+        down: A of each LoRA, turned: ``[N, D, R]``.
+        up: B of each, turned, times its scale: ``[N, R, O]``.
+    """
 
     def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        parts = args[0].to(down.dtype).unflatten(0, (len(down), -1)).flatten(1, -2)  # [N, B * T, D]
-        delta = torch.bmm(torch.bmm(parts, down.mT), up.mT) * scale
-        return (output + delta.view(output.shape)).to(output.dtype)
+        loras, parts = len(down), 1 if len(output) == 1 else len(down)
+        x, base = (t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output))
+        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)  # [N, B * T, R]
+        base = base.expand(loras, -1, -1)
+        if base.dtype == up.dtype:
+            return torch.baddbmm(base, low, up).view(-1, *output.shape[1:])
+        return (base + torch.bmm(low, up)).to(output.dtype).view(-1, *output.shape[1:])
 
     return add

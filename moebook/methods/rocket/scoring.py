@@ -5,28 +5,33 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moebook.data import IGNORED, encode
 from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import first_line
 from moebook.errors import nearest, refuse
+from moebook.kernels import bank_scoring
+from moebook.kernels.bank_scoring import Answers
 from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket import generation
-from moebook.methods.rocket.attachment import attached
+from moebook.methods.rocket.attachment import attached, trimmed
 from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.packing import Pack, packs
+from moebook.models.anatomy import Anatomy, anatomy
 from moebook.nn.modes import evaluating
 from moebook.runtime import progress
 
 Row = Mapping[str, str]
 REDUCTIONS = ("mean", "sum")
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings of some models that change logits after the head's product."""
 
 
 def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
@@ -48,15 +53,16 @@ def perplexity(
     *,
     reduction: str = "mean",
     format: str = "camel",
-    tokens: int = 4096,
+    tokens: int = 2048,
 ) -> pd.DataFrame:
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
     Of the answer as it stands: give shots from `rationales.expand` for the reasoning perplexity.
     Kept as logarithms, since Eq. 1's own sum overflows single precision past 88 nats. Answers are
-    scored with their end token, as they are trained on. All LoRAs share one copy of the base;
-    (LoRA, shot) pairs run in batches sorted by length, with dropout off, and the head runs on the
-    answers alone.
+    scored with their end token, as they are trained on. All LoRAs share one copy of the base.
+    Shots are packed without padding, and what several begin with, such as a task's wording, runs
+    once (`packing`); a row of the batch is one LoRA on the pack. Dropout is off, and the end of the
+    last layer and the head run on the answers alone.
 
     Args:
         model: The base, unaltered.
@@ -65,25 +71,32 @@ def perplexity(
         shots: Rows with prompt and answer.
         reduction: ``"mean"`` over the answer's tokens (released), ``"sum"`` (Eq. 1 literally).
         format: A key of `data.chat.FORMATS`.
-        tokens: Most tokens a forward pass, padding included; at least one row runs.
+        tokens: Most tokens a forward pass, over all LoRAs in it; at least one shot under one LoRA
+            runs. A pack is no longer than the model is wide: attention over it then costs at most
+            a sixth of the products.
 
     Returns:
         ``[N, S]``, indexed by name, one column a shot.
 
     Raises:
         Refusal: E-CHOICE for another reduction, E-KSHOT without shots or for one above the model's
-            length, E-BANK for an empty bank or LoRAs that differ in kind.
+            length, E-BANK for an empty bank or LoRAs that differ in kind, E-MODEL for a base
+            whose answers cannot be read off a pack.
     """
     if reduction not in REDUCTIONS:
         refuse("E-CHOICE", f"reduction is {reduction!r}; {nearest(reduction, REDUCTIONS)}")
     items = _encoded(model, tokenizer, bank, shots, format)
-    loras = list(bank.values())
+    loras, (host, head) = list(bank.values()), _readable(model)
+    made = packs(items, min(host.hidden, tokens))
+    together = max(1, tokens // max(len(pack.tokens) for pack in made))
+    rounds = -(-len(loras) // together)
     found = np.zeros((len(loras), len(items)))
     with evaluating(model), torch.no_grad():
-        for group, lines in _batches(items, len(loras), tokens):
-            with attached(model, loras[group]):
-                batch = [items[line] for line in lines]
-                found[group, lines] = _nats(model, batch, len(loras[group]), reduction)
+        for group in np.array_split(np.arange(len(loras)), rounds):
+            with attached(model, [loras[number] for number in group]):
+                for pack in made:
+                    nats = _nats(model, host.decoder, head, pack, len(group), reduction)
+                    found[np.ix_(group, pack.lines)] = nats
     return pd.DataFrame(found, index=list(bank))
 
 
@@ -181,7 +194,8 @@ def _encoded(
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
     items = list(encode(shots, tokenizer, format=format, max_length=sys.maxsize))
     config: Any = model.config
-    most = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    limits = ("max_position_embeddings", "sliding_window")
+    most = min(getattr(config, name, None) or sys.maxsize for name in limits)
     longest = max(range(len(items)), key=lambda line: items[line]["length"])
     if items[longest]["length"] > most:
         refuse(
@@ -191,43 +205,38 @@ def _encoded(
     return items
 
 
-def _batches(
-    items: list[dict[str, Any]], adapters: int, tokens: int
-) -> Iterator[tuple[slice, list[int]]]:
-    """Cut LoRAs and shots into blocks of at most ``tokens`` tokens, shots sorted by length."""
-    order = sorted(range(len(items)), key=lambda line: items[line]["length"])
-    longest = items[order[-1]]["length"]
-    together = min(adapters, max(1, tokens // longest))
-    size = max(1, tokens // (longest * together))
-    for start in range(0, adapters, together):
-        for at in range(0, len(order), size):
-            yield slice(start, start + together), order[at : at + size]
+def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
+    """Return the model's anatomy and its head's weight, if answers can be read off a pack by them.
+
+    Raises:
+        Refusal: E-MODEL for a layer without attention, which would see the other samples of a
+            pack, and for a head that is more than one product.
+    """
+    host, head, config = anatomy(model), model.get_output_embeddings(), model.config  # type: ignore[operator]
+    for layer in host.layers:
+        if layer.attention is None:
+            refuse("E-MODEL", f"layer {layer.index} has no attention: LoRAs cannot be scored on it")
+    changes = [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]
+    if changes or getattr(head, "bias", None) is not None:
+        what = f"config.{changes[0]}" if changes else "a bias"
+        refuse("E-MODEL", f"the head of {type(model).__name__} has {what}, expected one product")
+    return host, head.weight
 
 
 def _nats(
-    model: nn.Module, batch: list[dict[str, Any]], adapters: int, reduction: str
+    model: nn.Module, decoder: nn.Module, head: Tensor, pack: Pack, loras: int, reduction: str
 ) -> np.ndarray[Any, Any]:
-    """Return the answers' negative log-likelihoods ``[G, B]``, summed or averaged over tokens."""
-    width = max(item["length"] for item in batch)
-    ids, mask = (torch.zeros(len(batch), width, dtype=torch.long) for _ in range(2))
-    labels = torch.full((len(batch), width), IGNORED)
-    for line, item in enumerate(batch):
-        part = slice(0, item["length"])
-        ids[line, part], mask[line, part] = torch.tensor(item["input_ids"]), 1
-        labels[line, part] = torch.tensor(item["labels"])
-    first = min(item["labels"].count(IGNORED) for item in batch)
-    device = next(model.parameters()).device
-    ids, mask, labels = (t.repeat(adapters, 1).to(device) for t in (ids, mask, labels))
-    targets = labels[:, first:]
-    logits = model(
-        input_ids=ids[:, :-1],
-        attention_mask=mask[:, :-1],
-        logits_to_keep=targets.shape[1],
-        use_cache=False,
-    ).logits
-    losses = F.cross_entropy(
-        logits.float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
-    ).double()
-    total = losses.sum(1)
-    answer: Tensor = total / (targets != IGNORED).sum(1) if reduction == "mean" else total
-    return answer.view(adapters, -1).cpu().numpy()
+    """Return the answers' negative log-likelihoods ``[N, S]``, summed or averaged over tokens."""
+    ids, positions, seen = (t.to(head.device) for t in (pack.tokens, pack.positions, pack.seen))
+    answers = Answers(*(part.to(head.device) for part in pack.answers))
+    mask = torch.zeros(seen.shape, dtype=head.dtype, device=head.device)
+    with trimmed(model, loras, len(ids), answers.readers.unique()):
+        hidden = decoder(
+            input_ids=ids.expand(loras, -1),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=mask.masked_fill_(~seen, -torch.inf)[None, None],
+            use_cache=False,
+        ).last_hidden_state
+    nats = bank_scoring(hidden, head, answers)
+    per_token = nats / answers.lengths if reduction == "mean" else nats
+    return per_token.cpu().numpy()
