@@ -158,7 +158,7 @@ def _bank(place: torch.device) -> Iterator[Check]:
 def _nearest(place: torch.device) -> Iterator[Check]:
     case = find("nearest").build(place, S=20_000, K=5, D=16, C=100)
     runs = {contender.name: contender.run for contender in case.contenders}
-    yield _differing("rows", runs["ours"]().index, runs["numpy, all at once"]())
+    yield _differing("rows", runs["ours"]().index.cpu(), runs["numpy, all at once"]())
 
 
 def _duplicates(place: torch.device) -> Iterator[Check]:

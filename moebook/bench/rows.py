@@ -12,16 +12,14 @@ import torch
 
 from moebook import kernels
 from moebook.bench import peers
-from moebook.bench.case import Case, Op
-from moebook.bench.floors import Product, flops
+from moebook.bench.case import Case, Op, number_format, size_of
+from moebook.bench.floors import Product, dense, flops
 from moebook.bench.timing import Contender
-from moebook.methods.rocket import Config, augmentation, sampling
+from moebook.methods.rocket import augmentation, sampling
 from moebook.methods.upcycling import crsu
 from moebook.methods.upcycling.representations import Representations
 
 Array = np.ndarray[Any, Any]
-BLOCK = 8192
-"""Rows of one block of a streamed pool."""
 LISTED = 1_000_000
 """Most groups that the peer is asked to list."""
 
@@ -41,28 +39,26 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
     """The C rows of a pool that are nearest to any of K shots (Rocket Eq. 11 to 13)."""
     rng = np.random.default_rng(0)
     pool, shots = _unit(rng, S, D), _unit(rng, K, D)
-    key = sampling.keys(shots, Config(budget=C), 0)
-
-    def streamed() -> Any:
-        return sampling.largest((pool[at : at + BLOCK] for at in range(0, S, BLOCK)), key, C)
+    dtype = number_format(device)
+    held, asked = (torch.from_numpy(part).to(device, dtype) for part in (pool, shots))
 
     def at_once() -> Any:
-        near = (sampling.unit(pool) @ shots.T).max(axis=1)
+        near = (pool / np.linalg.norm(pool, axis=1, keepdims=True) @ shots.T).max(axis=1)
         first = np.argpartition(-near, C - 1)[:C]
         return first[np.argsort(-near[first], kind="stable")]
 
     products = [Product(S, D, K)]
     case = Case(
         [
-            Contender("ours", streamed),
-            _product(pool, np.ascontiguousarray(shots.T)),
+            Contender("ours", lambda: kernels.nearest(held, asked, C)),
+            dense(products, device, dtype),
             Contender("numpy, all at once", at_once),
         ],
         flops(products),
-        pool.nbytes,
+        size_of(held),
     )
     case.invite("scikit-learn", lambda: _by_sklearn(pool, shots, C))
-    case.invite("semantic_search", lambda: _by_sentences(pool, shots, C))
+    case.invite("semantic_search", lambda: _by_sentences(held, asked, C))
     return case
 
 
@@ -73,10 +69,9 @@ def _by_sklearn(pool: Array, shots: Array, C: int) -> Contender:
     )
 
 
-def _by_sentences(pool: Array, shots: Array, C: int) -> Contender:
+def _by_sentences(pool: torch.Tensor, shots: torch.Tensor, C: int) -> Contender:
     search = peers.module("sentence_transformers.util").semantic_search
-    held, asked = torch.from_numpy(pool), torch.from_numpy(shots)
-    return Contender("semantic_search", lambda: search(asked, held, top_k=C))
+    return Contender("semantic_search", lambda: search(shots, pool, top_k=C))
 
 
 def _duplicates(device: torch.device, S: int, D: int) -> Case:

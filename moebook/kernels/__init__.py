@@ -7,11 +7,13 @@ from moebook.kernels.clusters import clusters
 from moebook.kernels.experts import Bank, experts
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
+from moebook.kernels.nearest import Largest, largest, nearest
 from moebook.kernels.route import Routing, grouped, route
 from moebook.kernels.split_experts import split_experts
 
 __all__ = [
     "Bank",
+    "Largest",
     "Routing",
     "adapters",
     "balance_loss",
@@ -20,7 +22,9 @@ __all__ = [
     "experts",
     "grouped",
     "groups",
+    "largest",
     "lora_mixture",
+    "nearest",
     "route",
     "split_experts",
 ]

@@ -70,16 +70,17 @@ def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int =
     one block of the stream and `BLOCK_BYTES`.
     """
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
-    drawn = sampling.largest(blocks, sampling.keys(shots, config, seed), budget)
+    drawn = sampling.draw(shots, blocks, config, budget, seed=seed)
     if not len(drawn.index):
         refuse(
             "E-DATA",
             f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots: lower"
             f" components ({config.components}) or give more shots",
         )
-    near = sampling.nearness(shots, drawn.vectors)
-    order = np.lexsort((drawn.index, -near))
-    index, near, vectors = drawn.index[order], near[order], drawn.vectors[order]
+    index, vectors = drawn.index.numpy(), drawn.vectors.numpy()
+    near = sampling.nearness(shots, vectors)
+    order = np.lexsort((index, -near))
+    index, near, vectors = index[order], near[order], vectors[order]
     if config.duplicates == "index":  # the released code's list has no order but the data's own
         order = np.argsort(index)
         index, near, vectors = index[order], near[order], vectors[order]

@@ -1,77 +1,40 @@
-"""How open rows are drawn by K shots: a key for each row, and the C largest keys of a stream."""
+"""How open rows are drawn by K shots: each has a key, and the C largest of a stream are kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import nnls
+from torch import Tensor
 
-from moebook.errors import refuse
+from moebook import kernels
 from moebook.methods.rocket.config import Config
 
 Array = np.ndarray[Any, Any]
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Rows drawn from a stream, largest key first.
+def draw(
+    shots: Array, blocks: Iterable[Array], config: Config, budget: int, *, seed: int
+) -> kernels.Largest:
+    """Draw ``budget`` rows of a stream by ``config.sampler``: those with the largest keys."""
+    stream = map(torch.from_numpy, blocks)
+    if config.sampler == "maximum":
+        return kernels.nearest(stream, torch.from_numpy(shots), budget)
+    key = keys(shots, config, seed)
 
-    Attributes:
-        index: ``[C]`` their numbers in the stream.
-        key: ``[C]`` what they were drawn by.
-        vectors: ``[C, D]`` their embeddings.
-        seen: Rows in the stream.
-    """
+    def keys_of(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(rows)), torch.from_numpy(key(rows.numpy()).astype(np.float64))
 
-    index: Array
-    key: Array
-    vectors: Array
-    seen: int
-
-
-def largest(blocks: Iterable[Array], key: Callable[[Array], Array], budget: int) -> Drawn:
-    """Keep the C rows of a stream with the largest keys; memory is C rows and one block.
-
-    Of equal keys the earlier row is kept. Rows with the key minus infinity are never kept, so
-    fewer than C can come back.
-
-    Args:
-        blocks: Embeddings ``[b, D]``, block after block.
-        key: Maps a block to its keys ``[b]``.
-        budget: C.
-
-    Raises:
-        Refusal: E-DATA for an empty stream.
-    """
-    best, seen = None, 0
-    for block in blocks:
-        keys = np.asarray(key(block), dtype=np.float64)
-        if np.isnan(keys).any():
-            row = seen + int(np.isnan(keys).argmax())
-            refuse("E-NONFINITE", f"open row {row}: its embedding holds NaN")
-        if best is None:
-            best = Drawn(np.zeros(0, np.int64), np.zeros(0), block[:0].copy(), 0)
-        floor = best.key[-1] if len(best.key) == budget else -np.inf
-        better = np.flatnonzero(keys > floor)
-        joined = np.concatenate([best.key, keys[better]])
-        order = np.argsort(-joined, kind="stable")[:budget]
-        index = np.concatenate([best.index, seen + better])[order]
-        if len(better):
-            vectors = np.concatenate([best.vectors, block[better]])[order]
-            best = Drawn(index, joined[order], vectors, 0)
-        seen += len(block)
-    if best is None:
-        refuse("E-DATA", "the open data are empty; expected at least one row")
-    return Drawn(best.index, best.key, best.vectors, seen)
+    return kernels.largest(stream, keys_of, budget)
 
 
 def keys(shots: Array, config: Config, seed: int) -> Callable[[Array], Array]:
-    """Return the key of ``config.sampler`` for K shots ``[K, D]``; see `Config`.
+    """Return the key of ``config.sampler`` other than ``maximum`` for shots ``[K, D]``.
 
     Random draws are largest-key draws too: uniform keys for ``random`` and ``hull``, and for
     ``kde`` the logarithm of Eq. 17 plus Gumbel noise, which draws without replacement in
@@ -79,7 +42,6 @@ def keys(shots: Array, config: Config, seed: int) -> Callable[[Array], Array]:
     """
     rng = np.random.default_rng(seed)
     table: dict[str, Callable[[Array], Array]] = {
-        "maximum": lambda block: nearness(shots, block),
         "centroid": lambda block: -np.linalg.norm(block - shots.mean(axis=0), axis=1),
         "random": lambda block: rng.random(len(block)),
         "hull": lambda block: np.where(

@@ -1,0 +1,178 @@
+"""nearest: the C rows of a pool most similar to K shots, in the memory of C rows and one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moebook import errors
+from moebook.errors import refuse
+from moebook.kernels.dispatch import implementation
+
+FORMS = ("maximum", "mean")
+ROWS = 2048
+"""Rows of a pool on a CPU that are compared at once: they stay in the cache."""
+SLACK = 2.0**-7
+"""More than a cosine is off whose factors and result are rounded to bfloat16 (3 * 2^-9)."""
+HELD = 3
+"""Times C rows are held before those that fell behind go."""
+SIEVED = 8
+"""Fewest shots for which a product in bfloat16 saves more than rounding the rows costs."""
+Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+
+
+class Largest(NamedTuple):
+    """Rows drawn from a stream, the largest key first, of equal ones the earlier row.
+
+    Attributes:
+        index: ``[C]`` int64, their numbers in the stream.
+        key: ``[C]``, what they were drawn by.
+        vectors: ``[C, D]``, the rows.
+        seen: Rows in the stream.
+    """
+
+    index: Tensor
+    key: Tensor
+    vectors: Tensor
+    seen: int
+
+
+def nearest(
+    pool: Tensor | Iterable[Tensor],
+    shots: Tensor,
+    count: int,
+    *,
+    form: str = "maximum",
+    impl: str = "auto",
+) -> Largest:
+    """Return the C rows of a pool with the largest cosine to K shots (Rocket Eq. 11 to 13).
+
+    A zero row has cosine 0 with everything. Fewer than C rows come back from a smaller pool.
+
+    Args:
+        pool: ``[S, D]``, or a stream of blocks ``[b, D]``; each is seen once and forgotten.
+        shots: ``[K, D]``.
+        count: C, at least 1.
+        form: ``"maximum"`` over the shots (Eq. 13), or their ``"mean"``, which commutes with the
+            product: one vector is compared.
+        impl: ``"auto"``, ``"torch"`` (where a CPU multiplies bfloat16, such a product sieves and
+            the rows that can be among the C are compared in their own dtype), ``"triton"``
+            (compares a block without writing its ``[b, K]`` cosines) or ``"reference"``.
+
+    Raises:
+        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-DATA, E-NONFINITE or E-IMPL for an argument that
+            cannot be used.
+    """
+    if shots.dim() != 2 or not len(shots):
+        refuse("E-SHAPE", f"nearest: shots must be [K, D] with K >= 1, got {tuple(shots.shape)}")
+    if form not in FORMS:
+        refuse("E-CHOICE", f"nearest: unknown form '{form}'; {errors.nearest(form, FORMS)}")
+    if not shots.isfinite().all():
+        refuse("E-NONFINITE", "nearest: shots hold NaN or infinity")
+    score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)
+    targets = unit(shots)
+    if form == "mean":
+        targets = targets.mean(0, keepdim=True)
+
+    def key(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+        if rows.shape[1:] != shots.shape[1:] or rows.dtype != shots.dtype:
+            got = f"{list(rows.shape)} {rows.dtype}, shots {list(shots.shape)} {shots.dtype}"
+            refuse("E-SHAPE", f"nearest: pool and shots must be of one width and dtype, got {got}")
+        found: tuple[Tensor, Tensor] = score(rows, targets, floor)
+        return found
+
+    return largest([pool] if isinstance(pool, Tensor) else pool, key, count)
+
+
+def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
+    """Keep the C rows of a stream with the largest keys; of equal keys the earlier row is kept.
+
+    Rows with the key minus infinity are never kept, so fewer than C can come back.
+
+    Args:
+        blocks: ``[b, D]``, block after block.
+        key: Called with some rows and the key that a row must exceed; returns the places of the
+            rows that do, ascending, and their keys. It may return more.
+        count: C.
+
+    Raises:
+        Refusal: E-RANGE for a count below 1, E-DATA without a block, E-NONFINITE for a key NaN.
+    """
+    if count < 1:
+        refuse("E-RANGE", f"nearest: count is {count}, expected at least 1")
+    held: list[Largest] = []
+    seen, floor = 0, -torch.inf
+    for block in blocks:
+        for rows in block.split(ROWS if block.device.type == "cpu" else max(len(block), 1)):
+            places, keys = key(rows, floor)
+            if keys.isnan().any():
+                row = seen + int(places[keys.isnan()][0])
+                refuse("E-NONFINITE", f"nearest: row {row} of the pool holds NaN or infinity")
+            above = keys > floor
+            places = places[above]
+            held.append(Largest(seen + places, keys[above], rows[places], 0))
+            seen += len(rows)
+            if len(places):
+                held, floor = _floored(held, count)
+    if not held:
+        refuse("E-DATA", "nearest: the pool is empty; expected at least one block of rows")
+    return _cut(held, count)._replace(seen=seen)
+
+
+def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
+    """Return what is held, cut where it is much, and the key that a later row must exceed."""
+    keys = torch.cat([part.key for part in held])
+    if len(keys) < count:
+        return held, -torch.inf
+    if len(keys) > HELD * count:
+        held = [_cut(held, count)]
+        return held, held[0].key[-1].item()
+    return held, keys.kthvalue(len(keys) - count + 1).values.item()
+
+
+def _cut(held: list[Largest], count: int) -> Largest:
+    """Take the largest; rows come in order where keys are equal, and a stable sort keeps it."""
+    index, key, vectors = (torch.cat(parts) for parts in list(zip(*held, strict=True))[:3])
+    order = key.sort(descending=True, stable=True).indices[:count]
+    return Largest(index[order], key[order], vectors[order], 0)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Scale rows to length 1; a zero row stays zero."""
+    return rows / _lengths(rows)[:, None]
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    return norms.masked_fill_(norms == 0, 1)
+
+
+def reference(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Compare unit rows with each target and take the largest cosine."""
+    return _all(rows), (unit(rows) @ targets.T).amax(1)
+
+
+def _blocked(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Divide the largest product by the row's length; where it pays, only for rows in question."""
+    lengths = _lengths(rows)
+    if not (floor > -torch.inf and len(targets) >= SIEVED and _sieves(rows)):
+        return _all(rows), (targets @ rows.T).amax(0) / lengths
+    rough = (targets.bfloat16() @ rows.bfloat16().T).amax(0) / lengths
+    places = (~(rough <= floor - SLACK)).nonzero().squeeze(1)  # NaN stays
+    return places, (targets @ rows[places].T).amax(0) / lengths[places]
+
+
+def _all(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
+
+
+def _sieves(rows: Tensor) -> bool:
+    """Whether this is a CPU with instructions for bfloat16."""
+    on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
+    return on_cpu and torch.cpu._is_avx512_bf16_supported()
+
+
+_IMPLEMENTATIONS = {"torch": _blocked, "reference": reference}
