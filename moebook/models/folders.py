@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,18 +31,9 @@ def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
     """
     if target.exists():
         refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = target.parent / f".stage-{target.name}-{os.getpid()}"
-    shutil.rmtree(stage, ignore_errors=True)
-    try:
-        stage.mkdir()
+    with manifest.building(target, **facts) as stage:
         for name, content in files.items():
             (stage / name).write_bytes(content)
-        manifest.seal(stage, **facts)
-        manifest.commit(stage, target)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
     return target
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,21 @@ from moebook.errors import refuse
 
 NAME = "MANIFEST.json"
 _REPAIR = "restore the folder, or delete it where it can be made again"
+
+
+@contextmanager
+def building(target: Path, **facts: Any) -> Iterator[Path]:
+    """Give a folder to fill, then seal it with the facts and commit it; drop it when that fails."""
+    stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    try:
+        yield stage
+        seal(stage, **facts)
+        commit(stage, target)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
 
 
 def seal(folder: Path, **facts: Any) -> None:

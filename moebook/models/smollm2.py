@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,32 +39,31 @@ def folder() -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
     target = cache / f"smollm2-{digest[:16]}"
-    if not target.is_dir():
-        _convert(gguf, target, digest)
+    try:
+        if not target.is_dir():
+            _convert(gguf, target, digest)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
     manifest.verify(target)
     return target
 
 
 def _convert(gguf: Path, target: Path, digest: str) -> None:
     """Write a GGUF file as a transformers folder in bfloat16, by one rename."""
-    stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
-    stage.mkdir(parents=True)
-    try:
-        with redirect_stderr(io.StringIO()):  # the GGUF reader's bar knows no off
-            source = {"gguf_file": gguf.name, "local_files_only": True}
-            read = transformers.AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.float32, **source
-            )
-            config = transformers.LlamaConfig(**_plain(read.config))
-            fresh: Any = transformers.LlamaForCausalLM(config)  # the read one refuses to be saved
-            fresh.load_state_dict(read.state_dict())
-            fresh.bfloat16().save_pretrained(stage)
-            transformers.AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
-        manifest.seal(stage, source=gguf.name, sha256=digest)
-        if not target.is_dir():
-            manifest.commit(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+    with (
+        manifest.building(target, source=gguf.name, sha256=digest) as stage,
+        redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
+    ):
+        source = {"gguf_file": gguf.name, "local_files_only": True}
+        read = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, **source
+        )
+        config = transformers.LlamaConfig(**_plain(read.config))
+        fresh: Any = transformers.LlamaForCausalLM(config)  # the read one refuses to be saved
+        fresh.load_state_dict(read.state_dict())
+        fresh.bfloat16().save_pretrained(stage)
+        transformers.AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
 
 
 def _plain(config: transformers.PretrainedConfig) -> dict[str, Any]:

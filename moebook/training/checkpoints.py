@@ -71,15 +71,12 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, A
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             refuse("E-NONFINITE", f"step {step}: {name} is not finite; nothing was saved")
-    stage = folder / f".stage-{step}-{os.getpid()}"
+    known = {"step": step, "versions": versions(), "threads": torch.get_num_threads()}
     try:
-        stage.mkdir()
-        safetensors.torch.save_file(tensors, stage / TENSORS)
-        (stage / FACTS).write_text(json.dumps(facts))
-        manifest.seal(stage, step=step, versions=versions(), threads=torch.get_num_threads())
-        manifest.commit(stage, folder / f"step-{step}")
+        with manifest.building(folder / f"step-{step}", **known) as stage:
+            safetensors.torch.save_file(tensors, stage / TENSORS)
+            (stage / FACTS).write_text(json.dumps(facts))
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
         needed = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(folder).free
         refuse(

@@ -346,21 +346,17 @@ def _finish(
     out: Path,
 ) -> None:
     """Write recipe, weights (fp16), tokenizer and manifest of a finished run, by one rename."""
-    stage = out.with_name(f".stage-{out.name}-{os.getpid()}")
-    stage.mkdir(parents=True)
-    shutil.copy(recipe_file, stage / "recipe.yaml")
-    held_out = held_out_losses(run.model, work)
-    run.model.half().save_pretrained(stage)
-    tokenizer.save_pretrained(stage)
     windows = [run.recipe.window(step) for step in range(run.recipe.steps)]
-    manifest.seal(
-        stage,
+    with manifest.building(
+        out,
         corpus=described,
         training_tokens=sum(rows * length for _, rows, length in windows),
         first_losses=run.losses[:FIRST_LOSSES],
         last_loss=float(np.mean(run.losses[-100:])),
-        held_out_losses=held_out,
+        held_out_losses=held_out_losses(run.model, work),
         seconds=run.seconds,
         environment=environment(),
-    )
-    manifest.commit(stage, out)
+    ) as stage:
+        shutil.copy(recipe_file, stage / "recipe.yaml")
+        run.model.half().save_pretrained(stage)
+        tokenizer.save_pretrained(stage)

@@ -130,7 +130,7 @@ fit(with_lora(), random_rows(), **{SETTINGS!r}, output={str(tmp_path)!r}, every=
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert len(list(tmp_path.glob(".stage-4-*"))) == 1
+    assert len(list(tmp_path.glob(".stage-step-4-*"))) == 1
     model = lora()
     history = fit(model, rows(), **SETTINGS, output=tmp_path, every=2)
     assert same(weights(model), straight[1])

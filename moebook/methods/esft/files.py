@@ -1,23 +1,12 @@
-"""JSON objects of ESFT's published forms: written whole or not at all, read strictly."""
+"""JSON objects of ESFT's published forms, read strictly."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from moebook.errors import refuse
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write JSON under a temporary name in the same folder, then rename."""
-    stage = path.with_name(f".stage-{path.name}-{os.getpid()}")
-    try:
-        stage.write_text(json.dumps(content))
-        os.replace(stage, path)
-    finally:
-        stage.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

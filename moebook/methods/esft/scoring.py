@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moebook import results
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.files import read_json, write_json
+from moebook.methods.esft.files import read_json
 from moebook.methods.esft.routing import (
     Decisions,
     check_layers,
@@ -72,7 +74,7 @@ class Scores:
             }
             for kind in KINDS
         }
-        write_json(Path(path), published)
+        results.write(Path(path), json.dumps(published))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | None = None) -> Scores:

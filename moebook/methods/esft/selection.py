@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moebook import results
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.files import read_json, write_json
+from moebook.methods.esft.files import read_json
 from moebook.methods.esft.scoring import Scores
 
 Groups = Mapping[int, Sequence[Sequence[int]]]
@@ -61,7 +63,7 @@ class Selection:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the published JSON form, whole or not at all."""
-        write_json(Path(path), self.published())
+        results.write(Path(path), json.dumps(self.published()))
 
     def published(self) -> dict[str, object]:
         """Return the published JSON form; ``router`` is our own key and stands only when true."""

@@ -8,7 +8,6 @@ is asked of every export before it gets its name.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,10 @@ def export(
             refuse("E-NONFINITE", f"{name} holds NaN or infinity: nothing was exported")
     twin = _twin(model, _form(model, made, form), made)
     _compare(model, twin)
-    _write(twin, tokenizer, target, made)
+    with manifest.building(target, base=made.base, version=__version__) as stage:
+        twin.save_pretrained(stage)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(stage)
     return target
 
 
@@ -194,21 +196,3 @@ def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
-
-
-def _write(
-    twin: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, target: Path, made: Origin
-) -> None:
-    """Write beside the target, seal, and rename."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = target.parent / f".stage-{target.name}-{os.getpid()}"
-    shutil.rmtree(stage, ignore_errors=True)
-    try:
-        twin.save_pretrained(stage)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(stage)
-        manifest.seal(stage, base=made.base, version=__version__)
-        manifest.commit(stage, target)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
