@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
-from moebook.kernels.memory import gradient_like
+from moebook.kernels.memory import empty
 from moebook.kernels.route import Routing, check_routing
 from moebook.kernels.segments import Layout, lay_out
 
@@ -140,8 +140,8 @@ class _GatedFFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, plan: _Plan, *weights: Tensor) -> Tensor:
         token, gate = plan.layout.token, plan.layout.spread(gates)
-        pre = x.new_empty(len(token), weights[0].shape[1])
-        out = x.new_empty(len(token), x.shape[1])
+        pre = empty((len(token), weights[0].shape[1]), x)
+        out = empty((len(token), x.shape[1]), x)
         for bank, place, rows in plan.segments:
             gate_up, down = weights[2 * bank][place], weights[2 * bank + 1][place]
             torch.mm(x.index_select(0, token[rows]), gate_up.T, out=pre[rows])
@@ -163,7 +163,7 @@ class _GatedFFN(torch.autograd.Function):
             for number, weight in enumerate(weights)
         ]
         d_gate = torch.empty_like(gate)
-        d_rows = x.new_empty(len(pre), x.shape[1]) if ctx.needs_input_grad[0] else None
+        d_rows = empty((len(pre), x.shape[1]), x) if ctx.needs_input_grad[0] else None
         for bank, place, rows in segments:
             gate_up, down = (weight[place] for weight in weights[2 * bank : 2 * bank + 2])
             d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
@@ -199,7 +199,7 @@ def _unwritten(weight: Tensor, used: set[int]) -> Tensor:
 
     To fill it all with zeros first would touch every byte twice.
     """
-    grad = gradient_like(weight)
+    grad = empty(weight.shape, weight)
     for place in set(range(len(weight))) - used:
         grad[place].zero_()
     return grad

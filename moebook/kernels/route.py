@@ -108,8 +108,11 @@ def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Rout
 
 
 def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
-    """Take the maximum K times, the first of equal ones each time: no sort for a small K."""
-    left = logits.detach().clone()
+    """Take the maximum K times, the first of equal ones each time: no sort for a small K.
+
+    What was taken becomes -inf; a logit that is -inf itself lies above that, to be taken once.
+    """
+    left = logits.detach().clamp(min=torch.finfo(logits.dtype).min)
     ids = []
     for _ in range(top_k):
         ids.append(left.argmax(1, keepdim=True))

@@ -26,10 +26,11 @@ class Layout(NamedTuple):
     place: Tensor
 
     def spread(self, gates: Tensor) -> Tensor:
-        """Return the gate of each row ``[P, 1]`` from those of the slots ``[T, K]``."""
-        rows = gates.new_zeros(len(self.token))
-        rows[self.place.flatten()] = gates.flatten()
-        return rows.unsqueeze(1)
+        """Return the gates of each row ``[P, G]`` from those of the slots ``[T, K * G]``."""
+        slots = gates.reshape(self.place.numel(), gates.shape[1] // self.place.shape[1])
+        rows = gates.new_zeros(len(self.token), slots.shape[1])
+        rows[self.place.flatten()] = slots
+        return rows
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sum the K rows of each token: ``[P, D]`` to ``[T, D]``."""

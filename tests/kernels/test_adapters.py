@@ -14,6 +14,8 @@ SHAPES = [  # T, D, R, E, K
     (1, 4, 2, 5, 3),
     (5, 4, 2, 16, 2),  # some experts get no row
     (0, 4, 2, 3, 2),
+    (70, 6, 3, 2, 2),  # enough tokens to group them by pairs
+    (150, 4, 2, 3, 3),  # a pair, and one expert more
 ]
 
 
@@ -70,8 +72,9 @@ def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
-    exact = case(64, 16, 8, 4, 2)
+@pytest.mark.parametrize("tokens", [64, 300])  # by experts, by pairs
+def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype, tokens):
+    exact = case(tokens, 16, 8, 4, 2)
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     truth = run(by_op("reference"), exact, 2)
@@ -84,6 +87,16 @@ def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
 def test_gradcheck_in_float64(impl):
     inputs = case(6, 4, 3, 3, 2)
     assert torch.autograd.gradcheck(lambda *args: by_op(impl)(*args, 2), inputs)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(6, 2), (150, 3)])
+def test_what_is_its_own_source_has_one_gradient_for_both(tokens, top_k):
+    h, _, logits, down, up = case(tokens, 4, 3, 3, top_k)
+    routing = route(logits.detach(), top_k)
+    found = [adapters(h, routing, down, up, impl=impl) for impl in ("torch", "reference")]
+    grads = [torch.autograd.grad(y.cos().sum(), [h, down, up]) for y in found]
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_permuting_the_experts_changes_nothing():

@@ -1,51 +1,59 @@
 """Kept memory is handed out again when nothing shares it any more, and never before."""
 
-import copy
-import gc
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moebook.kernels import Bank, experts, route
-from moebook.kernels.memory import LARGE, gradient_like
+from moebook.kernels import Bank, experts, memory, route
+from moebook.kernels.memory import LARGE, empty
+
+ONE = torch.zeros(1)
+SHAPE = (LARGE // 4, 2)
 
 
-@pytest.fixture
-def weight():
-    return torch.nn.Parameter(torch.ones(LARGE // 4, 2))
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(memory, "_blocks", [])
 
 
-def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone(weight):
-    first = gradient_like(weight)
+def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
+    first = empty(SHAPE, ONE)
     place, row = first.data_ptr(), first[3]
-    assert gradient_like(weight).data_ptr() != place
+    assert place % 64 == 0
+    assert empty(SHAPE, ONE).data_ptr() != place
     del first
-    assert gradient_like(weight).data_ptr() != place, "a row of it is still held"
+    assert empty(SHAPE, ONE).data_ptr() != place, "a row of it is still held"
     array = row.numpy()
     del row
-    assert gradient_like(weight).data_ptr() != place, "an array of it is still held"
+    assert empty(SHAPE, ONE).data_ptr() != place, "an array of it is still held"
+    memory._blocks.pop()  # else the other one would do
     del array
-    again = gradient_like(weight)
+    again = empty(SHAPE, ONE)
     assert again.data_ptr() == place
-    assert (again.shape, again.dtype) == (weight.shape, weight.dtype)
+    assert (again.shape, again.dtype) == (SHAPE, torch.float32)
 
 
-def test_small_frozen_and_computed_weights_get_new_memory(weight):
-    small = torch.nn.Parameter(torch.ones(2, 3))
-    for tensor in (small, weight.detach(), weight * 2):
-        grad = gradient_like(tensor)
-        assert grad.shape == tensor.shape
-        grad.fill_(1)
-    assert copy.deepcopy(weight).equal(weight)
+def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
+    place = empty(SHAPE, ONE).data_ptr()
+    other = empty((3, LARGE // 4), ONE.bfloat16())
+    assert other.data_ptr() == place
+    assert (other.shape, other.dtype) == ((3, LARGE // 4), torch.bfloat16)
+    del other
+    assert empty((SHAPE[0], 1), ONE.bfloat16()).data_ptr() != place, "a quarter of it"
+    assert empty((SHAPE[0], 3), ONE).data_ptr() != place, "more than it"
 
 
-def test_a_changed_weight_gets_memory_of_its_new_size(weight):
-    gradient_like(weight)
-    weight.data = torch.ones(LARGE // 2, 3, dtype=torch.bfloat16)
-    gc.collect()
-    grad = gradient_like(weight)
-    assert (grad.shape, grad.dtype) == (weight.shape, torch.bfloat16)
+def test_small_tensors_are_not_kept():
+    assert empty((2, 3), ONE).shape == (2, 3)
+    assert memory._blocks == []
+
+
+def test_a_block_that_nobody_needs_any_more_goes_back(monkeypatch):
+    monkeypatch.setattr(memory, "TAKES", 3)
+    empty(SHAPE, ONE)
+    for _ in range(5):
+        empty((4 * SHAPE[0], 2), ONE)
+    assert [len(block.memory) for block in memory._blocks] == [32 * SHAPE[0]]
 
 
 def test_steps_accumulation_and_kept_gradients_are_right():

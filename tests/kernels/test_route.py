@@ -34,6 +34,14 @@ def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k):
     assert torch.equal(route(logits, top_k, impl="torch").ids, reference(logits, top_k).ids)
 
 
+def test_experts_of_minus_infinity_are_chosen_once_each_where_nothing_else_is_left():
+    none = -torch.inf
+    logits = torch.tensor([[none, 2.0, none, 1.0], [none, none, none, 0.0], [none] * 4])
+    ids = route(logits, 3, impl="torch").ids
+    assert ids.tolist() == [[1, 3, 0], [3, 0, 1], [0, 1, 2]]
+    assert torch.equal(ids, reference(logits, 3).ids)
+
+
 def test_order_groups_slots_by_expert_and_keeps_token_order_within():
     routing = route(torch.randn(40, 6), 2)
     flat = routing.ids.flatten().tolist()
