@@ -19,7 +19,8 @@ class Clusters(NamedTuple):
 
     Attributes:
         ids: ``[L, S]`` int64, the nearest centre of each point, of equally near ones the first.
-        sums: ``[L, E, D]`` sums of each centre's points, in float32, or float64 as the points are.
+        sums: ``[L, E, D]`` float64, sums of each centre's points: of blocks in float32, or float64
+            as the points are, and then of the blocks' sums.
         counts: ``[L, E]`` int64, points of each centre; they sum to S.
         inertia: ``[L]`` float64, squared distances of all points to their centres, summed.
     """
@@ -75,7 +76,7 @@ def reference(points: Tensor, centres: Tensor) -> Clusters:
     points, centres = points.to(wide), centres.to(wide)
     nearest = (points.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1).min(-1)
     chosen = torch.nn.functional.one_hot(nearest.indices, centres.shape[1])
-    sums = chosen.to(wide).mT @ points
+    sums = chosen.double().mT @ points.double()
     return Clusters(nearest.indices, sums, chosen.sum(1), nearest.values.double().sum(1))
 
 
@@ -84,7 +85,7 @@ def _blocked(points: Tensor, centres: Tensor) -> Clusters:
     wide = torch.promote_types(points.dtype, torch.float32)
     layers, rows, _ = points.shape
     ids = torch.empty(layers, rows, dtype=torch.int64, device=points.device)
-    sums = torch.zeros_like(centres, dtype=wide)
+    sums = torch.zeros_like(centres, dtype=torch.float64)
     inertia = torch.zeros(layers, dtype=torch.float64, device=points.device)
     for layer, own in enumerate(centres.to(wide)):
         offset, turned = own.square().sum(1) / -2, own.T.contiguous()

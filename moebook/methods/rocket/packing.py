@@ -41,7 +41,8 @@ def packs(items: Sequence[Item], limit: int) -> list[Pack]:
         limit: Most tokens of a pack; a longer sample has one to itself.
     """
     groups: list[list[int]] = []
-    size, before = limit, []
+    before: list[int] = []
+    size = limit
     for line in sorted(range(len(items)), key=lambda line: items[line]["input_ids"]):
         own = items[line]["input_ids"][:-1]
         fresh = len(own) - _shared(before, own)
@@ -60,6 +61,7 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     paths: list[list[int]] = []  # from the first token of a sample to each node
     readers: list[int] = []
     targets: list[int] = []
+    lengths: list[int] = []
     path: list[int] = []
     before: list[int] = []
     for line in lines:
@@ -72,10 +74,11 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
             positions.append(place)
         readers += path[first - 1 :]
         targets += own[first:]
+        lengths.append(len(own) - first)
         before = own[:-1]
     seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    seen[[node for node, path in enumerate(paths) for _ in path], sum(paths, [])] = True
-    lengths = [len(items[line]["labels"]) - items[line]["labels"].count(IGNORED) for line in lines]
+    pairs = [(node, other) for node, path in enumerate(paths) for other in path]
+    seen[tuple(torch.tensor(pairs).T)] = True
     answers = Answers(torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths))
     return Pack(lines, torch.tensor(tokens), torch.tensor(positions), seen, answers)
 

@@ -96,7 +96,7 @@ def perplexity(
             with attached(model, [loras[number] for number in group]):
                 for pack in made:
                     nats = _nats(model, host.decoder, head, pack, len(group), reduction)
-                    found[np.ix_(group, pack.lines)] = nats
+                    found[group[:, None], pack.lines] = nats
     return pd.DataFrame(found, index=list(bank))
 
 
@@ -212,7 +212,7 @@ def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
         Refusal: E-MODEL for a layer without attention, which would see the other samples of a
             pack, and for a head that is more than one product.
     """
-    host, head, config = anatomy(model), model.get_output_embeddings(), model.config  # type: ignore[operator]
+    host, head, config = anatomy(model), model.get_output_embeddings(), model.config
     for layer in host.layers:
         if layer.attention is None:
             refuse("E-MODEL", f"layer {layer.index} has no attention: LoRAs cannot be scored on it")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 
 from moebook.errors import refuse
+from moebook.kernels import clusters
 from moebook.methods.settings import chosen, whole
 from moebook.methods.upcycling.representations import Chunk, Representations
 from moebook.methods.upcycling.starts import Start
@@ -75,7 +75,8 @@ def crsu(
 
     The paper's recipe: ``collect(..., share=0.01)`` over the whole training mixture, then k-means
     with E clusters in every layer. Mini-batch k-means finds the clusters; one exact step of Lloyd's
-    follows, so that every centroid is the mean of its points.
+    over all layers (`kernels.clusters`) follows, so that every centroid is the mean of its points.
+    Lloyd's to the end took 12 to 70 times as long on a CPU, for an inertia at most 0.4 % less.
 
     Args:
         representations: Tasks are ignored.
@@ -154,30 +155,16 @@ def _means(experts: int, seeding: str, seed: int, rows: int) -> MiniBatchKMeans:
 
 
 def _by_layer(
-    points: Tensor, layers: tuple[int, ...], clusters: int, seeding: str, seed: int, where: str = ""
+    points: Tensor, layers: tuple[int, ...], wanted: int, seeding: str, seed: int, where: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """Cluster each layer's points: centroids ``[L, clusters, D]`` and labels ``[L, S]``."""
-    _check_points(points, layers, clusters, where)
-    centroids, labels = [], []
-    for rows in points:
-        found = np.zeros(len(rows), dtype=np.int64)
-        centre = rows.numpy().mean(0, keepdims=True, dtype=np.float64)
-        if clusters > 1:
-            fitted = _means(clusters, seeding, seed, len(rows)).fit(rows.numpy())
-            found = fitted.predict(rows.numpy())
-            centre = _lloyd(rows.numpy(), found, fitted.cluster_centers_)
-        centroids.append(torch.from_numpy(centre).float())
-        labels.append(torch.from_numpy(found).long())
-    return torch.stack(centroids), torch.stack(labels)
-
-
-def _lloyd(rows: np.ndarray, labels: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Return the mean of each cluster's points; an empty cluster keeps its centroid."""
-    means = [
-        rows[labels == number].mean(0, dtype=np.float64) if (labels == number).any() else centroid
-        for number, centroid in enumerate(centroids)
-    ]
-    return np.stack(means)
+    """Cluster each layer's points: centroids ``[L, wanted, D]`` and labels ``[L, S]``."""
+    _check_points(points, layers, wanted, where)
+    centroids = points[:, :1]
+    if wanted > 1:
+        fitted = [_means(wanted, seeding, seed, len(rows)).fit(rows.numpy()) for rows in points]
+        centroids = torch.stack([torch.from_numpy(each.cluster_centers_) for each in fitted])
+    found = clusters(points, centroids)
+    return found.means(centroids), found.ids
 
 
 def _arranged(centroids: Tensor, labels: Tensor, assignment: str) -> Tensor:

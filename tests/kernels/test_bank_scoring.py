@@ -1,0 +1,135 @@
+"""bank scoring: nats of answers against a loop over tokens in float64."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.kernels import bank_scoring
+from moebook.kernels.bank_scoring import LOGITS, Answers
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+SHAPES = [  # N, T, D, V, lengths
+    (3, 7, 8, 11, (2, 1, 3)),
+    (1, 4, 5, 1, (2,)),
+    (2, 5, 3, 300, (4, 0, 2)),  # a sample without an answer
+    (2, 3, 4, 9, ()),
+    (5, 30, 40, 70, (20, 1)),  # more than one block of everything
+]
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def drawn(shape, dtype=torch.float32):
+    N, T, D, V, lengths = shape
+    torch.manual_seed(0)
+    places = torch.randint(T, (sum(lengths),)), torch.randint(V, (sum(lengths),))
+    answers = Answers(*places, torch.tensor(lengths, dtype=torch.int64))
+    return torch.randn(N, T, D).to(dtype), torch.randn(V, D).to(dtype), answers
+
+
+def looped(hidden, head, answers):
+    """Sum over each answer's tokens, one at a time, in float64."""
+    hidden, head = hidden.double(), head.double()
+    sums = torch.zeros(len(hidden), len(answers.lengths), dtype=torch.float64)
+    for adapter in range(len(hidden)):
+        token = 0
+        for sample, length in enumerate(answers.lengths.tolist()):
+            for _ in range(length):
+                logits = head @ hidden[adapter, answers.readers[token]]
+                highest = logits.max()
+                total = highest + (logits - highest).exp().sum().log()
+                sums[adapter, sample] += total - logits[answers.targets[token]]
+                token += 1
+    return sums
+
+
+def moved(answers, device):
+    return Answers(*(part.to(device) for part in answers))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answers_have_the_nats_that_a_loop_finds(shape, impl):
+    hidden, head, answers = drawn(shape)
+    wanted = looped(hidden, head, answers)
+    torch.testing.assert_close(
+        bank_scoring(hidden, head, answers, impl=impl), wanted, rtol=1e-5, atol=1e-5
+    )
+    exact = bank_scoring(hidden.double(), head.double(), answers, impl=impl)
+    torch.testing.assert_close(exact, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_two_equal_logits_cost_one_bit():
+    hidden, head = torch.ones(1, 1, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    answers = Answers(torch.tensor([0, 0]), torch.tensor([1, 0]), torch.tensor([2]))
+    nats = bank_scoring(hidden, head, answers)
+    assert nats.item() == pytest.approx(2 * torch.tensor(2.0).log().item())
+
+
+def test_a_vocabulary_above_a_block_is_scored_whole():
+    V = LOGITS + 1
+    head = torch.zeros(V, 1)
+    answers = Answers(torch.tensor([0, 1]), torch.tensor([V - 1, 0]), torch.tensor([1, 1]))
+    nats = bank_scoring(torch.ones(1, 2, 1), head, answers)
+    torch.testing.assert_close(nats, torch.full((1, 2), float(V)).log().double())
+
+
+def test_an_adapter_that_diverged_leaves_the_others_alone():
+    hidden, head, answers = drawn(SHAPES[0])
+    hidden[1] = torch.nan
+    nats = bank_scoring(hidden, head, answers)
+    assert nats[1].isnan().all()
+    torch.testing.assert_close(nats[[0, 2]], looped(hidden, head, answers)[[0, 2]])
+
+
+def refused(**changes):
+    hidden, head, answers = drawn(SHAPES[0])
+    answers = answers._replace(**{k: v for k, v in changes.items() if k in Answers._fields})
+    bank_scoring(changes.get("hidden", hidden), changes.get("head", head), answers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(7, 8)}, "E-SHAPE: bank_scoring: expected hidden"),
+        ({"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, "E-SHAPE: bank_scoring: expected hidden"),
+        ({"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
+        ({"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* expected 0 to 6"),
+        ({"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* expected 0 to 10"),
+        ({"head": torch.zeros(11, 8).double()}, "E-DTYPE: bank_scoring: hidden and head"),
+        ({"head": torch.zeros(11, 8, device="meta")}, "E-DEVICE: bank_scoring: hidden lies on cpu"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(Refusal, match=message):
+        refused(**changes)
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_as_near_to_the_loop_as_pytorch(shape, dtype):
+    hidden, head, answers = drawn(shape, dtype)
+    wanted = looped(hidden, head, answers)
+    on = hidden.to(DEVICE), head.to(DEVICE), moved(answers, DEVICE)
+    errors = {
+        impl: (bank_scoring(*on, impl=impl).cpu() - wanted).norm() for impl in ("triton", "torch")
+    }
+    assert errors["triton"] <= 2 * errors["torch"] + 1e-5
+
+
+@pytest.mark.gpu
+@TRITON
+def test_the_kernel_at_the_size_of_a_model_repeats_on_a_gpu():
+    hidden, head, answers = drawn((8, 200, 1024, 32003, (30, 20, 50)))
+    for dtype in (torch.float32, torch.bfloat16):
+        on = (hidden / 32).to("cuda", dtype), head.to("cuda", dtype), moved(answers, "cuda")
+        one, two = (bank_scoring(*on) for _ in range(2))
+        assert torch.equal(one, two)
+        wanted = bank_scoring(on[0].double(), on[1].double(), on[2], impl="torch")
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-3)

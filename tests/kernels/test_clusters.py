@@ -1,0 +1,142 @@
+"""clusters: nearest centres, sums and inertia against plain loops in float64."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from moebook.errors import Refusal
+from moebook.kernels import clusters
+from moebook.kernels.clusters import ROWS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALVES = [torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+SHAPES = [  # L, S, D, E
+    (2, 9, 4, 3),
+    (1, 1, 5, 2),
+    (3, 7, 1, 1),
+    (1, 0, 3, 2),
+    (2, 5, 3, 9),  # more centres than points
+    (1, 150, 40, 17),  # more than one block of everything
+]
+
+
+def drawn(shape, dtype=torch.float32):
+    L, S, D, E = shape
+    torch.manual_seed(0)
+    return torch.randn(L, S, D).to(dtype), torch.randn(L, E, D).to(dtype)
+
+
+def looped(points, centres):
+    """Ids, sums, counts and inertia by loops over points, in float64."""
+    points, centres = points.double().cpu(), centres.double().cpu()
+    (L, S, _), E = points.shape, centres.shape[1]
+    ids = torch.zeros(L, S, dtype=torch.int64)
+    sums, counts = torch.zeros_like(centres), torch.zeros(L, E, dtype=torch.int64)
+    inertia = torch.zeros(L, dtype=torch.float64)
+    for layer in range(L):
+        for place in range(S):
+            far = [float((points[layer, place] - c).square().sum()) for c in centres[layer]]
+            near = far.index(min(far))
+            ids[layer, place] = near
+            sums[layer, near] += points[layer, place]
+            counts[layer, near] += 1
+            inertia[layer] += far[near]
+    return ids, sums, counts, inertia
+
+
+def check(points, centres, impl, device="cpu"):
+    found = clusters(points.to(device), centres.to(device), impl=impl)
+    ids, sums, counts, inertia = looped(points, centres)
+    assert torch.equal(found.ids.cpu(), ids)
+    assert torch.equal(found.counts.cpu(), counts)
+    torch.testing.assert_close(found.sums.cpu(), sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.inertia.cpu(), inertia, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_points_go_to_their_nearest_centre_and_are_summed_there(shape, dtype, impl):
+    check(*drawn(shape, dtype), impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_more_points_than_a_block_are_all_counted(impl):
+    check(*drawn((1, ROWS + 3, 2, 3)), impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_of_equally_near_centres_the_first_wins_and_idle_ones_stay(impl):
+    points = torch.tensor([[[0.0, 1.0], [0.0, 3.0]]])
+    centres = torch.tensor([[[9.0, 9.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]]])
+    found = clusters(points, centres, impl=impl)
+    assert found.ids.tolist() == [[1, 1]]
+    assert found.inertia.tolist() == [2 + 10]
+    means = found.means(centres)
+    assert means.tolist() == [[[9, 9], [0, 2], [-1, 0], [1, 0]]]
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_points_far_from_the_origin_keep_their_inertia(impl):
+    points, centres = drawn((1, 60, 4, 3))
+    check(points + 300, 5 * centres + 300, impl)
+
+
+@pytest.mark.parametrize(
+    ("points", "centres", "code"),
+    [
+        (torch.zeros(2, 3), torch.zeros(1, 2, 3), "E-SHAPE"),
+        (torch.zeros(1, 2, 3), torch.zeros(2, 2, 3), "E-SHAPE"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 2, 4), "E-SHAPE"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 0, 3), "E-SHAPE"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3).double(), "E-DTYPE"),
+        (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, device="meta"), "E-DEVICE"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(points, centres, code):
+    with pytest.raises(Refusal, match=f"{code}: clusters: .*"):
+        clusters(points, centres)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(Refusal, match="E-IMPL: clusters: no implementation impl='cuda'"):
+        clusters(*drawn(SHAPES[0]), impl="cuda")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_finds_what_the_loops_find(shape):
+    check(*drawn(shape), "triton", DEVICE)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_kernel_reads_half_precision(dtype):
+    points, centres = drawn((2, 40, 24, 5))
+    check(points.to(dtype), 2 * centres.to(dtype), "triton", DEVICE)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_takes_the_first_of_equal_centres_and_repeats_bit_for_bit():
+    points, centres = (part.to(DEVICE) for part in drawn((1, 70, 20, 3)))
+    doubled = torch.cat([centres, centres], dim=1)
+    one, two = (clusters(points, doubled, impl="triton") for _ in range(2))
+    assert int(one.ids.max()) < 3
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_kernel_at_the_size_of_a_model_on_a_gpu():
+    torch.manual_seed(0)
+    centres = torch.randn(2, 64, 1024, device="cuda")
+    labels = torch.arange(20000, device="cuda") % 64
+    points = centres[:, labels] + torch.randn(2, 20000, 1024, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        found = clusters(points.to(dtype), centres.to(dtype))
+        assert torch.equal(found.ids, labels.expand(2, -1))
+        wanted = clusters(points.to(dtype).double(), centres.to(dtype).double(), impl="torch")
+        torch.testing.assert_close(found.sums, wanted.sums, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(found.inertia, wanted.inertia, rtol=1e-5, atol=1e-3)
