@@ -15,6 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
+from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.runtime import progress
 
@@ -181,12 +182,7 @@ class InMemory(TemplateLM):
 
     def _padded(self, rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
         """Ids and mask, ``[B, T]``, filled up with the end token on one side."""
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self.eot_token_id)
-        mask = torch.zeros_like(ids)
-        for line, row in enumerate(rows):
-            part = slice(width - len(row), width) if left else slice(0, len(row))
-            ids[line, part], mask[line, part] = torch.tensor(row), 1
+        ids, mask = padded(rows, self.eot_token_id, left=left)
         return ids.to(self.device), mask.to(self.device)
 
     def _batches(self, groups: list[list[int]], desc: str) -> Iterable[list[int]]:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset as Rows
 from torch.utils.data import Dataset
 
+from moebook.data.padding import padded
 from moebook.errors import refuse
 
 POOL = 8
@@ -103,19 +104,14 @@ class Batches(Dataset):
         ``labels`` keeps the last columns only, from one before the first label of any row, and
         ``logits_to_keep`` says how many: the head and the loss then skip the prompts' common part.
         """
-        width = self.lengths[rows].max()
-        ids = np.full((len(rows), width), self.pad_id)
-        labels = np.full((len(rows), width), IGNORED)
-        mask = np.arange(width) < self.lengths[rows][:, None]
-        for line, row in enumerate(rows):
-            ids[line, : self.lengths[row]] = self.ids[row]
-            labels[line, : self.lengths[row]] = self.labels[row]
-        first = int((labels[:, 1:] != IGNORED).any(0).argmax())
+        ids, mask = padded([self.ids[row] for row in rows], self.pad_id)
+        labels, _ = padded([self.labels[row] for row in rows], IGNORED)
+        first = int((labels[:, 1:] != IGNORED).any(0).int().argmax())
         return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            "labels": torch.from_numpy(labels[:, first:].copy()),
-            "logits_to_keep": int(width) - first,
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": labels[:, first:].clone(),
+            "logits_to_keep": ids.shape[1] - first,
         }
 
     def _order(self, epoch: int) -> list[np.ndarray]:

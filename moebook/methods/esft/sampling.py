@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, concatenate_datasets
 
+from moebook.data.padding import padded
 from moebook.errors import refuse
 
 
@@ -59,7 +59,8 @@ def samples(
         made = [ids for ids in given if 0 < len(ids) <= length][:count]
     if not made:
         refuse("E-DATA", f"no sample of at most {length} tokens in {len(rows)} rows")
-    return [_padded(made[at : at + batch], pad_id) for at in range(0, len(made), batch)]
+    parts = (padded(made[at : at + batch], pad_id) for at in range(0, len(made), batch))
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in parts]
 
 
 def mix(task: Dataset, alignment: Dataset, share: float, seed: int) -> Dataset:
@@ -81,10 +82,3 @@ def mix(task: Dataset, alignment: Dataset, share: float, seed: int) -> Dataset:
         refuse("E-DATA", f"{wanted} alignment rows needed, {len(alignment)} given")
     drawn = alignment.shuffle(seed=seed).select(range(wanted))
     return concatenate_datasets([task, drawn]).shuffle(seed=seed)
-
-
-def _padded(made: list[list[int]], pad_id: int) -> dict[str, Any]:
-    width = max(map(len, made))
-    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in made])
-    lengths = torch.tensor([len(row) for row in made])
-    return {"input_ids": ids, "attention_mask": (torch.arange(width) < lengths[:, None]).long()}

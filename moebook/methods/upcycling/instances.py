@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.methods.settings import chosen, real
 from moebook.nn.modes import evaluating
@@ -31,13 +31,9 @@ def batches(rows: Dataset, size: int = 32, *, pad_id: int = 0) -> Iterator[dict[
     """
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
-        lengths = torch.tensor([len(ids) for ids in part["input_ids"]])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        yield {
-            "input_ids": _filled(part["input_ids"], mask, pad_id),
-            "attention_mask": mask.long(),
-            "labels": _filled(part["labels"], mask, IGNORED),
-        }
+        ids, mask = padded(part["input_ids"], pad_id)
+        labels, _ = padded(part["labels"], IGNORED)
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 @torch.no_grad()
@@ -121,10 +117,3 @@ def _mean_nats(logits: Tensor, targets: Tensor) -> Tensor:
         logits[:, :-1].float().mT, targets[:, 1:], ignore_index=IGNORED, reduction="none"
     ).double()
     return nats.sum(1) / (targets[:, 1:] != IGNORED).sum(1)
-
-
-def _filled(rows: Sequence[Sequence[Any]], mask: Tensor, value: int) -> Tensor:
-    """Return ragged rows as one tensor, ``value`` where the mask is false."""
-    out = torch.full(mask.shape, value)
-    out[mask] = torch.tensor([each for row in rows for each in row])
-    return out
