@@ -17,49 +17,88 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moebook.kernels._triton import balance_loss, experts, grouped, lora_mixture, pairs, route
+from moebook.kernels._triton import (
+    balance_loss,
+    bank_scoring,
+    clusters,
+    experts,
+    grouped,
+    lora_mixture,
+    pairs,
+    route,
+    sorting,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TYPES = {
-    **dict.fromkeys(("token", "slots", "tiles", "owner", "counts", "ends", "place", "ids"), "*i64"),
+    **dict.fromkeys("token slots tiles number owner counts ends place ids order".split(), "*i64"),
     **dict.fromkeys(("gate", "weight", "d_weight", "d_gate", "mass", "factor", "load"), "*fp32"),
-    "T": "i32",
+    **dict.fromkeys(("T", "n", "blocks"), "i32"),
+    **dict.fromkeys(("readers", "targets"), "*i64"),
+    **dict.fromkeys(("offset", "parts", "gaps", "found"), "*fp32"),
+    **dict.fromkeys(("S", "first", "count", "answers", "V", "SPAN"), "i32"),
+    "within": "*i32",
     "scale": "fp32",
 }
 OPTIONS = ("num_warps", "num_stages")
 
 
-def kernels(dtype):
-    """Yield (kernel, constants) as the launchers set them, with much and with little work."""
-    sizes = (65536, 64) if dtype != torch.float32 else (64,)  # float32 has one choice of blocks
+def kernels(dtype, arch):
+    """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
+    # With much and with little work; float32 has one choice of blocks.
+    sizes = (65536, 64) if dtype != torch.float32 else (64,)
     for chosen in (grouped.blocks(dtype, rows, 64) for rows in sizes):
-        yield experts._gated_up, {"D": 2048, "F": 1024, **chosen, "BN": chosen["BN"] // 2}
-        for flag in (False, True):
-            yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "GATHER": flag,
-                                     "WEIGH": flag, **chosen}  # fmt: skip
-    for flag in (False, True):
-        yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "GATHER_LEFT": flag,
-                                         **grouped.gradient_blocks(dtype, chosen)}  # fmt: skip
-    yield experts._gated_back, {"F": 1024, "BF": 1024}
-    yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}
+        for tma in {False, arch >= 90 and dtype != torch.float32}:
+            deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
+            half = chosen["BN"] // 2
+            fetched = {"rows": (chosen["BM"], deep), "matrices": (half, deep)} if tma else {}
+            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half}, fetched
+            for flag in (False, True):
+                side = (chosen["BN"], deep) if flag else (deep, chosen["BN"])
+                fetched = {"rows": (chosen["BM"], deep), "matrices": side} if tma else {}
+                yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
+                                         **shared}, fetched  # fmt: skip
+    precision = chosen
+    for way in ("", "left", "fetched"):
+        tma = way == "fetched"
+        if tma and (arch < 90 or dtype == torch.float32):
+            continue
+        chosen = grouped.gradient_blocks(dtype, precision, tma)
+        blocks = {f"{side}_blocks": (chosen["BK"], chosen[size])
+                  for side, size in (("left", "BI"), ("right", "BJ")) if tma}  # fmt: skip
+        yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "TMA": tma,
+                                         "BY_TOKEN": "" if tma else way, **chosen}, blocks  # fmt: skip
+    yield experts._gated_back, {"F": 1024, "BF": 1024}, {}
+    yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}, {}
     for rank, flag in ((32, False), (32, True), (128, True)):
         yield pairs._pairs, {"E": 8, "D": 2048, "R": rank, "BACK": flag, "ADD": True,
-                             **pairs.blocks(dtype, rank)}  # fmt: skip
+                             **pairs.blocks(dtype, rank)}, {}  # fmt: skip
+    for experts_of_pairs in (0, 8):
+        yield sorting._count, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
+        yield sorting._place, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
+        bank = -1 if experts_of_pairs else 0
+        yield sorting._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
     yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, "PRECISION": "ieee",
-                              **lora_mixture.BLOCKS}  # fmt: skip
+                              **lora_mixture.BLOCKS}, {}  # fmt: skip
     block = {"E": 60, "BE": 64}
-    yield route._choose, {**block, "K": 6, "BT": route.ROWS}
-    yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}
-    yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}
+    yield route._choose, {**block, "K": 6, "BT": route.ROWS}, {}
+    yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}, {}
+    yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
+    once = {"D": 2048, "PRECISION": "ieee"}
+    yield bank_scoring._scan, {**once, **bank_scoring.blocks(dtype)}, {}
+    for centres in (8, 64):
+        yield clusters._step, {**once, "E": centres, **clusters.blocks(dtype, centres)}, {}
 
 
-def compiled(kernel, constants, dtype, arch):
+def compiled(kernel, constants, fetched, dtype, arch):
     """Compile one kernel and describe the result."""
     options = {key: value for key, value in constants.items() if key in OPTIONS}
     constants = {key: value for key, value in constants.items() if key not in OPTIONS}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else TYPES.get(name, f"*{dtype}")
+        if name in fetched:
+            signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, fetched[name]))}]>"
         if signature[name].startswith("*"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
@@ -84,5 +123,5 @@ if __name__ == "__main__":
     for dtype, arch in (
         (d, int(a)) for d in sys.argv[1].split(",") for a in sys.argv[2].split(",")
     ):
-        for case in kernels(DTYPES[dtype]):
+        for case in kernels(DTYPES[dtype], arch):
             print(json.dumps(compiled(*case, dtype, arch)), flush=True)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.kernels._triton import pairs
-from moebook.kernels._triton.grouped import Banks, combine, product, sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import combine, product, sort_rows, weight_gradient
 from moebook.kernels.route import Routing
 
 
@@ -35,32 +35,27 @@ class _Adapters(torch.autograd.Function):
         routing: Routing,
     ) -> Tensor:  # fmt: skip
         source, by = h if other is None else other, sort_rows(routing, h.dtype)
-        slots = torch.arange(len(down), device=h.device)
         gate = gates.flatten()[routing.order].unsqueeze(1)
-        banks = Banks(down, down, slots)
-        pre = product(source, banks, by, transposed=False, gather=True, gate=None)
+        pre = product(source[by.token], [down], by, transposed=False, gate=None)
         hidden = (F.gelu(pre.float()) * gate).to(h.dtype)
-        banks = Banks(up, up, slots)
-        out = product(hidden, banks, by, transposed=False, gather=False, gate=None)
-        ctx.save_for_backward(source, gate, down, up, slots, pre)
+        out = product(hidden, [up], by, transposed=False, gate=None)
+        ctx.save_for_backward(source, gate, down, up, pre)
         ctx.by, ctx.apart = by, other is not None
         return combine(out, by, base=h)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, gate, down, up, slots, pre = ctx.saved_tensors
+        source, gate, down, up, pre = ctx.saved_tensors
         by, grad, wide = ctx.by, grad.contiguous(), pre.float()
-        banks = Banks(up, up, slots)
-        d_hidden = product(grad, banks, by, transposed=True, gather=True, gate=None).float()
+        d_out = grad[by.token]
+        d_hidden = product(d_out, [up], by, transposed=True, gate=None).float()
         active = F.gelu(wide)
         d_gates = (d_hidden * active).sum(1)[by.place]
         d_pre = torch.ops.aten.gelu_backward(d_hidden * gate, wide).to(pre.dtype)
-        weighted = (active * gate).to(pre.dtype)
-        d_up = weight_gradient(weighted, grad, by, slots, up, gather_left=False)
-        d_down = weight_gradient(source, d_pre, by, slots, down, gather_left=True)
-        banks = Banks(down, down, slots)
-        d_rows = product(d_pre, banks, by, transposed=True, gather=False, gate=None)
+        d_up = weight_gradient((active * gate).to(pre.dtype), d_out, by, up)
+        d_down = weight_gradient(source[by.token], d_pre, by, down)
+        d_rows = product(d_pre, [down], by, transposed=True, gate=None)
         d_source = combine(d_rows, by, base=None if ctx.apart else grad)
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         return *d_inputs, d_gates, d_down, d_up, None

@@ -1,4 +1,4 @@
-"""experts on a GPU: gather, gated product and activation in one kernel; x and its result are kept.
+"""experts on a GPU: gated product and activation in one kernel; x and its result are kept.
 
 The backward pass is grouped products, and one kernel between them that reads each row once for the
 activation's derivative, the weighted activation and the gradient of the row's weight.
@@ -18,12 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from moebook.errors import refuse
 from moebook.kernels._triton.grouped import (
-    Banks,
     Sorted,
+    block_of,
     combine,
-    matrix_of,
+    fetched,
     product,
+    programs,
     sort_rows,
+    view,
     weight_gradient,
 )
 from moebook.kernels.experts import Activation, Bank
@@ -35,70 +37,68 @@ SILU = ("silu", "SiLU", "SiLUActivation")
 
 def run(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
     """Run `moebook.kernels.experts`."""
-    slots = torch.arange(len(bank.down), device=x.device)
-    return gated_ffn("experts", x, routing, bank, bank, slots, act)
+    return gated_ffn("experts", x, routing, [bank], None, act)
 
 
 def gated_ffn(
-    op: str, x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor,
+    op: str, x: Tensor, routing: Routing, banks: list[Bank], slots: Tensor | None,
     act: Activation,
 ) -> Tensor:  # fmt: skip
-    """Run experts that lie in two banks, see `moebook.kernels.split_experts`.
+    """Run experts of one bank, or of a trained and a frozen one as `split_experts` has them.
 
     Raises:
         Refusal: E-IMPL for an activation other than SiLU.
     """
     if getattr(act, "__name__", type(act).__name__) not in SILU:
         refuse("E-IMPL", f"{op}: impl='triton' computes SiLU alone, act is {act}; use impl='torch'")
-    weights = [weight.contiguous() for bank in (trained, frozen) for weight in bank]
-    weights[2:] = [weight.detach() for weight in weights[2:]]
-    y: Tensor = _GatedFFN.apply(x.contiguous(), routing.weights, *weights, slots, routing)
+    weights = [weight.contiguous() for bank in banks for weight in bank]
+    frozen = [weight.detach() for weight in weights[2:]] or [None, None]
+    y: Tensor = _GatedFFN.apply(
+        x.contiguous(), routing.weights, *weights[:2], *frozen, slots, routing
+    )
     return y
 
 
 @triton.jit
 def _gated_up(
-    x, token, trained, frozen, slots, pre, hidden, tiles,
-    D: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    rows, matrices, pre, hidden, tiles, number,
+    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """pre[r] = x[token[r]] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up."""
-    tile = tiles + 3 * tl.program_id(1)
-    expert, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if start >= end:
-        return
-    row = tl.arange(0, BM)
-    live = row < end - start
-    source = tl.load(token + start + row, mask=live, other=0)
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    matrix = matrix_of(trained, frozen, slots, expert, 2 * F * D)
-    gate = tl.zeros((BM, BN), dtype=tl.float32)
-    up = tl.zeros((BM, BN), dtype=tl.float32)
-    for first in range(0, D, BK):
-        deep = first + tl.arange(0, BK)
-        left = x + source[:, None] * D + deep[None, :]
-        a = tl.load(left, mask=live[:, None] & (deep < D)[None, :], other=0.0)
-        right = matrix + column[None, :] * D + deep[:, None]
-        inside = (deep < D)[:, None] & (column < F)[None, :]
-        gate = tl.dot(a, tl.load(right, mask=inside, other=0.0), gate, input_precision=PRECISION)
-        right += F * D
-        up = tl.dot(a, tl.load(right, mask=inside, other=0.0), up, input_precision=PRECISION)
-    inside = live[:, None] & (column < F)[None, :]
-    to = pre + start * (2 * F) + row[:, None] * (2 * F) + column[None, :]
-    gate, up = gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty)
-    tl.store(to, gate, mask=inside)
-    tl.store(to + F, up, mask=inside)
-    wide = gate.to(tl.float32)
-    active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
-    to = hidden + start * F + row[:, None] * F + column[None, :]
-    tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
+    """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up."""
+    columns = tl.cdiv(F, BN)
+    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
+        tile = tiles + 3 * (work // columns)
+        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        column = (work % columns * BN).to(tl.int32)
+        top = place * (2 * F)
+        gate = tl.zeros((BM, BN), dtype=tl.float32)
+        up = tl.zeros((BM, BN), dtype=tl.float32)
+        for first in range(0, D, BK):
+            a = block_of(rows, start, first, end, D, BM, BK, TMA)
+            b = block_of(matrices, top + column, first, top + F, D, BN, BK, TMA)
+            gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
+            b = block_of(matrices, top + F + column, first, top + 2 * F, D, BN, BK, TMA)
+            up = tl.dot(a, b.T, up, input_precision=PRECISION)
+        row = start + tl.arange(0, BM)
+        n = column + tl.arange(0, BN)
+        inside = (row < end)[:, None] & (n < F)[None, :]
+        to = pre + row[:, None] * (2 * F) + n[None, :]
+        gate, up = gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty)
+        tl.store(to, gate, mask=inside)
+        tl.store(to + F, up, mask=inside)
+        wide = gate.to(tl.float32)
+        active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
+        to = hidden + row[:, None] * F + n[None, :]
+        tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_back(
-    pre, d_hidden, weight, d_pre, weighted, d_weight, F: tl.constexpr, BF: tl.constexpr
-):  # fmt: skip
-    """One row: from the gradient of its weighted hidden, all that hangs on it."""
+def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.constexpr):
+    """One row: from the gradient of its weighted hidden, all that hangs on it.
+
+    The weighted hidden itself takes the place of the gradient that was read.
+    """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(weight + row)
     total = tl.zeros((BF,), dtype=tl.float32)
@@ -108,7 +108,8 @@ def _gated_back(
         at = row * (2 * F) + column
         gate = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(pre + at + F, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(d_hidden + row * F + column, mask=inside, other=0.0).to(tl.float32)
+        spot = d_hidden + row * F + column
+        grad = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
         share = 1.0 / (1.0 + tl.exp(-gate))
         hidden = gate * share * up
         total += grad * hidden
@@ -116,24 +117,26 @@ def _gated_back(
         d_gate = grad * up * share * (1.0 + gate * (1.0 - share))
         tl.store(d_pre + at, d_gate.to(d_pre.dtype.element_ty), mask=inside)
         tl.store(d_pre + at + F, (grad * gate * share).to(d_pre.dtype.element_ty), mask=inside)
-        to = weighted + row * F + column
-        tl.store(to, (hidden * factor).to(weighted.dtype.element_ty), mask=inside)
+        tl.store(spot, (hidden * factor).to(d_hidden.dtype.element_ty), mask=inside)
     tl.store(d_weight + row, tl.sum(total))
 
 
 class _GatedFFN(torch.autograd.Function):
-    """Kept for the backward pass: ``x`` and the pre-activation ``[T * K, 2F]``."""
+    """Kept for the backward pass: ``x`` and the pre-activation ``[T * K, 2F]``.
+
+    Rows are gathered once for all products that read them: that is faster than gathering in each.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, still_gate_up: Tensor,
-        still_down: Tensor, slots: Tensor, routing: Routing,
+        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+        still_gate_up: Tensor | None, still_down: Tensor | None, slots: Tensor | None,
+        routing: Routing,
     ) -> Tensor:  # fmt: skip
-        by = sort_rows(routing, x.dtype)
+        by = sort_rows(routing, x.dtype, slots)
         weight = weights.flatten()[routing.order].float()
-        pre, hidden = _up(x, Banks(gate_up, still_gate_up, slots), by)
-        banks = Banks(down, still_down, slots)
-        out = product(hidden, banks, by, transposed=True, gather=False, gate=weight)
+        pre, hidden = _up(x[by.token], _both(gate_up, still_gate_up), by)
+        out = product(hidden, _both(down, still_down), by, transposed=True, gate=weight)
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
         ctx.by, ctx.dtype = by, weights.dtype
         return combine(out, by)
@@ -142,41 +145,54 @@ class _GatedFFN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate_up, down, still_gate_up, still_down, slots, pre = ctx.saved_tensors
-        by, needed, grad = ctx.by, ctx.needs_input_grad, grad.contiguous()
-        banks = Banks(down, still_down, slots)
-        d_hidden = product(grad, banks, by, transposed=False, gather=True, gate=None)
-        d_pre, weighted, d_weight = _back(d_hidden, weight, pre)
+        by, needed = ctx.by, ctx.needs_input_grad
         d_gate_up = d_down = d_x = None
+        d_out = grad.contiguous()[by.token]
+        weighted = product(d_out, _both(down, still_down), by, transposed=False, gate=None)
+        d_pre, d_weight = _back(weighted, weight, pre)
         if needed[3]:
-            d_down = weight_gradient(grad, weighted, by, slots, down, gather_left=True)
-        del weighted, d_hidden
+            d_down = weight_gradient(d_out, weighted, by, down, slots=slots)
+        del weighted, d_out
         if needed[2]:
-            d_gate_up = weight_gradient(d_pre, x, by, slots, gate_up, gather_left=False)
+            d_gate_up = weight_gradient(d_pre, x[by.token], by, gate_up, slots=slots)
         if needed[0]:
-            banks = Banks(gate_up, still_gate_up, slots)
-            d_x = combine(product(d_pre, banks, by, transposed=False, gather=False, gate=None), by)
+            banks = _both(gate_up, still_gate_up)
+            d_x = combine(product(d_pre, banks, by, transposed=False, gate=None), by)
         d_weights = d_weight[by.place].to(ctx.dtype)
         return d_x, d_weights, d_gate_up, d_down, None, None, None, None
 
 
-def _up(x: Tensor, banks: Banks, by: Sorted) -> tuple[Tensor, Tensor]:
+def _both(first: Tensor, second: Tensor | None) -> list[Tensor]:
+    return [first] if second is None else [first, second]
+
+
+def _up(rows: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
     """Return the pre-activation ``[S, 2F]`` and ``silu(gate) * up``, ``[S, F]``."""
-    width, rows = banks.frozen.shape[1] // 2, len(by.token)
-    pre, hidden = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
+    (count, width), F = rows.shape, banks[0].shape[1] // 2
+    pre, hidden = rows.new_empty(count, 2 * F), rows.new_empty(count, F)
     # Two products a program: half the columns of each.
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}
-    _gated_up[(triton.cdiv(width, chosen["BN"]), len(by.tiles))](
-        x, by.token, *banks, pre, hidden, by.tiles, D=x.shape[1], F=width, **chosen
-    )
+    tma = fetched(rows.dtype, rows.device, width)
+    for bank, share in zip(banks, by.shares, strict=True):
+        if not (count and len(bank)):
+            continue
+        grid = programs(rows.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
+        _gated_up[(grid,)](
+            view(rows, (chosen["BM"], chosen["BK"]), tma),
+            view(bank, (chosen["BN"], chosen["BK"]), tma), pre, hidden, *share, D=width, F=F,
+            TMA=tma, PROGRAMS=grid, **chosen,
+        )  # fmt: skip
     return pre, hidden
 
 
-def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the pre-activation, ``weight * hidden``, and that of the weights."""
+def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the pre-activation and of the weights.
+
+    ``d_hidden`` becomes ``weight * hidden``.
+    """
     rows, width = d_hidden.shape
-    d_pre, weighted = torch.empty_like(pre), torch.empty_like(d_hidden)
-    d_weight = torch.empty_like(weight)
+    d_pre, d_weight = torch.empty_like(pre), torch.empty_like(weight)
     if rows:
         wide = min(1024, triton.next_power_of_2(width))
-        _gated_back[(rows,)](pre, d_hidden, weight, d_pre, weighted, d_weight, F=width, BF=wide)
-    return d_pre, weighted, d_weight
+        _gated_back[(rows,)](pre, d_hidden, weight, d_pre, d_weight, F=width, BF=wide)
+    return d_pre, d_weight

@@ -1,22 +1,40 @@
 """Grouped products: rows sorted by expert, each tile of rows with its own expert's matrix.
 
-Nothing here waits for the GPU. How many tiles the experts need is known on the device alone, so as
-many programs are started as there can be at most, and those without rows end at once. No sum is
-made by atomic additions: two runs are equal bit for bit.
+Nothing here waits for the GPU. How many tiles the experts need is known on the device alone, where
+a fixed number of programs share them out. No sum is made by atomic additions: two runs are equal
+bit for bit.
+
+On Hopper and later, tiles of 16-bit numbers are fetched by the tensor memory accelerator where the
+widths are multiples of 16 bytes; else by pointers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moebook.kernels._triton.sorting import tile_table
 from moebook.kernels.route import Routing
+
+
+class Share(NamedTuple):
+    """The work on one bank of matrices.
+
+    Attributes:
+        tiles: ``[tiles, 3]`` int64: place in the bank, first row, end of the expert's rows.
+        number: ``[1]`` int64, how many of the tiles count.
+    """
+
+    tiles: Tensor
+    number: Tensor
 
 
 class Sorted(NamedTuple):
@@ -26,8 +44,7 @@ class Sorted(NamedTuple):
         token: ``[S]`` int64, the token of a row.
         place: ``[T, K]`` int64, the row of a slot.
         counts, ends: ``[E]`` int64, rows of each expert, and where they end.
-        tiles: ``[tiles, 3]`` int64: expert, first row, end of the expert's rows; all 0 for a tile
-            without rows.
+        shares: One for each bank that the experts lie in.
         blocks: Sizes of a program's work, warps and stages.
     """
 
@@ -35,7 +52,7 @@ class Sorted(NamedTuple):
     place: Tensor
     counts: Tensor
     ends: Tensor
-    tiles: Tensor
+    shares: list[Share]
     blocks: dict[str, Any]
 
 
@@ -51,118 +68,143 @@ def blocks(dtype: torch.dtype, rows: int, experts: int) -> dict[str, Any]:
     if rows < 64 * experts:
         return {"BM": 32, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
                 "num_stages": 4}  # fmt: skip
-    return {"BM": 128, "BN": 128, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
+    return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
             "num_stages": 3}  # fmt: skip
 
 
-def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any]) -> dict[str, Any]:
+def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> dict[str, Any]:
     """Choose the work of a program of `weight_gradient`, from what `blocks` chose."""
     side = 64 if dtype == torch.float32 else 128
-    return {"BI": side, "BJ": side, "BK": 32, "PRECISION": chosen["PRECISION"], "num_warps": 8,
-            "num_stages": chosen["num_stages"]}  # fmt: skip
+    return {"BI": side, "BJ": side, "BK": 32, "PRECISION": chosen["PRECISION"],
+            "num_warps": 4 if tma else 8, "num_stages": 4 if tma else chosen["num_stages"]}  # fmt: skip
 
 
-def sort_rows(routing: Routing, dtype: torch.dtype) -> Sorted:
-    """Make the tables that the kernels read, on the device."""
+def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
+    """Make the tables that the kernels read, on the device.
+
+    Args:
+        routing: Where the T tokens go.
+        dtype: Of the rows.
+        slots: ``[E]``, where an expert lies in the first of two banks, -1 for the second.
+    """
     order, counts = routing.order, routing.counts
     chosen = blocks(dtype, len(order), len(counts))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    ends = counts.cumsum(0)
-    tiles = tile_table(counts, ends, len(order), chosen["BM"])
+    shares = [
+        Share(*tile_table(counts, len(order), chosen["BM"], slots=slots, bank=bank))
+        for bank in ((0,) if slots is None else (0, 1))
+    ]
     top_k = routing.ids.shape[1]
-    return Sorted(order // top_k, place.view(-1, top_k), counts, ends, tiles, chosen)
+    token = order // top_k
+    return Sorted(token, place.view(-1, top_k), counts, counts.cumsum(0), shares, chosen)
 
 
-def tile_table(counts: Tensor, ends: Tensor, total: int, rows: int) -> Tensor:
-    """Cut groups of rows into tiles: ``[tiles, 3]`` of group, first row, end of the group.
+def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
+    """Whether the tensor memory accelerator fetches tiles of tensors with such rows.
 
-    Args:
-        counts: ``[groups]`` int64, rows of each group.
-        ends: ``[groups]`` int64, where they end.
-        total: The sum of the counts, which the host knows without asking the device.
-        rows: Rows of a tile.
+    Triton's interpreter plays it, so that its code is tested without a GPU.
     """
-    per_group = (counts + rows - 1) // rows
-    last = per_group.cumsum(0)
-    tile = torch.arange(total // rows + len(counts), device=counts.device)
-    group = torch.searchsorted(last, tile, right=True)
-    known = group.clamp(max=len(counts) - 1)
-    first = (ends - counts)[known] + (tile - (last - per_group)[known]) * rows
-    return torch.stack([known, first, ends[known]], 1) * (group < len(counts)).unsqueeze(1)
+    if dtype == torch.float32 or any(2 * width % 16 for width in widths):
+        return False
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
+    """Return what a kernel reads blocks of a matrix from; a bank's matrices lie one below other."""
+    if not tma or not tensor.numel():
+        return tensor
+    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), list(block))
+
+
+def programs(device: torch.device, most: int) -> int:
+    """Return how many programs share the work: one for each multiprocessor."""
+    if device.type == "cpu":
+        return min(2, most)
+    return min(torch.cuda.get_device_properties(device).multi_processor_count, most)
 
 
 @triton.jit
-def matrix_of(trained, frozen, slots, expert, size: tl.constexpr):
-    """Return where an expert's matrix begins: in the trained bank if it has a slot there."""
-    slot = tl.load(slots + expert)
-    return trained + slot * size if slot >= 0 else frozen + expert * size
+def block_of(
+    source, row, column, end, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """Return a block of a matrix ``[.., wide]``; by pointers it is 0 outside of ``end`` rows."""
+    if TMA:
+        block = source.load([row.to(tl.int32), column])
+    else:
+        i = row + tl.arange(0, ROWS)
+        j = column + tl.arange(0, COLUMNS)
+        inside = (i < end)[:, None] & (j < wide)[None, :]
+        block = tl.load(source + i[:, None] * wide + j[None, :], mask=inside, other=0.0)
+    return block
 
 
 @triton.jit
 def _product(
-    rows, token, trained, frozen, slots, gate, out, tiles,
-    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, GATHER: tl.constexpr,
-    WEIGH: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    rows, matrices, gate, out, tiles, number,
+    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGH: tl.constexpr,
+    TMA: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = gate[r] * rows[r or token[r]] @ matrix [K, N] of r's expert, or transposed."""
-    tile = tiles + 3 * tl.program_id(1)
-    expert, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if start >= end:
-        return
-    row = tl.arange(0, BM)
-    live = row < end - start
-    if GATHER:
-        source = tl.load(token + start + row, mask=live, other=0)
-    else:
-        source = row
-        rows += start * K
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    matrix = matrix_of(trained, frozen, slots, expert, K * N)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for first in range(0, K, BK):
-        deep = first + tl.arange(0, BK)
-        left = rows + source[:, None] * K + deep[None, :]
-        a = tl.load(left, mask=live[:, None] & (deep < K)[None, :], other=0.0)
-        if TRANSPOSED:
-            right = matrix + column[None, :] * K + deep[:, None]
-        else:
-            right = matrix + deep[:, None] * N + column[None, :]
-        b = tl.load(right, mask=(deep < K)[:, None] & (column < N)[None, :], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-    if WEIGH:
-        total *= tl.load(gate + start + row, mask=live, other=0.0)[:, None]
-    to = out + start * N + row[:, None] * N + column[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=live[:, None] & (column < N)[None, :])
+    """out[r] = gate[r] * rows[r] @ matrix [K, N] of r's expert, or transposed."""
+    columns = tl.cdiv(N, BN)
+    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
+        tile = tiles + 3 * (work // columns)
+        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        column = (work % columns * BN).to(tl.int32)
+        total = tl.zeros((BM, BN), dtype=tl.float32)
+        for first in range(0, K, BK):
+            a = block_of(rows, start, first, end, K, BM, BK, TMA)
+            if TRANSPOSED:
+                top = place * N
+                b = block_of(matrices, top + column, first, top + N, K, BN, BK, TMA).T
+            else:
+                top = place * K
+                b = block_of(matrices, top + first, column, top + K, N, BK, BN, TMA)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        row = start + tl.arange(0, BM)
+        if WEIGH:
+            total *= tl.load(gate + row, mask=row < end, other=0.0)[:, None]
+        n = column + tl.arange(0, BN)
+        to = out + row[:, None] * N + n[None, :]
+        inside = (row < end)[:, None] & (n < N)[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _weight_gradient(
-    left, right, token, owner, counts, ends, out,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, GATHER_LEFT: tl.constexpr, PRECISION: tl.constexpr,
-    BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
+    left, right, left_blocks, right_blocks, token, owner, counts, ends, out,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, BY_TOKEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one of them by token."""
+    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token."""
     expert = tl.load(owner + tl.program_id(1))
-    end = tl.load(ends + expert)
-    start = end - tl.load(counts + expert)
-    tile = tl.program_id(0)
-    i = tile // tl.cdiv(WIDE, BJ) * BI + tl.arange(0, BI)
-    j = tile % tl.cdiv(WIDE, BJ) * BJ + tl.arange(0, BJ)
+    end = tl.load(ends + expert).to(tl.int32)
+    start = end - tl.load(counts + expert).to(tl.int32)
+    left_column = tl.program_id(0) // tl.cdiv(WIDE, BJ) * BI
+    right_column = tl.program_id(0) % tl.cdiv(WIDE, BJ) * BJ
     total = tl.zeros((BI, BJ), dtype=tl.float32)
-    for first in range(start, end, BK):
-        row = first + tl.arange(0, BK)
+    whole = start
+    if TMA:  # it does not stop at the expert's last row, so the rest is for the loop below
+        whole = start + (end - start) // BK * BK
+        for first in range(start, whole, BK):
+            a = left_blocks.load([first, left_column])
+            b = right_blocks.load([first, right_column])
+            total = tl.dot(a.T, b, total, input_precision=PRECISION)
+    i = left_column + tl.arange(0, BI)
+    j = right_column + tl.arange(0, BJ)
+    for first in range(whole, end, BK):
+        row = (first + tl.arange(0, BK)).to(tl.int64)
         live = (row < end)[:, None]
-        by_token = tl.load(token + row, mask=row < end, other=0)
-        if GATHER_LEFT:
-            at_left = left + by_token[:, None] * HIGH + i[None, :]
-            at_right = right + row[:, None] * WIDE + j[None, :]
-        else:
-            at_left = left + row[:, None] * HIGH + i[None, :]
-            at_right = right + by_token[:, None] * WIDE + j[None, :]
-        a = tl.load(at_left, mask=live & (i < HIGH)[None, :], other=0.0)
-        b = tl.load(at_right, mask=live & (j < WIDE)[None, :], other=0.0)
+        at_left, at_right = row, row
+        if BY_TOKEN == "left":
+            at_left = tl.load(token + row, mask=row < end, other=0)
+        if BY_TOKEN == "right":
+            at_right = tl.load(token + row, mask=row < end, other=0)
+        a = tl.load(left + at_left[:, None] * HIGH + i[None, :],
+                    mask=live & (i < HIGH)[None, :], other=0.0)  # fmt: skip
+        b = tl.load(right + at_right[:, None] * WIDE + j[None, :],
+                    mask=live & (j < WIDE)[None, :], other=0.0)  # fmt: skip
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     to = out + tl.program_id(1).to(tl.int64) * HIGH * WIDE + i[:, None] * WIDE + j[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(i < HIGH)[:, None] & (j < WIDE)[None, :])
@@ -185,67 +227,71 @@ def _combine(
     tl.store(out + token * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
-class Banks(NamedTuple):
-    """One kind of matrix of all experts: two tensors, and the table that says which to read."""
-
-    trained: Tensor
-    frozen: Tensor
-    slots: Tensor
-
-
 def product(
-    rows: Tensor, banks: Banks, by: Sorted, *, transposed: bool, gather: bool, gate: Tensor | None
+    rows: Tensor, banks: Sequence[Tensor], by: Sorted, *, transposed: bool, gate: Tensor | None
 ) -> Tensor:
     """Multiply sorted rows by their experts' matrices, ``[K, N]`` or transposed ``[N, K]``.
 
     Args:
-        rows: ``[S, K]``, or ``[T, K]`` with ``gather``.
-        banks: The matrices.
+        rows: ``[S, K]``.
+        banks: The matrices of each share.
         by: The order.
         transposed: Whether the matrices lie as ``[N, K]``.
-        gather: Whether a row is read from its token.
         gate: ``[S]`` float32 factor on each row of the result, or None.
 
     Returns:
         ``[S, N]``.
     """
-    first, second = banks.frozen.shape[1:]
+    first, second = banks[0].shape[1:]
     width, columns = (second, first) if transposed else (first, second)
-    out = rows.new_empty(len(by.token), columns)
-    grid = (triton.cdiv(columns, by.blocks["BN"]), len(by.tiles))
-    _product[grid](
-        rows, by.token, *banks, out if gate is None else gate, out, by.tiles, K=width, N=columns,
-        TRANSPOSED=transposed, GATHER=gather, WEIGH=gate is not None, **by.blocks,
-    )  # fmt: skip
+    out = rows.new_empty(len(rows), columns)
+    chosen, tma = by.blocks, fetched(rows.dtype, rows.device, width, columns)
+    deep, wide = chosen["BK"], chosen["BN"]
+    for bank, share in zip(banks, by.shares, strict=True):
+        work = len(share.tiles) * triton.cdiv(columns, wide)
+        if not (len(rows) and len(bank)):
+            continue
+        grid = programs(rows.device, work)
+        _product[(grid,)](
+            view(rows, (chosen["BM"], deep), tma),
+            view(bank, (wide, deep) if transposed else (deep, wide), tma),
+            out if gate is None else gate, out, *share, K=width, N=columns, TRANSPOSED=transposed,
+            WEIGH=gate is not None, TMA=tma, PROGRAMS=grid, **chosen,
+        )  # fmt: skip
     return out
 
 
 def weight_gradient(
-    left: Tensor, right: Tensor, by: Sorted, slots: Tensor, weight: Tensor, *, gather_left: bool
-) -> Tensor:
-    """Return the gradient of a trained bank ``[N, I, J]``: sums of outer products of its rows.
+    left: Tensor, right: Tensor, by: Sorted, weight: Tensor, *, slots: Tensor | None = None,
+    by_token: str = "",
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a bank ``[N, I, J]``: sums of outer products of its rows.
 
     Args:
-        left: ``[S, I]``, or ``[T, I]`` with ``gather_left``.
-        right: ``[S, J]``; ``[T, J]`` without ``gather_left``.
+        left: ``[S, I]``.
+        right: ``[S, J]``.
         by: The order.
-        slots: ``[E]``, where an expert lies in the bank, -1 where it does not.
         weight: The bank.
-        gather_left: Which of the two is read by token.
+        slots: ``[E]``, where an expert lies in the bank, -1 where it does not; None if all do.
+        by_token: ``"left"`` or ``"right"`` for the one that lies as ``[T, ...]`` and is read by
+            token; ``""`` for none.
     """
     number, high, wide = weight.shape
     out = torch.empty_like(weight)
     if not number:
         return out
-    # The inverse of the table; experts without a slot write behind its end.
-    owner = slots.new_zeros(number + 1)
-    places = torch.where(slots >= 0, slots, number)
-    owner[places] = torch.arange(len(slots), device=slots.device)
-    chosen = gradient_blocks(left.dtype, by.blocks)
+    owner = torch.arange(len(by.counts), device=weight.device)
+    if slots is not None:
+        # The inverse of the table; experts without a slot write behind its end.
+        places = torch.where(slots >= 0, slots, number)
+        owner = owner.new_zeros(number + 1).scatter_(0, places, owner)
+    tma = not by_token and len(left) > 0 and fetched(left.dtype, left.device, high, wide)
+    chosen = gradient_blocks(left.dtype, by.blocks, tma)
     grid = (triton.cdiv(high, chosen["BI"]) * triton.cdiv(wide, chosen["BJ"]), number)
     _weight_gradient[grid](
-        left, right, by.token, owner, by.counts, by.ends, out, HIGH=high, WIDE=wide,
-        GATHER_LEFT=gather_left, **chosen,
+        left, right, view(left, (chosen["BK"], chosen["BI"]), tma),
+        view(right, (chosen["BK"], chosen["BJ"]), tma), by.token, owner, by.counts, by.ends, out,
+        HIGH=high, WIDE=wide, BY_TOKEN=by_token, TMA=tma, **chosen,
     )  # fmt: skip
     return out
 

@@ -9,7 +9,7 @@ two matrices of an adapter exchanged.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.kernels._triton.grouped import sort_rows, tile_table, weight_gradient
-from moebook.kernels.route import Routing, grouped
+from moebook.kernels._triton.grouped import sort_rows, weight_gradient
+from moebook.kernels._triton.sorting import sort, tile_table
+from moebook.kernels.route import Routing
 
 
 def fit(routing: Routing, down: Tensor) -> bool:
@@ -45,12 +46,14 @@ def _gelu(x):
 
 
 @triton.jit
-def _middle(z, at, inside, source, live, pre, weighted, d_pre, gate, d_gate, BACK: tl.constexpr):
+def _middle(z, slot, r, R, live, pre, weighted, d_pre, gate, d_gate, BACK: tl.constexpr):
     """Between the products of one adapter: z becomes what the second one multiplies."""
-    factor = tl.load(gate + 2 * source, mask=live, other=0.0)
+    factor = tl.load(gate + slot, mask=live, other=0.0)
+    at = slot[:, None] * R + r[None, :]
+    inside = live[:, None] & (r < R)[None, :]
     if BACK:
         active, slope = _gelu(tl.load(pre + at, mask=inside, other=0.0).to(tl.float32))
-        tl.store(d_gate + 2 * source, tl.sum(z * active, axis=1), mask=live)
+        tl.store(d_gate + slot, tl.sum(z * active, axis=1), mask=live)
         active *= factor[:, None]
         tl.store(weighted + at, active.to(weighted.dtype.element_ty), mask=inside)
         z = (z * slope * factor[:, None]).to(d_pre.dtype.element_ty)
@@ -65,18 +68,21 @@ def _middle(z, at, inside, source, live, pre, weighted, d_pre, gate, d_gate, BAC
 
 @triton.jit
 def _pairs(
-    rows, base, token, gate, one, two, pre, weighted, d_pre, d_gate, out, tiles,
+    rows, base, token, ids, gate, one, two, pre, weighted, d_pre, d_gate, out, tiles, number,
     E: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, ADD: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = base[t] + both adapters of rows[t]; BACK: of a gradient, by their transposes."""
+    if tl.program_id(0) >= tl.load(number):
+        return
     tile = tiles + 3 * tl.program_id(0)
     pair, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if start >= end:
-        return
     live = tl.arange(0, BM) < end - start
     source = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
-    low, high = pair // E * (D * R), pair % E * (D * R)
+    low, high = pair // E, pair % E
+    # Which of a token's two choices is the lower expert.
+    slot = 2 * source + (tl.load(ids + 2 * source, mask=live, other=0) != low).to(tl.int64)
+    low, high = low * (D * R), high * (D * R)
     r = tl.arange(0, BR)
     a = tl.zeros((BM, BR), dtype=tl.float32)
     b = tl.zeros((BM, BR), dtype=tl.float32)
@@ -90,10 +96,9 @@ def _pairs(
         a = tl.dot(x, w, a, input_precision=PRECISION)
         w = tl.load(one + high + at, mask=inside, other=0.0)
         b = tl.dot(x, w, b, input_precision=PRECISION)
-    at = source[:, None] * (2 * R) + r[None, :]
-    inside = live[:, None] & (r < R)[None, :]
-    a = _middle(a, at, inside, source, live, pre, weighted, d_pre, gate, d_gate, BACK)
-    b = _middle(b, at + R, inside, source, live, pre, weighted, d_pre, gate + 1, d_gate + 1, BACK)
+    a = _middle(a, slot, r, R, live, pre, weighted, d_pre, gate, d_gate, BACK)
+    slot = 4 * source + 1 - slot  # the other choice
+    b = _middle(b, slot, r, R, live, pre, weighted, d_pre, gate, d_gate, BACK)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
         spot = d[None, :] * R + r[:, None] if BACK else r[:, None] * D + d[None, :]
@@ -109,23 +114,6 @@ def _pairs(
         tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
 
 
-class _Order(NamedTuple):
-    """Tokens sorted by pair; a token's two slots in the order of their experts' numbers."""
-
-    token: Tensor  # [T]
-    tiles: Tensor
-    ids: Tensor  # [T, 2], ascending
-    swap: Tensor  # [T, 2], which choice of the token an entry of ids was
-
-
-def _order(routing: Routing, experts: int, rows: int) -> _Order:
-    ids, swap = routing.ids.sort(dim=1, stable=True)
-    pair = ids[:, 0] * experts + ids[:, 1]
-    counts = pair.new_zeros(experts * experts).scatter_add_(0, pair, torch.ones_like(pair))
-    tiles = tile_table(counts, counts.cumsum(0), len(pair), rows)
-    return _Order(pair.argsort(stable=True), tiles, ids, swap)
-
-
 class Pairs(torch.autograd.Function):
     """Kept for the backward pass: the inputs and the pre-activation ``[T, 2, R]``."""
 
@@ -135,36 +123,33 @@ class Pairs(torch.autograd.Function):
         routing: Routing,
     ) -> Tensor:  # fmt: skip
         source, (experts, width, rank) = h if other is None else other, down.shape
-        chosen = blocks(h.dtype, rank)
-        by = _order(routing, experts, chosen["BM"])
-        gate = gates.gather(1, by.swap).contiguous()
+        chosen, ids, gate = blocks(h.dtype, rank), routing.ids.contiguous(), gates.contiguous()
+        token, counts = sort(ids, experts * experts, pairs=experts)
+        by = tile_table(counts, len(h), chosen["BM"])
         pre, out = h.new_empty(len(h), 2, rank), torch.empty_like(h)
-        _pairs[(len(by.tiles),)](
-            source, h, by.token, gate, down, up, pre, pre, pre, gate, out, by.tiles, E=experts,
+        _pairs[(len(by[0]),)](
+            source, h, token, ids, gate, down, up, pre, pre, pre, gate, out, *by, E=experts,
             D=width, R=rank, BACK=False, ADD=True, **chosen,
         )  # fmt: skip
         ctx.save_for_backward(source, gate, down, up, pre)
-        ctx.by, ctx.apart = by, other is not None
+        ctx.by, ctx.token, ctx.routing, ctx.apart = by, token, routing, other is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
-        by, grad, (experts, width, rank) = ctx.by, grad.contiguous(), down.shape
+        routing, grad, (experts, width, rank) = ctx.routing, grad.contiguous(), down.shape
         weighted, d_pre, d_gate = (torch.empty_like(t) for t in (pre, pre, gate))
         d_source = torch.empty_like(grad)
-        _pairs[(len(by.tiles),)](
-            grad, grad, by.token, gate, up, down, pre, weighted, d_pre, d_gate, d_source, by.tiles,
-            E=experts, D=width, R=rank, BACK=True, ADD=not ctx.apart,
+        _pairs[(len(ctx.by[0]),)](
+            grad, grad, ctx.token, routing.ids.contiguous(), gate, up, down, pre, weighted, d_pre,
+            d_gate, d_source, *ctx.by, E=experts, D=width, R=rank, BACK=True, ADD=not ctx.apart,
             **blocks(grad.dtype, rank),
         )  # fmt: skip
-        slots = torch.arange(experts, device=grad.device)
-        routing = grouped(by.ids, gate, experts)
-        rows = sort_rows(routing, grad.dtype)
+        by = sort_rows(routing, grad.dtype)
         weighted, d_pre = (t.view(-1, rank)[routing.order] for t in (weighted, d_pre))
-        d_up = weight_gradient(weighted, grad, rows, slots, up, gather_left=False)
-        d_down = weight_gradient(source, d_pre, rows, slots, down, gather_left=True)
-        d_gates = torch.empty_like(d_gate).scatter_(1, by.swap, d_gate)
+        d_up = weight_gradient(weighted, grad, by, up, by_token="right")
+        d_down = weight_gradient(source, d_pre, by, down, by_token="left")
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
-        return *d_inputs, d_gates, d_down, d_up, None
+        return *d_inputs, d_gate, d_down, d_up, None

@@ -1,4 +1,4 @@
-"""route on a GPU: the K largest logits of each row in one kernel."""
+"""route on a GPU: the K largest logits of each row in one kernel, then a sort by counting."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebook.kernels.route import Routing, _weighted
+from moebook.kernels._triton.sorting import sort
+from moebook.kernels.route import Routing, weights_of
 
 ROWS = 32
 """Tokens of one program."""
@@ -24,7 +25,7 @@ def run(logits: Tensor, top_k: int, combine: str) -> Routing:
             logits.detach().contiguous(), ids, len(logits), E=experts, K=top_k, BT=ROWS,
             BE=triton.next_power_of_2(experts),
         )  # fmt: skip
-    return _weighted(logits, ids, combine)
+    return Routing(ids, weights_of(logits, ids, combine), *sort(ids.view(-1), logits.shape[1]))
 
 
 @triton.jit
@@ -36,7 +37,8 @@ def _choose(
     expert = tl.arange(0, BE)[None, :]
     inside = (row < T)[:, None] & (expert < E)
     left = tl.load(logits + row[:, None] * E + expert, mask=inside, other=float("-inf"))
-    left = left.to(tl.float32)
+    # Logits of minus infinity come after all others, but before what was taken.
+    left = tl.where(inside, tl.maximum(left.to(tl.float32), -3.4e38), float("-inf"))
     for k in tl.static_range(K):
         best = tl.argmax(left, axis=1)
         tl.store(ids + row * K + k, best.to(tl.int64), mask=row < T)

@@ -13,4 +13,4 @@ def run(
     x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor, act: Activation
 ) -> Tensor:
     """Run `moebook.kernels.split_experts`."""
-    return gated_ffn("split_experts", x, routing, frozen, trained, slots, act)
+    return gated_ffn("split_experts", x, routing, [trained, frozen], slots, act)
