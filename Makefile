@@ -3,6 +3,8 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 TIER   ?= cpu
 PORT   ?= 8000
 ARGS   ?=
+# All tests run on every core (each worker holds torch, hence a limit), some of them in one process.
+WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
 
 LOCKS   := requirements.lock requirements.nodeps.lock pyproject.toml
 STAMP   := .venv/installed-$(shell cat $(LOCKS) | cksum | tr -d ' ')
@@ -23,7 +25,7 @@ book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, study, gpu, paper
 
 test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" for some of them)
 	@echo "test: running the tests with the network cut off"
-	@$(OFFLINE) .venv/bin/python -m pytest $(ARGS)
+	@$(OFFLINE) .venv/bin/python -m pytest $(WORKERS) $(ARGS)
 
 serve: $(STAMP) ## Show the rendered book in a browser, on PORT=8000
 	@test -f _build/html/index.html || { echo "serve: no book in _build/html; run 'make book' first" >&2; exit 2; }

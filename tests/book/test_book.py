@@ -189,34 +189,28 @@ def test_a_warning_of_jupyter_book_is_refused(site: Path, project: Path) -> None
 
 
 @pytest.mark.browser
-def test_no_page_asks_for_anything_outside_and_every_formula_is_set(
+def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(
     site: Path, browser: Any
 ) -> None:
-    raw = 0
     formulas = 0
+    browser.resize(400, 800)
     for address in _addresses(site):
         browser.open(address)
         formulas += browser.run("document.querySelectorAll('mjx-container').length")
-        raw += browser.run(
+        raw = browser.run(
             r"[...document.querySelectorAll('.math')].filter("
             r"e => !e.querySelector('mjx-container')).length"
             r" + document.querySelectorAll('mjx-merror, [data-mjx-error]').length"
             r" + (document.body.innerText"
             r".match(/\\\(|\\\[|\$\$/g) ?? []).length"
         )
-    outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
-    assert (outside, raw) == ([], 0)
-    assert formulas > 50
-
-
-@pytest.mark.browser
-def test_pages_fit_a_narrow_screen_and_every_picture_has_a_text(site: Path, browser: Any) -> None:
-    browser.resize(400, 800)
-    for address in _addresses(site):
-        browser.open(address)
+        assert raw == 0, address
         assert browser.run("document.documentElement.scrollWidth") <= 400, address
         missing = "[...document.images].filter(e => !e.alt && !e.ariaHidden).map(e => e.src)"
         assert browser.run(missing) == [], address
+    outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
+    assert outside == []
+    assert formulas > 50
 
 
 @pytest.mark.browser
