@@ -23,13 +23,13 @@ def inspect(folder: Path) -> None:
     Raises:
         Refusal: ``E-MODEL``, ``E-REMOTECODE``, ``E-NOFILE`` or ``E-PICKLE``; see `models.load`.
     """
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
-    _refuse_code(folder / "config.json", config)
+    refuse_code(folder / "config.json", config)
     if (path := folder / "tokenizer_config.json").is_file():
-        _refuse_code(path, _json(path))
+        refuse_code(path, json_object(path))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
         refuse(
@@ -37,10 +37,11 @@ def inspect(folder: Path) -> None:
             f"{folder}/config.json: model_type '{kind}' is no causal language model that "
             f"transformers {transformers.__version__} has; close names: {', '.join(close) or '-'}",
         )
-    _refuse_weights(folder)
+    refuse_weights(folder)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a model folder, or refuse (``E-MODEL``)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError:
@@ -56,7 +57,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_code(path: Path, content: Any) -> None:
+def refuse_code(path: Path, content: Any) -> None:
     """Refuse keys that make transformers fetch or run code, at any depth."""
     for key, value in _items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
@@ -76,11 +77,11 @@ def _items(content: Any) -> Iterator[tuple[str, Any]]:
             yield from _items(value)
 
 
-def _refuse_weights(folder: Path) -> None:
+def refuse_weights(folder: Path) -> None:
     """Refuse a folder without safetensors, or whose index points at files that are not there."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = _json(index).get("weight_map")
+        shards = json_object(index).get("weight_map")
         names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
         missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
         if missing or not names:

@@ -55,7 +55,7 @@ def load(
     device = resolve_device(str(device))
     folder = _folder(name)
     inspect(folder)
-    with _quiet():
+    with quiet():
         model = _model(folder, dtype)
         tokenizer = _tokenizer(folder)
     rows = len(model.get_input_embeddings().weight)
@@ -86,12 +86,12 @@ def _folder(name: str) -> Path:
         manifest.verify(folder)
         return folder
     if name == SMOLLM2:
-        with _quiet():
+        with quiet():
             return smollm2.folder()
     if Path(name).is_dir():
         return Path(name)
-    if hub := _HUB_NAME.fullmatch(name):
-        return _snapshot(hub["repo"], hub["revision"])
+    if fetched := on_hub(name):
+        return fetched
     refuse(
         "E-MODEL",
         f"no model and no folder '{name}': {nearest(name, (*PACKAGED, SMOLLM2))}, "
@@ -99,8 +99,16 @@ def _folder(name: str) -> Path:
     )
 
 
-def _snapshot(repo: str, revision: str | None) -> Path:
-    """Fetch a hub model at a commit, or take it from the hub's own cache."""
+def on_hub(name: str) -> Path | None:
+    """Fetch a hub model ``org/name@commit``, or take it from the hub's cache; else None.
+
+    Raises:
+        Refusal: ``E-PIN`` without a commit, ``E-OFFLINE`` when it is neither here nor reachable.
+    """
+    hub = _HUB_NAME.fullmatch(name)
+    if hub is None:
+        return None
+    repo, revision = hub["repo"], hub["revision"]
     if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         refuse(
             "E-PIN",
@@ -156,7 +164,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence transformers' bars and notes, and put its settings back as they were."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

