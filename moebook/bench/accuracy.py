@@ -120,7 +120,7 @@ def _split(place: torch.device) -> Iterator[Check]:
 
 
 def _adapters(place: torch.device) -> Iterator[Check]:
-    inputs = _drawn(place, (97, 32), (97, 8), (8, 32, 16), (8, 16, 32))
+    inputs = _drawn(place, (300, 32), (300, 4), (4, 32, 16), (4, 16, 32))
 
     def forward(impl: str, parts: list[Tensor]) -> Tensor:
         h, logits, down, up = parts
@@ -164,7 +164,7 @@ def _nearest(place: torch.device) -> Iterator[Check]:
 def _duplicates(place: torch.device) -> Iterator[Check]:
     case = find("duplicates").build(place, S=200, D=16)
     ours, literal = (c.run() for c in case.contenders if c.name != "floor")
-    yield _differing("rows", ours, literal)
+    yield _differing("rows", ours.cpu(), literal)
 
 
 def _groups(place: torch.device) -> Iterator[Check]:

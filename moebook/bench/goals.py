@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from moebook.bench.profiling import told
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -41,7 +43,8 @@ class Goal:
         if self.kind == "seconds":
             return float(ours["wall"])
         if self.kind == "memory":
-            return float(ours["kept"]) / (float(theirs["kept"]) or float("nan"))
+            mine, other = ours["kept"], theirs["kept"]
+            return float("nan") if pd.isna(mine) or not other else float(mine) / float(other)
         ratio = float(theirs["ratio"])
         return ratio if self.kind == "faster" else 1 / ratio
 
@@ -83,9 +86,10 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a goal whose op is in the frame: ``op``, ``case``, ``against``, ``goal``,
-        ``measured`` and ``verdict``: ``met``, ``missed``, or ``not run``, where the contender took
-        no part; ``not stated`` where the sizes are not those of the goals. An op that refuses its
-        case has missed the goal.
+        ``measured``, ``verdict`` and ``reason``. The verdict is ``met``, ``missed``, or ``not
+        run``, where the contender took no part; ``not stated`` where the sizes are not those of the
+        goals. An op that refuses its case has missed the goal. The reason of a missed goal is where
+        our time went.
     """
     stated = frame.attrs["scale"] == STATED[frame.attrs["device"]]
     table = frame.set_index(["op", "case", "contender"]).sort_index()
@@ -96,9 +100,16 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         value, verdict = _verdict(goal, table)
         shown = verdict if stated else "not stated"
-        lines.append([goal.op, goal.case, goal.against, str(goal), value, shown])
-    columns = ["op", "case", "against", "goal", "measured", "verdict"]
+        reason = _reason(table.loc[(goal.op, goal.case, "ours")]) if shown == "missed" else ""
+        lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
+    columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
     return pd.DataFrame(lines, columns=columns)
+
+
+def _reason(ours: pd.Series) -> str:
+    if pd.isna(ours["seconds"]):
+        return str(ours["note"])
+    return told(ours["profile"]) if isinstance(ours.get("profile"), dict) else ""
 
 
 def _verdict(goal: Goal, table: pd.DataFrame) -> tuple[float, str]:

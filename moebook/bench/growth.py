@@ -16,8 +16,8 @@ def growth(
     names: Iterable[str] | None = None,
     *,
     device: str = "auto",
-    rounds: int = 3,
-    budget: float = 1.0,
+    rounds: int = 1,
+    budget: float = 0.5,
     points: int | None = None,
 ) -> pd.DataFrame:
     """Measure each op at several sizes.

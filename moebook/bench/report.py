@@ -40,7 +40,11 @@ def table(frame: pd.DataFrame) -> str:
                 & (goals["against"] == row["contender"])
             ]
             lines.append(_line(row, floor.iloc[0] if len(floor) else math.nan, mine))
-    return "\n".join([*lines, "", _summary(goals)])
+    missed = goals[goals["verdict"] == "missed"]
+    reasons = dict(zip(missed["op"] + " / " + missed["case"], missed["reason"], strict=True))
+    why = [f"  {case}: {reason}" for case, reason in reasons.items()]
+    told = ["", "Where the time goes that a missed goal lacks:", *why] if why else []
+    return "\n".join([*lines, *told, "", _summary(goals)])
 
 
 def _line(row: pd.Series, floor: float, goals: pd.DataFrame) -> str:
@@ -101,6 +105,10 @@ def write(
         "environment": environment,
         "peers": installed()["version"].to_dict(),
         "goals": json.loads(judge(frame).to_json(orient="records")),
+        "profiles": {
+            f"{row['op']}/{row['case']}": row["profile"]
+            for row in frame[frame["profile"].notna()].to_dict("records")
+        },
         "absent": frame.loc[frame["seconds"].isna(), ["op", "case", "contender", "note"]].to_dict(
             "records"
         ),

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from moebook import runtime
-from moebook.bench import floors
+from moebook.bench import floors, profiling
 from moebook.bench.case import SCALES, Case, Letters, Op, number_format
 from moebook.bench.goals import STATED
 from moebook.bench.timing import Contender, Laps, interleave
@@ -33,7 +33,7 @@ OPS: Mapping[str, str] = {
 """Where each op's `Op` is: imported when it is asked for, since some need more packages."""
 COLUMNS = (
     "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "kept",
-    "flops", "traffic", "note",
+    "flops", "traffic", "note", "profile",
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def measure(
     scale: str | None = None,
     device: str = "auto",
     rounds: int = 5,
-    budget: float = 8.0,
+    budget: float = 3.0,
 ) -> pd.DataFrame:
     """Time every case of some ops against its floor and its peers.
 
@@ -94,8 +94,8 @@ def measure(
         recorded value), ``seconds`` at work and ``wall`` (medians), ``ratio`` (median of theirs
         over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``kept``
         (those between forward and backward pass, on a GPU), ``flops`` and ``traffic`` of the case,
-        and ``note``: why a contender took no part. ``attrs`` has the kind of ``device`` and
-        ``scale``.
+        ``note``: why a contender took no part, and ``profile``: of ours, where its time goes.
+        ``attrs`` has the kind of ``device`` and ``scale``.
 
     Raises:
         Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
@@ -112,15 +112,16 @@ def measure(
         {"op": name, "case": "", "contender": "ours", "note": why} for name, why in absent.items()
     ]
     for name, label, letters in runtime.progress(todo, "bench", len(todo)):
-        lines += measured(name, label, letters, place, rounds, budget)
+        lines += measured(name, label, letters, place, rounds, budget, profiled=True)
     frame = pd.DataFrame(lines, columns=list(COLUMNS))
     frame.attrs.update(device=place.type, scale=scale)
     return frame
 
 
 def measured(
-    name: str, label: str, letters: Letters, place: torch.device, rounds: int, budget: float
-) -> list[dict[str, Any]]:
+    name: str, label: str, letters: Letters, place: torch.device, rounds: int, budget: float,
+    *, profiled: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Time one case; its inputs are freed at the end."""
     head = {"op": name, "case": label}
     try:
@@ -132,6 +133,8 @@ def measured(
         {**head, "key": f"{name}/{label}/{slug(who)}", **_line(case, who, laps)}
         for who, laps in found.items()
     ]
+    if profiled:
+        lines[0]["profile"] = profiling.shares(case.contenders[0], place)
     return lines + [{**head, "contender": who, "note": why} for who, why in case.absent.items()]
 
 

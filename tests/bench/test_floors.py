@@ -58,6 +58,7 @@ def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
     ]
     columns = ["op", "case", "contender", "seconds", "wall", "ratio", "kept"]
     found = pd.DataFrame(lines, columns=columns)
+    found["note"], found["profile"] = "refused", [{"aten::mm": 0.9, "all else": 0.1}] * len(found)
     found.attrs.update(device="cpu", scale="full")
     return found
 
@@ -70,6 +71,9 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
     assert verdicts["verdict"].to_dict() == {"eager": "met", "grouped_mm": "missed", "floor": "met"}
     assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
     assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
+    assert verdicts["reason"].to_dict() == {
+        "eager": "", "grouped_mm": "aten::mm 90%, all else 10%", "floor": ""
+    }  # fmt: skip
 
 
 def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> None:
@@ -77,6 +81,7 @@ def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> 
     assert set(goals.judge(measured)["verdict"]) == {"not run"}
     refused = frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0))
     assert set(goals.judge(refused)["verdict"]) == {"missed"}
+    assert set(goals.judge(refused)["reason"]) == {"refused"}
 
 
 def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
