@@ -174,13 +174,11 @@ def _groups(place: torch.device) -> Iterator[Check]:
 
 
 def _clusters(place: torch.device) -> Iterator[Check]:
-    from moebook.bench.rows import apart
-    from moebook.methods.upcycling import crsu
-
-    given, truth = apart(layers=2, clusters=4)
-    found = crsu(given, len(truth[0])).weights.double()
-    near = torch.cdist(found, truth).min(dim=2).values
-    yield Check("distance to the clusters' means", near.max().item(), 1e-5)
+    points, centres = _drawn(place, (2, 300, 16), (2, 5, 16))
+    found = kernels.clusters(points, centres)
+    exact = kernels.clusters(points.double(), centres.double(), impl="reference")
+    yield _differing("points", found.ids.cpu(), exact.ids.cpu())
+    yield Check("distance of the sums", (found.sums - exact.sums).abs().max().item(), 1e-4)
 
 
 def _differing(what: str, ours: Any, theirs: Any) -> Check:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -15,11 +14,11 @@ from moebook.bench import peers
 from moebook.bench.case import Case, Op, number_format, size_of
 from moebook.bench.floors import Product, dense, flops
 from moebook.bench.timing import Contender
-from moebook.methods.rocket import augmentation, sampling
-from moebook.methods.upcycling import crsu
-from moebook.methods.upcycling.representations import Representations
+from moebook.methods.rocket import sampling
 
 Array = np.ndarray[Any, Any]
+LOOPED = 10_000
+"""Most rows of which the paper's loops are asked to compare all pairs."""
 LISTED = 1_000_000
 """Most groups that the peer is asked to list."""
 
@@ -76,18 +75,27 @@ def _by_sentences(pool: torch.Tensor, shots: torch.Tensor, C: int) -> Contender:
 
 def _duplicates(device: torch.device, S: int, D: int) -> Case:
     """Alg. 2's near-duplicates, against its two loops."""
+    dtype = number_format(device)
     rng = np.random.default_rng(0)
     centres = _unit(rng, max(1, S // 3), D)
     vectors = sampling.unit(
         centres[rng.integers(len(centres), size=S)] + 0.3 * _unit(rng, S, D)
     ).astype(np.float32)
     near = rng.random(S).astype(np.float32)
+    held, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
+    products = [Product(S, D, S)]
     contenders = [
-        Contender("ours", lambda: augmentation.deduplicate(vectors, near, 0.9)),
-        _product(vectors, np.ascontiguousarray(vectors.T)),
-        Contender("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9)),
+        Contender("ours", lambda: kernels.duplicates(held, key, 0.9)),
+        dense(products, device, dtype),
     ]
-    return Case(contenders, flops([Product(S, D, S)]), vectors.nbytes + near.nbytes)
+    case = Case(contenders, flops(products), size_of(held, key))
+    if S <= LOOPED:
+        case.contenders.append(
+            Contender("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9))
+        )
+    else:
+        case.absent["the paper's loops"] = f"would compare {S * S:,} pairs one by one"
+    return case
 
 
 def literal_duplicates(vectors: Array, near: Array, threshold: float) -> Array:
@@ -136,42 +144,34 @@ def literal_groups(pairs: Array, worth: Array, N: int) -> list[tuple[int, tuple[
 
 
 def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
-    """Centroids of every layer's tokens (CRSU), against scikit-learn alone."""
+    """One step of Lloyd's in all layers (the end of CRSU), from the same centres for everyone."""
     torch.manual_seed(0)
     centres = torch.randn(L, E, D)
-    labels = torch.arange(S) % E
-    points = centres[:, labels] + torch.randn(L, S, D)
-    given = Representations(points, torch.zeros(S).long(), ("all",), tuple(range(L)), "x", "")
-    layers = points.numpy()
+    points = centres[:, torch.arange(S) % E] + torch.randn(L, S, D)
+    dtype, products = number_format(device), [Product(S, D, E, L)]
+    held, asked = points.to(device, dtype), centres.to(device, dtype)
     contenders = [
-        Contender("ours", lambda: crsu(given, E)),
-        _product(layers.reshape(-1, D), np.ascontiguousarray(centres[0].T.numpy())),
+        Contender("ours", lambda: kernels.clusters(held, asked)),
+        dense(products, device, dtype),
     ]
-    case = Case(contenders, flops([Product(L * S, D, E)]), layers.nbytes)
-    for name in ("MiniBatchKMeans", "KMeans"):
-        case.invite(name, lambda name=name: _means(name, layers, E))  # type: ignore[misc]
+    case = Case(contenders, flops(products), size_of(held))
+    case.invite("KMeans", lambda: _by_kmeans("KMeans", points, centres))
+    case.invite("MiniBatchKMeans", lambda: _by_kmeans("MiniBatchKMeans", points, centres))
     return case
 
 
-def _means(name: str, layers: Array, E: int) -> Contender:
+def _by_kmeans(name: str, points: torch.Tensor, centres: torch.Tensor) -> Contender:
+    """Return scikit-learn's step: one iteration, or one batch of all points."""
     make = getattr(peers.module("sklearn.cluster"), name)
+    layers = [(rows.numpy(), own.numpy()) for rows, own in zip(points, centres, strict=True)]
 
-    def run() -> Iterator[Any]:
-        return iter([make(E, n_init=3, random_state=0).fit(rows) for rows in layers])
+    def run() -> list[Any]:
+        found = [make(len(own), init=own, n_init=1, max_iter=1) for _, own in layers]
+        if name == "KMeans":
+            return [each.fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
+        return [each.partial_fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
 
     return Contender(name, run)
-
-
-def apart(layers: int, clusters: int) -> tuple[Representations, torch.Tensor]:
-    """Make points whose clusters are plain to see, and the clusters' means ``[L, E, D]``."""
-    torch.manual_seed(0)
-    centres = 100 * torch.eye(clusters).repeat(layers, 1, 1)
-    labels = torch.arange(64 * clusters) % clusters
-    points = centres[:, labels] + torch.rand(layers, len(labels), clusters)
-    means = [points[:, labels == number].double().mean(1) for number in range(clusters)]
-    one = torch.zeros(len(labels)).long()
-    given = Representations(points, one, ("all",), tuple(range(layers)), "x", "")
-    return given, torch.stack(means, dim=1)
 
 
 NEAREST = Op(
@@ -192,7 +192,7 @@ DUPLICATES = Op(
         "tiny": {"candidates": {"S": 20, "D": 8}},
         "small": {"candidates": {"S": 600, "D": 384}},
         "full": {"candidates": {"S": 1500, "D": 384}},
-        "model": {"candidates": {"S": 5000, "D": 1024}},
+        "model": {"candidates": {"S": 5000, "D": 1024}, "pool": {"S": 143000, "D": 384}},
     },
     {"S": (0.25, 0.5, 1, 2)},
 )
@@ -208,7 +208,7 @@ GROUPS = Op(
     {"M": (0.5, 0.75, 1, 1.25), "N": (0.6, 0.8, 1, 1.2)},
 )
 CLUSTERS = Op(
-    "centroids of every layer's tokens",
+    "a step of k-means in every layer",
     _clusters,
     {
         "tiny": {"layers": {"S": 64, "D": 8, "E": 2, "L": 2}},

@@ -4,6 +4,7 @@ from moebook.kernels.adapters import adapters
 from moebook.kernels.balance_loss import balance_loss
 from moebook.kernels.bank_scoring import bank_scoring
 from moebook.kernels.clusters import clusters
+from moebook.kernels.duplicates import duplicates
 from moebook.kernels.experts import Bank, experts
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
@@ -19,6 +20,7 @@ __all__ = [
     "balance_loss",
     "bank_scoring",
     "clusters",
+    "duplicates",
     "experts",
     "grouped",
     "groups",

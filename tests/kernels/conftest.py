@@ -1,6 +1,29 @@
-"""Triton's choices, made before any kernel is decorated or compiled."""
+"""Triton's choices, made before any kernel is decorated or compiled; how much a test may hold."""
 
 import os
 
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 # `TRITON_INTERPRET` is set for all tests in the conftest above. Triton warns where this is unset.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+class Sizes(TorchDispatchMode):
+    """While it is entered, ``largest`` is the most elements that a result has had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return made
+
+
+@pytest.fixture
+def sizes():
+    """Watch the sizes of tensors: ``with sizes: ...``, then ``sizes.largest``."""
+    return Sizes()

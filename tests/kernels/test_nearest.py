@@ -82,6 +82,14 @@ def test_rows_of_key_minus_infinity_never_come():
     assert found.vectors.shape == (0, 2)
 
 
+def test_a_stream_is_held_in_the_memory_of_its_best_rows_and_a_block(sizes):
+    shots, block = drawn(9, 8), drawn(5000, 8)
+    with sizes:
+        found = nearest((block + number for number in range(20)), shots, 100)
+    assert found.seen == 100_000
+    assert sizes.largest == block.numel()
+
+
 def test_an_empty_pool_has_no_rows():
     assert len(nearest(drawn(0, 4), drawn(2, 4), 3).index) == 0
     with pytest.raises(Refusal, match="E-DATA: nearest: the pool is empty"):

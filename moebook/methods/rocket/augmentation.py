@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from moebook import kernels
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import sampling
 from moebook.methods.rocket.config import Config
@@ -14,8 +16,6 @@ from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.sampling import Array
 
 RULES = ("standing", "any", "index", "repr", "keep")
-BLOCK_BYTES = 2**25
-"""Most bytes of one block of similarities in `deduplicate`."""
 REPR_POOL = 4
 """The Repr filter walks down at most so many times C rows to find C that differ."""
 
@@ -66,8 +66,8 @@ def select(
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Do the same on embeddings: shots ``[K, D]`` and a stream of blocks ``[b, D]``.
 
-    D_C is put in the order of its similarity to the shots before duplicates go. Memory is C rows,
-    one block of the stream and `BLOCK_BYTES`.
+    D_C is put in the order of its similarity to the shots before duplicates go. Memory is a few
+    times C rows and one block of the stream.
     """
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     drawn = sampling.draw(shots, blocks, config, budget, seed=seed)
@@ -115,42 +115,15 @@ def deduplicate(
         ``[n]`` numbers of the rows that stay, ascending.
 
     Raises:
-        Refusal: E-CHOICE for another rule, E-SHAPE when the lengths differ, E-NONFINITE.
+        Refusal: E-CHOICE for another rule; those of `kernels.duplicates`.
     """
     if rule not in RULES:
         refuse("E-CHOICE", f"unknown rule '{rule}'; {nearest(rule, RULES)}")
-    if vectors.ndim != 2 or similarity.shape != vectors.shape[:1]:
-        shapes = f"{vectors.shape} and {similarity.shape}"
-        refuse("E-SHAPE", f"expected vectors [C, D] and similarity [C], got {shapes}")
-    if not (np.isfinite(vectors).all() and np.isfinite(similarity).all()):
-        refuse("E-NONFINITE", "the embeddings hold NaN or infinity")
-    alive = np.ones(len(vectors), dtype=bool)
     if rule == "keep":
-        return np.flatnonzero(alive)
-    key = similarity if rule in ("standing", "any") else -np.arange(len(vectors), dtype=np.float64)
-    for row, near in _near(sampling.unit(vectors), threshold):
-        if rule == "any":
-            after = (key[near] > key[row]) | ((key[near] == key[row]) & (near > row))
-            alive[row] = not after.any()
-        elif alive[row]:
-            _settle(row, near[alive[near]], key, alive)
-    return np.flatnonzero(alive)
-
-
-def _settle(row: int, near: Array, key: Array, alive: Array) -> None:
-    """Run the inner loop of Alg. 2 for one row: it removes the less near until it goes itself."""
-    stronger = np.flatnonzero(key[near] >= key[row])
-    end = stronger[0] if len(stronger) else len(near)
-    alive[near[:end]] = False
-    if len(stronger):
-        alive[row] = False
-
-
-def _near(unit: Array, threshold: float) -> Iterable[tuple[int, Array]]:
-    """Yield each row with its near-duplicates, ascending, itself left out; O(C) memory a block."""
-    size = max(1, BLOCK_BYTES // max(1, len(unit) * unit.itemsize))
-    for at in range(0, len(unit), size):
-        close = unit[at : at + size] @ unit.T > threshold
-        for line, row in enumerate(range(at, min(at + size, len(unit)))):
-            close[line, row] = False
-            yield row, np.flatnonzero(close[line])
+        return np.arange(len(vectors))
+    key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
+    kept = kernels.duplicates(
+        torch.from_numpy(vectors), torch.from_numpy(key), threshold,
+        rule="any" if rule == "any" else "standing",
+    )  # fmt: skip
+    return np.asarray(kept)

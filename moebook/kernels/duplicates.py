@@ -1,0 +1,134 @@
+"""duplicates: which rows stay when of two near-duplicates one goes, in the memory of S rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moebook.errors import nearest, refuse
+from moebook.kernels.dispatch import implementation
+from moebook.kernels.nearest import unit
+
+RULES = ("standing", "any")
+ROWS = {"cpu": 192, "cuda": 2048}
+"""Rows that are compared with all later ones at once: what goes among them saves its products."""
+Pairs = tuple[Tensor, Tensor]
+
+
+def duplicates(
+    vectors: Tensor, key: Tensor, threshold: float, *, rule: str = "standing", impl: str = "auto"
+) -> Tensor:
+    """Return the rows that stay when of two whose cosine is above a threshold one goes.
+
+    Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). The second visit of a pair
+    changes nothing, since after the first no more than one of the two is there: pairs i < j do.
+
+    Args:
+        vectors: ``[S, D]``.
+        key: ``[S]``; of two near-duplicates the one of the larger key stays, of equal ones the
+            later, since Alg. 2's test is a strict one.
+        threshold: tau, in [-1, 1].
+        rule: ``"standing"``: Alg. 2's own: pairs in order, both still there. ``"any"``: a row goes
+            if it loses to any near-duplicate, whether that one stays or not, as in SemDeDup: the
+            order of the pairs does not matter.
+        impl: ``"auto"``, ``"torch"`` (rows that are still there, block by block, against the later
+            ones; then the loop over near pairs alone), ``"triton"`` (the same, without writing
+            cosines to memory) or ``"reference"`` (the two loops).
+
+    Returns:
+        ``[n]`` int64 numbers of the rows that stay, ascending.
+
+    Raises:
+        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an argument that cannot be
+            used.
+    """
+    if vectors.dim() != 2 or key.shape != vectors.shape[:1]:
+        shapes = f"{tuple(vectors.shape)} and {tuple(key.shape)}"
+        refuse("E-SHAPE", f"duplicates: expected vectors [S, D] and key [S], got {shapes}")
+    if not -1 <= threshold <= 1:
+        refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
+    if rule not in RULES:
+        refuse("E-CHOICE", f"duplicates: unknown rule '{rule}'; {nearest(rule, RULES)}")
+    for name, values in (("vectors", vectors), ("key", key)):
+        if not values.isfinite().all():
+            refuse("E-NONFINITE", f"duplicates: {name} holds NaN or infinity")
+    run = implementation("duplicates", impl, _IMPLEMENTATIONS, vectors)
+    alive: Tensor = run(vectors, key, threshold, rule == "standing")
+    return alive.nonzero().squeeze(1)
+
+
+def reference(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
+    """Run the two loops of Alg. 2 as they are printed; without ``standing``, each pair once."""
+    rows = unit(vectors)
+    alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for i in range(len(rows)):
+        for j in range(0 if standing else i + 1, len(rows)):
+            if i == j or (standing and not (alive[i] and alive[j])):
+                continue
+            if rows[i] @ rows[j] > threshold:
+                alive[j if key[i] > key[j] else i] = False
+    return alive
+
+
+def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
+    """Compare unit rows, in float32 at least: a cosine rounded to fewer bits is another."""
+    rows = unit(vectors if vectors.element_size() >= 4 else vectors.float())
+    return through(rows, key, threshold, standing, ROWS[rows.device.type], near)
+
+
+def near(rows: Tensor, size: int, threshold: float) -> Pairs:
+    """Return the pairs i < j, i among the first ``size`` rows, above the threshold, in order."""
+    close = rows[:size] @ rows.T > threshold
+    close[:, :size].triu_(1)
+    first, second = close.nonzero(as_tuple=True)
+    return first, second
+
+
+def through(
+    rows: Tensor,
+    key: Tensor,
+    threshold: float,
+    standing: bool,
+    size: int,
+    pairs: Callable[[Tensor, int, float], Pairs],
+) -> Tensor:
+    """Go through the rows in blocks of ``size``: near pairs are found, then settled in order.
+
+    By Alg. 2's rule rows that went leave before the next block is compared.
+
+    Args:
+        rows: ``[S, D]``, as ``pairs`` wants them.
+        key: ``[S]``.
+        threshold: Of the cosine.
+        standing: Whether both of a pair must still be there.
+        size: Rows of a block.
+        pairs: Finds near pairs, as `near` does.
+
+    Returns:
+        ``[S]``, whether a row stays.
+    """
+    alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    left = torch.arange(len(rows), device=rows.device)
+    while len(left):
+        i, j = (left[place] for place in pairs(rows, size, threshold))
+        lose = torch.where(key[i] > key[j], j, i)
+        left, rows = left[size:], rows[size:]
+        alive[_losers(i, j, lose) if standing else lose] = False
+        if standing and len(lose):
+            stay = alive[left].nonzero().squeeze(1)
+            left, rows = left[stay], rows[stay]
+    return alive
+
+
+def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
+    """Settle pairs in order: of two that are still there the one goes that loses."""
+    gone: set[int] = set()
+    for i, j, loser in zip(first.tolist(), second.tolist(), lose.tolist(), strict=True):
+        if i not in gone and j not in gone:
+            gone.add(loser)
+    return torch.tensor(sorted(gone), dtype=torch.int64, device=lose.device)
+
+
+_IMPLEMENTATIONS = {"torch": _blocked, "reference": reference}

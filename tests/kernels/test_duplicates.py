@@ -1,0 +1,123 @@
+"""duplicates: which rows stay, against Alg. 2's lines 5 to 13 over fractions."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moebook.errors import Refusal
+from moebook.kernels import duplicates
+
+IMPLS = ("torch", "reference")
+
+
+def literal(near, key, standing):
+    """Alg. 2 as it is printed, on a table of who is near to whom; or each pair by itself."""
+    left = set(range(len(key)))
+    for i in range(len(key)):
+        for j in range(len(key)):
+            if i != j and near[i][j] and ({i, j} <= left if standing else i < j):
+                left.discard(j if key[i] > key[j] else i)
+    return sorted(left)
+
+
+def near_by_fractions(vectors, threshold):
+    """Whether x.y > tau |x| |y|, squared, so that no root is taken."""
+    rows = [[Fraction(number) for number in row] for row in vectors]
+
+    def near(x, y):
+        product = sum(a * b for a, b in zip(x, y, strict=True))
+        bound = Fraction(threshold) ** 2 * sum(a * a for a in x) * sum(b * b for b in y)
+        above = product**2 > bound
+        return (
+            above
+            if threshold >= 0 and product > 0
+            else threshold < 0 and (product >= 0 or not above)
+        )
+
+    return [[near(x, y) for y in rows] for x in rows]
+
+
+@st.composite
+def problems(draw):
+    count, width = draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    number = st.integers(-2, 2)
+    vectors = draw(
+        st.lists(st.lists(number, min_size=width, max_size=width), min_size=count, max_size=count)
+    )
+    key = draw(st.lists(st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count))
+    # No cosine of such vectors is within 1e-4 of these.
+    return (
+        vectors,
+        width,
+        key,
+        draw(st.sampled_from([-0.123, 0.151, 0.55, 0.913])),
+        draw(st.booleans()),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.sampled_from(IMPLS))
+def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, impl):
+    vectors, width, key, threshold, standing = problem
+    wanted = literal(near_by_fractions(vectors, threshold), key, standing)
+    given_rows = torch.tensor(vectors, dtype=torch.float64).reshape(len(key), width)
+    found = duplicates(given_rows, torch.tensor(key), threshold, impl=impl,
+                       rule="standing" if standing else "any")  # fmt: skip
+    assert found.tolist() == wanted
+
+
+@pytest.mark.parametrize("rule", ["standing", "any"])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("threshold", [0.3, 0.8])
+def test_many_blocks_keep_what_the_literal_loops_keep(threshold, ordered, rule):
+    torch.manual_seed(0)
+    rows = torch.randn(700, 4, dtype=torch.float64)
+    key = torch.randint(100, (700,))
+    key = key.sort(descending=True).values if ordered else key
+    cosines = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(rows).T
+    wanted = literal((cosines > threshold).tolist(), key.tolist(), rule == "standing")
+    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted
+    assert len(wanted) < 600
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_on_a_chain_the_two_rules_differ(impl):
+    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
+    chain, key = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([0.9, 0.8, 0.7])
+    assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
+    assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_of_two_with_equal_keys_the_earlier_goes(impl):
+    assert duplicates(torch.ones(2, 3), torch.ones(2), 0.9, impl=impl).tolist() == [1]
+
+
+def test_no_square_is_held(sizes):
+    torch.manual_seed(0)
+    rows = torch.randn(4000, 16)
+    with sizes:
+        duplicates(rows, torch.rand(4000), 0.99)
+    assert sizes.largest <= 192 * 4000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vectors": torch.ones(4)}, r"E-SHAPE: duplicates: .* got \(4,\) and \(4,\)"),
+        ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\) and \(3,\)"),
+        ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
+        ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
+        ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
+        ({"vectors": torch.full((4, 2), torch.nan)}, "E-NONFINITE: duplicates: vectors"),
+        ({"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
+        ({"impl": "cuda"}, "E-IMPL: duplicates: no implementation impl='cuda'"),
+    ],
+)
+def test_unusable_arguments_are_refused(change, message):
+    usual = {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9}
+    with pytest.raises(Refusal, match=message):
+        duplicates(**(usual | change))
