@@ -14,7 +14,7 @@ from moebook.errors import refuse
 PEERS = {
     "transformers": "experts: eager, batched_mm, grouped_mm; the balance loss",
     "peft": "LoRA beside a linear layer; a bank scored by a set_adapter loop",
-    "sentence-transformers": "semantic_search: the nearest rows of a pool",
+    "sentence-transformers": "semantic_search: the nearest rows of a pool; pip install '.[bench]'",
     "scikit-learn": "k-means; cosine similarities",
     "numpy": "a whole matrix at once where we stream; the papers' loops",
     "torch": "grouped_mm, top-k and sort put together by hand; the dense product of the floor",

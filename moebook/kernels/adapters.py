@@ -15,8 +15,8 @@ from moebook.kernels.memory import empty
 from moebook.kernels.route import Routing, check_routing, grouped
 from moebook.kernels.segments import Layout, lay_out
 
-ENOUGH = 16
-"""Tokens for each of the E * E ordered pairs of experts from which on pairs are grouped."""
+ENOUGH = 64
+"""Tokens for each of the E * E ordered pairs of experts from which on rows are sorted by pair."""
 
 
 def adapters(
@@ -86,112 +86,103 @@ def _check(h: Tensor, source: Tensor, down: Tensor, up: Tensor) -> None:
 def _segments(
     h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
-    gates = routing.weights.to(h.dtype) * scale
-    ids, swap = routing.ids.sort(dim=1)
-    passes = _passes(ids, len(down), h.dtype)
-    other = None if source is h else source
-    y: Tensor = _Segments.apply(h, other, gates.gather(1, swap), down, up, passes)
+    gates, other = routing.weights.to(h.dtype) * scale, None if source is h else source
+    ids, experts = routing.ids, len(down)
+    if ids.shape[1] != 2 or len(ids) < ENOUGH * experts**2:
+        layout = lay_out(routing, h.dtype)
+        groups = [_Group([e], rows, int(routing.counts[e])) for e, rows in layout.segments]
+    else:
+        ids, swap = ids.sort(dim=1)
+        gates, code = gates.gather(1, swap), ids[:, :1] * experts + ids[:, 1:]
+        pairs = grouped(code, code, experts**2)
+        layout = lay_out(pairs, h.dtype)
+        groups = [
+            _Group(list(divmod(pair, experts)), rows, int(pairs.counts[pair]))
+            for pair, rows in layout.segments
+        ]
+    y: Tensor = _Segments.apply(h, other, gates, down, up, layout, groups)
     return y
 
 
-class _Pass(NamedTuple):
-    """Tokens grouped by the pair of experts that two of their choices are, or by one expert.
+class _Group(NamedTuple):
+    """Rows of a layout whose tokens all go to the same one or two experts, each token once.
 
     Attributes:
-        choices: Columns of the sorted ids, one or two.
-        layout: Of the tokens.
-        groups: (the experts, rows of the layout, how many of them are tokens).
+        experts: One, or the pair.
+        rows: Of the layout.
+        tokens: How many of the rows are tokens; the others only fill up.
     """
 
-    choices: slice
-    layout: Layout
-    groups: list[tuple[list[int], slice, int]]
-
-
-def _passes(ids: Tensor, experts: int, dtype: torch.dtype) -> list[_Pass]:
-    """Group by pairs where they have enough tokens: a row is then moved once for two experts."""
-    width = 2 if len(ids) >= ENOUGH * experts**2 else 1
-    passes = []
-    for first in range(0, ids.shape[1], width):
-        chosen = ids[:, first : first + width]
-        steps = [experts**place for place in range(chosen.shape[1])]
-        code = (chosen * torch.tensor(steps, device=ids.device)).sum(1, keepdim=True)
-        routing = grouped(code, code, experts ** len(steps))
-        layout, counts = lay_out(routing, dtype), routing.counts.tolist()
-        groups = [
-            ([code // step % experts for step in steps], rows, counts[code])
-            for code, rows in layout.segments
-        ]
-        passes.append(_Pass(slice(first, first + width), layout, groups))
-    return passes
+    experts: list[int]
+    rows: slice
+    tokens: int
 
 
 class _Segments(torch.autograd.Function):
-    """Tokens sorted by pairs of experts; all of a pair is done while its rows are in the cache.
+    """Rows sorted by expert or pair; all of a group is done while its rows are in the cache.
 
     Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``. The gate is
-    applied between the two products, on R columns instead of D. The factors of both experts are
-    one matrix, and each row is read once and written once for both. Where h is its own source
-    (``other`` is None), its two gradients are one tensor from the start.
+    applied between the two products, on R columns instead of D. The factors of a pair are one
+    matrix, and a row is read once and written once for both. Where h is its own source (``other``
+    is None), its two gradients are one tensor from the start.
     """
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
-        passes: list[_Pass],
+        layout: Layout, groups: list[_Group],
     ) -> Tensor:  # fmt: skip
-        source, base, y = h if other is None else other, h, empty(h.shape, h)
-        kept = []
-        for choices, layout, groups in passes:
-            gate = layout.spread(gates[:, choices])
-            pre = h.new_empty(len(gate), gate.shape[1] * down.shape[2])
-            for pair, rows, tokens in groups:
-                token = layout.token[rows]
-                read = source.index_select(0, token)
-                torch.mm(read, torch.cat([down[e] for e in pair], 1), out=pre[rows])
-                hidden = _gated(F.gelu(pre[rows]), gate[rows])
-                out = read if base is source else base.index_select(0, token)
-                out.addmm_(hidden, torch.cat([up[e] for e in pair]))
-                y.index_copy_(0, token[:tokens], out[:tokens])
-            base = y
-            kept += [gate, pre]
-        ctx.save_for_backward(source, down, up, *kept)
-        ctx.passes, ctx.apart = passes, other is not None
+        source, gate, y = h if other is None else other, layout.spread(gates), empty(h.shape, h)
+        pre = h.new_empty(len(gate), gate.shape[1] * down.shape[2])
+        base = h if layout.place.shape[1] == 1 else y.copy_(h)
+        for experts, rows, tokens in groups:
+            token = layout.token[rows]
+            read = source.index_select(0, token)
+            torch.mm(read, _joined(down, experts, 1), out=pre[rows])
+            hidden = _gated(F.gelu(pre[rows]), gate[rows])
+            out = read if source is base else base.index_select(0, token)
+            out.addmm_(hidden, _joined(up, experts, 0))
+            y.index_copy_(0, token[:tokens], out[:tokens])
+        ctx.save_for_backward(source, gate, down, up, pre)
+        ctx.layout, ctx.groups, ctx.apart = layout, groups, other is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, down, up, *kept = ctx.saved_tensors
-        wide, d_gates = torch.promote_types(down.dtype, torch.float32), []  # of sums of groups
+        source, gate, down, up, pre = ctx.saved_tensors
+        wide = torch.promote_types(down.dtype, torch.float32)  # of sums over groups
         d_down, d_up = (torch.zeros_like(part, dtype=wide) for part in (down, up))
-        base, d_source = None if ctx.apart else grad, empty(grad.shape, grad)
-        for (_, layout, groups), gate, pre in zip(ctx.passes, kept[::2], kept[1::2], strict=True):
-            d_gate = torch.empty_like(gate)
-            for pair, rows, tokens in groups:
-                token = layout.token[rows]
-                read, d_out = source.index_select(0, token), grad.index_select(0, token)
-                active, d_hidden = F.gelu(pre[rows]), d_out @ torch.cat([up[e] for e in pair]).T
-                torch.sum((d_hidden * active).unflatten(1, (len(pair), -1)), 2, out=d_gate[rows])
-                d_second = _gated(active, gate[rows]).T @ d_out
-                d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, gate[rows]), pre[rows])
-                d_first = d_pre.T @ read
-                for e, second, first in zip(
-                    pair, d_second.chunk(len(pair)), d_first.chunk(len(pair)), strict=True
-                ):
-                    d_up[e] += second
-                    d_down[e] += first.T
-                if base is None:
-                    d_out.zero_()
-                elif base is d_source:
-                    torch.index_select(base, 0, token, out=d_out)
-                d_out.addmm_(d_pre, torch.cat([down[e] for e in pair], 1).T)
-                d_source.index_copy_(0, token[:tokens], d_out[:tokens])
-            base = d_source
-            d_gates.append(d_gate[layout.place.flatten()])
+        d_gate, d_source = torch.empty_like(gate), empty(grad.shape, grad)
+        if ctx.apart:
+            base = d_source.zero_()
+        else:
+            base = grad if ctx.layout.place.shape[1] == 1 else d_source.copy_(grad)
+        for experts, rows, tokens in ctx.groups:
+            token, number = ctx.layout.token[rows], len(experts)
+            read, d_out = source.index_select(0, token), grad.index_select(0, token)
+            active, d_hidden = F.gelu(pre[rows]), d_out @ _joined(up, experts, 0).T
+            torch.sum((d_hidden * active).unflatten(1, (number, -1)), 2, out=d_gate[rows])
+            d_ups = (_gated(active, gate[rows]).T @ d_out).chunk(number)
+            d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, gate[rows]), pre[rows])
+            d_downs = (d_pre.T @ read).chunk(number)
+            for expert, first, second in zip(experts, d_downs, d_ups, strict=True):
+                d_down[expert] += first.T
+                d_up[expert] += second
+            if base is not grad:
+                torch.index_select(base, 0, token, out=d_out)
+            d_out.addmm_(d_pre, _joined(down, experts, 1).T)
+            d_source.index_copy_(0, token[:tokens], d_out[:tokens])
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
-        d_factors = (d_down.to(down.dtype), d_up.to(up.dtype))
-        return *d_inputs, torch.cat(d_gates, 1), *d_factors, None
+        d_gates = d_gate[ctx.layout.place].flatten(1)
+        return *d_inputs, d_gates, d_down.to(down.dtype), d_up.to(up.dtype), None, None
+
+
+def _joined(factors: Tensor, experts: list[int], dim: int) -> Tensor:
+    """Return the factors of a group's experts as one matrix."""
+    if len(experts) == 1:
+        return factors[experts[0]]
+    return torch.cat([factors[expert] for expert in experts], dim)
 
 
 def _gated(rows: Tensor, gate: Tensor) -> Tensor:

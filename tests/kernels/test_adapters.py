@@ -14,8 +14,7 @@ SHAPES = [  # T, D, R, E, K
     (1, 4, 2, 5, 3),
     (5, 4, 2, 16, 2),  # some experts get no row
     (0, 4, 2, 3, 2),
-    (70, 6, 3, 2, 2),  # enough tokens to group them by pairs
-    (150, 4, 2, 3, 3),  # a pair, and one expert more
+    (260, 6, 3, 2, 2),  # enough tokens to sort them by pair
 ]
 
 
@@ -72,7 +71,7 @@ def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [64, 300])  # by experts, by pairs
+@pytest.mark.parametrize("tokens", [64, 1100])  # by expert, by pair
 def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype, tokens):
     exact = case(tokens, 16, 8, 4, 2)
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
@@ -89,10 +88,10 @@ def test_gradcheck_in_float64(impl):
     assert torch.autograd.gradcheck(lambda *args: by_op(impl)(*args, 2), inputs)
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(6, 2), (150, 3)])
-def test_what_is_its_own_source_has_one_gradient_for_both(tokens, top_k):
-    h, _, logits, down, up = case(tokens, 4, 3, 3, top_k)
-    routing = route(logits.detach(), top_k)
+@pytest.mark.parametrize("tokens", [6, 600])  # by expert, by pair
+def test_what_is_its_own_source_has_one_gradient_for_both(tokens):
+    h, _, logits, down, up = case(tokens, 4, 3, 3, 2)
+    routing = route(logits.detach(), 2)
     found = [adapters(h, routing, down, up, impl=impl) for impl in ("torch", "reference")]
     grads = [torch.autograd.grad(y.cos().sum(), [h, down, up]) for y in found]
     for got, want in zip(*grads, strict=True):
