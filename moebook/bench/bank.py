@@ -16,7 +16,7 @@ from moebook.bench.case import Case, Op
 from moebook.bench.floors import Product
 from moebook.bench.timing import Contender
 from moebook.data import IGNORED, encode, tasks
-from moebook.methods.rocket import loras, scoring
+from moebook.methods.rocket import attachment, loras, packing, scoring
 from moebook.methods.rocket.loras import Lora
 
 TARGETS = ("q_proj", "v_proj")
@@ -28,7 +28,7 @@ def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
     model, tokenizer = models.load("nano", device=str(device))
     rows = [row for name in list(tasks.CATALOGUE)[:4] for row in tasks.rows(name, "train", S)]
     shots = rows[:: max(1, len(rows) // S)][:S]
-    bank = _random(model, N, R)
+    bank = _random(model, N, R, device)
     items = list(encode(shots, tokenizer, max_length=10**9))
     products = _products(model, items, N, R)
     case = Case(
@@ -44,17 +44,21 @@ def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
     return case
 
 
-def _random(model: Any, number: int, rank: int) -> dict[str, Lora]:
+def _random(model: Any, number: int, rank: int, device: torch.device) -> dict[str, Lora]:
     """Make LoRAs on q and v that change the base a little, each in its own way."""
     torch.manual_seed(0)
     layers = loras.linears(model, TARGETS)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape) / 10).to(device)
+
     return {
         f"lora{index:02d}": Lora(
             name=f"lora{index:02d}",
             rank=rank,
             alpha=float(rank),
-            down={p: torch.randn(rank, layer.in_features) / 10 for p, layer in layers.items()},
-            up={p: torch.randn(layer.out_features, rank) / 10 for p, layer in layers.items()},
+            down={p: draw(rank, layer.in_features) for p, layer in layers.items()},
+            up={p: draw(layer.out_features, rank) for p, layer in layers.items()},
         )
         for index in range(number)
     }
@@ -117,17 +121,26 @@ def nats(model: Any, batch: list[Item]) -> Tensor:
 
 
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
-    """List the products that scoring cannot do without: layers, LoRAs, the head on the answers."""
-    tokens = number * sum(item["length"] - 1 for item in items)
-    answers = number * sum(len(item["labels"]) - item["labels"].count(IGNORED) for item in items)
+    """List the products that scoring cannot do without.
+
+    A token that several shots begin with runs once under each LoRA; before the first LoRA it runs
+    once for all. Behind the last keys and values only places that predict an answer are needed.
+    """
+    made = packing.packs(items, model.config.hidden_size)
+    tokens = sum(len(pack.tokens) for pack in made)
+    places = number * sum(len(pack.answers.readers.unique()) for pack in made)
+    answers = number * sum(len(pack.answers.readers) for pack in made)
+    shared, ends = attachment.spared(model)
+    last = {layer for part in ends for layer in part.modules()}
     shapes: Counter[tuple[int, int, int]] = Counter()
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             width, out = layer.in_features, layer.out_features
-            shapes[answers if path == "lm_head" else tokens, width, out] += 1
+            rows = answers if path == "lm_head" else places if layer in last else number * tokens
+            shapes[tokens if layer in shared else rows, width, out] += 1
             if path.endswith(TARGETS):
-                shapes[tokens, width, rank] += 1
-                shapes[tokens, rank, out] += 1
+                shapes[rows, width, rank] += 1
+                shapes[rows, rank, out] += 1
     return [Product(*shape, times) for shape, times in shapes.items()]
 
 

@@ -51,15 +51,13 @@ def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterat
         tokens: T, tokens of a row.
         places: int64, the places in [0, T) whose hidden states are read, each once.
     """
-    layers = anatomy(model).layers
-    ends = _parts(layers[-1].attention, "q_proj", "o_proj")
-    ends += [layers[-1].mlp] if layers[-1].kind == "dense" else []
+    shared, ends = spared(model)
 
     def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(1, places, output)
 
     with ExitStack() as hooks:
-        for part in _parts(layers[0].attention, "q_proj", "k_proj", "v_proj"):
+        for part in shared:
             before = part.register_forward_pre_hook(lambda _, args: args[0][:1])
             after = part.register_forward_hook(lambda _, args, output: output.expand(loras, -1, -1))
             hooks.callback(before.remove)
@@ -69,6 +67,14 @@ def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterat
             hooks.callback(before.remove)
             hooks.callback(part.register_forward_hook(filled).remove)
         yield
+
+
+def spared(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the parts that `trimmed` runs for one row alone, and those for the places alone."""
+    layers = anatomy(model).layers
+    ends = _parts(layers[-1].attention, "q_proj", "o_proj")
+    ends += [layers[-1].mlp] if layers[-1].kind == "dense" else []
+    return _parts(layers[0].attention, "q_proj", "k_proj", "v_proj"), ends
 
 
 def _parts(module: nn.Module | None, *names: str) -> list[nn.Module]:
