@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
     """Grow the tree sample by sample: what a sample shares with the one before it stands there."""
     tokens: list[int] = []
     positions: list[int] = []
-    paths: list[list[int]] = []  # from the first token of a sample to each node
+    parents: list[int] = []  # the token before; the first of a sample has itself
     readers: list[int] = []
     targets: list[int] = []
     lengths: list[int] = []
@@ -68,19 +69,20 @@ def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
         own, first = items[line]["input_ids"], items[line]["labels"].count(IGNORED)
         path = path[: _shared(before, own[:-1])]
         for place in range(len(path), len(own) - 1):
+            parents.append(path[-1] if path else len(tokens))
             path = [*path, len(tokens)]
-            paths.append(path)
             tokens.append(own[place])
             positions.append(place)
         readers += path[first - 1 :]
         targets += own[first:]
         lengths.append(len(own) - first)
         before = own[:-1]
-    seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    pairs = [(node, other) for node, path in enumerate(paths) for other in path]
-    seen[tuple(torch.tensor(pairs).T)] = True
+    seen = np.eye(len(tokens), dtype=bool)
+    for node, parent in enumerate(parents):
+        seen[node] |= seen[parent]
     answers = Answers(torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths))
-    return Pack(lines, torch.tensor(tokens), torch.tensor(positions), seen, answers)
+    ids, places = torch.tensor(tokens), torch.tensor(positions)
+    return Pack(lines, ids, places, torch.from_numpy(seen), answers)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
