@@ -14,7 +14,6 @@ from moebook.bench import peers
 from moebook.bench.case import Case, Op, number_format, size_of
 from moebook.bench.floors import Product, dense, flops
 from moebook.bench.timing import Contender
-from moebook.methods.rocket import sampling
 
 Array = np.ndarray[Any, Any]
 LOOPED = 10_000
@@ -23,21 +22,19 @@ LISTED = 1_000_000
 """Most groups that the peer is asked to list."""
 
 
-def _unit(rng: np.random.Generator, rows: int, width: int) -> Array:
-    """Draw rows of length 1 in float32, as encoders give them."""
-    return np.asarray(sampling.unit(rng.standard_normal((rows, width), dtype=np.float32)))
+def _unit(rows: Array) -> Array:
+    """Bring rows to length 1, as encoders give them."""
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True))
 
 
-def _product(left: Array, right: Array) -> Contender:
-    """Return a floor that is one product of NumPy arrays."""
-    out = np.empty((len(left), right.shape[1]), dtype=left.dtype)
-    return Contender("floor", lambda: np.matmul(left, right, out=out))
+def _drawn(rng: np.random.Generator, rows: int, width: int) -> Array:
+    return _unit(rng.standard_normal((rows, width), dtype=np.float32))
 
 
 def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
     """The C rows of a pool that are nearest to any of K shots (Rocket Eq. 11 to 13)."""
     rng = np.random.default_rng(0)
-    pool, shots = _unit(rng, S, D), _unit(rng, K, D)
+    pool, shots = _drawn(rng, S, D), _drawn(rng, K, D)
     dtype = number_format(device)
     held, asked = (torch.from_numpy(part).to(device, dtype) for part in (pool, shots))
 
@@ -77,10 +74,10 @@ def _duplicates(device: torch.device, S: int, D: int) -> Case:
     """Alg. 2's near-duplicates, against its two loops."""
     dtype = number_format(device)
     rng = np.random.default_rng(0)
-    centres = _unit(rng, max(1, S // 3), D)
-    vectors = sampling.unit(
-        centres[rng.integers(len(centres), size=S)] + 0.3 * _unit(rng, S, D)
-    ).astype(np.float32)
+    centres = _drawn(rng, max(1, S // 3), D)
+    vectors = _unit(centres[rng.integers(len(centres), size=S)] + 0.3 * _drawn(rng, S, D)).astype(
+        np.float32
+    )
     near = rng.random(S).astype(np.float32)
     held, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
     products = [Product(S, D, S)]
@@ -100,7 +97,7 @@ def _duplicates(device: torch.device, S: int, D: int) -> Case:
 
 def literal_duplicates(vectors: Array, near: Array, threshold: float) -> Array:
     """Run Alg. 2, lines 5 to 13, as two loops over the rows that are still there."""
-    unit = sampling.unit(vectors)
+    unit = _unit(vectors)
     alive = [True] * len(unit)
     for i in range(len(unit)):
         for j in range(len(unit)):
