@@ -76,7 +76,7 @@ def crsu(
     The paper's recipe: ``collect(..., share=0.01)`` over the whole training mixture, then k-means
     with E clusters in every layer. Mini-batch k-means finds the clusters; one exact step of Lloyd's
     over all layers (`kernels.clusters`) follows, so that every centroid is the mean of its points.
-    Lloyd's to the end took 12 to 70 times as long on a CPU, for an inertia at most 0.4 % less.
+    Lloyd's to the end took up to 70 times as long on a CPU, for an inertia at most 0.4 % less.
 
     Args:
         representations: Tasks are ignored.
