@@ -89,8 +89,8 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
         One row a goal whose op is in the frame: ``op``, ``case``, ``against``, ``goal``,
         ``measured``, ``verdict`` and ``reason``. The verdict is ``met``, ``missed``, or ``not
         run``, where the contender took no part; ``not stated`` where the sizes are not those of the
-        goals. An op that refuses its case has missed the goal. The reason of a missed goal is where
-        our time went.
+        goals. An op that refuses its case has missed the goal. The reason of a missed goal is what
+        our time consists of, in multiples of the other's.
     """
     stated = frame.attrs["scale"] == STATED[frame.attrs["device"]]
     table = frame.set_index(["op", "case", "contender"]).sort_index()
@@ -101,16 +101,19 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         value, verdict = _verdict(goal, table)
         shown = verdict if stated else "not stated"
-        reason = _reason(table.loc[(goal.op, goal.case, "ours")]) if shown == "missed" else ""
+        reason = _reason(goal, table, value) if shown == "missed" else ""
         lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
     columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
     return pd.DataFrame(lines, columns=columns)
 
 
-def _reason(ours: pd.Series) -> str:
+def _reason(goal: Goal, table: pd.DataFrame, value: float) -> str:
+    ours = table.loc[(goal.op, goal.case, "ours")]
     if pd.isna(ours["seconds"]):
         return str(ours["note"])
-    return told(ours["profile"]) if isinstance(ours.get("profile"), dict) else ""
+    if goal.kind == "memory" or not isinstance(ours["profile"], dict):
+        return ""
+    return told(ours["profile"], 1 / value if goal.kind == "faster" else value)
 
 
 def _verdict(goal: Goal, table: pd.DataFrame) -> tuple[float, str]:

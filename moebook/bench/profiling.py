@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -20,6 +21,7 @@ def shares(contender: Contender, device: torch.device) -> dict[str, float]:
         The share of the run's wall-clock time by torch's op, on a GPU by kernel, in falling order;
         at last that of all else: smaller entries, Python, NumPy, and on a GPU waiting.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own start and end otherwise
     gpu = device.type == "cuda"
     contender.prepare()
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watched:
@@ -35,6 +37,7 @@ def shares(contender: Contender, device: torch.device) -> dict[str, float]:
     return {**dict(top), "all else": max(0.0, 1 - sum(share for _, share in top))}
 
 
-def told(found: dict[str, float]) -> str:
-    """Say it in a line."""
-    return ", ".join(f"{name} {share:.0%}" for name, share in found.items() if share >= 0.005)
+def told(found: dict[str, float], times: float) -> str:
+    """Say in a line how much each entry is of ``times``."""
+    parts = ((name, share * times) for name, share in found.items())
+    return ", ".join(f"{name} {part:.2f}" for name, part in parts if part >= 0.005)

@@ -41,10 +41,9 @@ def table(frame: pd.DataFrame) -> str:
             ]
             lines.append(_line(row, floor.iloc[0] if len(floor) else math.nan, mine))
     missed = goals[goals["verdict"] == "missed"]
-    reasons = dict(zip(missed["op"] + " / " + missed["case"], missed["reason"], strict=True))
-    why = [f"  {case}: {reason}" for case, reason in reasons.items()]
-    told = ["", "Where the time goes that a missed goal lacks:", *why] if why else []
-    return "\n".join([*lines, *told, "", _summary(goals)])
+    why = [f"  {row.op} / {row.case}, {row.against}: {row.reason}" for row in missed.itertuples()]
+    told = ["", "Missed goals: what our time consists of, in multiples of the other's", *why]
+    return "\n".join([*lines, *(told if why else []), "", _summary(goals)])
 
 
 def _line(row: pd.Series, floor: float, goals: pd.DataFrame) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from moebook import runtime
 
-
 BUSY = 20_000_000
 """Cycles of a GPU, some 10 ms: longer than it takes to submit a contender's work."""
 

@@ -72,7 +72,7 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
     assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
     assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
     assert verdicts["reason"].to_dict() == {
-        "eager": "", "grouped_mm": "aten::mm 90%, all else 10%", "floor": ""
+        "eager": "", "grouped_mm": "aten::mm 0.75, all else 0.08", "floor": ""
     }  # fmt: skip
 
 
