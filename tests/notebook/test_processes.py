@@ -60,9 +60,9 @@ def project(tmp_path: Path) -> Path:
 
 def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(project: Path) -> None:
     launch = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
-    quiet = ("--mixed_precision", "no", "--dynamo_backend", "no")
+    rest = ("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no")
     done = subprocess.run(
-        [sys.executable, "-m", *launch, *quiet, "-m", "moebook.cli", "run", "toy", "--tier=smoke"],
+        [sys.executable, "-m", *launch, *rest, "-m", "moebook.cli", "run", "toy", "--tier=smoke"],
         cwd=project,
         env={**os.environ, "PYTHONPATH": str(Path(results.__file__).parents[2])},
         capture_output=True,
