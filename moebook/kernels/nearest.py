@@ -112,8 +112,11 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
                 row = seen + int(places[keys.isnan()][0])
                 refuse("E-NONFINITE", f"nearest: row {row} of the pool holds NaN or infinity")
             above = keys > floor
-            places = places[above]
-            held.append(Largest(seen + places, keys[above], rows[places], 0))
+            places, keys = places[above], keys[above]
+            if len(keys) > HELD * count:  # so that no more rows are copied
+                first = keys.sort(descending=True, stable=True).indices[:count].sort().values
+                places, keys = places[first], keys[first]
+            held.append(Largest(seen + places, keys, rows[places], 0))
             seen += len(rows)
             if len(places):
                 held, floor = _floored(held, count)

@@ -1,6 +1,9 @@
 """duplicates: which rows stay, against Alg. 2's lines 5 to 13 over fractions."""
 
+import importlib
+import os
 from fractions import Fraction
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from moebook.errors import Refusal
 from moebook.kernels import duplicates
 
 IMPLS = ("torch", "reference")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 
 
 def literal(near, key, standing):
@@ -102,6 +108,32 @@ def test_no_square_is_held(sizes):
     with sizes:
         duplicates(rows, torch.rand(4000), 0.99)
     assert sizes.largest <= 192 * 4000
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["standing", "any"])
+@pytest.mark.parametrize(
+    ("count", "width", "threshold", "block"),
+    [(150, 3, 0.8, 70), (40, 70, 0.05, 16), (70, 2, -1, 70), (1, 1, 0.5, 9), (0, 2, 0.5, 9)],
+)
+def test_triton_keeps_what_the_literal_loops_keep(
+    count, width, threshold, block, rule, dtype, monkeypatch
+):
+    kernel = importlib.import_module("moebook.kernels._triton.duplicates")
+    monkeypatch.setattr(kernel, "MARKS", block * count)
+    torch.manual_seed(0)
+    rows, key = torch.randn(count, width).to(dtype), torch.randint(30, (count,))
+    unit = torch.nn.functional.normalize(rows.double())
+    cosines = unit @ unit.T
+    near = cosines > threshold
+    close = (cosines - threshold).abs() < 1e-6  # too close to call in float32: there are none
+    assert not close.triu(1).any() or threshold == -1
+    wanted = literal(near.tolist(), key.tolist(), rule == "standing")
+    given_rows, keys = rows.to(DEVICE), key.to(DEVICE)
+    found = duplicates(given_rows, keys, threshold, rule=rule, impl="triton")
+    assert found.tolist() == wanted
+    assert torch.equal(found, duplicates(given_rows, keys, threshold, rule=rule, impl="triton"))
 
 
 @pytest.mark.parametrize(

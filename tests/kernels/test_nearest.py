@@ -1,5 +1,8 @@
 """nearest: the rows of a pool most similar to some shots, against a loop in float64."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -8,6 +11,10 @@ from moebook.errors import Refusal
 from moebook.kernels import largest, nearest
 
 IMPLS = ("torch", "reference")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def drawn(rows, width, seed=0, dtype=torch.float32):
@@ -103,6 +110,38 @@ def test_a_row_that_is_not_finite_is_named(impl, bad):
     pool[8500, 1] = bad
     with pytest.raises(Refusal, match="E-NONFINITE: nearest: row 8500 of the pool"):
         nearest(pool, drawn(9, 4), 3, impl=impl)
+
+
+@triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["maximum", "mean"])
+@pytest.mark.parametrize(
+    ("rows", "shots", "width"), [(140, 5, 20), (33, 70, 80), (1, 1, 1), (0, 2, 3)]
+)
+def test_triton_finds_the_cosines_of_float64(rows, shots, width, form, dtype):
+    pool, asked = drawn(rows, width).to(DEVICE, dtype), drawn(shots, width, 1).to(DEVICE, dtype)
+    pool[: rows // 3] *= 0
+    found = nearest(pool, asked, rows + 1, form=form, impl="triton")
+    plain = nearest(pool, asked, rows + 1, form=form, impl="reference")
+    exact = nearest(pool.double(), asked.double(), rows + 1, form=form, impl="reference")
+    cosines = [torch.zeros(rows, dtype=torch.float64).to(DEVICE) for _ in range(3)]
+    for to, some in zip(cosines, (found, plain, exact), strict=True):
+        to[some.index] = some.key.double()
+    ours, theirs = ((some - cosines[2]).norm() for some in cosines[:2])
+    assert ours <= 2 * theirs + 1e-6
+    assert torch.equal(found.index, nearest(pool, asked, rows + 1, form=form, impl="triton").index)
+
+
+@triton
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's
+def test_triton_takes_the_earlier_of_equal_rows_and_names_a_row_that_is_not_finite():
+    pool = torch.eye(4, device=DEVICE).repeat(30, 1)
+    found = nearest(pool, pool[:1], 5, impl="triton")
+    assert found.index.tolist() == [0, 4, 8, 12, 16] and found.key.tolist() == [1] * 5
+    for bad in (torch.nan, torch.inf):
+        pool[77, 1] = bad
+        with pytest.raises(Refusal, match="E-NONFINITE: nearest: row 77 of the pool"):
+            nearest(pool, torch.ones(2, 4, device=DEVICE), 5, impl="triton")
 
 
 @pytest.mark.parametrize(

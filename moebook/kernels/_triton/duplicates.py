@@ -1,0 +1,94 @@
+"""duplicates on a GPU: near pairs marked tile by tile of the triangle, no cosine in memory.
+
+Alg. 2's rule is sequential: whether a row stays depends on the rows before it. So the device finds
+the near pairs of a block of rows with all later ones, exactly and in order, and they are settled
+one after another, which near pairs are few enough for. What is held is a byte for each pair of a
+block; it is read only where a count says that there are near ones. Two runs are equal.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moebook.kernels.duplicates import Pairs, through
+
+MARKS = 2**30
+"""Most pairs of a block: a byte each."""
+
+
+def blocks(dtype: torch.dtype) -> dict[str, Any]:
+    """Choose a program's work: BM rows against BN later ones, BK deep.
+
+    float32 is multiplied as PyTorch multiplies it on this device: exactly, unless TF32 is allowed.
+    """
+    if dtype == torch.float32:
+        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
+                "num_stages": 2}  # fmt: skip
+    return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
+            "num_stages": 3}  # fmt: skip
+
+
+def run(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
+    """Run `moebook.kernels.duplicates`."""
+    size = max(1, MARKS // max(len(vectors), 1))
+    return through(vectors.contiguous(), key, threshold, standing, size, near)
+
+
+def near(rows: Tensor, size: int, threshold: float) -> Pairs:
+    """Return the pairs i < j, i among the first ``size`` rows, above the threshold, in order.
+
+    Where a tile's row has no near pair its marks are not read, nor written below the diagonal.
+    """
+    many, width = rows.shape
+    size = min(size, many)
+    lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
+    chosen = blocks(rows.dtype)
+    wide = triton.cdiv(many, chosen["BN"])
+    marks = torch.empty(size, wide, chosen["BN"], dtype=torch.int8, device=rows.device)
+    counts = torch.zeros(size, wide, dtype=torch.int32, device=rows.device)
+    _mark[(triton.cdiv(size, chosen["BM"]), wide)](
+        rows, inverse, marks, counts, threshold, size, many, wide, D=width, **chosen
+    )
+    row, tile = counts.nonzero(as_tuple=True)
+    part, place = marks[row, tile].nonzero(as_tuple=True)
+    return row[part], tile[part] * chosen["BN"] + place
+
+
+@triton.jit
+def _mark(
+    rows, inverse, marks, sums, threshold, size, many, wide,
+    D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """marks[i, j] = whether row i and a later row j are near; sums = their number by tile."""
+    top, tile = tl.program_id(0) * BM, tl.program_id(1)
+    if (tile + 1) * BN <= top + 1:
+        return
+    row, column = top + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    upper = rows + top.to(tl.int64) * D  # offsets from here on fit in 32 bits
+    lower = rows + (tile * BN).to(tl.int64) * D
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for first in range(0, D, BK):
+        deep = first + tl.arange(0, BK)
+        left = upper + tl.arange(0, BM)[:, None] * D + deep[None, :]
+        a = tl.load(left, mask=(row < size)[:, None] & (deep < D)[None, :], other=0.0)
+        right = lower + tl.arange(0, BN)[None, :] * D + deep[:, None]
+        b = tl.load(right, mask=(deep < D)[:, None] & (column < many)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    total *= tl.load(inverse + row, mask=row < size, other=0.0)[:, None]
+    total *= tl.load(inverse + column, mask=column < many, other=0.0)[None, :]
+    near = (total > threshold) & (column < many)[None, :] & (row[:, None] < column[None, :])
+    to = marks + (top.to(tl.int64) * wide + tile) * BN
+    to += tl.arange(0, BM).to(tl.int64)[:, None] * wide * BN + tl.arange(0, BN)[None, :]
+    tl.store(to, near.to(tl.int8), mask=(row < size)[:, None])
+    sums += top.to(tl.int64) * wide + tile
+    to = sums + tl.arange(0, BM).to(tl.int64) * wide
+    tl.store(to, tl.sum(near.to(tl.int32), 1), mask=row < size)
