@@ -3,7 +3,7 @@
 Alg. 2's rule is sequential: whether a row stays depends on the rows before it. So the device finds
 the near pairs of a block of rows with all later ones, exactly and in order, and they are settled
 one after another, which near pairs are few enough for. What is held is a byte for each pair of a
-block; it is read only where a count says that there are near ones. Two runs are equal.
+block; it is read only in those rows of a tile that have a near pair. Two runs are equal.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -54,21 +54,21 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     chosen = blocks(rows.dtype)
     wide = triton.cdiv(many, chosen["BN"])
     marks = torch.empty(size, wide, chosen["BN"], dtype=torch.int8, device=rows.device)
-    counts = torch.zeros(size, wide, dtype=torch.int32, device=rows.device)
+    some = torch.zeros(size, wide, dtype=torch.int32, device=rows.device)
     _mark[(triton.cdiv(size, chosen["BM"]), wide)](
-        rows, inverse, marks, counts, threshold, size, many, wide, D=width, **chosen
+        rows, inverse, marks, some, threshold, size, many, wide, D=width, **chosen
     )
-    row, tile = counts.nonzero(as_tuple=True)
+    row, tile = some.nonzero(as_tuple=True)
     part, place = marks[row, tile].nonzero(as_tuple=True)
     return row[part], tile[part] * chosen["BN"] + place
 
 
 @triton.jit
 def _mark(
-    rows, inverse, marks, sums, threshold, size, many, wide,
+    rows, inverse, marks, some, threshold, size, many, wide,
     D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """marks[i, j] = whether row i and a later row j are near; sums = their number by tile."""
+    """marks[i, j] = whether row i and a later row j are near; some = whether any is, by tile."""
     top, tile = tl.program_id(0) * BM, tl.program_id(1)
     if (tile + 1) * BN <= top + 1:
         return
@@ -89,6 +89,6 @@ def _mark(
     to = marks + (top.to(tl.int64) * wide + tile) * BN
     to += tl.arange(0, BM).to(tl.int64)[:, None] * wide * BN + tl.arange(0, BN)[None, :]
     tl.store(to, near.to(tl.int8), mask=(row < size)[:, None])
-    sums += top.to(tl.int64) * wide + tile
-    to = sums + tl.arange(0, BM).to(tl.int64) * wide
-    tl.store(to, tl.sum(near.to(tl.int32), 1), mask=row < size)
+    some += top.to(tl.int64) * wide + tile
+    to = some + tl.arange(0, BM).to(tl.int64) * wide
+    tl.store(to, tl.max(near.to(tl.int32), 1), mask=row < size)
