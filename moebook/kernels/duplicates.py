@@ -41,12 +41,17 @@ def duplicates(
         ``[n]`` int64 numbers of the rows that stay, ascending.
 
     Raises:
-        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an argument that cannot be
-            used.
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an
+            argument that cannot be used.
     """
     if vectors.dim() != 2 or key.shape != vectors.shape[:1]:
         shapes = f"{tuple(vectors.shape)} and {tuple(key.shape)}"
         refuse("E-SHAPE", f"duplicates: expected vectors [S, D] and key [S], got {shapes}")
+    if not vectors.is_floating_point():
+        refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected floating point")
+    if key.device != vectors.device:
+        got = f"{vectors.device}, key on {key.device}"
+        refuse("E-DEVICE", f"duplicates: vectors lie on {got}")
     if not -1 <= threshold <= 1:
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
     if rule not in RULES:

@@ -63,13 +63,15 @@ def nearest(
             (compares a block without writing its ``[b, K]`` cosines) or ``"reference"``.
 
     Raises:
-        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-DATA, E-NONFINITE or E-IMPL for an argument that
-            cannot be used.
+        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-DTYPE, E-DEVICE, E-DATA, E-NONFINITE or E-IMPL for
+            an argument that cannot be used.
     """
     if shots.dim() != 2 or not len(shots):
         refuse("E-SHAPE", f"nearest: shots must be [K, D] with K >= 1, got {tuple(shots.shape)}")
     if form not in FORMS:
         refuse("E-CHOICE", f"nearest: unknown form '{form}'; {errors.nearest(form, FORMS)}")
+    if not shots.is_floating_point():
+        refuse("E-DTYPE", f"nearest: shots are {shots.dtype}, expected floating point")
     if not shots.isfinite().all():
         refuse("E-NONFINITE", "nearest: shots hold NaN or infinity")
     score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)
@@ -78,9 +80,13 @@ def nearest(
         targets = targets.mean(0, keepdim=True)
 
     def key(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-        if rows.shape[1:] != shots.shape[1:] or rows.dtype != shots.dtype:
-            got = f"{list(rows.shape)} {rows.dtype}, shots {list(shots.shape)} {shots.dtype}"
-            refuse("E-SHAPE", f"nearest: pool and shots must be of one width and dtype, got {got}")
+        if rows.shape[1:] != shots.shape[1:] or rows.dim() != 2:
+            got = f"{tuple(rows.shape)} and {tuple(shots.shape)}"
+            refuse("E-SHAPE", f"nearest: expected pool [S, D] and shots [K, D], got {got}")
+        if rows.dtype != shots.dtype:
+            refuse("E-DTYPE", f"nearest: pool is {rows.dtype}, shots {shots.dtype}: cast one")
+        if rows.device != shots.device:
+            refuse("E-DEVICE", f"nearest: pool lies on {rows.device}, shots on {shots.device}")
         found: tuple[Tensor, Tensor] = score(rows, targets, floor)
         return found
 

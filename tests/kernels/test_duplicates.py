@@ -141,6 +141,8 @@ def test_triton_keeps_what_the_literal_loops_keep(
     [
         ({"vectors": torch.ones(4)}, r"E-SHAPE: duplicates: .* got \(4,\) and \(4,\)"),
         ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\) and \(3,\)"),
+        ({"vectors": torch.ones(4, 2).int()}, "E-DTYPE: duplicates: vectors are torch.int32"),
+        ({"key": torch.ones(4, device="meta")}, "E-DEVICE: .* lie on cpu, key on meta"),
         ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
         ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
         ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
