@@ -122,10 +122,10 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
             if len(keys) > HELD * count:  # so that no more rows are copied
                 first = keys.sort(descending=True, stable=True).indices[:count].sort().values
                 places, keys = places[first], keys[first]
-            held.append(Largest(seen + places, keys, rows[places], 0))
-            seen += len(rows)
-            if len(places):
+            if len(places) or not held:
+                held.append(Largest(seen + places, keys, rows[places], 0))
                 held, floor = _floored(held, count)
+            seen += len(rows)
     if not held:
         refuse("E-DATA", "nearest: the pool is empty; expected at least one block of rows")
     return _cut(held, count)._replace(seen=seen)
