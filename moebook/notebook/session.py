@@ -8,6 +8,7 @@ is wrong, and does not look at types.
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
     _leave("environment", {ENVIRONMENT: runtime.environment()})
+    gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
 
 

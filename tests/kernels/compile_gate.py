@@ -21,9 +21,11 @@ from moebook.kernels._triton import (
     balance_loss,
     bank_scoring,
     clusters,
+    duplicates,
     experts,
     grouped,
     lora_mixture,
+    nearest,
     pairs,
     route,
     sorting,
@@ -37,6 +39,11 @@ TYPES = {
     **dict.fromkeys(("readers", "targets"), "*i64"),
     **dict.fromkeys(("offset", "parts", "gaps", "found"), "*fp32"),
     **dict.fromkeys(("S", "first", "count", "answers", "V", "SPAN"), "i32"),
+    **dict.fromkeys(("scores", "inverse"), "*fp32"),
+    **dict.fromkeys(("many", "size", "wide"), "i32"),
+    "marks": "*i8",
+    "threshold": "fp32",
+    "some": "*i32",
     "within": "*i32",
     "scale": "fp32",
 }
@@ -49,15 +56,17 @@ def kernels(dtype, arch):
     sizes = (65536, 64) if dtype != torch.float32 else (64,)
     for chosen in (grouped.blocks(dtype, rows, 64) for rows in sizes):
         for tma in {False, arch >= 90 and dtype != torch.float32}:
-            deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
+            deep, shared = chosen["BK"], {"TMA": tma, **chosen}
             half = chosen["BN"] // 2
             fetched = {"rows": (chosen["BM"], deep), "matrices": (half, deep)} if tma else {}
-            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half}, fetched
+            stages = chosen["num_stages"] + tma
+            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half,
+                                      "num_stages": stages}, fetched  # fmt: skip
             for flag in (False, True):
                 side = (chosen["BN"], deep) if flag else (deep, chosen["BN"])
                 fetched = {"rows": (chosen["BM"], deep), "matrices": side} if tma else {}
                 yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
-                                         **shared}, fetched  # fmt: skip
+                                         "PROGRAMS": 132, **shared}, fetched  # fmt: skip
     precision = chosen
     for way in ("", "left", "fetched"):
         tma = way == "fetched"
@@ -66,26 +75,31 @@ def kernels(dtype, arch):
         chosen = grouped.gradient_blocks(dtype, precision, tma)
         blocks = {f"{side}_blocks": (chosen["BK"], chosen[size])
                   for side, size in (("left", "BI"), ("right", "BJ")) if tma}  # fmt: skip
+        by_token = "" if tma else way
         yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "TMA": tma,
-                                         "BY_TOKEN": "" if tma else way, **chosen}, blocks  # fmt: skip
+                                         "BY_TOKEN": by_token, **chosen}, blocks  # fmt: skip
     yield experts._gated_back, {"F": 1024, "BF": 1024}, {}
     yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}, {}
-    for rank, flag in ((32, False), (32, True), (128, True)):
-        yield pairs._pairs, {"E": 8, "D": 2048, "R": rank, "BACK": flag, "ADD": True,
-                             **pairs.blocks(dtype, rank)}, {}  # fmt: skip
+    largest = 32 if dtype == torch.float32 else 64
+    for rank, flag in ((16, False), (16, True), (largest, True)):
+        inward, outward = pairs.blocks(dtype, rank)
+        sizes = {"E": 8, "D": 2048, "R": rank, "BACK": flag}
+        yield pairs._inward, {**sizes, **inward}, {}
+        yield pairs._outward, {**sizes, "ADD": True, **outward}, {}
     for experts_of_pairs in (0, 8):
         yield sorting._count, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
         yield sorting._place, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
         bank = -1 if experts_of_pairs else 0
         yield sorting._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
-    yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, "PRECISION": "ieee",
-                              **lora_mixture.BLOCKS}, {}  # fmt: skip
+    yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, **lora_mixture.blocks(dtype)}, {}
     block = {"E": 60, "BE": 64}
     yield route._choose, {**block, "K": 6, "BT": route.ROWS}, {}
     yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}, {}
     yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
     once = {"D": 2048, "PRECISION": "ieee"}
     yield bank_scoring._scan, {**once, **bank_scoring.blocks(dtype)}, {}
+    yield nearest._closest, {"D": 384, **nearest.blocks(dtype)}, {}
+    yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype)}, {}
     for centres in (8, 64):
         yield clusters._step, {**once, "E": centres, **clusters.blocks(dtype, centres)}, {}
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.kernels._triton import pairs
-from moebook.kernels._triton.grouped import combine, product, sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import combine, gather, product, sort_rows, weight_gradient
 from moebook.kernels.route import Routing
 
 
@@ -36,7 +36,7 @@ class _Adapters(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         source, by = h if other is None else other, sort_rows(routing, h.dtype)
         gate = gates.flatten()[routing.order].unsqueeze(1)
-        pre = product(source[by.token], [down], by, transposed=False, gate=None)
+        pre = product(gather(source, by), [down], by, transposed=False, gate=None)
         hidden = (F.gelu(pre.float()) * gate).to(h.dtype)
         out = product(hidden, [up], by, transposed=False, gate=None)
         ctx.save_for_backward(source, gate, down, up, pre)
@@ -48,13 +48,13 @@ class _Adapters(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
         by, grad, wide = ctx.by, grad.contiguous(), pre.float()
-        d_out = grad[by.token]
+        d_out = gather(grad, by)
         d_hidden = product(d_out, [up], by, transposed=True, gate=None).float()
         active = F.gelu(wide)
         d_gates = (d_hidden * active).sum(1)[by.place]
         d_pre = torch.ops.aten.gelu_backward(d_hidden * gate, wide).to(pre.dtype)
         d_up = weight_gradient((active * gate).to(pre.dtype), d_out, by, up)
-        d_down = weight_gradient(source[by.token], d_pre, by, down)
+        d_down = weight_gradient(gather(source, by), d_pre, by, down)
         d_rows = product(d_pre, [down], by, transposed=True, gate=None)
         d_source = combine(d_rows, by, base=None if ctx.apart else grad)
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)

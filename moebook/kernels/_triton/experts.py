@@ -22,8 +22,8 @@ from moebook.kernels._triton.grouped import (
     block_of,
     combine,
     fetched,
+    gather,
     product,
-    programs,
     sort_rows,
     view,
     weight_gradient,
@@ -62,35 +62,35 @@ def gated_ffn(
 @triton.jit
 def _gated_up(
     rows, matrices, pre, hidden, tiles, number,
-    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up."""
-    columns = tl.cdiv(F, BN)
-    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
-        tile = tiles + 3 * (work // columns)
-        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-        column = (work % columns * BN).to(tl.int32)
-        top = place * (2 * F)
-        gate = tl.zeros((BM, BN), dtype=tl.float32)
-        up = tl.zeros((BM, BN), dtype=tl.float32)
-        for first in range(0, D, BK):
-            a = block_of(rows, start, first, end, D, BM, BK, TMA)
-            b = block_of(matrices, top + column, first, top + F, D, BN, BK, TMA)
-            gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
-            b = block_of(matrices, top + F + column, first, top + 2 * F, D, BN, BK, TMA)
-            up = tl.dot(a, b.T, up, input_precision=PRECISION)
-        row = start + tl.arange(0, BM)
-        n = column + tl.arange(0, BN)
-        inside = (row < end)[:, None] & (n < F)[None, :]
-        to = pre + row[:, None] * (2 * F) + n[None, :]
-        gate, up = gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty)
-        tl.store(to, gate, mask=inside)
-        tl.store(to + F, up, mask=inside)
-        wide = gate.to(tl.float32)
-        active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
-        to = hidden + row[:, None] * F + n[None, :]
-        tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
+    if tl.program_id(1) >= tl.load(number):
+        return
+    tile = tiles + 3 * tl.program_id(1)
+    place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    column = tl.program_id(0) * BN
+    top = place * (2 * F)
+    gate = tl.zeros((BM, BN), dtype=tl.float32)
+    up = tl.zeros((BM, BN), dtype=tl.float32)
+    for first in range(0, D, BK):
+        a = block_of(rows, start, first, end, D, BM, BK, TMA)
+        b = block_of(matrices, top + column, first, top + F, D, BN, BK, TMA)
+        gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
+        b = block_of(matrices, top + F + column, first, top + 2 * F, D, BN, BK, TMA)
+        up = tl.dot(a, b.T, up, input_precision=PRECISION)
+    row = start + tl.arange(0, BM)
+    n = column + tl.arange(0, BN)
+    inside = (row < end)[:, None] & (n < F)[None, :]
+    to = pre + row[:, None] * (2 * F) + n[None, :]
+    gate, up = gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty)
+    tl.store(to, gate, mask=inside)
+    tl.store(to + F, up, mask=inside)
+    wide = gate.to(tl.float32)
+    active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
+    to = hidden + row[:, None] * F + n[None, :]
+    tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ class _GatedFFN(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         by = sort_rows(routing, x.dtype, slots)
         weight = weights.flatten()[routing.order].float()
-        pre, hidden = _up(x[by.token], _both(gate_up, still_gate_up), by)
+        pre, hidden = _up(gather(x, by), _both(gate_up, still_gate_up), by)
         out = product(hidden, _both(down, still_down), by, transposed=True, gate=weight)
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
         ctx.by, ctx.dtype = by, weights.dtype
@@ -147,14 +147,14 @@ class _GatedFFN(torch.autograd.Function):
         x, weight, gate_up, down, still_gate_up, still_down, slots, pre = ctx.saved_tensors
         by, needed = ctx.by, ctx.needs_input_grad
         d_gate_up = d_down = d_x = None
-        d_out = grad.contiguous()[by.token]
+        d_out = gather(grad.contiguous(), by)
         weighted = product(d_out, _both(down, still_down), by, transposed=False, gate=None)
         d_pre, d_weight = _back(weighted, weight, pre)
         if needed[3]:
             d_down = weight_gradient(d_out, weighted, by, down, slots=slots)
         del weighted, d_out
         if needed[2]:
-            d_gate_up = weight_gradient(d_pre, x[by.token], by, gate_up, slots=slots)
+            d_gate_up = weight_gradient(d_pre, gather(x, by), by, gate_up, slots=slots)
         if needed[0]:
             banks = _both(gate_up, still_gate_up)
             d_x = combine(product(d_pre, banks, by, transposed=False, gate=None), by)
@@ -171,16 +171,15 @@ def _up(rows: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
     (count, width), F = rows.shape, banks[0].shape[1] // 2
     pre, hidden = rows.new_empty(count, 2 * F), rows.new_empty(count, F)
     # Two products a program: half the columns of each.
-    chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}
     tma = fetched(rows.dtype, rows.device, width)
+    chosen = {**by.blocks, "BN": by.blocks["BN"] // 2, "num_stages": by.blocks["num_stages"] + tma}
     for bank, share in zip(banks, by.shares, strict=True):
         if not (count and len(bank)):
             continue
-        grid = programs(rows.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
-        _gated_up[(grid,)](
+        _gated_up[(triton.cdiv(F, chosen["BN"]), len(share.tiles))](
             view(rows, (chosen["BM"], chosen["BK"]), tma),
             view(bank, (chosen["BN"], chosen["BK"]), tma), pre, hidden, *share, D=width, F=F,
-            TMA=tma, PROGRAMS=grid, **chosen,
+            TMA=tma, **chosen,
         )  # fmt: skip
     return pre, hidden
 

@@ -75,8 +75,9 @@ def blocks(dtype: torch.dtype, rows: int, experts: int) -> dict[str, Any]:
 def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> dict[str, Any]:
     """Choose the work of a program of `weight_gradient`, from what `blocks` chose."""
     side = 64 if dtype == torch.float32 else 128
+    warps, stages = (4, 4) if tma else (8, chosen["num_stages"])
     return {"BI": side, "BJ": side, "BK": 32, "PRECISION": chosen["PRECISION"],
-            "num_warps": 4 if tma else 8, "num_stages": 4 if tma else chosen["num_stages"]}  # fmt: skip
+            "num_warps": warps, "num_stages": stages}  # fmt: skip
 
 
 def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
@@ -294,6 +295,11 @@ def weight_gradient(
         HIGH=high, WIDE=wide, BY_TOKEN=by_token, TMA=tma, **chosen,
     )  # fmt: skip
     return out
+
+
+def gather(rows: Tensor, by: Sorted) -> Tensor:
+    """Read the row of each slot's token, ``[T, D]`` to ``[S, D]``."""
+    return combine(rows, by._replace(place=by.token.view(-1, 1)))
 
 
 def combine(rows: Tensor, by: Sorted, base: Tensor | None = None) -> Tensor:

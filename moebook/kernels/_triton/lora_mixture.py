@@ -19,7 +19,15 @@ from torch.nn import functional as F
 
 from moebook.kernels.lora_mixture import Projection
 
-BLOCKS = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+
+def blocks(dtype: torch.dtype) -> dict[str, Any]:
+    """Choose a program's work: BM tokens, BN columns, BK of all experts' ranks at a time."""
+    if dtype == torch.float32:
+        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        return {"BM": 64, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
+                "num_stages": 2}  # fmt: skip
+    return {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
+            "num_stages": 2}  # fmt: skip
 
 
 def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
@@ -76,10 +84,9 @@ class _Mixed(torch.autograd.Function):
         number, _, rank = up.shape
         out = torch.empty_like(base)
         if tokens:
-            precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-            _mix[(triton.cdiv(tokens, BLOCKS["BM"]), triton.cdiv(wide, BLOCKS["BN"]))](
-                base, hidden, gates, up, out, scale, tokens, N=number, R=rank, WIDE=wide,
-                PRECISION=precision, **BLOCKS,
+            chosen = blocks(hidden.dtype)
+            _mix[(triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"]))](
+                base, hidden, gates, up, out, scale, tokens, N=number, R=rank, WIDE=wide, **chosen
             )  # fmt: skip
         ctx.save_for_backward(hidden, gates, up)
         ctx.scale = scale
@@ -91,10 +98,12 @@ class _Mixed(torch.autograd.Function):
         hidden, gates, up = ctx.saved_tensors
         columns = up.transpose(0, 1).flatten(1)  # [O, N * R]
         split = hidden.unflatten(1, (len(up), -1))
-        weighted = (split * gates.unsqueeze(-1)).to(hidden.dtype).flatten(1)
-        scaled = grad.to(hidden.dtype) * ctx.scale
-        d_up = (scaled.T @ weighted).unflatten(1, (len(up), -1)).transpose(0, 1)
-        d_weighted = (scaled @ columns).view_as(split)
-        d_gates = (d_weighted.float() * split.float()).sum(-1).to(gates.dtype)
-        d_hidden = (d_weighted * gates.unsqueeze(-1)).to(hidden.dtype).flatten(1)
+        # The scale goes into the small factors: the gradient [T, O] is read, not copied.
+        factors = (gates * ctx.scale).unsqueeze(-1)
+        weighted = (split * factors).to(hidden.dtype).flatten(1)
+        narrow = grad.to(hidden.dtype)
+        d_up = (narrow.T @ weighted).unflatten(1, (len(up), -1)).transpose(0, 1)
+        d_weighted = (narrow @ columns).view_as(split)
+        d_gates = (d_weighted.float() * split.float()).sum(-1).mul(ctx.scale).to(gates.dtype)
+        d_hidden = (d_weighted * factors).to(hidden.dtype).flatten(1)
         return grad, d_hidden, d_gates, d_up, None
