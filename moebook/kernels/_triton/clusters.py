@@ -25,7 +25,7 @@ PARTS = 2**26
 def blocks(dtype: torch.dtype, experts: int) -> dict[str, Any]:
     """Choose a program's work: BM points, BE centres at a time, BK of the width."""
     most, deep = (32, 32) if dtype == torch.float32 else (64, 64)
-    return {"BM": 64, "BE": min(most, max(16, triton.next_power_of_2(experts))), "BK": deep,
+    return {"BM": deep, "BE": min(most, max(16, triton.next_power_of_2(experts))), "BK": deep,
             "num_warps": 4, "num_stages": 3}  # fmt: skip
 
 
