@@ -48,7 +48,7 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
         [
             Contender("ours", lambda: kernels.nearest(held, asked, C)),
             dense(products, device, dtype),
-            Contender("numpy, all at once", at_once),
+            Contender("numpy, all at once", at_once, host=True),
         ],
         flops(products),
         size_of(held),
@@ -60,9 +60,11 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
 
 def _by_sklearn(pool: Array, shots: Array, C: int) -> Contender:
     cosine = peers.module("sklearn.metrics.pairwise").cosine_similarity
-    return Contender(
-        "scikit-learn", lambda: np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
-    )
+
+    def run() -> Any:
+        return np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
+
+    return Contender("scikit-learn", run, host=True)
 
 
 def _by_sentences(pool: torch.Tensor, shots: torch.Tensor, C: int) -> Contender:
@@ -87,9 +89,10 @@ def _duplicates(device: torch.device, S: int, D: int) -> Case:
     ]
     case = Case(contenders, flops(products), size_of(held, key))
     if S <= LOOPED:
-        case.contenders.append(
-            Contender("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9))
+        loops = Contender(
+            "the paper's loops", lambda: literal_duplicates(vectors, near, 0.9), host=True
         )
+        case.contenders.append(loops)
     else:
         case.absent["the paper's loops"] = f"would compare {S * S:,} pairs one by one"
     return case
@@ -114,9 +117,11 @@ def _groups(device: torch.device, M: int, N: int) -> Case:
     noise = rng.standard_normal((M, M)) / 20
     pairs, worth = noise @ noise.T, np.stack([rng.permutation(M) + 1 for _ in range(2)])
     alike, summed = (torch.from_numpy(part).to(device) for part in (pairs, worth.sum(axis=0)))
-    case = Case([Contender("ours", lambda: kernels.groups(alike, summed, N))], traffic=pairs.nbytes)
+    ours = Contender("ours", lambda: kernels.groups(alike, summed, N), host=True)
+    case = Case([ours], traffic=pairs.nbytes)
     if (number := math.comb(M, N)) <= LISTED:
-        case.contenders.append(Contender("itertools", lambda: literal_groups(pairs, worth, N)))
+        listed = Contender("itertools", lambda: literal_groups(pairs, worth, N), host=True)
+        case.contenders.append(listed)
     else:
         case.absent["itertools"] = f"would hold {number:,} groups in memory, one by one"
     return case
@@ -168,7 +173,7 @@ def _by_kmeans(name: str, points: torch.Tensor, centres: torch.Tensor) -> Conten
             return [each.fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
         return [each.partial_fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
 
-    return Contender(name, run)
+    return Contender(name, run, host=True)
 
 
 NEAREST = Op(
@@ -189,7 +194,7 @@ DUPLICATES = Op(
         "tiny": {"candidates": {"S": 20, "D": 8}},
         "small": {"candidates": {"S": 600, "D": 384}},
         "full": {"candidates": {"S": 1500, "D": 384}},
-        "model": {"candidates": {"S": 5000, "D": 1024}, "pool": {"S": 143000, "D": 384}},
+        "model": {"candidates": {"S": 5000, "D": 1024}, "pool": {"S": 143000, "D": 1024}},
     },
     {"S": (0.25, 0.5, 1, 2)},
 )

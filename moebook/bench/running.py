@@ -134,7 +134,7 @@ def measured(
         for who, laps in found.items()
     ]
     if profiled:
-        lines[0]["profile"] = profiling.shares(case.contenders[0], place)
+        lines[0]["profile"] = profiling.shares(case.contenders[0], place, lines[0]["seconds"])
     return lines + [{**head, "contender": who, "note": why} for who, why in case.absent.items()]
 
 

@@ -32,12 +32,14 @@ class Contender:
         run: Does the work once.
         prepare: Called before every run and not timed (frees the gradients of the last one).
         forward: The forward pass of ``run`` alone, where it has a backward pass too.
+        host: Whether it works on the CPU whatever the device: its own clock is the wall's then.
     """
 
     name: str
     run: Callable[[], Any]
     prepare: Callable[[], None] = _nothing
     forward: Callable[[], Any] | None = None
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,22 @@ def _kept(contender: Contender, device: torch.device) -> int | None:
 
 def _timed(contender: Contender, device: torch.device) -> Lap:
     if device.type == "cuda":
-        return _timed_on_gpu(contender, device)
+        return (_timed_by_wall if contender.host else _timed_on_gpu)(contender, device)
     wall, work = time.perf_counter(), time.process_time()
     result = contender.run()
     spent = Lap(time.process_time() - work, time.perf_counter() - wall)
     del result  # freed outside the clocks, for each contender alike
     return spent
+
+
+def _timed_by_wall(contender: Contender, device: torch.device) -> Lap:
+    torch.cuda.synchronize(device)
+    wall = time.perf_counter()
+    result = contender.run()
+    torch.cuda.synchronize(device)
+    wall = time.perf_counter() - wall
+    del result
+    return Lap(wall, wall)
 
 
 def _timed_on_gpu(contender: Contender, device: torch.device) -> Lap:
@@ -184,12 +196,7 @@ def _timed_on_gpu(contender: Contender, device: torch.device) -> Lap:
     Before its own clock starts, the GPU is kept busy until the work is submitted, as it is in a
     model, where the host runs ahead. A contender that waits for the GPU in between pays for it.
     """
-    torch.cuda.synchronize(device)
-    wall = time.perf_counter()
-    result = contender.run()
-    torch.cuda.synchronize(device)
-    wall = time.perf_counter() - wall
-    del result
+    wall = _timed_by_wall(contender, device).wall
     contender.prepare()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY)

@@ -14,6 +14,8 @@ from moebook.kernels.nearest import unit
 RULES = ("standing", "any")
 ROWS = {"cpu": 192, "cuda": 2048}
 """Rows that are compared with all later ones at once: what goes among them saves its products."""
+ROUNDS = 4
+"""Of settling pairs side by side; what they leave is settled one after another."""
 Pairs = tuple[Tensor, Tensor]
 
 
@@ -128,12 +130,27 @@ def through(
 
 
 def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
-    """Settle pairs in order: of two that are still there the one goes that loses."""
-    gone: set[int] = set()
-    for i, j, loser in zip(first.tolist(), second.tolist(), lose.tolist(), strict=True):
-        if i not in gone and j not in gone:
-            gone.add(loser)
-    return torch.tensor(sorted(gone), dtype=torch.int64, device=lose.device)
+    """Settle pairs in order: of two that are still there the one goes that loses.
+
+    A pair that is the first open one of both its rows can be settled whatever becomes of the
+    others, so all such pairs are settled at once. What a few rounds of that leave open, in large
+    clusters of near rows, is settled one after another.
+    """
+    rows, pairs = torch.unique(torch.stack([first, second]), return_inverse=True)
+    losers = torch.where(lose == first, *pairs)
+    turn = torch.arange(len(first), device=first.device)
+    gone = torch.zeros_like(rows, dtype=torch.bool)
+    for _ in range(ROUNDS):
+        earliest = torch.full_like(rows, len(first))
+        earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
+        now = (earliest[pairs] == turn).all(0)
+        gone[losers[now]] = True
+        still = ~(now | gone[pairs].any(0))
+        pairs, losers, turn = pairs[:, still], losers[still], turn[still]
+    left = gone.tolist()
+    for i, j, loser in zip(*pairs.tolist(), losers.tolist(), strict=True):
+        left[loser] |= not (left[i] or left[j])
+    return rows[torch.tensor(left, dtype=torch.bool, device=rows.device)]
 
 
 _IMPLEMENTATIONS = {"torch": _blocked, "reference": reference}
