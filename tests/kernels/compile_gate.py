@@ -56,17 +56,15 @@ def kernels(dtype, arch):
     sizes = (65536, 64) if dtype != torch.float32 else (64,)
     for chosen in (grouped.blocks(dtype, rows, 64) for rows in sizes):
         for tma in {False, arch >= 90 and dtype != torch.float32}:
-            deep, shared = chosen["BK"], {"TMA": tma, **chosen}
+            deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
             half = chosen["BN"] // 2
-            fetched = {"rows": (chosen["BM"], deep), "matrices": (half, deep)} if tma else {}
-            stages = chosen["num_stages"] + tma
-            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half,
-                                      "num_stages": stages}, fetched  # fmt: skip
+            fetched = {"rows": (chosen["BM"], deep), "matrices": (2, half, deep)} if tma else {}
+            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half}, fetched
             for flag in (False, True):
                 side = (chosen["BN"], deep) if flag else (deep, chosen["BN"])
                 fetched = {"rows": (chosen["BM"], deep), "matrices": side} if tma else {}
                 yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
-                                         "PROGRAMS": 132, **shared}, fetched  # fmt: skip
+                                         **shared}, fetched  # fmt: skip
     precision = chosen
     for way in ("", "left", "fetched"):
         tma = way == "fetched"

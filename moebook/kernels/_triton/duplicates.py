@@ -19,8 +19,8 @@ from torch import Tensor
 
 from moebook.kernels.duplicates import Pairs, through
 
-MARKS = 2**30
-"""Most pairs of a block: a byte each."""
+MARKS = 2**32
+"""Most pairs of a block: a byte each. Each block costs the host some milliseconds."""
 
 
 def blocks(dtype: torch.dtype) -> dict[str, Any]:

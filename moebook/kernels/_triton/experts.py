@@ -24,6 +24,7 @@ from moebook.kernels._triton.grouped import (
     fetched,
     gather,
     product,
+    programs,
     sort_rows,
     view,
     weight_gradient,
@@ -62,35 +63,38 @@ def gated_ffn(
 @triton.jit
 def _gated_up(
     rows, matrices, pre, hidden, tiles, number,
-    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up."""
-    if tl.program_id(1) >= tl.load(number):
-        return
-    tile = tiles + 3 * tl.program_id(1)
-    place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    column = tl.program_id(0) * BN
-    top = place * (2 * F)
-    gate = tl.zeros((BM, BN), dtype=tl.float32)
-    up = tl.zeros((BM, BN), dtype=tl.float32)
-    for first in range(0, D, BK):
-        a = block_of(rows, start, first, end, D, BM, BK, TMA)
-        b = block_of(matrices, top + column, first, top + F, D, BN, BK, TMA)
-        gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
-        b = block_of(matrices, top + F + column, first, top + 2 * F, D, BN, BK, TMA)
-        up = tl.dot(a, b.T, up, input_precision=PRECISION)
-    row = start + tl.arange(0, BM)
-    n = column + tl.arange(0, BN)
-    inside = (row < end)[:, None] & (n < F)[None, :]
-    to = pre + row[:, None] * (2 * F) + n[None, :]
-    gate, up = gate.to(pre.dtype.element_ty), up.to(pre.dtype.element_ty)
-    tl.store(to, gate, mask=inside)
-    tl.store(to + F, up, mask=inside)
-    wide = gate.to(tl.float32)
-    active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
-    to = hidden + row[:, None] * F + n[None, :]
-    tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
+    columns = tl.cdiv(F, BN)
+    for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
+        tile = tiles + 3 * (work // columns)
+        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        column = (work % columns * BN).to(tl.int32)
+        total = tl.zeros((BM, 2 * BN), dtype=tl.float32)  # BN columns of the gate, then of up
+        for first in range(0, D, BK):
+            a = block_of(rows, start, first, end, D, BM, BK, TMA)
+            if TMA:
+                b = matrices.load([(2 * place).to(tl.int32), column, first])
+                b = tl.reshape(b, (2 * BN, BK))
+            else:
+                row, deep = tl.arange(0, 2 * BN), first + tl.arange(0, BK)
+                inside = (column + row % BN < F)[:, None] & (deep < D)[None, :]
+                row = (2 * place + row // BN) * F + column + row % BN
+                b = tl.load(matrices + row[:, None] * D + deep[None, :], mask=inside, other=0.0)
+            total = tl.dot(a, b.T, total, input_precision=PRECISION)
+        total = tl.reshape(total.to(pre.dtype.element_ty), (BM, 2, BN))
+        gate, up = tl.split(tl.permute(total, (0, 2, 1)))
+        row, n = start + tl.arange(0, BM), column + tl.arange(0, BN)
+        inside = (row < end)[:, None] & (n < F)[None, :]
+        to = pre + row[:, None] * (2 * F) + n[None, :]
+        tl.store(to, gate, mask=inside)
+        tl.store(to + F, up, mask=inside)
+        wide = gate.to(tl.float32)
+        active = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
+        to = hidden + row[:, None] * F + n[None, :]
+        tl.store(to, active.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -170,16 +174,17 @@ def _up(rows: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
     """Return the pre-activation ``[S, 2F]`` and ``silu(gate) * up``, ``[S, F]``."""
     (count, width), F = rows.shape, banks[0].shape[1] // 2
     pre, hidden = rows.new_empty(count, 2 * F), rows.new_empty(count, F)
-    # Two products a program: half the columns of each.
+    chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
     tma = fetched(rows.dtype, rows.device, width)
-    chosen = {**by.blocks, "BN": by.blocks["BN"] // 2, "num_stages": by.blocks["num_stages"] + tma}
+    block = (2, chosen["BN"], chosen["BK"])
     for bank, share in zip(banks, by.shares, strict=True):
         if not (count and len(bank)):
             continue
-        _gated_up[(triton.cdiv(F, chosen["BN"]), len(share.tiles))](
+        grid = programs(rows.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
+        _gated_up[(grid,)](
             view(rows, (chosen["BM"], chosen["BK"]), tma),
-            view(bank, (chosen["BN"], chosen["BK"]), tma), pre, hidden, *share, D=width, F=F,
-            TMA=tma, **chosen,
+            view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F, TMA=tma,
+            PROGRAMS=grid, **chosen,
         )  # fmt: skip
     return pre, hidden
 

@@ -112,10 +112,14 @@ def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
 
 
 def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
-    """Return what a kernel reads blocks of a matrix from; a bank's matrices lie one below other."""
+    """Return what a kernel reads blocks of a tensor from; a bank's matrices lie one below another.
+
+    A block has as many dimensions as it is to be addressed by.
+    """
     if not tma or not tensor.numel():
         return tensor
-    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), list(block))
+    shape = (-1, *tensor.shape[1 - len(block) :])
+    return TensorDescriptor.from_tensor(tensor.view(shape), list(block))
 
 
 def programs(device: torch.device, most: int) -> int:
