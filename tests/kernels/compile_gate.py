@@ -66,22 +66,21 @@ def kernels(dtype, arch):
                 yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
                                          **shared}, fetched  # fmt: skip
     precision = chosen
-    for way, high, wide in (("", 2048, 1024), ("left", 2048, 64), ("right", 64, 2048),
-                            ("fetched", 2048, 1024)):  # fmt: skip
+    for way in ("", "left", "fetched"):
         tma = way == "fetched"
         if tma and (arch < 90 or dtype == torch.float32):
             continue
-        chosen = grouped.gradient_blocks(dtype, precision, high, wide, tma)
+        chosen = grouped.gradient_blocks(dtype, precision, tma)
         blocks = {f"{side}_blocks": (chosen["BK"], chosen[size])
                   for side, size in (("left", "BI"), ("right", "BJ")) if tma}  # fmt: skip
         by_token = "" if tma else way
-        yield grouped._weight_gradient, {"HIGH": high, "WIDE": wide, "TMA": tma,
+        yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "TMA": tma,
                                          "BY_TOKEN": by_token, **chosen}, blocks  # fmt: skip
     yield experts._gated_back, {"F": 1024, "BF": 1024}, {}
     yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}, {}
     largest = 32 if dtype == torch.float32 else 64
     for rank, flag in ((16, False), (16, True), (largest, True)):
-        inward, outward = pairs.blocks(dtype, rank, arch >= 90)
+        inward, outward = pairs.blocks(dtype, rank)
         sizes = {"E": 8, "D": 2048, "R": rank, "BACK": flag}
         yield pairs._inward, {**sizes, **inward}, {}
         yield pairs._outward, {**sizes, "ADD": True, **outward}, {}

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.kernels._triton.grouped import hopper, sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import sort_rows, weight_gradient
 from moebook.kernels._triton.sorting import sort, tile_table
 from moebook.kernels.route import Routing
 
@@ -29,14 +29,8 @@ def fit(routing: Routing, down: Tensor) -> bool:
     return routing.ids.shape[1] == 2 and down.shape[0] <= 64 and down.shape[2] <= most
 
 
-def blocks(dtype: torch.dtype, rank: int, new: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Choose a program's work: BM tokens, inward BD columns at a time, outward BN of SPAN.
-
-    Args:
-        dtype: Of the tokens.
-        rank: R.
-        new: Whether the device is `hopper`.
-    """
+def blocks(dtype: torch.dtype, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Choose a program's work: BM tokens, inward BD columns at a time, outward BN of SPAN."""
     wide = max(16, triton.next_power_of_2(rank))
     shared = {"BM": 64, "BR": wide, "PRECISION": "ieee"}
     if dtype == torch.float32:
@@ -44,8 +38,8 @@ def blocks(dtype: torch.dtype, rank: int, new: bool) -> tuple[dict[str, Any], di
         shared["PRECISION"] = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
         return ({**shared, "BD": 32, "num_warps": 8, "num_stages": 2},
                 {**shared, "BN": 32, "SPAN": 128, "num_warps": 8, "num_stages": 2})  # fmt: skip
-    deep = 64 if wide < 64 or new else 32  # 64 would spill on an A100
-    return ({**shared, "BD": deep, "num_warps": 4, "num_stages": 3},
+    deep = 64 if wide < 64 else 32  # 64 would spill on an A100
+    return ({**shared, "BD": deep, "num_warps": 4, "num_stages": 4},
             {**shared, "BN": 64, "SPAN": 1024, "num_warps": 4, "num_stages": 3})  # fmt: skip
 
 
@@ -157,7 +151,7 @@ def _through(
     width, rank = rows.shape[1], pre.shape[2]
     first, second = matrices
     sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
-    inward, outward = blocks(rows.dtype, rank, hopper(rows.device))
+    inward, outward = blocks(rows.dtype, rank)
     between, out = torch.empty_like(pre), torch.empty_like(rows)
     weighted, d_gate = (torch.empty_like(t) if back else t for t in (pre, gate))
     tiles, number = by.tiles
@@ -192,7 +186,7 @@ class Pairs(torch.autograd.Function):
         source, (experts, _, rank) = h if other is None else other, down.shape
         ids, gate = routing.ids.contiguous(), gates.contiguous()
         token, counts = sort(ids, experts * experts, pairs=experts)
-        tiles = tile_table(counts, len(h), blocks(h.dtype, rank, hopper(h.device))[0]["BM"])
+        tiles = tile_table(counts, len(h), blocks(h.dtype, rank)[0]["BM"])
         by = _Order(token, ids, tiles, experts)
         pre = h.new_empty(len(h), 2, rank)
         out, *_ = _through(source, h, by, gate, (down, up), pre, back=False)
