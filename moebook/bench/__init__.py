@@ -7,7 +7,7 @@ seconds do not.
 
 from moebook.bench.accuracy import errors
 from moebook.bench.goals import judge
-from moebook.bench.growth import growth, growth_table
+from moebook.bench.growth import curves, growth, growth_table, regrown
 from moebook.bench.peers import installed
 from moebook.bench.report import recorded, table, write
 from moebook.bench.running import OPS, ceilings, find, measure
@@ -15,6 +15,7 @@ from moebook.bench.running import OPS, ceilings, find, measure
 __all__ = [
     "OPS",
     "ceilings",
+    "curves",
     "errors",
     "find",
     "growth",
@@ -23,6 +24,7 @@ __all__ = [
     "judge",
     "measure",
     "recorded",
+    "regrown",
     "table",
     "write",
 ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moebook import runtime
 from moebook.bench.running import measured, present
+from moebook.results import Record
 
 
 def growth(
@@ -50,6 +53,30 @@ def growth(
     slopes = {key: _exponent(part) for key, part in frame.groupby(keys)}
     frame["exponent"] = [slopes[tuple(key)] for key in frame[keys].to_numpy()]
     return frame
+
+
+def regrown(record: Record) -> pd.DataFrame:
+    """Read a sweep back: columns ``op``, ``letter``, ``value``, ``contender`` and ``seconds``."""
+    lines: list[dict[str, Any]] = []
+    for value in record.values:
+        if match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name):
+            op, letter, point, contender = match.groups()
+            line = {"op": op, "letter": letter, "value": int(point), "contender": contender}
+            lines.append({**line, "seconds": value.value})
+    return pd.DataFrame(lines, columns=["op", "letter", "value", "contender", "seconds"])
+
+
+def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest peer."""
+    panels: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
+        who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest peer")
+        least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3
+        panels[f"{op}, {letter}"] = {
+            name: least[name].reset_index().to_numpy()
+            for name in ("ours", "floor", "fastest peer") if name in least
+        }  # fmt: skip
+    return panels
 
 
 def growth_table(frame: pd.DataFrame) -> str:

@@ -137,10 +137,21 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
     record = bench.recorded(tmp_path)["cpu"]
     values = {value.name: value.value for value in record.values}
     assert values["experts/fine/ours/ratio"] == 1
-    assert values["balance_loss/growth/T=1024/ours"] == grown["seconds"].iloc[0]
+    columns = ["op", "letter", "value", "contender", "seconds"]
+    renamed = grown.assign(contender=grown["contender"].str.replace("-", "_"))[columns]
+    pd.testing.assert_frame_equal(bench.regrown(record), renamed, check_dtype=False)
     assert record.manifest["environment"]["versions"]["torch"]
     assert record.manifest["peers"]["transformers"]
     assert {goal["verdict"] for goal in record.manifest["goals"]} == {"not stated"}
+
+
+def test_a_curve_of_peers_takes_the_fastest_at_each_size() -> None:
+    lines = [("x", 2, 0.5), ("x", 1, 0.1), ("y", 1, 0.2), ("y", 2, 0.3), ("ours", 1, 1.0)]
+    sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
+    panels = bench.curves(sweep.assign(op="route", letter="T"))
+    assert {name: curve.tolist() for name, curve in panels["route, T"].items()} == {
+        "ours": [[1, 1000]], "fastest peer": [[1, 100], [2, 300]]
+    }  # fmt: skip
 
 
 def test_a_record_that_is_not_its_manifests_is_refused(tiny: pd.DataFrame, tmp_path: Path) -> None:
