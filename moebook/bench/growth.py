@@ -67,14 +67,14 @@ def regrown(record: Record) -> pd.DataFrame:
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest peer."""
+    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other."""
     panels: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
-        who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest peer")
+        who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest other")
         least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3
         panels[f"{op}, {letter}"] = {
             name: least[name].reset_index().to_numpy()
-            for name in ("ours", "floor", "fastest peer") if name in least
+            for name in ("ours", "floor", "fastest other") if name in least
         }  # fmt: skip
     return panels
 

@@ -150,7 +150,7 @@ def test_a_curve_of_peers_takes_the_fastest_at_each_size() -> None:
     sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
     panels = bench.curves(sweep.assign(op="route", letter="T"))
     assert {name: curve.tolist() for name, curve in panels["route, T"].items()} == {
-        "ours": [[1, 1000]], "fastest peer": [[1, 100], [2, 300]]
+        "ours": [[1, 1000]], "fastest other": [[1, 100], [2, 300]]
     }  # fmt: skip
 
 
