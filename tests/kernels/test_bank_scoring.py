@@ -123,6 +123,16 @@ def test_the_kernel_is_as_near_to_the_loop_as_pytorch(shape, dtype):
     assert errors["triton"] <= 2 * errors["torch"] + 1e-5
 
 
+@TRITON
+def test_the_kernel_reads_answers_that_are_columns_of_a_table():
+    hidden, head, answers = drawn(SHAPES[0])
+    table = torch.stack(answers[:2], dim=1)
+    apart = Answers(table[:, 0], table[:, 1], answers.lengths)
+    on = hidden.to(DEVICE), head.to(DEVICE)
+    one, two = (bank_scoring(*on, moved(a, DEVICE), impl="triton") for a in (answers, apart))
+    assert torch.equal(one, two)
+
+
 @pytest.mark.gpu
 @TRITON
 def test_the_kernel_at_the_size_of_a_model_repeats_on_a_gpu():

@@ -110,10 +110,11 @@ def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
         assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
 
 
-def test_gradcheck_in_float64():
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_gradcheck_in_float64(impl):
     x, logits, gate_up, down, *own = case(6, 4, 3, 3, 2, [1])
     assert torch.autograd.gradcheck(
-        lambda x, logits, *own: op("torch")(x, logits, gate_up, down, *own, 2, [1]),
+        lambda x, logits, *own: op(impl)(x, logits, gate_up, down, *own, 2, [1]),
         (x, logits, *own),
     )
 

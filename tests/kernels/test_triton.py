@@ -88,8 +88,12 @@ def test_experts(shape, dtype):
     check(through_experts(shape[4]), shapes_of_experts(*shape[:4]), dtype, draws=2)
 
 
-@pytest.mark.parametrize("chosen", [[2, 0], [1], []])
-def test_split_experts(chosen):
+@pytest.mark.parametrize(
+    ("chosen", "D", "width", "dtype"),
+    [([2, 0], 8, 4, torch.float32), ([1], 8, 4, torch.float32), ([], 8, 4, torch.float32),
+     *(([2, 0], 16, 24, dtype) for dtype in DTYPES[1:])],  # the accelerator fetches
+)  # fmt: skip
+def test_split_experts(chosen, D, width, dtype):
     slots = torch.full((4,), -1)
     slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(len(chosen))
 
@@ -98,8 +102,25 @@ def test_split_experts(chosen):
         return split_experts(x, route(logits, 2), *banks, slots.to(DEVICE), F.silu, impl=impl)
 
     N = len(chosen)
-    shapes = [*shapes_of_experts(12, 8, 4, 4), (N, 8, 8), (N, 8, 4)]
-    check(function, shapes, torch.float32, draws=2)
+    shapes = [*shapes_of_experts(12, D, width, 4), (N, 2 * width, D), (N, D, width)]
+    check(function, shapes, dtype, draws=2)
+
+
+def test_slots_that_lie_elsewhere_are_refused():
+    x, logits, *weights = (t.to(DEVICE) for t in drawn(*shapes_of_experts(3, 4, 2, 2)))
+    bank, slots = Bank(*weights), torch.tensor([0, -1], device="meta")
+    with pytest.raises(Refusal, match="E-DEVICE: split_experts: slots are on meta"):
+        split_experts(x, route(logits, 1), bank, bank, slots, F.silu, impl="triton")
+
+
+def test_weights_may_begin_anywhere_in_a_buffer():
+    x, logits, gate_up, down = (
+        t.to(DEVICE, torch.float16) for t in drawn(*shapes_of_experts(5, 8, 8, 3))
+    )
+    moved = torch.cat([gate_up.new_zeros(1), gate_up.flatten()])[1:].view_as(gate_up)
+    assert moved.data_ptr() % 16
+    ys = [through_experts(2)(x, logits, w, down, "triton") for w in (gate_up, moved)]
+    assert torch.equal(*ys)
 
 
 def test_weights_without_a_gradient_change_no_other():
@@ -151,6 +172,15 @@ def test_lora_mixture(shape, dtype):
         return lora_mixture(x, [Projection(*part, 0.7) for part in parts], impl=impl)
 
     check(function, shapes, dtype)
+
+
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_a_mixture_keeps_leading_dimensions(lead):
+    shapes = [(*lead, 8), (*lead, 5), (*lead, 3), (3, 4, 8), (3, 5, 4)]
+    x, *parts = (t.to(DEVICE) for t in drawn(*shapes))
+    ours, plain = (lora_mixture(x, [Projection(*parts)], impl=impl)[0]
+                   for impl in ("triton", "reference"))  # fmt: skip
+    torch.testing.assert_close(ours, plain)
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():

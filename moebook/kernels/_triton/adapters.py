@@ -10,17 +10,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.kernels._triton import pairs
-from moebook.kernels._triton.grouped import combine, gather, product, sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import (
+    aligned,
+    combine,
+    gather,
+    product,
+    sort_rows,
+    weight_gradient,
+)
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.route import Routing
 
 
+@placed
 def run(
     h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
     """Run `moebook.kernels.adapters`."""
     other = None if source is h else source.contiguous()
     gates = routing.weights.float() * scale
-    factors = (down.contiguous(), up.contiguous())
+    factors = (aligned(down), aligned(up))
     function = pairs.Pairs if pairs.fit(routing, down) else _Adapters
     y: Tensor = function.apply(h.contiguous(), other, gates, *factors, routing)
     return y

@@ -12,12 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.balance_loss import reference
 
 ROWS = 32
 """Tokens of one program."""
 
 
+@placed
 def run(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
     """Run `moebook.kernels.balance_loss`; the constant form has no work that is worth a kernel."""
     if form == "constant":

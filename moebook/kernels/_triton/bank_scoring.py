@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.placing import placed
+
 PROGRAMS = 512
 """Programs to aim at: some for each multiprocessor of a large GPU."""
 
@@ -26,6 +28,7 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
     return {"BM": 64, "BV": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 
 
+@placed
 def run(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
     """Run `moebook.kernels.bank_scoring`: nats of each token ``[N, tokens]``."""
     (adapters, tokens, width), vocabulary = hidden.shape, len(head)
@@ -39,8 +42,9 @@ def run(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tenso
     found = torch.empty(3, spans, rows, device=hidden.device)
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     _scan[(tiles, spans)](
-        hidden.contiguous(), head.contiguous(), readers, targets, found, rows, len(readers), tokens,
-        vocabulary, each * chosen["BV"], D=width, PRECISION=precision, **chosen,
+        hidden.contiguous(), head.contiguous(), readers.contiguous(), targets.contiguous(), found,
+        rows, len(readers), tokens, vocabulary, each * chosen["BV"], D=width, PRECISION=precision,
+        **chosen,
     )  # fmt: skip
     highest = found[0].amax(0)
     total = (found[1] * (found[0] - highest).exp()).sum(0)

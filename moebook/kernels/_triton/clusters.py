@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.clusters import Clusters
 
 PARTS = 2**26
@@ -29,6 +30,7 @@ def blocks(dtype: torch.dtype, experts: int) -> dict[str, Any]:
             "num_warps": 4, "num_stages": 3}  # fmt: skip
 
 
+@placed
 def run(points: Tensor, centres: Tensor) -> Clusters:
     """Run `moebook.kernels.clusters`."""
     (layers, rows, width), experts = points.shape, centres.shape[1]
@@ -80,6 +82,7 @@ def _step(
         far = own[None, :] - total
         lowest = tl.min(far, axis=1)
         place = start + tl.argmin(far, axis=1)  # of equal ones the first
+        place = tl.minimum(place, E - 1)  # whatever NaN does to the minimum
         near = tl.where(lowest < best, place, near)
         best = tl.minimum(lowest, best)
     tl.store(ids + layer * S + row, near.to(tl.int64), mask=live)

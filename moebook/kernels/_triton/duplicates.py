@@ -1,9 +1,10 @@
 """duplicates on a GPU: near pairs marked tile by tile of the triangle, no cosine in memory.
 
 Alg. 2's rule is sequential: whether a row stays depends on the rows before it. So the device finds
-the near pairs of a block of rows with all later ones, exactly and in order, and they are settled
-one after another, which near pairs are few enough for. What is held is a byte for each pair of a
-block; it is read only in those rows of a tile that have a near pair. Two runs are equal.
+the near pairs of a block of rows with all later ones, exactly and in order, and PyTorch settles
+them, side by side where their order does not matter. What is held is a byte for each pair of a
+block, and the near pairs; a mark is read only in those rows of a tile that have a near pair. Two
+runs are equal.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.duplicates import Pairs, through
 
 MARKS = 2**32
@@ -36,6 +38,7 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
             "num_stages": 3}  # fmt: skip
 
 
+@placed
 def run(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
     """Run `moebook.kernels.duplicates`."""
     size = max(1, MARKS // max(len(vectors), 1))

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from moebook.errors import refuse
 from moebook.kernels._triton.grouped import (
     Sorted,
+    aligned,
     block_of,
     combine,
     fetched,
@@ -29,6 +30,7 @@ from moebook.kernels._triton.grouped import (
     view,
     weight_gradient,
 )
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.experts import Activation, Bank
 from moebook.kernels.route import Routing
 
@@ -36,6 +38,7 @@ SILU = ("silu", "SiLU", "SiLUActivation")
 """The activation as torch's function, torch's module and transformers' module are called."""
 
 
+@placed
 def run(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
     """Run `moebook.kernels.experts`."""
     return gated_ffn("experts", x, routing, [bank], None, act)
@@ -52,7 +55,7 @@ def gated_ffn(
     """
     if getattr(act, "__name__", type(act).__name__) not in SILU:
         refuse("E-IMPL", f"{op}: impl='triton' computes SiLU alone, act is {act}; use impl='torch'")
-    weights = [weight.contiguous() for bank in banks for weight in bank]
+    weights = [aligned(weight) for bank in banks for weight in bank]
     frozen = [weight.detach() for weight in weights[2:]] or [None, None]
     y: Tensor = _GatedFFN.apply(
         x.contiguous(), routing.weights, *weights[:2], *frozen, slots, routing

@@ -88,7 +88,7 @@ def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None)
         dtype: Of the rows.
         slots: ``[E]``, where an expert lies in the first of two banks, -1 for the second.
     """
-    order, counts = routing.order, routing.counts
+    order, counts = routing.order, routing.counts.contiguous()
     chosen = blocks(dtype, len(order), len(counts))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -109,6 +109,15 @@ def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
     if dtype == torch.float32 or any(2 * width % 16 for width in widths):
         return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous, from where the accelerator can fetch: a multiple of 16 bytes.
+
+    A weight that is a part of a larger buffer, as some optimizers keep them, may begin elsewhere.
+    """
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.lora_mixture import Projection
 
 
@@ -30,6 +31,7 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
             "num_stages": 2}  # fmt: skip
 
 
+@placed
 def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     """Run `moebook.kernels.lora_mixture`."""
     factors = [projection.down.flatten(0, 1) for projection in projections]
@@ -37,9 +39,9 @@ def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     hiddens = joined.split([len(factor) for factor in factors], dim=-1)
     return [
         _Mixed.apply(
-            p.base.flatten(0, -2).contiguous(),
-            hidden.flatten(0, -2).contiguous(),
-            p.gates.flatten(0, -2).contiguous(),
+            p.base.reshape(-1, p.base.shape[-1]).contiguous(),
+            hidden.reshape(-1, hidden.shape[-1]).contiguous(),
+            p.gates.reshape(-1, p.gates.shape[-1]).contiguous(),
             p.up.contiguous(),
             p.scale,
         ).view_as(p.base)

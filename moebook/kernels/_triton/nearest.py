@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.placing import placed
+
 
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
     """Choose a program's work: BM rows against BN shots at a time, BK deep.
@@ -25,6 +27,7 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
             "num_stages": 4}  # fmt: skip
 
 
+@placed
 def run(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Score a block for `moebook.kernels.nearest`; the scores are float32."""
     scores = torch.empty(len(rows), dtype=torch.float32, device=rows.device)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.placing import placed
 from moebook.kernels._triton.sorting import sort
 from moebook.kernels.route import Routing, weights_of
 
@@ -16,6 +17,7 @@ ROWS = 32
 """Tokens of one program."""
 
 
+@placed
 def run(logits: Tensor, top_k: int, combine: str) -> Routing:
     """Run `moebook.kernels.route`."""
     ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moebook.errors import refuse
 from moebook.kernels._triton.experts import gated_ffn
+from moebook.kernels._triton.placing import placed
 from moebook.kernels.experts import Activation, Bank
 from moebook.kernels.route import Routing
 
 
+@placed
 def run(
     x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor, act: Activation
 ) -> Tensor:
-    """Run `moebook.kernels.split_experts`."""
+    """Run `moebook.kernels.split_experts`.
+
+    Raises:
+        Refusal: E-DEVICE for slots that lie elsewhere: the kernels read them.
+    """
+    if slots.device != x.device:
+        refuse("E-DEVICE", f"split_experts: slots are on {slots.device}, x on {x.device}")
+    slots = slots.long().contiguous()
     return gated_ffn("split_experts", x, routing, [trained, frozen], slots, act)
