@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from moebook import models
-from moebook.bench import floors, peers
-from moebook.bench.case import Case, Op
+from moebook.bench import peers
+from moebook.bench.case import Case, Op, size_of
 from moebook.bench.floors import Product
-from moebook.bench.timing import Contender
 from moebook.data import IGNORED, encode, tasks
 from moebook.methods.rocket import attachment, loras, packing, scoring
 from moebook.methods.rocket.loras import Lora
@@ -30,17 +31,12 @@ def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
     shots = rows[:: max(1, len(rows) // S)][:S]
     bank = _random(model, N, R, device)
     items = list(encode(shots, tokenizer, max_length=10**9))
-    products = _products(model, items, N, R)
-    case = Case(
-        [
-            Contender("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots)),
-            floors.dense(products, device, torch.float32),
-        ],
-        floors.flops(products),
-        traffic=sum(p.numel() * p.element_size() for p in model.parameters()),
-    )
-    case.invite("set_adapter, all shots at once", lambda: _looped(bank, items, device, len(items)))
-    case.invite("set_adapter, shot by shot", lambda: _looped(bank, items, device, 1))
+    hosted = _hosted(bank, device)
+    case = Case(size_of(*model.parameters()))
+    case.add("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots))
+    case.floor(_products(model, items, N, R), device, torch.float32)
+    case.add("set_adapter, all shots at once", lambda: _looped(hosted, bank, items, len(items)))
+    case.add("set_adapter, shot by shot", lambda: _looped(hosted, bank, items, 1))
     return case
 
 
@@ -53,43 +49,37 @@ def _random(model: Any, number: int, rank: int, device: torch.device) -> dict[st
         return (torch.randn(shape) / 10).to(device)
 
     return {
-        f"lora{index:02d}": Lora(
-            name=f"lora{index:02d}",
+        name: Lora(
+            name=name,
             rank=rank,
             alpha=float(rank),
             down={p: draw(rank, layer.in_features) for p, layer in layers.items()},
             up={p: draw(layer.out_features, rank) for p, layer in layers.items()},
         )
-        for index in range(number)
+        for name in (f"lora{index:02d}" for index in range(number))
     }
 
 
-def _looped(bank: dict[str, Lora], items: list[Item], device: torch.device, rows: int) -> Contender:
-    """Return PEFT's way: make each adapter the active one, and run ``rows`` shots at a time."""
-    model = _hosting(bank, device)
-
-    @torch.no_grad()
-    def run() -> np.ndarray[Any, Any]:
-        found = []
-        for name in bank:
-            model.set_adapter(name)
-            parts = [nats(model, items[at : at + rows]) for at in range(0, len(items), rows)]
-            found.append(torch.cat(parts).cpu().numpy())
-        return np.stack(found)
-
-    return Contender("set_adapter, " + ("shot by shot" if rows == 1 else "all shots at once"), run)
+def _looped(model: Any, bank: dict[str, Lora], items: list[Item], rows: int) -> Any:
+    """Go PEFT's way: make each adapter the active one, and run ``rows`` shots at a time."""
+    found = []
+    for name in bank:
+        model.set_adapter(name)
+        parts = [nats(model, items[at : at + rows]) for at in range(0, len(items), rows)]
+        found.append(torch.cat(parts).cpu().numpy())
+    return np.stack(found)
 
 
-def _hosting(bank: dict[str, Lora], device: torch.device) -> Any:
+def _hosted(bank: dict[str, Lora], device: torch.device) -> Any:
     """Load the base again and put the whole bank on it by PEFT."""
     peft = peers.module("peft")
     base, _ = models.load("nano", device=str(device))
-    first = next(iter(bank.values()))
+    first, *others = bank.values()
     settings = {"r": first.rank, "lora_alpha": first.alpha, "target_modules": list(TARGETS)}
     config = peft.LoraConfig(**settings, init_lora_weights=False)
-    model = peft.get_peft_model(base, config, adapter_name=next(iter(bank)))
-    for name in list(bank)[1:]:
-        model.add_adapter(name, config)
+    model = peft.get_peft_model(base, config, adapter_name=first.name)
+    for lora in others:
+        model.add_adapter(lora.name, config)
     for name, lora in bank.items():
         for path in lora.down:
             layer = model.base_model.model.get_submodule(path)
@@ -100,20 +90,12 @@ def _hosting(bank: dict[str, Lora], device: torch.device) -> Any:
 
 def nats(model: Any, batch: list[Item]) -> Tensor:
     """Return the mean nats a token of each answer, as transformers' own loss has them ``[B]``."""
-    width = max(item["length"] for item in batch)
+    padded = partial(pad_sequence, batch_first=True)
     device = next(model.parameters()).device
-    ids, labels = (
-        torch.zeros(len(batch), width, dtype=torch.long),
-        torch.full((len(batch), width), IGNORED),
-    )
-    mask = torch.zeros_like(ids)
-    for line, item in enumerate(batch):
-        ids[line, : item["length"]] = torch.tensor(item["input_ids"])
-        labels[line, : item["length"]] = torch.tensor(item["labels"])
-        mask[line, : item["length"]] = 1
-    ids, labels, mask = (part.to(device) for part in (ids, labels, mask))
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    targets = labels[:, 1:]
+    ids = padded([torch.tensor(item["input_ids"]) for item in batch], padding_value=-1).to(device)
+    labels = padded([torch.tensor(item["labels"]) for item in batch], padding_value=IGNORED)
+    mask, targets = (ids >= 0).long(), labels[:, 1:].to(device)
+    logits = model(input_ids=ids.clamp(min=0), attention_mask=mask, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(
         logits.float().mT, targets, ignore_index=IGNORED, reduction="none"
     ).double()
@@ -144,9 +126,7 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
     return [Product(*shape, times) for shape, times in shapes.items()]
 
 
-_AXES = {"N": (0.25, 0.5, 1, 2), "S": (0.25, 0.5, 1, 2)}
 BANK = Op(
-    "a bank of LoRAs scored on K shots",
     _bank,
     {
         "tiny": {"bank": {"N": 2, "S": 3, "R": 2}},
@@ -154,5 +134,5 @@ BANK = Op(
         "full": {"bank": {"N": 38, "S": 20, "R": 16}},
         "model": {"bank": {"N": 38, "S": 50, "R": 16}},
     },
-    _AXES,
+    {"N": (0.25, 0.5, 1, 2), "S": (0.25, 0.5, 1, 2)},
 )

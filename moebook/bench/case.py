@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moebook.bench import floors
+from moebook.bench.floors import Product
 from moebook.bench.timing import Contender
 from moebook.errors import Refusal
 
 Letters = Mapping[str, int]
+Run = Callable[[], Any]
 SCALES = ("tiny", "small", "full", "model")
 """``tiny`` tests the plumbing, ``small`` fits a page of the book, ``full`` is what the goals are
 stated for, ``model`` has the widths of the papers' own models and wants a GPU."""
@@ -23,23 +26,47 @@ class Case:
     """One op on inputs of given sizes.
 
     Attributes:
-        contenders: Ours first, then the floor where there is one, then the peers.
-        flops: Of the floor's products; 0 where the floor moves bytes only.
         traffic: Bytes that must be read and written at least once.
+        cotangent: Gradient of the output, where a contender runs forward and backward; without it,
+            forward only and without a graph.
+        leaves: What has a gradient; all of them are freed before each turn.
+        flops: Of the floor's products; 0 where the floor moves bytes only.
+        contenders: Ours first, then the floor where there is one, then the peers.
         absent: Who could not take part, and why.
     """
 
-    contenders: list[Contender]
+    traffic: int
+    cotangent: Tensor | None = None
+    leaves: list[Tensor] = field(default_factory=list)
     flops: int = 0
-    traffic: int = 0
+    contenders: list[Contender] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
 
-    def invite(self, name: str, make: Callable[[], Contender]) -> None:
-        """Add a peer, or note why it cannot take part (E-PEER when it is not installed)."""
+    def add(self, name: str, run: Run, *, host: bool = False, after: Run | None = None) -> None:
+        """Add a contender.
+
+        Args:
+            name: ``"ours"``, ``"floor"``, or the peer's.
+            run: Its forward pass.
+            host: Whether it works on the CPU whatever the device.
+            after: What it does behind its backward pass.
+        """
+        if self.cotangent is None:
+            self.contenders.append(Contender(name, torch.no_grad()(run), host=host))
+        else:
+            self.contenders.append(stepping(name, run, self.cotangent, self.leaves, after))
+
+    def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
+        """Add what ``make`` returns, or note why it refuses (E-PEER when it is not installed)."""
         try:
-            self.contenders.append(make())
+            self.add(name, make(), **how)
         except Refusal as refusal:
             self.absent[name] = refusal.message
+
+    def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
+        """Add dense products as the floor."""
+        self.flops = floors.flops(products)
+        self.contenders.append(floors.dense(products, device, dtype))
 
 
 @dataclass(frozen=True)
@@ -47,45 +74,40 @@ class Op:
     """An op to measure.
 
     Attributes:
-        about: What it does, in a few words.
         build: Makes a case: ``build(device, **letters)``.
         sizes: For each of `SCALES`, its cases by name, each with its letters.
-        axes: Letters that the sweep varies, each with the factors on the small case's value.
+        axes: Letters that the sweep varies, each with the rising factors on the small case's value.
     """
 
-    about: str
     build: Callable[..., Case]
     sizes: Mapping[str, Mapping[str, Letters]]
     axes: Mapping[str, Sequence[float]]
 
-    def swept(self) -> Iterator[tuple[str, int, Letters]]:
-        """Yield letter, value and all letters of every point of the sweep."""
+    def swept(self, points: int | None = None) -> Iterator[tuple[str, int, Letters]]:
+        """Yield letter, value and all letters of the first points of the sweep of each letter."""
         letters = next(iter(self.sizes["small"].values()))
         for letter, factors in self.axes.items():
-            for factor in factors:
+            for factor in factors[:points]:
                 value = max(1, round(letters[letter] * factor))
                 yield letter, value, {**letters, letter: value}
 
 
 def number_format(device: torch.device, bits: int = 0) -> torch.dtype:
-    """Return what a device is measured in: bfloat16 on a GPU, else float32; ``bits`` decides."""
-    wide = bits == 32 or (not bits and device.type == "cpu")
-    return torch.float32 if wide else torch.bfloat16
+    """Return what a device is measured in: bfloat16 on a GPU or for 16 ``bits``, else float32."""
+    return torch.bfloat16 if bits == 16 or device.type == "cuda" else torch.float32
 
 
 def stepping(
-    name: str, forward: Callable[[], Tensor], cotangent: Tensor, leaves: Sequence[Tensor]
+    name: str, forward: Run, cotangent: Tensor, leaves: Sequence[Tensor], after: Run | None = None
 ) -> Contender:
-    """Return a contender that runs forward and backward; gradients are freed before each turn."""
+    """Return a contender that runs forward, backward and what comes ``after``."""
 
     def run() -> None:
         forward().backward(cotangent)
+        if after:
+            after()
 
-    def prepare() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-
-    return Contender(name, run, prepare, forward)
+    return Contender(name, run, leaves, forward)
 
 
 def size_of(*tensors: Any) -> int:

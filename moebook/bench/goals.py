@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pandas as pd
 
 from moebook.bench.profiling import told
+
+SAID = {
+    "faster": "at least {:g} x as fast",
+    "within": "at most {:g} x its time",
+    "memory": "at most {:g} x what it keeps",
+    "seconds": "at most {:g} s",
+}
 
 
 @dataclass(frozen=True)
@@ -31,12 +39,7 @@ class Goal:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        return {
-            "faster": f"at least {self.bound:g} x as fast",
-            "within": f"at most {self.bound:g} x its time",
-            "memory": f"at most {self.bound:g} x what it keeps",
-            "seconds": f"at most {self.bound:g} s",
-        }[self.kind]
+        return SAID[self.kind].format(self.bound)
 
     def reached(self, ours: pd.Series, theirs: pd.Series) -> float:
         """Return the number that the bound is compared with; NaN where it was not measured."""
@@ -44,7 +47,7 @@ class Goal:
             return float(ours["seconds"])
         if self.kind == "memory":
             mine, other = ours["kept"], theirs["kept"]
-            return float("nan") if pd.isna(mine) or not other else float(mine) / float(other)
+            return math.nan if pd.isna(mine) or not other else float(mine) / float(other)
         ratio = float(theirs["ratio"])
         return ratio if self.kind == "faster" else 1 / ratio
 
@@ -92,38 +95,35 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
         goals. An op that refuses its case has missed the goal. The reason of a missed goal is what
         our time consists of, in multiples of the other's.
     """
-    stated = frame.attrs["scale"] == STATED[frame.attrs["device"]]
-    table = frame.set_index(["op", "case", "contender"]).sort_index()
-    ran = set(frame["op"] + "/" + frame["case"])
+    device = frame.attrs["device"]
+    stated = frame.attrs["scale"] == STATED[device]
+    cases = {key: part.set_index("contender") for key, part in frame.groupby(["op", "case"])}
     lines = []
     for goal in GOALS:
-        if goal.device != frame.attrs["device"] or f"{goal.op}/{goal.case}" not in ran:
-            continue
-        value, verdict = _verdict(goal, table)
-        shown = verdict if stated else "not stated"
-        reason = _reason(goal, table, value) if shown == "missed" else ""
-        lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
+        if goal.device == device and (goal.op, goal.case) in cases:
+            case = cases[goal.op, goal.case]
+            value, verdict = _verdict(goal, case)
+            shown = verdict if stated else "not stated"
+            reason = _reason(goal, case.loc["ours"], value) if shown == "missed" else ""
+            lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
     columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
     return pd.DataFrame(lines, columns=columns)
 
 
-def _reason(goal: Goal, table: pd.DataFrame, value: float) -> str:
-    ours = table.loc[(goal.op, goal.case, "ours")]
+def _verdict(goal: Goal, case: pd.DataFrame) -> tuple[float, str]:
+    ours, value = case.loc["ours"], math.nan
+    if pd.isna(ours["seconds"]):
+        return value, "missed"
+    if goal.against in case.index:
+        value = goal.reached(ours, case.loc[goal.against])
+    if math.isnan(value):
+        return value, "not run"
+    return value, "met" if goal.met(value) else "missed"
+
+
+def _reason(goal: Goal, ours: pd.Series, value: float) -> str:
     if pd.isna(ours["seconds"]):
         return str(ours["note"])
     if goal.kind == "memory" or not isinstance(ours["profile"], dict):
         return ""
     return told(ours["profile"], 1 / value if goal.kind == "faster" else value)
-
-
-def _verdict(goal: Goal, table: pd.DataFrame) -> tuple[float, str]:
-    ours = table.loc[(goal.op, goal.case, "ours")]
-    if pd.isna(ours["seconds"]):
-        return float("nan"), "missed"
-    try:
-        value = goal.reached(ours, table.loc[(goal.op, goal.case, goal.against)])
-    except KeyError:
-        return float("nan"), "not run"
-    if pd.isna(value):
-        return value, "not run"
-    return value, "met" if goal.met(value) else "missed"

@@ -40,7 +40,7 @@ def growth(
     todo = [
         (name, letter, value, letters)
         for name, op in present(names)[0].items()
-        for letter, value, letters in _first(op.swept(), points)
+        for letter, value, letters in op.swept(points)
     ]
     lines: list[dict[str, Any]] = []
     for name, letter, value, letters in runtime.progress(todo, "sweep", len(todo)):
@@ -57,13 +57,13 @@ def growth(
 
 def regrown(record: Record) -> pd.DataFrame:
     """Read a sweep back: columns ``op``, ``letter``, ``value``, ``contender`` and ``seconds``."""
-    lines: list[dict[str, Any]] = []
-    for value in record.values:
-        if match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name):
-            op, letter, point, contender = match.groups()
-            line = {"op": op, "letter": letter, "value": int(point), "contender": contender}
-            lines.append({**line, "seconds": value.value})
-    return pd.DataFrame(lines, columns=["op", "letter", "value", "contender", "seconds"])
+    found = [
+        (*match.groups(), value.value)
+        for value in record.values
+        if (match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name))
+    ]
+    frame = pd.DataFrame(found, columns=["op", "letter", "value", "contender", "seconds"])
+    return frame.astype({"value": int})
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
@@ -86,25 +86,13 @@ def growth_table(frame: pd.DataFrame) -> str:
         values = sorted(set(part["value"]))
         lines.append(f"{op}, {letter} = {', '.join(map(str, values))}")
         for name, own in part.groupby("contender", sort=False):
-            cells = "".join(
-                f"{1e3 * seconds:10.2f}" for seconds in own.sort_values("value").seconds
-            )
+            own = own.sort_values("value")
+            cells = "".join(f"{1e3 * seconds:10.2f}" for seconds in own["seconds"])
             lines.append(f"  {name:32}{cells}   exponent {own['exponent'].iloc[0]:.2f}")
     return "\n".join(lines)
 
 
-def _first(swept: Iterable[Any], points: int | None) -> list[Any]:
-    """Keep the first points of each letter."""
-    kept: dict[str, list[Any]] = {}
-    for point in swept:
-        kept.setdefault(point[0], []).append(point)
-    return [point for letter in kept.values() for point in letter[:points]]
-
-
 def _exponent(part: pd.DataFrame) -> float:
-    ends = part.sort_values("value").iloc[[0, -1]]
-    low, high = ends["value"]
-    if low == high:
-        return math.nan
-    first, last = ends["seconds"]
-    return math.log(last / first) / math.log(high / low)
+    points = part.sort_values("value")[["value", "seconds"]].to_numpy()
+    (low, first), (high, last) = points[0], points[-1]
+    return math.nan if low == high else math.log(last / first) / math.log(high / low)

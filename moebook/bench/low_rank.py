@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook.bench import floors, peers
-from moebook.bench.case import Case, Op, number_format, size_of, stepping
+from moebook.bench.case import Case, Op, Run, number_format, size_of
 from moebook.bench.floors import Product
-from moebook.bench.timing import Contender
 from moebook.kernels import Routing, adapters, lora_mixture, route
 from moebook.kernels.lora_mixture import Projection
 
@@ -32,29 +32,20 @@ def _adapters(
     down = nn.Parameter(torch.randn(E, D, R, **draw).mul_(D**-0.5))
     up = nn.Parameter(torch.randn(E, R, D, **draw).mul_(R**-0.5))
     routing = route(torch.randn(T, E, device=device), K)
-    ways = {
-        "ours": lambda: adapters(h, routing, down, up),
-        "published form": lambda: _published(h, routing, down, up),
-        "grouped_mm": lambda: _grouped(h, routing, down, up),
-    }
+    ffn = _frozen_ffn(D, F, **draw) if F else nn.Identity()
     products = floors.adapter_pass(T * K, D, R, backward=bool(backward))
+    traffic = 12 * D * F + (4 if backward else 2) * size_of(h)
+    case = Case(traffic, torch.randn_like(h) if backward else None, [h, down, up])
+    case.add("ours", lambda: adapters(ffn(h), routing, down, up))
+    case.floor([*products, Product(T, D, F, 6)] if F else products, device, dtype)
     if F:
-        grad, leaves, ffn = torch.randn_like(h), [h, down, up], _frozen_ffn(D, F, **draw)
-        parties = [
-            stepping("ours", lambda: adapters(ffn(h), routing, down, up), grad, leaves),
-            floors.dense([*products, Product(T, D, F, 6)], device, dtype),
-            stepping("frozen FFN alone", lambda: ffn(h), grad, leaves),
-        ]
-        return Case(parties, floors.flops(products) + 12 * T * D * F, 12 * D * F + 4 * size_of(h))
-    if backward:
-        grad, leaves = torch.randn_like(h), [h, down, up]
-        ours, *rest = (stepping(name, way, grad, leaves) for name, way in ways.items())
-    else:
-        ours, *rest = (Contender(name, _quiet(way)) for name, way in ways.items())
-        delta = torch.randn_like(h)
-        rest.append(Contender("residual add", lambda: torch.add(h.detach(), delta)))
-    parties = [ours, floors.dense(products, device, dtype), *rest]
-    return Case(parties, floors.flops(products), (4 if backward else 2) * size_of(h))
+        case.add("frozen FFN alone", lambda: ffn(h))
+        return case
+    case.add("published form", lambda: _published(h, routing, down, up))
+    case.add("grouped_mm", lambda: _grouped(h, routing, down, up))
+    if not backward:
+        case.add("residual add", partial(torch.add, h, torch.randn_like(h)))
+    return case
 
 
 def _frozen_ffn(D: int, width: int, **draw: Any) -> Callable[[Tensor], Tensor]:
@@ -67,11 +58,6 @@ def _frozen_ffn(D: int, width: int, **draw: Any) -> Callable[[Tensor], Tensor]:
         return F.linear(F.silu(gate) * up, down)
 
     return ffn
-
-
-def _quiet(way: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return the same without a graph."""
-    return torch.no_grad()(way)
 
 
 def _published(h: Tensor, routing: Routing, down: Tensor, up: Tensor) -> Tensor:
@@ -107,60 +93,51 @@ def _loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) -> Case
     up = nn.Parameter(torch.randn(N, D, R, **draw).mul_(R**-0.5))
     chosen = route(torch.randn(T, N, device=device), min(K, N))
     gates = x.new_zeros(T, N).scatter(1, chosen.ids, chosen.weights.to(dtype))
-    grad, leaves = torch.randn_like(x), [x, down, up]
+    case = Case(2 * size_of(layer.weight) + 4 * size_of(x), torch.randn_like(x), [x, down, up])
 
     def mixed(impl: str) -> Tensor:
         return lora_mixture(x, [Projection(layer(x), gates, down, up)], impl=impl)[0]
 
-    products = floors.lora_step(T, D, D, N * R)
-    case = Case(
-        [
-            stepping("ours", lambda: mixed("auto"), grad, leaves),
-            floors.dense(products, device, dtype),
-            stepping("frozen layer alone", lambda: layer(x), grad, leaves),
-            stepping("one after another", lambda: mixed("reference"), grad, leaves),
-        ],
-        floors.flops(products),
-        2 * size_of(layer.weight) + 4 * size_of(x),
-    )
-    case.invite("one LoRA of PEFT", lambda: _one_lora(layer, R, x, grad))
+    def one_lora() -> Run:
+        peft = peers.module("peft")
+        config = peft.LoraConfig(r=R, target_modules=["layer"], init_lora_weights=False)
+        host = nn.ModuleDict({"layer": layer})
+        peft.inject_adapter_in_model(config, host)
+        wrapped = host["layer"].to(dtype)
+        case.leaves += [p for p in wrapped.parameters() if p.requires_grad]
+        return partial(wrapped, x)
+
+    case.add("ours", lambda: mixed("auto"))
+    case.floor(floors.lora_step(T, D, D, N * R), device, dtype)
+    case.add("frozen layer alone", lambda: layer(x))
+    case.add("one after another", lambda: mixed("reference"))
+    case.invite("one LoRA of PEFT", one_lora)
     return case
 
 
-def _one_lora(layer: nn.Linear, rank: int, x: Tensor, grad: Tensor) -> Contender:
-    peft = peers.module("peft")
-    config = peft.LoraConfig(r=rank, target_modules=["layer"], init_lora_weights=False)
-    host = nn.ModuleDict({"layer": layer})
-    peft.inject_adapter_in_model(config, host)
-    wrapped = host["layer"].to(x.dtype)
-    leaves = [x, *(p for p in wrapped.parameters() if p.requires_grad)]
-    return stepping("one LoRA of PEFT", lambda: wrapped(x), grad, leaves)
-
+_TINY = {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2}
+_FULL = {"T": 8192, "D": 1024, "R": 32, "E": 8, "K": 2}
+_MODEL = {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2}
 
 ADAPTERS = Op(
-    "PESC's adapters, forward and backward",
     _adapters,
     {
         "tiny": {
-            "step": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2},
-            "forward": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "backward": 0},
-            "behind_ffn": {"T": 16, "D": 8, "R": 4, "E": 4, "K": 2, "F": 8},
+            "step": _TINY,
+            "forward": {**_TINY, "backward": 0},
+            "behind_ffn": {**_TINY, "F": 8},
         },
         "small": {"step": {"T": 2048, "D": 256, "R": 32, "E": 8, "K": 2}},
-        "full": {
-            "step": {"T": 8192, "D": 1024, "R": 32, "E": 8, "K": 2},
-            "forward": {"T": 8192, "D": 1024, "R": 32, "E": 8, "K": 2, "backward": 0},
-        },
+        "full": {"step": _FULL, "forward": {**_FULL, "backward": 0}},
         "model": {
-            "step": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2},
-            "forward": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2, "backward": 0},
-            "behind_ffn": {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2, "F": 11008},
+            "step": _MODEL,
+            "forward": {**_MODEL, "backward": 0},
+            "behind_ffn": {**_MODEL, "F": 11008},
         },
     },
     {"T": (0.25, 0.5, 1, 2), "E": (0.5, 1, 2, 4)},
 )
 LORAS = Op(
-    "a frozen layer with routed LoRAs, forward and backward",
     _loras,
     {
         "tiny": {"four": {"T": 16, "D": 8, "R": 4, "N": 2, "K": 2}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,15 @@ from moebook.results import Record, Value
 RUN = "kernels"
 """Name of the record's notebook: the one that shows it, whose hashes tell what it depends on."""
 
+UNITS = {
+    "seconds": "seconds",
+    "wall": "seconds",
+    "ratio": "ratio",
+    "memory": "bytes",
+    "kept": "bytes",
+}
+"""What is recorded of each contender."""
+
 
 def table(frame: pd.DataFrame) -> str:
     """Return a run as text: a block a case, a line a contender, and the goals of both.
@@ -29,37 +39,30 @@ def table(frame: pd.DataFrame) -> str:
     A ratio is the contender's time over ours; the multiple is its time over the floor's.
     """
     goals = judge(frame)
+    aims = defaultdict(list)
+    for goal in goals.itertuples():
+        measured = "" if pd.isna(goal.measured) else f" ({goal.measured:.2f})"
+        aims[goal.op, goal.case, goal.against].append(f"{goal.goal}: {goal.verdict}{measured}")
     lines = [f"{'':34}{'ms':>10}{'wall ms':>10}{'ratio':>9}{'x floor':>9}{'extra MB':>10}  goal"]
     for (op, case), part in frame.groupby(["op", "case"], sort=False):
         lines.append(f"{op} / {case}")
-        floor = part.loc[part["contender"] == "floor", "ratio"]
+        floor = part.loc[part["contender"] == "floor", "ratio"].sum() or math.nan
         for _, row in part.iterrows():
-            mine = goals[
-                (goals["op"] == op)
-                & (goals["case"] == case)
-                & (goals["against"] == row["contender"])
-            ]
-            lines.append(_line(row, floor.iloc[0] if len(floor) else math.nan, mine))
+            lines.append(_line(row, floor, "; ".join(aims[op, case, row["contender"]])))
     missed = goals[goals["verdict"] == "missed"]
     why = [f"  {row.op} / {row.case}, {row.against}: {row.reason}" for row in missed.itertuples()]
     told = ["", "Missed goals: what our time consists of, in multiples of the other's", *why]
     return "\n".join([*lines, *(told if why else []), "", _summary(goals)])
 
 
-def _line(row: pd.Series, floor: float, goals: pd.DataFrame) -> str:
+def _line(row: pd.Series, floor: float, aims: str) -> str:
     name = f"  {row['contender']}"
-    aims = "; ".join(_aim(goal) for _, goal in goals.iterrows())
     if pd.isna(row["seconds"]):
         return f"{name:34}not run: {row['note']}" + (f"  [{aims}]" if aims else "")
     extra = "" if pd.isna(row["memory"]) else f"{row['memory'] / 1e6:.0f}"
     multiple = "" if math.isnan(floor) else f"{row['ratio'] / floor:.2f}"
     numbers = f"{1e3 * row['seconds']:10.2f}{1e3 * row['wall']:10.2f}{row['ratio']:9.2f}"
     return f"{name:34}{numbers}{multiple:>9}{extra:>10}  {aims}".rstrip()
-
-
-def _aim(goal: pd.Series) -> str:
-    measured = "" if pd.isna(goal["measured"]) else f" ({goal['measured']:.2f})"
-    return f"{goal['goal']}: {goal['verdict']}{measured}"
 
 
 def _summary(goals: pd.DataFrame) -> str:
@@ -89,8 +92,17 @@ def write(
         settings: What was asked for: scale, rounds, threads.
     """
     environment = runtime.environment()
+    ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
     gpu = environment["accelerator"] if frame.attrs["device"] == "cuda" else None
-    values = [*_values(frame), *_grown(growth)]
+    values = list(_values(frame))
+    values += [
+        Value(
+            f"{row['op']}/growth/{row['letter']}={row['value']}/{slug(row['contender'])}",
+            float(row["seconds"]),
+            "seconds",
+        )
+        for row in growth.to_dict("records")
+    ]
     values += [Value(f"roof/{name}", value, "number") for name, value in roof.items()]
     record = Record(RUN, "gpu" if gpu else "cpu", tuple(values))
     text = record.to_text()
@@ -104,13 +116,8 @@ def write(
         "environment": environment,
         "peers": installed()["version"].to_dict(),
         "goals": json.loads(judge(frame).to_json(orient="records")),
-        "profiles": {
-            f"{row['op']}/{row['case']}": row["profile"]
-            for row in frame[frame["profile"].notna()].to_dict("records")
-        },
-        "absent": frame.loc[frame["seconds"].isna(), ["op", "case", "contender", "note"]].to_dict(
-            "records"
-        ),
+        "profiles": (ran.set_index(ran["op"] + "/" + ran["case"])["profile"].dropna()).to_dict(),
+        "absent": absent[["op", "case", "contender", "note"]].to_dict("records"),
     }
     place = folder / "results" / "bench" / slug(gpu or "cpu").lower()
     results.write(place / "record.json", text)
@@ -140,17 +147,7 @@ def recorded(start: Path | None = None) -> dict[str, Record]:
 
 def _values(frame: pd.DataFrame) -> Iterator[Value]:
     """Turn each measured line into values under ``op/case/contender``."""
-    units = {
-        "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes",
-        "kept": "bytes",
-    }  # fmt: skip
     for row in frame[frame["seconds"].notna()].to_dict("records"):
-        for column, unit in units.items():
+        for column, unit in UNITS.items():
             if not pd.isna(row[column]):
                 yield Value(f"{row['key']}/{column}", float(row[column]), unit)
-
-
-def _grown(frame: pd.DataFrame) -> Iterator[Value]:
-    for row in frame.to_dict("records"):
-        start = f"{row['op']}/growth/{row['letter']}={row['value']}"
-        yield Value(f"{start}/{slug(row['contender'])}", float(row["seconds"]), "seconds")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moebook.bench import peers
-from moebook.bench.case import Case, Op, size_of, stepping
+from moebook.bench.case import Case, Op, Run, size_of
 from moebook.bench.timing import Contender
 from moebook.kernels import balance_loss, route
 
@@ -20,34 +20,27 @@ def _route(device: torch.device, T: int, E: int, K: int) -> Case:
         slots = ids.flatten()
         return kept.softmax(-1), slots.argsort(stable=True), slots.bincount(minlength=E)
 
-    contenders = [
-        Contender("ours", lambda: route(logits, K)),
-        Contender("floor", logits.clone),
-        Contender("torch top-k + sort", composed),
-        Contender("reference", lambda: route(logits, K, impl="reference")),
-    ]
-    return Case(contenders, traffic=size_of(logits) + T * K * 20)
+    case = Case(size_of(logits) + T * K * 20)
+    case.add("ours", lambda: route(logits, K))
+    case.add("floor", logits.clone)
+    case.add("torch top-k + sort", composed)
+    case.add("reference", lambda: route(logits, K, impl="reference"))
+    return case
 
 
 def _balance(device: torch.device, T: int, E: int, K: int) -> Case:
     """The loss and its gradient, against one-hot vectors and transformers' own loss."""
     logits = torch.randn(T, E, device=device, requires_grad=True)
     ids = logits.detach().topk(K, dim=1).indices
-    one = torch.ones((), device=device)
-    leaves = [logits]
 
-    def transformers() -> Contender:
-        loss = peers.module("transformers.models.mixtral.modeling_mixtral")
-        return stepping(
-            "transformers", lambda: loss.load_balancing_loss_func((logits,), E, K), one, leaves
-        )
+    def transformers() -> Run:
+        mixtral = peers.module("transformers.models.mixtral.modeling_mixtral")
+        return lambda: mixtral.load_balancing_loss_func((logits,), E, K)
 
-    contenders = [
-        stepping("ours", lambda: balance_loss(logits, ids), one, leaves),
-        Contender("floor", logits.detach().clone),
-        stepping("one-hot", lambda: balance_loss(logits, ids, impl="reference"), one, leaves),
-    ]
-    case = Case(contenders, traffic=2 * size_of(logits) + size_of(ids))
+    case = Case(2 * size_of(logits) + size_of(ids), torch.ones((), device=device), [logits])
+    case.add("ours", lambda: balance_loss(logits, ids))
+    case.contenders.append(Contender("floor", logits.detach().clone))
+    case.add("one-hot", lambda: balance_loss(logits, ids, impl="reference"))
     case.invite("transformers", transformers)
     return case
 
@@ -60,5 +53,5 @@ _SIZES = {
 }
 _AXES = {"T": (0.5, 1, 2, 4), "E": (0.25, 0.5, 1, 2, 4)}
 
-ROUTE = Op("logits to experts, weights and the order of the rows", _route, _SIZES, _AXES)
-BALANCE = Op("the balance loss of one router and its gradient", _balance, _SIZES, _AXES)
+ROUTE = Op(_route, _SIZES, _AXES)
+BALANCE = Op(_balance, _SIZES, _AXES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 
 from moebook import kernels
 from moebook.bench import peers
-from moebook.bench.case import Case, Op, number_format, size_of
-from moebook.bench.floors import Product, dense, flops
-from moebook.bench.timing import Contender
+from moebook.bench.case import Case, Op, Run, number_format, size_of
+from moebook.bench.floors import Product
 
 Array = np.ndarray[Any, Any]
 LOOPED = 10_000
@@ -43,56 +43,36 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
         first = np.argpartition(-near, C - 1)[:C]
         return first[np.argsort(-near[first], kind="stable")]
 
-    products = [Product(S, D, K)]
-    case = Case(
-        [
-            Contender("ours", lambda: kernels.nearest(held, asked, C)),
-            dense(products, device, dtype),
-            Contender("numpy, all at once", at_once, host=True),
-        ],
-        flops(products),
-        size_of(held),
-    )
-    case.invite("scikit-learn", lambda: _by_sklearn(pool, shots, C))
-    case.invite("semantic_search", lambda: _by_sentences(held, asked, C))
+    def by_sklearn() -> Run:
+        cosine = peers.module("sklearn.metrics.pairwise").cosine_similarity
+        return lambda: np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
+
+    def by_sentences() -> Run:
+        search = peers.module("sentence_transformers.util").semantic_search
+        return partial(search, asked, held, top_k=C)
+
+    case = Case(size_of(held))
+    case.add("ours", lambda: kernels.nearest(held, asked, C))
+    case.floor([Product(S, D, K)], device, dtype)
+    case.add("numpy, all at once", at_once, host=True)
+    case.invite("scikit-learn", by_sklearn, host=True)
+    case.invite("semantic_search", by_sentences)
     return case
-
-
-def _by_sklearn(pool: Array, shots: Array, C: int) -> Contender:
-    cosine = peers.module("sklearn.metrics.pairwise").cosine_similarity
-
-    def run() -> Any:
-        return np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
-
-    return Contender("scikit-learn", run, host=True)
-
-
-def _by_sentences(pool: torch.Tensor, shots: torch.Tensor, C: int) -> Contender:
-    search = peers.module("sentence_transformers.util").semantic_search
-    return Contender("semantic_search", lambda: search(shots, pool, top_k=C))
 
 
 def _duplicates(device: torch.device, S: int, D: int) -> Case:
     """Alg. 2's near-duplicates, against its two loops."""
-    dtype = number_format(device)
     rng = np.random.default_rng(0)
     centres = _drawn(rng, max(1, S // 3), D)
-    vectors = _unit(centres[rng.integers(len(centres), size=S)] + 0.3 * _drawn(rng, S, D)).astype(
-        np.float32
-    )
-    near = rng.random(S).astype(np.float32)
+    vectors = _unit(centres[rng.integers(len(centres), size=S)] + 0.3 * _drawn(rng, S, D))
+    vectors, near = vectors.astype(np.float32), rng.random(S).astype(np.float32)
+    dtype = number_format(device)
     held, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
-    products = [Product(S, D, S)]
-    contenders = [
-        Contender("ours", lambda: kernels.duplicates(held, key, 0.9)),
-        dense(products, device, dtype),
-    ]
-    case = Case(contenders, flops(products), size_of(held, key))
+    case = Case(size_of(held, key))
+    case.add("ours", lambda: kernels.duplicates(held, key, 0.9))
+    case.floor([Product(S, D, S)], device, dtype)
     if S <= LOOPED:
-        loops = Contender(
-            "the paper's loops", lambda: literal_duplicates(vectors, near, 0.9), host=True
-        )
-        case.contenders.append(loops)
+        case.add("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9), host=True)
     else:
         case.absent["the paper's loops"] = f"would compare {S * S:,} pairs one by one"
     return case
@@ -117,11 +97,10 @@ def _groups(device: torch.device, M: int, N: int) -> Case:
     noise = rng.standard_normal((M, M)) / 20
     pairs, worth = noise @ noise.T, np.stack([rng.permutation(M) + 1 for _ in range(2)])
     alike, summed = (torch.from_numpy(part).to(device) for part in (pairs, worth.sum(axis=0)))
-    ours = Contender("ours", lambda: kernels.groups(alike, summed, N), host=True)
-    case = Case([ours], traffic=pairs.nbytes)
+    case = Case(pairs.nbytes)
+    case.add("ours", lambda: kernels.groups(alike, summed, N), host=True)
     if (number := math.comb(M, N)) <= LISTED:
-        listed = Contender("itertools", lambda: literal_groups(pairs, worth, N), host=True)
-        case.contenders.append(listed)
+        case.add("itertools", lambda: [t for t, _ in literal_groups(pairs, worth, N)], host=True)
     else:
         case.absent["itertools"] = f"would hold {number:,} groups in memory, one by one"
     return case
@@ -150,34 +129,23 @@ def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
     torch.manual_seed(0)
     centres = torch.randn(L, E, D)
     points = centres[:, torch.arange(S) % E] + torch.randn(L, S, D)
-    dtype, products = number_format(device), [Product(S, D, E, L)]
+    dtype = number_format(device)
     held, asked = points.to(device, dtype), centres.to(device, dtype)
-    contenders = [
-        Contender("ours", lambda: kernels.clusters(held, asked)),
-        dense(products, device, dtype),
-    ]
-    case = Case(contenders, flops(products), size_of(held))
-    case.invite("KMeans", lambda: _by_kmeans("KMeans", points, centres))
-    case.invite("MiniBatchKMeans", lambda: _by_kmeans("MiniBatchKMeans", points, centres))
+    layers = [(rows.numpy(), own.numpy()) for rows, own in zip(points, centres, strict=True)]
+
+    def by_sklearn(name: str, step: str) -> Run:
+        make = partial(getattr(peers.module("sklearn.cluster"), name), E, n_init=1, max_iter=1)
+        return lambda: [getattr(make(init=own), step)(rows) for rows, own in layers]
+
+    case = Case(size_of(held))
+    case.add("ours", lambda: kernels.clusters(held, asked))
+    case.floor([Product(S, D, E, L)], device, dtype)
+    case.invite("KMeans", partial(by_sklearn, "KMeans", "fit"), host=True)
+    case.invite("MiniBatchKMeans", partial(by_sklearn, "MiniBatchKMeans", "partial_fit"), host=True)
     return case
 
 
-def _by_kmeans(name: str, points: torch.Tensor, centres: torch.Tensor) -> Contender:
-    """Return scikit-learn's step: one iteration, or one batch of all points."""
-    make = getattr(peers.module("sklearn.cluster"), name)
-    layers = [(rows.numpy(), own.numpy()) for rows, own in zip(points, centres, strict=True)]
-
-    def run() -> list[Any]:
-        found = [make(len(own), init=own, n_init=1, max_iter=1) for _, own in layers]
-        if name == "KMeans":
-            return [each.fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
-        return [each.partial_fit(rows) for each, (rows, _) in zip(found, layers, strict=True)]
-
-    return Contender(name, run, host=True)
-
-
 NEAREST = Op(
-    "the C rows of a pool nearest to K shots",
     _nearest,
     {
         "tiny": {"pool": {"S": 64, "K": 3, "D": 8, "C": 5}},
@@ -188,7 +156,6 @@ NEAREST = Op(
     {"S": (0.25, 0.5, 1, 2), "K": (0.25, 0.5, 1, 2)},
 )
 DUPLICATES = Op(
-    "near-duplicates out, Alg. 2's own rule",
     _duplicates,
     {
         "tiny": {"candidates": {"S": 20, "D": 8}},
@@ -199,7 +166,6 @@ DUPLICATES = Op(
     {"S": (0.25, 0.5, 1, 2)},
 )
 GROUPS = Op(
-    "the best groups of N among M candidates",
     _groups,
     {
         "tiny": {"groups": {"M": 6, "N": 3}},
@@ -210,7 +176,6 @@ GROUPS = Op(
     {"M": (0.5, 0.75, 1, 1.25), "N": (0.6, 0.8, 1, 1.2)},
 )
 CLUSTERS = Op(
-    "a step of k-means in every layer",
     _clusters,
     {
         "tiny": {"layers": {"S": 64, "D": 8, "E": 2, "L": 2}},

@@ -1,4 +1,4 @@
-"""Run cases: every op by name, its contenders in turns, one row a contender."""
+"""Every op by name, its contenders in turns, one row a contender."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from moebook import runtime
 from moebook.bench import floors, profiling
-from moebook.bench.case import SCALES, Case, Letters, Op, number_format
+from moebook.bench.case import SCALES, Letters, Op, number_format
 from moebook.bench.goals import STATED
-from moebook.bench.timing import Contender, Laps, interleave
+from moebook.bench.timing import Contender, interleave
 from moebook.errors import Refusal, nearest, refuse
 
 OPS: Mapping[str, str] = {
@@ -108,9 +108,8 @@ def measure(
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
     ops, absent = present(names)
     todo = [(n, c, letters) for n, op in ops.items() for c, letters in op.sizes[scale].items()]
-    lines: list[dict[str, Any]] = [
-        {"op": name, "case": "", "contender": "ours", "note": why} for name, why in absent.items()
-    ]
+    ours = {"case": "", "contender": "ours"}
+    lines: list[dict[str, Any]] = [{"op": n, **ours, "note": why} for n, why in absent.items()]
     for name, label, letters in runtime.progress(todo, "bench", len(todo)):
         lines += measured(name, label, letters, place, rounds, budget, profiled=True)
     frame = pd.DataFrame(lines, columns=list(COLUMNS))
@@ -129,9 +128,16 @@ def measured(
         found = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
+    of_case = {"flops": case.flops, "traffic": case.traffic, "note": ""}
     lines = [
-        {**head, "key": f"{name}/{label}/{slug(who)}", **_line(case, who, laps)}
-        for who, laps in found.items()
+        {
+            **head,
+            "contender": who,
+            "key": f"{name}/{label}/{slug(who)}",
+            **cost._asdict(),
+            **of_case,
+        }
+        for who, cost in found.items()
     ]
     if profiled:
         lines[0]["profile"] = profiling.shares(case.contenders[0], place, lines[0]["seconds"])
@@ -141,21 +147,6 @@ def measured(
 def slug(name: str) -> str:
     """Write a name as part of a recorded value's name."""
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
-
-
-def _line(case: Case, who: str, laps: Laps) -> dict[str, Any]:
-    return {
-        "contender": who,
-        "seconds": laps.seconds,
-        "wall": laps.wall,
-        "ratio": laps.ratio,
-        "rounds": len(laps.theirs),
-        "memory": laps.first.memory if laps.first else None,
-        "kept": laps.first.kept if laps.first else None,
-        "flops": case.flops,
-        "traffic": case.traffic,
-        "note": "",
-    }
 
 
 def ceilings(device: str = "auto", *, side: int = 0, rounds: int = 5) -> dict[str, float]:
@@ -170,14 +161,13 @@ def ceilings(device: str = "auto", *, side: int = 0, rounds: int = 5) -> dict[st
     place = runtime.resolve_device(device)
     dtype, gpu = number_format(place), place.type == "cuda"
     side = side or (8192 if gpu else 1024)
-    products = [floors.Product(side, side, side)]
+    product = floors.Product(side, side, side)
     source = torch.zeros((8 if gpu else 64) * side * side, device=place, dtype=dtype)
     target = torch.empty_like(source)
     copy = Contender("copy", lambda: target.copy_(source))
-    parties = [floors.dense(products, place, dtype), copy]
+    parties = [floors.dense([product], place, dtype), copy]
     found = interleave(parties, place, rounds=rounds, budget=60.0)
-    moved = 2 * source.numel() * source.element_size()
     return {
-        "flops": floors.flops(products) / found["floor"].seconds,
-        "bytes": moved / found["copy"].seconds,
+        "flops": product.flops / found["floor"].seconds,
+        "bytes": 2 * source.nbytes / found["copy"].seconds,
     }

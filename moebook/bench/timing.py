@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,6 @@ BUSY = 20_000_000
 """Cycles of a GPU, some 10 ms: longer than it takes to submit a contender's work."""
 
 
-def _nothing() -> None:
-    """Prepare nothing."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """One way of doing a case's work.
@@ -30,20 +27,24 @@ class Contender:
     Attributes:
         name: ``"ours"``, ``"floor"``, or the peer's.
         run: Does the work once.
-        prepare: Called before every run and not timed (frees the gradients of the last one).
+        leaves: What gets a gradient: freed before every run, outside the clocks.
         forward: The forward pass of ``run`` alone, where it has a backward pass too.
         host: Whether it works on the CPU whatever the device: its own clock is the wall's then.
     """
 
     name: str
     run: Callable[[], Any]
-    prepare: Callable[[], None] = _nothing
+    leaves: Sequence[torch.Tensor] = ()
     forward: Callable[[], Any] | None = None
     host: bool = False
 
+    def prepare(self) -> None:
+        """Free the gradients of the last run."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
-@dataclass(frozen=True)
-class Lap:
+
+class Lap(NamedTuple):
     """What one run cost.
 
     Attributes:
@@ -59,39 +60,24 @@ class Lap:
     kept: int | None = None
 
 
-@dataclass
-class Laps:
-    """The rounds in which one contender took its turn with ours.
+class Cost(NamedTuple):
+    """What a contender costs, by the rounds in which it took its turn with ours.
 
     Attributes:
-        mine: Ours, in the same rounds.
-        theirs: The contender's.
-        first: The contender's first run, whose memory was measured.
+        seconds: Median of its seconds at work.
+        wall: Median of its wall-clock seconds.
+        ratio: Median of its seconds over ours, one ratio a round: above 1 where ours is faster. The
+            seconds of different rounds are never compared.
+        rounds: How many count.
+        memory, kept: Of its first run, whose memory was measured; see `Lap`.
     """
 
-    mine: list[Lap] = field(default_factory=list)
-    theirs: list[Lap] = field(default_factory=list)
-    first: Lap | None = None
-
-    @property
-    def ratios(self) -> list[float]:
-        """Their seconds over ours, one a round: above 1 where ours is faster."""
-        return [b.seconds / a.seconds for a, b in zip(self.mine, self.theirs, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        """Median of the ratios; the seconds of different rounds are never compared."""
-        return statistics.median(self.ratios)
-
-    @property
-    def seconds(self) -> float:
-        """Median of their seconds at work."""
-        return statistics.median(lap.seconds for lap in self.theirs)
-
-    @property
-    def wall(self) -> float:
-        """Median of their wall-clock seconds."""
-        return statistics.median(lap.wall for lap in self.theirs)
+    seconds: float
+    wall: float
+    ratio: float
+    rounds: int
+    memory: int | None
+    kept: int | None
 
 
 def interleave(
@@ -101,7 +87,7 @@ def interleave(
     rounds: int,
     budget: float,
     clock: Callable[[Contender, torch.device, bool], Lap] | None = None,
-) -> dict[str, Laps]:
+) -> dict[str, Cost]:
     """Let all contenders take turns with the first, in rounds whose order rotates.
 
     The first round warms up and is dropped, except for a contender that is so slow that it is all
@@ -119,30 +105,29 @@ def interleave(
     """
     clock = clock or lap
     ours, *others = contenders
-    found = {contender.name: Laps() for contender in contenders}
-    spent = dict.fromkeys(found, 0.0)
-    found[ours.name].first = clock(ours, device, True)
+    turns: dict[str, list[tuple[Lap, Lap]]] = {contender.name: [] for contender in contenders}
+    watched = {ours.name: clock(ours, device, True)}
     for number in range(rounds + 1):
         mine = clock(ours, device, False)
-        found[ours.name].mine.append(mine)
-        found[ours.name].theirs.append(mine)
-        for other in _rotated(others, number):
-            if spent[other.name] < budget:
-                turn = clock(other, device, number == 0)
-                spent[other.name] += turn.seconds
-                found[other.name].mine.append(mine)
-                found[other.name].theirs.append(turn)
-                if number == 0:
-                    found[other.name].first = turn
-    for laps in found.values():
-        laps.mine, laps.theirs = laps.mine[1:] or laps.mine, laps.theirs[1:] or laps.theirs
-    return found
+        turns[ours.name].append((mine, mine))
+        start = number % max(len(others), 1)  # who follows a large neighbour finds a cold cache
+        for other in others[start:] + others[:start]:
+            if sum(theirs.seconds for _, theirs in turns[other.name]) < budget:
+                theirs = clock(other, device, number == 0)
+                watched.setdefault(other.name, theirs)
+                turns[other.name].append((mine, theirs))
+    return {name: _cost(watched[name], pairs[1:] or pairs) for name, pairs in turns.items()}
 
 
-def _rotated(others: Sequence[Contender], number: int) -> Sequence[Contender]:
-    """Begin with another one each round: who follows a large neighbour finds a cold cache."""
-    start = number % max(len(others), 1)
-    return [*others[start:], *others[:start]]
+def _cost(first: Lap, pairs: list[tuple[Lap, Lap]]) -> Cost:
+    return Cost(
+        seconds=statistics.median(theirs.seconds for _, theirs in pairs),
+        wall=statistics.median(theirs.wall for _, theirs in pairs),
+        ratio=statistics.median(theirs.seconds / mine.seconds for mine, theirs in pairs),
+        rounds=len(pairs),
+        memory=first.memory,
+        kept=first.kept,
+    )
 
 
 def lap(contender: Contender, device: torch.device, watched: bool) -> Lap:
@@ -155,7 +140,7 @@ def lap(contender: Contender, device: torch.device, watched: bool) -> Lap:
     with runtime.stopwatch(device) as peak:
         timed = _timed(contender, device)
     extra = None if before is None or peak.memory is None else max(peak.memory - before, 0)
-    return Lap(timed.seconds, timed.wall, extra, _kept(contender, device))
+    return timed._replace(memory=extra, kept=_kept(contender, device))
 
 
 def _kept(contender: Contender, device: torch.device) -> int | None:
@@ -171,32 +156,14 @@ def _kept(contender: Contender, device: torch.device) -> int | None:
 
 
 def _timed(contender: Contender, device: torch.device) -> Lap:
-    if device.type == "cuda":
-        return (_timed_by_wall if contender.host else _timed_on_gpu)(contender, device)
-    wall, work = time.perf_counter(), time.process_time()
-    result = contender.run()
-    spent = Lap(time.process_time() - work, time.perf_counter() - wall)
-    del result  # freed outside the clocks, for each contender alike
-    return spent
-
-
-def _timed_by_wall(contender: Contender, device: torch.device) -> Lap:
-    torch.cuda.synchronize(device)
-    wall = time.perf_counter()
-    result = contender.run()
-    torch.cuda.synchronize(device)
-    wall = time.perf_counter() - wall
-    del result
-    return Lap(wall, wall)
-
-
-def _timed_on_gpu(contender: Contender, device: torch.device) -> Lap:
-    """Run twice: for the wall clock, then for the GPU's own.
+    """Run once, on a GPU twice: for the wall clock, then for the GPU's own.
 
     Before its own clock starts, the GPU is kept busy until the work is submitted, as it is in a
     model, where the host runs ahead. A contender that waits for the GPU in between pays for it.
     """
-    wall = _timed_by_wall(contender, device).wall
+    spent = _timed_by_host(contender, device)
+    if contender.host or device.type != "cuda":
+        return spent
     contender.prepare()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY)
@@ -204,9 +171,22 @@ def _timed_on_gpu(contender: Contender, device: torch.device) -> Lap:
     result = contender.run()
     end.record()
     torch.cuda.synchronize(device)
-    spent = Lap(start.elapsed_time(end) / 1000, wall)
+    seconds = start.elapsed_time(end) / 1000
     del result
-    return spent
+    return Lap(seconds, spent.wall)
+
+
+def _timed_by_host(contender: Contender, device: torch.device) -> Lap:
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.synchronize(device)
+    wall, work = time.perf_counter(), time.process_time()
+    result = contender.run()
+    if gpu:
+        torch.cuda.synchronize(device)
+    work, wall = time.process_time() - work, time.perf_counter() - wall
+    del result  # freed outside the clocks, for each contender alike
+    return Lap(wall if gpu else work, wall)
 
 
 def _give_back() -> None:
@@ -219,9 +199,6 @@ def _held(device: torch.device) -> int | None:
     """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    sizes = [line for line in status.splitlines() if line.startswith("VmRSS:")]
-    return int(sizes[0].split()[1]) * 1024 if sizes else None
+    status = Path("/proc/self/status")
+    held = re.search(r"VmRSS:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(held[1]) * 1024 if held else None
