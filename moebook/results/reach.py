@@ -4,6 +4,9 @@ A fix in one method must not call another method's recorded study out of date, n
 hours of work. So a run is keyed by the modules that its notebook imports, directly or through
 others, and by the data files of the packages among them.
 
+Of a module counts what it does: a docstring changes no number, and neither does a refusal, since a
+run that was recorded was not refused.
+
 The Triton kernels run on an accelerator alone: a record made without one does not depend on them.
 A base that ships with the package, or a paper's tables, count for the notebooks that name them.
 """
@@ -27,11 +30,46 @@ TRITON = "kernels/_triton"
 
 
 def package_digest(notebook: Path, *, accelerator: bool = False) -> str:
-    """Return one sha256 over the names and bytes of all files that a notebook reaches."""
+    """Return one sha256 over the names and contents of all files that a notebook reaches."""
     files = reached(notebook, accelerator=accelerator)
     names = sorted(path.relative_to(PACKAGE) for path in files)
-    lines = (f"{name.as_posix()} {digest(PACKAGE / name)}\n" for name in names)
+    lines = (f"{name.as_posix()} {_content(PACKAGE / name)}\n" for name in names)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _content(path: Path) -> str | None:
+    """Return the sha256 of a file; of a module, without the lines of docstrings and refusals."""
+    if path.suffix != ".py":
+        return digest(path)
+    text = path.read_text(encoding="utf-8")
+    left_out = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and (_is_said(node) or _is_refusal(node))
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    kept = (line for number, line in enumerate(text.splitlines(), 1) if number not in left_out)
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def _is_said(node: ast.stmt) -> bool:
+    """Whether a statement is a string that nobody reads but people."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def _is_refusal(node: ast.stmt) -> bool:
+    """Whether all that a statement can do is to refuse: a plain `if`, or a loop over such."""
+    if isinstance(node, ast.For):
+        return not node.orelse and all(map(_is_refusal, node.body))
+    if not isinstance(node, ast.If) or node.orelse:
+        return False
+    if any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test)):
+        return False
+    *before, last = node.body
+    call = last.value if isinstance(last, ast.Expr) else None
+    refuses = isinstance(call, ast.Call) and ast.unparse(call.func) == "refuse"
+    return refuses and all(isinstance(statement, ast.Assign) for statement in before)
 
 
 def reached(notebook: Path, *, accelerator: bool = False) -> set[Path]:

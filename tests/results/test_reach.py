@@ -62,6 +62,45 @@ def test_the_digest_changes_with_a_file_that_is_reached_only(
     assert (reach.package_digest(notebook) != before) is matters
 
 
+GUARDED = """
+def f(x):
+    if x < 0:
+        got = str(x)
+        refuse("E-RANGE", f"x is {got}")
+    return x
+"""
+LOOP = """    for y in (x, 2):
+        if not y:
+            refuse("E-RANGE", "0")
+    return x"""
+TEXT = "return '''\n    a\n    '''"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "matters"),
+    [
+        ("def f(x):\n", "def f(x):\n    'Say what.'\n", False),
+        ("    if x < 0:\n", "    if x < 1 or x == 7:\n", False),
+        ("    return x", LOOP, False),
+        ("return x", "return x + 1", True),
+        ("return x", TEXT, True),
+        ("    return x", "    if x < 3:\n        x = 3\n    return x", True),
+        ("    if x < 0:\n", "    if (x := x + 1) < 0:\n", True),
+        ("    return x", "    else:\n        x += 1\n    return x", True),
+        ("        got = str(x)\n", "        got = str(x)\n        print(got)\n", True),
+    ],
+)
+def test_docstrings_and_refusals_do_not_count(
+    notebook: Path, old: str, new: str, matters: bool
+) -> None:
+    part = reach.PACKAGE / "used" / "part.py"
+    part.write_text(GUARDED)
+    before = reach.package_digest(notebook)
+    assert old in GUARDED
+    part.write_text(GUARDED.replace(old, new, 1))
+    assert (reach.package_digest(notebook) != before) is matters
+
+
 def test_triton_kernels_are_reached_with_an_accelerator_and_never_without(notebook: Path) -> None:
     folder = reach.PACKAGE / "kernels"
     (folder / "_triton").mkdir(parents=True)
