@@ -168,11 +168,16 @@ _GRADED: dict[str, tuple[Forward, Shapes]] = {
 """Ops with gradients, and the shapes of their inputs."""
 _LISTS: dict[str, tuple[Letters, str, str, Callable[[Any], Any]]] = {
     "nearest": (
-        {"S": 20_000, "K": 5, "D": 16, "C": 100}, "numpy, all at once", "rows",
+        {"S": 20_000, "K": 5, "D": 16, "C": 100, "bits": 32}, "numpy, all at once", "rows",
         lambda found: found.index,
     ),
-    "duplicates": ({"S": 200, "D": 16}, "the paper's loops", "rows", lambda found: found),
+    "duplicates": (
+        {"S": 200, "D": 16, "bits": 32}, "the paper's loops", "rows", lambda found: found,
+    ),
     "groups": ({"M": 9, "N": 4}, "itertools", "sums of ranks", lambda found: found.total),
 }  # fmt: skip
-"""Ops that choose: sizes, whose list must be equal, of what, and where ours is in our answer."""
+"""Ops that choose: letters, whose list must be equal, of what, and where ours is in our answer.
+
+They choose in float32, as the loops do.
+"""
 _OTHERS = {"route": _route, "bank": _bank, "clusters": _clusters}

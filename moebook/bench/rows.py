@@ -31,11 +31,11 @@ def _drawn(rng: np.random.Generator, rows: int, width: int) -> Array:
     return _unit(rng.standard_normal((rows, width), dtype=np.float32))
 
 
-def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
+def _nearest(device: torch.device, S: int, K: int, D: int, C: int, bits: int = 0) -> Case:
     """The C rows of a pool that are nearest to any of K shots (Rocket Eq. 11 to 13)."""
     rng = np.random.default_rng(0)
     pool, shots = _drawn(rng, S, D), _drawn(rng, K, D)
-    dtype = number_format(device)
+    dtype = number_format(device, bits)
     held, asked = (torch.from_numpy(part).to(device, dtype) for part in (pool, shots))
 
     def at_once() -> Any:
@@ -60,13 +60,13 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
     return case
 
 
-def _duplicates(device: torch.device, S: int, D: int) -> Case:
+def _duplicates(device: torch.device, S: int, D: int, bits: int = 0) -> Case:
     """Alg. 2's near-duplicates, against its two loops."""
     rng = np.random.default_rng(0)
     centres = _drawn(rng, max(1, S // 3), D)
     vectors = _unit(centres[rng.integers(len(centres), size=S)] + 0.3 * _drawn(rng, S, D))
     vectors, near = vectors.astype(np.float32), rng.random(S).astype(np.float32)
-    dtype = number_format(device)
+    dtype = number_format(device, bits)
     held, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
     case = Case(size_of(held, key))
     case.add("ours", lambda: kernels.duplicates(held, key, 0.9))
