@@ -49,8 +49,8 @@ def adapters(
         ``[T, D]`` in the dtype of ``h``; ``down`` and ``up`` are used in that dtype.
 
     Raises:
-        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
-            ``impl`` that is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-IMPL for
+            an ``impl`` that is unknown or cannot run.
     """
     source = h if source is None else source
     _check(h, source, down, up)
@@ -78,6 +78,14 @@ def _check(h: Tensor, source: Tensor, down: Tensor, up: Tensor) -> None:
             "E-SHAPE",
             f"adapters: expected h and source [T, D], down [E, D, R], up [E, R, D]; got {got}",
         )
+    if not h.is_floating_point():
+        refuse("E-DTYPE", f"adapters: h is {h.dtype}, expected floating point")
+    if source.dtype != h.dtype:
+        refuse("E-DTYPE", f"adapters: source is {source.dtype}, h is {h.dtype}: cast one")
+    if not down.is_floating_point():
+        refuse("E-DTYPE", f"adapters: down is {down.dtype}, expected floating point")
+    if not up.is_floating_point():
+        refuse("E-DTYPE", f"adapters: up is {up.dtype}, expected floating point")
     if (devices := {part.device for part in (source, down, up)}) != {h.device}:
         names = ", ".join(sorted(map(str, devices)))
         refuse("E-DEVICE", f"adapters: source, down and up lie on {names}, h on {h.device}")

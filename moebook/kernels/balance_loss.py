@@ -39,7 +39,7 @@ def balance_loss(
         impl: ``"auto"``, ``"torch"`` (counts), ``"triton"`` or ``"reference"`` (one-hot vectors).
 
     Raises:
-        Refusal: E-SHAPE, E-DEVICE, E-CHOICE or E-IMPL for an argument that cannot be used.
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-CHOICE or E-IMPL for an argument that cannot be used.
     """
     if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits):
         shapes = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
@@ -47,6 +47,12 @@ def balance_loss(
     if mask is not None and mask.shape != logits.shape[:1]:
         shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
         refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")
+    if not logits.is_floating_point():
+        refuse("E-DTYPE", f"balance_loss: logits is {logits.dtype}, expected floating point")
+    if ids.dtype not in (torch.int64, torch.int32):
+        refuse("E-DTYPE", f"balance_loss: ids is {ids.dtype}, expected torch.int64")
+    if mask is not None and mask.is_complex():
+        refuse("E-DTYPE", f"balance_loss: mask is {mask.dtype}, expected real numbers or bool")
     if ids.device != logits.device or (mask is not None and mask.device != logits.device):
         refuse("E-DEVICE", f"balance_loss: ids and mask must be on {logits.device} as the logits")
     if form not in FORMS:

@@ -92,6 +92,17 @@ def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
             "bank_scoring: expected hidden [N, T, D], head [V, D], as many readers as targets, and"
             f" lengths [S]; got {got}",
         )
+    if not hidden.is_floating_point():
+        refuse("E-DTYPE", f"bank_scoring: hidden is {hidden.dtype}, expected floating point")
+    if answers.readers.dtype != torch.int64:
+        got = answers.readers.dtype
+        refuse("E-DTYPE", f"bank_scoring: readers is {got}, expected torch.int64")
+    if answers.targets.dtype != torch.int64:
+        got = answers.targets.dtype
+        refuse("E-DTYPE", f"bank_scoring: targets is {got}, expected torch.int64")
+    if answers.lengths.dtype not in (torch.int64, torch.int32):
+        got = answers.lengths.dtype
+        refuse("E-DTYPE", f"bank_scoring: lengths is {got}, expected torch.int64")
     if hidden.dtype != head.dtype:
         got = f"{hidden.dtype} and {head.dtype}"
         refuse("E-DTYPE", f"bank_scoring: hidden and head are of two dtypes: {got}; cast one")

@@ -58,6 +58,8 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
         refuse(
             "E-SHAPE", f"clusters: expected points [L, S, D] and centres [L, E >= 1, D], got {got}"
         )
+    if not points.is_floating_point():
+        refuse("E-DTYPE", f"clusters: points is {points.dtype}, expected floating point")
     if points.dtype != centres.dtype:
         got = f"{points.dtype} and {centres.dtype}"
         refuse("E-DTYPE", f"clusters: points and centres are of two dtypes: {got}; cast one")

@@ -51,6 +51,8 @@ def duplicates(
         refuse("E-SHAPE", f"duplicates: expected vectors [S, D] and key [S], got {shapes}")
     if not vectors.is_floating_point():
         refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected floating point")
+    if key.is_complex():
+        refuse("E-DTYPE", f"duplicates: key is {key.dtype}, expected real numbers")
     if key.device != vectors.device:
         got = f"{vectors.device}, key on {key.device}"
         refuse("E-DEVICE", f"duplicates: vectors lie on {got}")

@@ -55,8 +55,8 @@ def experts(
         ``[T, D]`` in the dtype of ``x``; the bank is used in that dtype.
 
     Raises:
-        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
-            ``impl`` that is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-IMPL for
+            an ``impl`` that is unknown or cannot run.
     """
     check_bank("experts", x, bank)
     check_routing("experts", routing, x, len(bank.down))
@@ -78,7 +78,8 @@ def check_bank(op: str, x: Tensor, bank: Bank) -> None:
     """Refuse a bank that cannot serve rows ``[T, D]``.
 
     Raises:
-        Refusal: E-SHAPE for shapes, E-DEVICE for another device than that of the rows.
+        Refusal: E-SHAPE for shapes, E-DTYPE for what is not floating point, E-DEVICE for another
+            device than that of the rows.
     """
     fits = x.dim() == 2 and bank.gate_up.dim() == 3 and bank.gate_up.shape[1] % 2 == 0
     if fits:
@@ -90,6 +91,12 @@ def check_bank(op: str, x: Tensor, bank: Bank) -> None:
             "E-SHAPE",
             f"{op}: expected x [T, D], gate_up [E, 2F, D], down [E, D, F]; got {got}",
         )
+    if not x.is_floating_point():
+        refuse("E-DTYPE", f"{op}: x is {x.dtype}, expected floating point")
+    if not bank.gate_up.is_floating_point():
+        refuse("E-DTYPE", f"{op}: gate_up is {bank.gate_up.dtype}, expected floating point")
+    if not bank.down.is_floating_point():
+        refuse("E-DTYPE", f"{op}: down is {bank.down.dtype}, expected floating point")
     for name, weight in bank._asdict().items():
         if weight.device != x.device:
             refuse("E-DEVICE", f"{op}: {name} is on {weight.device}, x on {x.device}")

@@ -67,13 +67,18 @@ def groups(
             ``"reference"``. Both work on the CPU.
 
     Raises:
-        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an argument that cannot be
-            used; E-RANGE also for more than `MOST` groups.
+        Refusal: E-SHAPE, E-DTYPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an argument that
+            cannot be used; E-RANGE also for more than `MOST` groups, and for more than ten million
+            that ``best`` and the range of worth would have listed one by one.
     """
     count = len(similarity)
     if similarity.dim() != 2 or similarity.shape[1] != count or worth.shape != (count,):
         shapes = f"{tuple(similarity.shape)} and {tuple(worth.shape)}"
         refuse("E-SHAPE", f"groups: expected similarity [M, M] and worth [M], got {shapes}")
+    if similarity.is_complex():
+        refuse("E-DTYPE", f"groups: similarity is {similarity.dtype}, expected real numbers")
+    if worth.is_complex():
+        refuse("E-DTYPE", f"groups: worth is {worth.dtype}, expected real numbers")
     if not 1 <= size <= count:
         refuse("E-RANGE", f"groups: size is {size}, expected 1 to {count} (the candidates)")
     if best < 1:
@@ -91,6 +96,15 @@ def groups(
     for name, values in (("similarity", similarity), ("worth", worth)):
         if not values.isfinite().all():
             refuse("E-NONFINITE", f"groups: {name} holds NaN or infinity")
+    if number > 10**7 and number <= 2 * best + float(
+        (worth.double().sort(descending=True).values - worth.double().sort().values)[:size].sum()
+    ):
+        span = f"{float(worth.min()):g} to {float(worth.max()):g}"
+        refuse(
+            "E-RANGE",
+            f"groups: best is {best:,} and worth runs from {span}: all {number:,} groups would be"
+            " listed one by one, at most 10,000,000 are: fewer candidates, or ranks for worth",
+        )
     run = implementation("groups", impl, _IMPLEMENTATIONS)
     steps = _steps(similarity.detach().cpu().double().numpy(), size)
     found = run(steps, worth.detach().cpu().double().numpy(), size, best, diversity == "inverse")

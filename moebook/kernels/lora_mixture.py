@@ -51,9 +51,11 @@ def lora_mixture(
         For each projection ``[..., O]`` in the dtype of its base.
 
     Raises:
-        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
-            ``impl`` that is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-IMPL for
+            an ``impl`` that is unknown or cannot run.
     """
+    if not len(projections):
+        refuse("E-SHAPE", "lora_mixture: projections is empty, expected one at least")
     for number, projection in enumerate(projections):
         _check(number, x, projection)
     table = {"torch": _concatenated, "reference": reference}
@@ -104,6 +106,17 @@ def _check(number: int, x: Tensor, projection: Projection) -> None:
             f"lora_mixture: projection {number}: expected x [..., D], base [..., O], gates"
             f" [..., N], down [N, R, D], up [N, O, R]; got {got}",
         )
+    if not x.is_floating_point():
+        refuse("E-DTYPE", f"lora_mixture: x is {x.dtype}, expected floating point")
+    if down.dtype != x.dtype or up.dtype != x.dtype:
+        got = f"{x.dtype}, down is {down.dtype}, up is {up.dtype}"
+        refuse("E-DTYPE", f"lora_mixture: projection {number}: x is {got}: cast x or them")
+    if not base.is_floating_point():
+        got = f"{base.dtype}, expected floating point"
+        refuse("E-DTYPE", f"lora_mixture: projection {number}: base is {got}")
+    if gates.is_complex():
+        got = f"{gates.dtype}, expected floating point"
+        refuse("E-DTYPE", f"lora_mixture: projection {number}: gates is {got}")
     if (devices := {part.device for part in (base, gates, down, up)}) != {x.device}:
         names = ", ".join(sorted(map(str, devices)))
         refuse("E-DEVICE", f"lora_mixture: projection {number} lies on {names}, x on {x.device}")

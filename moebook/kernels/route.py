@@ -45,10 +45,12 @@ def route(
         impl: ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
 
     Raises:
-        Refusal: E-SHAPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot be used.
+        Refusal: E-SHAPE, E-DTYPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot be used.
     """
     if logits.dim() != 2:
         refuse("E-SHAPE", f"route: logits must be [T, E], got {tuple(logits.shape)}")
+    if not logits.is_floating_point():
+        refuse("E-DTYPE", f"route: logits is {logits.dtype}, expected floating point")
     if not 1 <= top_k <= logits.shape[1]:
         refuse("E-RANGE", f"route: top_k is {top_k}, expected 1 to {logits.shape[1]} (the experts)")
     if combine not in COMBINE:
@@ -65,11 +67,14 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
         experts: E.
 
     Raises:
-        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``.
+        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``, E-DTYPE for ids that
+            are no whole numbers.
     """
     if ids.dim() != 2 or weights.shape != ids.shape:
         shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         refuse("E-SHAPE", f"grouped: expected ids and weights [T, K], got {shapes}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        refuse("E-DTYPE", f"grouped: ids is {ids.dtype}, expected torch.int64")
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     return Routing(ids, weights, slots.argsort(stable=True), counts)
@@ -81,7 +86,8 @@ def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None
     The counts are summed only where they lie on a CPU: elsewhere that would wait for the GPU.
 
     Raises:
-        Refusal: E-SHAPE for shapes or counts, E-DEVICE for tensors on different devices.
+        Refusal: E-SHAPE for shapes or counts, E-DTYPE for ids, order or counts that are no whole
+            numbers or weights that are, E-DEVICE for tensors on different devices.
     """
     tokens, slots = len(rows), routing.ids.numel()
     fits = routing.ids.dim() == 2 and routing.weights.shape == routing.ids.shape
@@ -93,6 +99,17 @@ def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None
             f"{op}: expected a routing of {tokens} tokens to {experts} experts: ids and weights"
             f" [T, K], order [T * K], counts [E]; got {got}",
         )
+    if routing.ids.dtype not in (torch.int64, torch.int32):
+        refuse("E-DTYPE", f"{op}: the routing's ids is {routing.ids.dtype}, expected torch.int64")
+    if not routing.weights.is_floating_point():
+        got = routing.weights.dtype
+        refuse("E-DTYPE", f"{op}: the routing's weights is {got}, expected floating point")
+    if routing.order.dtype != torch.int64:
+        got = routing.order.dtype
+        refuse("E-DTYPE", f"{op}: the routing's order is {got}, expected torch.int64")
+    if routing.counts.dtype not in (torch.int64, torch.int32):
+        got = routing.counts.dtype
+        refuse("E-DTYPE", f"{op}: the routing's counts is {got}, expected torch.int64")
     if (devices := {part.device for part in routing} | {rows.device}) != {rows.device}:
         names = ", ".join(sorted(map(str, devices)))
         refuse("E-DEVICE", f"{op}: the input and its routing lie on different devices: {names}")

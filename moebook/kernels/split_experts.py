@@ -41,8 +41,8 @@ def split_experts(
         ``[T, D]`` in the dtype of ``x``; both banks are used in that dtype.
 
     Raises:
-        Refusal: E-SHAPE or E-DEVICE when the arguments do not fit one another, E-IMPL for an
-            ``impl`` that is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE or E-RANGE when the arguments do not fit one another,
+            E-IMPL for an ``impl`` that is unknown or cannot run.
     """
     check_bank("split_experts", x, frozen)
     check_bank("split_experts", x, trained)
@@ -53,6 +53,13 @@ def split_experts(
             "split_experts: expected down of frozen [E, D, F], of trained [N, D, F] and slots [E];"
             f" got {got}",
         )
+    if slots.dtype not in (torch.int64, torch.int32):
+        refuse("E-DTYPE", f"split_experts: slots is {slots.dtype}, expected torch.int64")
+    if slots.device != x.device:
+        refuse("E-DEVICE", f"split_experts: slots is on {slots.device}, x on {x.device}")
+    if slots.device.type == "cpu" and len(slots) and int(slots.max()) >= len(trained.down):
+        got = f"{int(slots.max())}, the trained bank holds {len(trained.down)} experts"
+        refuse("E-RANGE", f"split_experts: slots go up to {got}")
     check_routing("split_experts", routing, x, len(frozen.down))
     table = {"torch": _segments, "reference": reference}
     still = Bank(frozen.gate_up.detach(), frozen.down.detach()).to(x.dtype)

@@ -13,6 +13,7 @@ from moebook.errors import Refusal
 from moebook.kernels import Bank
 from moebook.kernels.bank_scoring import Answers
 from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.route import Routing
 
 
 def drawn(*shape, dtype=torch.float32):
@@ -27,38 +28,65 @@ def routing(dtype):
     return kernels.route(drawn(5, 3, dtype=dtype), 2)
 
 
-def call(op, *, impl="auto", dtype=torch.float32, device="cpu", **changes):
-    """Call an op as it is meant to be, but for what is said; one argument lies on ``device``."""
+def call(op, *, impl="auto", dtype=torch.float32, device="cpu", wrong=None, **changes):
+    """Call an op as it is meant to be, but for what is said.
+
+    Args:
+        op: Its name.
+        impl, dtype: Of the call.
+        device: Where one argument lies.
+        wrong: For the name of an argument, the dtype or device it comes in instead.
+        changes: Parts of the routing that are others.
+    """
+
+    def given(**tensors):
+        wanted = wrong or {}
+        found = [t.to(wanted[name]) if name in wanted else t for name, t in tensors.items()]
+        return found if len(found) > 1 else found[0]
+
     x, by = drawn(5, 6, dtype=dtype), routing(dtype)._replace(**changes)
+    by = Routing(*given(**by._asdict()))
     match op:
         case "route":
-            return kernels.route(x, 2, impl=impl)
+            return kernels.route(given(logits=x), 2, impl=impl)
+        case "grouped":
+            return kernels.grouped(by.ids, by.weights, 3)
         case "experts":
-            return kernels.experts(x, by, bank(3, dtype, device), F.silu, impl=impl)
+            own = Bank(*given(**bank(3, dtype, device)._asdict()))
+            return kernels.experts(given(x=x), by, own, F.silu, impl=impl)
         case "split_experts":
             banks, slots = (bank(3, dtype), bank(1, dtype, device)), torch.tensor([-1, 0, -1])
+            x, slots = given(x=x, slots=slots)
             return kernels.split_experts(x, by, *banks, slots, F.silu, impl=impl)
         case "adapters":
             down, up = drawn(3, 6, 4, dtype=dtype), drawn(3, 4, 6, dtype=dtype).to(device)
-            return kernels.adapters(x, by, down, up, impl=impl)
+            x, source, down, up = given(h=x, source=x, down=down, up=up)
+            return kernels.adapters(x, by, down, up, source=source, impl=impl)
         case "lora_mixture":
             down, up = drawn(2, 3, 6, dtype=dtype), drawn(2, 7, 3, dtype=dtype).to(device)
             base, gates = drawn(5, 7, dtype=dtype), drawn(5, 2, dtype=dtype)
-            return kernels.lora_mixture(x, [Projection(base, gates, down, up)], impl=impl)
+            x, *own = given(x=x, base=base, gates=gates, down=down, up=up)
+            return kernels.lora_mixture(x, [Projection(*own)], impl=impl)
         case "balance_loss":
-            return kernels.balance_loss(x, by.ids.to(device), impl=impl)
+            x, ids, mask = given(logits=x, ids=by.ids.to(device), mask=torch.ones(5))
+            return kernels.balance_loss(x, ids, mask=mask, impl=impl)
         case "bank_scoring":
             answers = Answers(*(torch.tensor(part).to(device) for part in ([0], [2], [1])))
             hidden, head = drawn(1, 3, 4, dtype=dtype), drawn(5, 4, dtype=dtype)
-            return kernels.bank_scoring(hidden, head, answers, impl=impl)
+            hidden, head, *places = given(hidden=hidden, head=head, **answers._asdict())
+            return kernels.bank_scoring(hidden, head, Answers(*places), impl=impl)
         case "nearest":
-            return kernels.nearest(x.to(device), x[:2], 3, impl=impl)
+            pool, shots = given(pool=x.to(device), shots=x[:2])
+            return kernels.nearest(pool, shots, 3, impl=impl)
         case "duplicates":
-            return kernels.duplicates(x, torch.ones(5).to(device), 0.9, impl=impl)
+            vectors, key = given(vectors=x, key=torch.ones(5).to(device))
+            return kernels.duplicates(vectors, key, 0.9, impl=impl)
         case "groups":
-            return kernels.groups(x[:, :5], torch.ones(5), 2, impl=impl)
+            similarity, worth = given(similarity=x[:, :5], worth=torch.ones(5))
+            return kernels.groups(similarity, worth, 2, impl=impl)
         case "clusters":
-            return kernels.clusters(x[None], x[None, :2].to(device), impl=impl)
+            points, centres = given(points=x[None], centres=x[None, :2].to(device))
+            return kernels.clusters(points, centres, impl=impl)
 
 
 OPS = (
@@ -96,6 +124,64 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
 def test_arguments_on_two_devices_are_refused(op):
     with pytest.raises(Refusal, match=f"E-DEVICE: {op}: "):
         call(op, device="meta")
+
+
+WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
+COMPLEX = (torch.complex64,)
+WRONG = {
+    "route": {"logits": (*WHOLE, *COMPLEX)},
+    "grouped": {"ids": REAL},
+    "experts": {
+        "x": (*WHOLE, *COMPLEX), "gate_up": (torch.int8,), "down": (torch.uint8,),
+        "ids": REAL, "weights": WHOLE, "order": (*REAL, torch.int32), "counts": REAL,
+    },
+    "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
+    "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
+    "lora_mixture": {
+        "x": (*WHOLE, *WIDE), "base": WHOLE, "gates": COMPLEX, "down": WIDE, "up": WIDE,
+    },
+    "balance_loss": {"logits": WHOLE, "ids": REAL, "mask": COMPLEX},
+    "bank_scoring": {
+        "hidden": WHOLE, "head": WIDE, "readers": (torch.int32,), "targets": (torch.int32, *REAL),
+        "lengths": REAL,
+    },
+    "nearest": {"pool": WIDE, "shots": WHOLE},
+    "duplicates": {"vectors": WHOLE, "key": COMPLEX},
+    "groups": {"similarity": COMPLEX, "worth": COMPLEX},
+    "clusters": {"points": WHOLE, "centres": WIDE},
+}  # fmt: skip
+CASES = [
+    (op, name, dtype)
+    for op, own in WRONG.items()
+    for name, dtypes in own.items()
+    for dtype in dtypes
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "wrong"), [*CASES, ("split_experts", "slots", "meta")])
+def test_an_argument_of_a_wrong_dtype_or_device_is_named_with_it(op, argument, wrong):
+    code = "E-DEVICE" if wrong == "meta" else "E-DTYPE"
+    with pytest.raises(Refusal, match=rf"^{code}: {op}: .*\b{argument}\b.*{wrong}\b") as found:
+        call(op, wrong={argument: wrong})
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("slots", [[-1, 1, -1], [7, 0, -1]])
+def test_a_slot_beyond_the_trained_bank_is_refused(slots):
+    given = drawn(5, 6), routing(torch.float32), bank(3, torch.float32), bank(1, torch.float32)
+    with pytest.raises(Refusal, match=f"E-RANGE: split_experts: slots go up to {max(slots)}, "):
+        kernels.split_experts(*given, torch.tensor(slots), F.silu)
+
+
+def test_a_mixture_of_no_projections_is_refused():
+    with pytest.raises(Refusal, match="E-SHAPE: lora_mixture: projections is empty"):
+        kernels.lora_mixture(drawn(5, 6), [])
+
+
+def test_more_groups_than_can_be_listed_one_by_one_are_refused():
+    similarity, worth = drawn(40, 40), torch.arange(40) * 1e6
+    with pytest.raises(Refusal, match="E-RANGE: groups: best is 1,000 and worth runs from 0 to"):
+        kernels.groups(similarity, worth, 7)
 
 
 @pytest.mark.parametrize("op", ["experts", "split_experts", "adapters"])
