@@ -52,9 +52,8 @@ OPTIONS = ("num_warps", "num_stages")
 
 def kernels(dtype, arch):
     """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
-    # With much and with little work; float32 has one choice of blocks.
-    sizes = (65536, 64) if dtype != torch.float32 else (64,)
-    for chosen in (grouped.blocks(dtype, rows, 64) for rows in sizes):
+    choices = (True, False) if dtype != torch.float32 else (False,)  # float32 has one
+    for chosen in (grouped.blocks(dtype, large) for large in choices):
         for tma in {False, arch >= 90 and dtype != torch.float32}:
             deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
             half = chosen["BN"] // 2
@@ -96,8 +95,9 @@ def kernels(dtype, arch):
     yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
     once = {"D": 2048, "PRECISION": "ieee"}
     yield bank_scoring._scan, {**once, **bank_scoring.blocks(dtype)}, {}
-    yield nearest._closest, {"D": 384, **nearest.blocks(dtype)}, {}
-    yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype)}, {}
+    for large in choices:
+        yield nearest._closest, {"D": 384, **nearest.blocks(dtype, large)}, {}
+        yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
     for centres in (8, 64):
         yield clusters._step, {**once, "E": centres, **clusters.blocks(dtype, centres)}, {}
 

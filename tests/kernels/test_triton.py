@@ -4,8 +4,10 @@ An error is held against that of PyTorch's own computation in the same dtype. Th
 computes bfloat16 wrongly, so that runs on a GPU alone.
 """
 
+import importlib
 import os
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,9 +74,9 @@ def check(function, shapes, dtype, *, draws=4, also=1e-7):
     assert (errors["triton"] <= 2 * errors["reference"] + also).all(), errors
 
 
-def through_experts(top_k):
+def through_experts(top_k, act=F.silu):
     return lambda x, logits, gate_up, down, impl: experts(
-        x, route(logits, top_k), Bank(gate_up, down), F.silu, impl=impl
+        x, route(logits, top_k), Bank(gate_up, down), act, impl=impl
     )
 
 
@@ -88,18 +90,26 @@ def test_experts(shape, dtype):
     check(through_experts(shape[4]), shapes_of_experts(*shape[:4]), dtype, draws=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5], SHAPES[6]])
+def test_experts_of_another_activation(shape, dtype):
+    check(through_experts(shape[4], F.gelu), shapes_of_experts(*shape[:4]), dtype, draws=2)
+
+
 @pytest.mark.parametrize(
-    ("chosen", "D", "width", "dtype"),
-    [([2, 0], 8, 4, torch.float32), ([1], 8, 4, torch.float32), ([], 8, 4, torch.float32),
-     *(([2, 0], 16, 24, dtype) for dtype in DTYPES[1:])],  # the accelerator fetches
+    ("chosen", "D", "width", "act", "dtype"),
+    [*(([2, 0], 8, 4, act, torch.float32) for act in (F.silu, F.gelu)),
+     ([1], 8, 4, F.silu, torch.float32), ([], 8, 4, F.silu, torch.float32),
+     # The accelerator fetches.
+     *(([2, 0], 16, 24, act, dtype) for act in (F.silu, F.gelu) for dtype in DTYPES[1:])],
 )  # fmt: skip
-def test_split_experts(chosen, D, width, dtype):
+def test_split_experts(chosen, D, width, act, dtype):
     slots = torch.full((4,), -1)
     slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(len(chosen))
 
     def function(x, logits, gate_up, down, own_gate_up, own_down, impl):
         banks = Bank(gate_up, down), Bank(own_gate_up, own_down)
-        return split_experts(x, route(logits, 2), *banks, slots.to(DEVICE), F.silu, impl=impl)
+        return split_experts(x, route(logits, 2), *banks, slots.to(DEVICE), act, impl=impl)
 
     N = len(chosen)
     shapes = [*shapes_of_experts(12, D, width, 4), (N, 2 * width, D), (N, D, width)]
@@ -135,10 +145,14 @@ def test_weights_without_a_gradient_change_no_other():
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=False))
 
 
-def test_an_activation_that_is_not_compiled_is_refused():
-    x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes_of_experts(3, 4, 2, 2)))
-    with pytest.raises(Refusal, match="E-IMPL: experts: impl='triton' computes SiLU alone"):
-        experts(x, route(logits, 1), Bank(gate_up, down), F.gelu, impl="triton")
+@pytest.mark.parametrize(
+    ("kilobytes", "enough"), [(227, True), (163, True), (99, False), (64, False)]
+)
+def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, enough, monkeypatch):
+    grouped = importlib.import_module("moebook.kernels._triton.grouped")
+    has = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
+    assert grouped.roomy(torch.device("cuda", 0)) == enough
 
 
 def through_adapters(top_k, apart):

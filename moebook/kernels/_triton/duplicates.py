@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.grouped import roomy
 from moebook.kernels._triton.placing import placed
 from moebook.kernels.duplicates import Pairs, through
 
@@ -25,15 +26,19 @@ MARKS = 2**32
 """Most pairs of a block: a byte each. Each block costs the host some milliseconds."""
 
 
-def blocks(dtype: torch.dtype) -> dict[str, Any]:
+def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Choose a program's work: BM rows against BN later ones, BK deep.
 
-    float32 is multiplied as PyTorch multiplies it on this device: exactly, unless TF32 is allowed.
+    Large tiles are for a `roomy` device. float32 is multiplied as PyTorch multiplies it on this
+    device: exactly, unless TF32 is allowed.
     """
     if dtype == torch.float32:
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
         return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
+    if not large:
+        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
+                "num_stages": 3}  # fmt: skip
     return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
             "num_stages": 3}  # fmt: skip
 
@@ -54,7 +59,7 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     size = min(size, many)
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-    chosen = blocks(rows.dtype)
+    chosen = blocks(rows.dtype, roomy(rows.device))
     wide = triton.cdiv(many, chosen["BN"])
     marks = torch.empty(size, wide, chosen["BN"], dtype=torch.int8, device=rows.device)
     some = torch.zeros(size, wide, dtype=torch.int32, device=rows.device)

@@ -2,6 +2,8 @@
 
 The backward pass is grouped products, and one kernel between them that reads each row once for the
 activation's derivative, the weighted activation and the gradient of the row's weight.
+
+That is so for SiLU. Another activation is computed by PyTorch, between the same grouped products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.errors import refuse
 from moebook.kernels._triton.grouped import (
     Sorted,
     aligned,
@@ -31,34 +32,27 @@ from moebook.kernels._triton.grouped import (
     weight_gradient,
 )
 from moebook.kernels._triton.placing import placed
-from moebook.kernels.experts import Activation, Bank
+from moebook.kernels.experts import Activation, Bank, _activated
 from moebook.kernels.route import Routing
 
 SILU = ("silu", "SiLU", "SiLUActivation")
-"""The activation as torch's function, torch's module and transformers' module are called."""
+"""As torch's function, torch's module and transformers' module of the fused one are called."""
 
 
 @placed
 def run(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
     """Run `moebook.kernels.experts`."""
-    return gated_ffn("experts", x, routing, [bank], None, act)
+    return gated_ffn(x, routing, [bank], None, act)
 
 
 def gated_ffn(
-    op: str, x: Tensor, routing: Routing, banks: list[Bank], slots: Tensor | None,
-    act: Activation,
-) -> Tensor:  # fmt: skip
-    """Run experts of one bank, or of a trained and a frozen one as `split_experts` has them.
-
-    Raises:
-        Refusal: E-IMPL for an activation other than SiLU.
-    """
-    if getattr(act, "__name__", type(act).__name__) not in SILU:
-        refuse("E-IMPL", f"{op}: impl='triton' computes SiLU alone, act is {act}; use impl='torch'")
+    x: Tensor, routing: Routing, banks: list[Bank], slots: Tensor | None, act: Activation
+) -> Tensor:
+    """Run experts of one bank, or of a trained and a frozen one as `split_experts` has them."""
     weights = [aligned(weight) for bank in banks for weight in bank]
     frozen = [weight.detach() for weight in weights[2:]] or [None, None]
     y: Tensor = _GatedFFN.apply(
-        x.contiguous(), routing.weights, *weights[:2], *frozen, slots, routing
+        x.contiguous(), routing.weights, *weights[:2], *frozen, slots, routing, act
     )
     return y
 
@@ -138,14 +132,14 @@ class _GatedFFN(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
         still_gate_up: Tensor | None, still_down: Tensor | None, slots: Tensor | None,
-        routing: Routing,
+        routing: Routing, act: Activation,
     ) -> Tensor:  # fmt: skip
         by = sort_rows(routing, x.dtype, slots)
         weight = weights.flatten()[routing.order].float()
-        pre, hidden = _up(gather(x, by), _both(gate_up, still_gate_up), by)
+        pre, hidden = _up(gather(x, by), _both(gate_up, still_gate_up), by, act)
         out = product(hidden, _both(down, still_down), by, transposed=True, gate=weight)
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
-        ctx.by, ctx.dtype = by, weights.dtype
+        ctx.by, ctx.act, ctx.dtype = by, act, weights.dtype
         return combine(out, by)
 
     @staticmethod
@@ -156,7 +150,7 @@ class _GatedFFN(torch.autograd.Function):
         d_gate_up = d_down = d_x = None
         d_out = gather(grad.contiguous(), by)
         weighted = product(d_out, _both(down, still_down), by, transposed=False, gate=None)
-        d_pre, d_weight = _back(weighted, weight, pre)
+        d_pre, d_weight = _back(weighted, weight, pre, ctx.act)
         if needed[3]:
             d_down = weight_gradient(d_out, weighted, by, down, slots=slots)
         del weighted, d_out
@@ -166,15 +160,23 @@ class _GatedFFN(torch.autograd.Function):
             banks = _both(gate_up, still_gate_up)
             d_x = combine(product(d_pre, banks, by, transposed=False, gate=None), by)
         d_weights = d_weight[by.place].to(ctx.dtype)
-        return d_x, d_weights, d_gate_up, d_down, None, None, None, None
+        return d_x, d_weights, d_gate_up, d_down, None, None, None, None, None
 
 
 def _both(first: Tensor, second: Tensor | None) -> list[Tensor]:
     return [first] if second is None else [first, second]
 
 
-def _up(rows: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
-    """Return the pre-activation ``[S, 2F]`` and ``silu(gate) * up``, ``[S, F]``."""
+def _fused(act: Activation) -> bool:
+    return getattr(act, "__name__", type(act).__name__) in SILU
+
+
+def _up(rows: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Tensor, Tensor]:
+    """Return the pre-activation ``[S, 2F]`` and ``act(gate) * up``, ``[S, F]``."""
+    if not _fused(act):
+        pre = product(rows, banks, by, transposed=True, gate=None)
+        gate, up = pre.chunk(2, dim=1)
+        return pre, (act(gate) * up).contiguous()
     (count, width), F = rows.shape, banks[0].shape[1] // 2
     pre, hidden = rows.new_empty(count, 2 * F), rows.new_empty(count, F)
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
@@ -192,11 +194,19 @@ def _up(rows: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
     return pre, hidden
 
 
-def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
     """Return the gradients of the pre-activation and of the weights.
 
     ``d_hidden`` becomes ``weight * hidden``.
     """
+    if not _fused(act):
+        gate, up = pre.chunk(2, dim=1)
+        active, derivative = _activated(gate, act)
+        hidden, grad = active.float() * up, d_hidden.float() * weight[:, None]
+        d_weight = (d_hidden * hidden).sum(1)
+        d_gate = derivative((grad * up).to(pre.dtype))
+        torch.mul(hidden, weight[:, None], out=d_hidden)
+        return torch.cat([d_gate, (grad * active).to(pre.dtype)], 1), d_weight
     rows, width = d_hidden.shape
     d_pre, d_weight = torch.empty_like(pre), torch.empty_like(weight)
     if rows:

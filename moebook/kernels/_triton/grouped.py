@@ -56,8 +56,19 @@ class Sorted(NamedTuple):
     blocks: dict[str, Any]
 
 
-def blocks(dtype: torch.dtype, rows: int, experts: int) -> dict[str, Any]:
-    """Choose a program's work: BM rows, BN columns, BK deep, by the rows that an expert can expect.
+def roomy(device: torch.device) -> bool:
+    """Whether a program can have the shared memory that large tiles of 16-bit numbers need.
+
+    An A100 or H100 has it, the GPUs of desktops and a T4 do not; the interpreter needs none.
+    """
+    if device.type == "cpu":
+        return True
+    has = torch.cuda.get_device_properties(device)
+    return getattr(has, "shared_memory_per_block_optin", 0) >= 160 * 1024
+
+
+def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
+    """Choose a program's work: BM rows, BN columns, BK deep; large tiles need a `roomy` device.
 
     float32 is multiplied as PyTorch multiplies it on this device: exactly, unless TF32 is allowed.
     """
@@ -65,7 +76,7 @@ def blocks(dtype: torch.dtype, rows: int, experts: int) -> dict[str, Any]:
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
         return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
-    if rows < 64 * experts:
+    if not large:
         return {"BM": 32, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
                 "num_stages": 4}  # fmt: skip
     return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
@@ -89,7 +100,8 @@ def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None)
         slots: ``[E]``, where an expert lies in the first of two banks, -1 for the second.
     """
     order, counts = routing.order, routing.counts.contiguous()
-    chosen = blocks(dtype, len(order), len(counts))
+    many = len(order) >= 64 * len(counts)  # rows that an expert can expect
+    chosen = blocks(dtype, large=many and roomy(order.device))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     shares = [

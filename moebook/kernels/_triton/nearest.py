@@ -11,18 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.grouped import roomy
 from moebook.kernels._triton.placing import placed
 
 
-def blocks(dtype: torch.dtype) -> dict[str, Any]:
+def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Choose a program's work: BM rows against BN shots at a time, BK deep.
 
-    float32 is multiplied as PyTorch multiplies it on this device: exactly, unless TF32 is allowed.
+    Large tiles are for a `roomy` device. float32 is multiplied as PyTorch multiplies it on this
+    device: exactly, unless TF32 is allowed.
     """
     if dtype == torch.float32:
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
         return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
+    if not large:
+        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
+                "num_stages": 3}  # fmt: skip
     return {"BM": 128, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
             "num_stages": 4}  # fmt: skip
 
@@ -32,7 +37,7 @@ def run(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Score a block for `moebook.kernels.nearest`; the scores are float32."""
     scores = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     if len(rows):
-        chosen = blocks(rows.dtype)
+        chosen = blocks(rows.dtype, roomy(rows.device))
         _closest[(triton.cdiv(len(rows), chosen["BM"]),)](
             rows.contiguous(), targets.contiguous(), scores, len(rows), len(targets),
             D=rows.shape[1], **chosen,

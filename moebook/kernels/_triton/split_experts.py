@@ -23,4 +23,4 @@ def run(
     if slots.device != x.device:
         refuse("E-DEVICE", f"split_experts: slots are on {slots.device}, x on {x.device}")
     slots = slots.long().contiguous()
-    return gated_ffn("split_experts", x, routing, [trained, frozen], slots, act)
+    return gated_ffn(x, routing, [trained, frozen], slots, act)
