@@ -85,9 +85,8 @@ def measure(claim: Claim, record: Record) -> Measurement | None:
     """
     if record.scale == "smoke" and "smoke" not in claim.scales:
         return None
-    values = _values(claim, record, claim.value)
-    other = claim.reference
-    base = _values(claim, record, other) if isinstance(other, str) else {}
+    values, other = _values(claim, record, claim.value), claim.reference
+    base = _values(claim, record, other) if values and isinstance(other, str) else {}
     if not values or (isinstance(other, str) and not base):
         return None
     if not base:

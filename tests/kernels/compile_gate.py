@@ -84,7 +84,8 @@ def kernels(dtype, arch):
         yield pairs._inward, {**sizes, **inward}, {}
         yield pairs._outward, {**sizes, "ADD": True, **outward}, {}
     for experts_of_pairs in (0, 8):
-        yield sorting._count, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
+        yield sorting._count, {"E": experts_of_pairs, "BT": sorting.ITEMS,
+                              "num_warps": sorting.WARPS}, {}  # fmt: skip
         yield sorting._place, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
         bank = -1 if experts_of_pairs else 0
         yield sorting._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
@@ -95,7 +96,7 @@ def kernels(dtype, arch):
     yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
     once = {"D": 2048, "PRECISION": "ieee"}
     yield bank_scoring._scan, {**once, **bank_scoring.blocks(dtype)}, {}
-    for large in choices:
+    for large in {False, arch >= 90 and dtype != torch.float32}:
         yield nearest._closest, {"D": 384, **nearest.blocks(dtype, large)}, {}
         yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
     for centres in (8, 64):

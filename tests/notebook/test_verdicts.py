@@ -215,6 +215,13 @@ def test_a_value_in_another_unit_or_at_another_scale_is_refused() -> None:
         verdict(replace(DIRECTION, scales=("gpu", "paper")), [replace(STUDY, scale="cpu")])
 
 
+def test_a_baseline_alone_may_be_recorded_at_any_scale() -> None:
+    values = tuple(value for value in STUDY.values if value.name != DIRECTION.value)
+    assert DIRECTION.reference in {value.name for value in values}
+    claim = replace(DIRECTION, scales=("gpu", "paper"))
+    assert str(verdict(claim, [replace(STUDY, values=values, scale="cpu")]).label) == "not run"
+
+
 def test_a_smoke_run_is_no_evidence_unless_the_claim_names_it() -> None:
     assert str(verdict(DIRECTION, [replace(STUDY, scale="smoke")]).label) == "not run"
     size = Record("pesc", "smoke", (Value("pesc/size", 8e9, "count"),))

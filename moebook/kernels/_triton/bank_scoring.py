@@ -24,7 +24,7 @@ PROGRAMS = 512
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
     """Choose a program's work: BM rows, BV of the vocabulary at a time, BK of the width."""
     if dtype == torch.float32:
-        return {"BM": 32, "BV": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+        return {"BM": 32, "BV": 64, "BK": 32, "num_warps": 8, "num_stages": 2}
     return {"BM": 64, "BV": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
 
 

@@ -25,9 +25,9 @@ PARTS = 2**26
 
 def blocks(dtype: torch.dtype, experts: int) -> dict[str, Any]:
     """Choose a program's work: BM points, BE centres at a time, BK of the width."""
-    most, deep = (32, 32) if dtype == torch.float32 else (64, 64)
+    most, deep, warps = (32, 32, 8) if dtype == torch.float32 else (64, 64, 4)
     return {"BM": deep, "BE": min(most, max(16, triton.next_power_of_2(experts))), "BK": deep,
-            "num_warps": 4, "num_stages": 3}  # fmt: skip
+            "num_warps": warps, "num_stages": 3}  # fmt: skip
 
 
 @placed

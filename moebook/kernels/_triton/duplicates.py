@@ -37,7 +37,7 @@ def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
         return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
     if not large:
-        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
+        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
                 "num_stages": 3}  # fmt: skip
     return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
             "num_stages": 3}  # fmt: skip
@@ -59,7 +59,7 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     size = min(size, many)
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-    chosen = blocks(rows.dtype, roomy(rows.device))
+    chosen = blocks(rows.dtype, roomy(rows.device, 200))
     wide = triton.cdiv(many, chosen["BN"])
     marks = torch.empty(size, wide, chosen["BN"], dtype=torch.int8, device=rows.device)
     some = torch.zeros(size, wide, dtype=torch.int32, device=rows.device)

@@ -26,7 +26,7 @@ def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
         return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
     if not large:
-        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
+        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
                 "num_stages": 3}  # fmt: skip
     return {"BM": 128, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
             "num_stages": 4}  # fmt: skip
@@ -37,7 +37,7 @@ def run(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Score a block for `moebook.kernels.nearest`; the scores are float32."""
     scores = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     if len(rows):
-        chosen = blocks(rows.dtype, roomy(rows.device))
+        chosen = blocks(rows.dtype, roomy(rows.device, 200))
         _closest[(triton.cdiv(len(rows), chosen["BM"]),)](
             rows.contiguous(), targets.contiguous(), scores, len(rows), len(targets),
             D=rows.shape[1], **chosen,

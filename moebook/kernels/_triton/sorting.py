@@ -14,6 +14,8 @@ from torch import Tensor
 
 ITEMS = 128
 """Items of one program."""
+WARPS = 8
+"""Of a program that compares all its items with one another: with fewer, registers spill."""
 
 
 def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
@@ -34,7 +36,7 @@ def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
         return order, order.new_zeros(bins)
     counts = order.new_zeros(bins, blocks)
     within = torch.empty(n, dtype=torch.int32, device=ids.device)
-    _count[(blocks,)](ids, within, counts, n, blocks, E=pairs, BT=ITEMS)
+    _count[(blocks,)](ids, within, counts, n, blocks, E=pairs, BT=ITEMS, num_warps=WARPS)
     ends = counts.view(-1).cumsum(0)
     _place[(blocks,)](ids, within, counts, ends, order, n, blocks, E=pairs, BT=ITEMS)
     return order, counts.sum(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moebook.errors import refuse
 from moebook.kernels._triton.experts import gated_ffn
 from moebook.kernels._triton.placing import placed
 from moebook.kernels.experts import Activation, Bank
@@ -15,12 +14,6 @@ from moebook.kernels.route import Routing
 def run(
     x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor, act: Activation
 ) -> Tensor:
-    """Run `moebook.kernels.split_experts`.
-
-    Raises:
-        Refusal: E-DEVICE for slots that lie elsewhere: the kernels read them.
-    """
-    if slots.device != x.device:
-        refuse("E-DEVICE", f"split_experts: slots are on {slots.device}, x on {x.device}")
+    """Run `moebook.kernels.split_experts`."""
     slots = slots.long().contiguous()
     return gated_ffn(x, routing, [trained, frozen], slots, act)
