@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton import nearest
 from moebook.kernels._triton.grouped import roomy
 from moebook.kernels._triton.placing import placed
 from moebook.kernels.duplicates import Pairs, through
@@ -27,20 +28,9 @@ MARKS = 2**32
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
-    """Choose a program's work: BM rows against BN later ones, BK deep.
-
-    Large tiles are for a `roomy` device. float32 is multiplied as PyTorch multiplies it on this
-    device: exactly, unless TF32 is allowed.
-    """
-    if dtype == torch.float32:
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
-                "num_stages": 2}  # fmt: skip
-    if not large:
-        return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
-                "num_stages": 3}  # fmt: skip
-    return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
-            "num_stages": 3}  # fmt: skip
+    """Choose a program's work as `nearest.blocks` does, but for wider large tiles."""
+    chosen = nearest.blocks(dtype, large)
+    return {**chosen, "BN": 256, "num_stages": 3} if chosen["BM"] == 128 else chosen
 
 
 @placed
