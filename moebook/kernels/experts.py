@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
+from moebook.kernels.products import product
 from moebook.kernels.route import Routing, check_routing
 from moebook.kernels.segments import Layout, lay_out
 
@@ -151,9 +152,9 @@ class _GatedFFN(torch.autograd.Function):
         out = empty((len(token), x.shape[1]), x)
         for bank, place, rows in plan.segments:
             gate_up, down = weights[2 * bank][place], weights[2 * bank + 1][place]
-            torch.mm(x.index_select(0, token[rows]), gate_up.T, out=pre[rows])
+            product(x.index_select(0, token[rows]), gate_up.T, out=pre[rows])
             first, second = pre[rows].chunk(2, dim=1)
-            torch.mm((plan.act(first) * second).mul_(gate[rows]), down.T, out=out[rows])
+            product((plan.act(first) * second).mul_(gate[rows]), down.T, out=out[rows])
         ctx.save_for_backward(x, gate, pre, *weights)
         ctx.plan = plan
         return plan.layout.combine(out)
@@ -177,18 +178,18 @@ class _GatedFFN(torch.autograd.Function):
             first, second = pre[rows].chunk(2, dim=1)
             active, derivative = _activated(first, act)
             d_out, hidden = grad.index_select(0, layout.token[rows]), active * second
-            d_hidden = d_out @ down
+            d_hidden = product(d_out, down)
             torch.sum(d_hidden * hidden, 1, keepdim=True, out=d_gate[rows])
             if d_down is not None:
-                torch.mm(d_out.T, hidden.mul_(gate[rows]), out=d_down[place])
+                product(d_out.T, hidden.mul_(gate[rows]), out=d_down[place])
             d_pre = torch.empty_like(pre[rows])
             d_first, d_second = d_pre.chunk(2, dim=1)
             torch.mul(d_hidden.mul_(gate[rows]), active, out=d_second)
             d_first.copy_(derivative(d_hidden.mul_(second)))
             if d_gate_up is not None:
-                torch.mm(d_pre.T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
+                product(d_pre.T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
             if d_rows is not None:
-                torch.mm(d_pre, gate_up, out=d_rows[rows])
+                product(d_pre, gate_up, out=d_rows[rows])
         d_x = None if d_rows is None else layout.combine(d_rows)
         return d_x, d_gate[layout.place].squeeze(-1), None, *d_weights
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moebook.kernels.products import is_compiled
 from moebook.kernels.route import Routing
 
 
@@ -50,7 +51,7 @@ def lay_out(routing: Routing, dtype: torch.dtype) -> Layout:
         dtype: What the products are computed in.
     """
     order, counts = routing.order, routing.counts.tolist()
-    fills = dtype == torch.bfloat16 and order.device.type == "cpu"
+    fills = is_compiled(dtype, order.device)
     sizes = [_filled(count) for count in counts] if fills else counts
     segments, start = [], 0
     for expert, size in enumerate(sizes):
