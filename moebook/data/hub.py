@@ -222,11 +222,12 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
 
 def pinned(source: Source, revision: str | None, split: str) -> Rows:
     """Open a split of a data set of the hub, or of its cache, at a commit, or refuse as `load`."""
-    if not re.fullmatch("[0-9a-f]{40}", revision or ""):
+    if not re.fullmatch("(?!0{40})[0-9a-f]{40}", revision or ""):
         refuse(
             "E-PIN",
-            f"{source.repo}: revision is {revision!r}, expected a commit of 40 "
-            "hexadecimal digits (not a branch, which moves): see its history",
+            f"{source.repo}: revision is {revision!r}, expected a commit of 40 hexadecimal digits "
+            "(not a branch, which moves): choose one of its history on the hub (notebooks take it "
+            "in `revisions`, as name=commit)",
         )
     origin = f"{source.repo}@{revision}"
     try:
@@ -240,7 +241,7 @@ def pinned(source: Source, revision: str | None, split: str) -> Rows:
             "load it once with a connection, or give path=",
         )
     except FileNotFoundError as error:
-        refuse("E-NOFILE", f"{origin}: {error}")
+        refuse("E-NOFILE", f"{origin}: {error}; check id and commit on the hub, or give path=")
     except RuntimeError as error:
         if "script" not in str(error):
             raise

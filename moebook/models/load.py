@@ -109,11 +109,12 @@ def on_hub(name: str) -> Path | None:
     if hub is None:
         return None
     repo, revision = hub["repo"], hub["revision"]
-    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+    if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
         refuse(
             "E-PIN",
             f"'{repo}' is no folder here, and as a hub model its revision '{revision or 'main'}' "
-            "may move; give the commit's 40 hex digits, org/name@<commit>",
+            "is no commit (a branch may move, zeros stand for a commit to fill in); choose one of "
+            "the model's history on the hub: org/name@<40 hex digits>",
         )
     where = f"{repo}@{revision}"
     try:

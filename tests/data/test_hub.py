@@ -146,7 +146,7 @@ def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkey
         hub.mixture({"slimorca": 1}, {})
 
 
-@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()])
 def test_anything_but_a_full_commit_is_refused(revision):
     with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
         hub.load("gsm8k", revision=revision)

@@ -92,9 +92,10 @@ def test_a_sharded_hub_model_is_put_together(hub, llama):
     assert refusal(f"acme/tiny@{COMMIT}").startswith("E-NOFILE")
 
 
-@pytest.mark.parametrize("name", ["acme/tiny", "acme/tiny@main", f"acme/tiny@{COMMIT[:12]}"])
-def test_a_moving_or_short_revision_is_refused(name):
-    assert refusal(name).startswith("E-PIN")
+@pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT[:12]}", f"@{'0' * 40}"])
+def test_a_moving_short_or_missing_revision_is_refused(revision):
+    message = refusal(f"acme/tiny{revision}")
+    assert message.startswith("E-PIN") and "org/name@<40 hex digits>" in message
 
 
 def test_a_hub_model_that_is_not_here_is_named_with_its_revision(hub):

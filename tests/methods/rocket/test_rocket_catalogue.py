@@ -186,7 +186,7 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
     with pytest.raises(Refusal, match="E-PIN: 'BAAI/bge-m3'"):
         encoders.load("BAAI/bge-m3")
     with pytest.raises(Refusal, match="E-OFFLINE: org/name@"):
-        encoders.load("org/name@" + "0" * 40)
+        encoders.load("org/name@" + "a" * 40)
     folder = encoder()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(Refusal, match="E-PICKLE"):
