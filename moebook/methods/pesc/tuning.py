@@ -103,8 +103,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
             "E-MODEL", f"nothing to merge: the model was prepared with host='{made.config.host}'"
         )
     for name, layer in layers:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _merged(layer))
+        model.set_submodule(name, _merged(layer))
     model.is_loaded_in_4bit = False
     model.pesc = replace(made, config=replace(made.config, host="full"))
     return model
@@ -155,6 +154,5 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
             # Else evaluation on a CPU with AVX512-BF16 would repack the weights for good: widths of
             # whole 64-blocks only, double quantisation undone, scales rounded to bfloat16.
             quantised.support_avx512bf16_for_cpu = False
-            parent, _, child = name.rpartition(".")
-            setattr(layer.block.get_submodule(parent), child, quantised)
+            layer.block.set_submodule(name, quantised)
     model.is_loaded_in_4bit = True  # what PEFT asks before it wraps 4-bit layers

@@ -112,8 +112,7 @@ def install(
             reads=config.gate_input,
             dropout=config.lora_dropout,
         )
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, mixed.train(linear.training))
+        model.set_submodule(path, mixed.train(linear.training))
     model.rocket = origin
 
 
@@ -124,8 +123,7 @@ def remove(model: nn.Module) -> nn.Module:
         Refusal: E-MODEL when the model holds no mixture.
     """
     for path in origin(model).paths:
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, model.get_submodule(path).base_layer)
+        model.set_submodule(path, model.get_submodule(path).base_layer)
     del model.rocket
     return model
 
