@@ -50,7 +50,7 @@ def siqa(raw: Mapping[str, Any], where: str) -> Row:
     texts = [files.text(raw, f"answer{letter}", where) for letter in "ABC"]
     label = files.text(raw, "label", where).strip()
     context, question = (files.text(raw, name, where) for name in ("context", "question"))
-    answer = _lettered(texts, _index(label, ["1", "2", "3"], where))
+    answer = _chosen(texts, label, ["1", "2", "3"], where)
     return {"prompt": f"{context}\n{question}\n{_listed(texts)}", "answer": answer}
 
 
@@ -58,7 +58,7 @@ def piqa(raw: Mapping[str, Any], where: str) -> Row:
     """PIQA: a goal and two ways to it; the label is 0 or 1."""
     texts = [files.text(raw, name, where) for name in ("sol1", "sol2")]
     goal = files.text(raw, "goal", where)
-    answer = _lettered(texts, _index(raw.get("label"), [0, 1], where))
+    answer = _chosen(texts, raw.get("label"), [0, 1], where)
     return {"prompt": f"Question: {goal}\n{_listed(texts)}\nAnswer:", "answer": answer}
 
 
@@ -85,6 +85,61 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
     }
 
 
+def instruction(raw: Mapping[str, Any], where: str) -> Row:
+    """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
+    fields = {key.lower(): value for key, value in raw.items()}
+    asked = files.text(fields, "instruction", where)
+    context = files.text(fields, "input", where, default="")
+    return {
+        "prompt": f"{asked}\n{context}" if context else asked,
+        "answer": files.text(fields, "output", where),
+    }
+
+
+def winogrande(raw: Mapping[str, Any], where: str) -> Row:
+    """WinoGrande: the sentence with either name in its gap; which of the two is a good one."""
+    gap, texts = files.text(raw, "sentence", where), []
+    for name in ("option1", "option2"):
+        texts.append(gap.replace("_", files.text(raw, name, where)))
+    answer = _chosen(texts, raw.get("answer"), ["1", "2"], where)
+    choices = _listed(texts)
+    prompt = f"Which of the following is a good sentence:\n{choices}\nAnswer:"
+    return {"prompt": prompt, "answer": answer}
+
+
+def race(raw: Mapping[str, Any], where: str) -> Row:
+    """RACE: an article, a question, four options."""
+    texts = _texts(raw, "options", where)
+    article, question = (files.text(raw, name, where) for name in ("article", "question"))
+    answer = _chosen(texts, raw.get("answer"), ["A", "B", "C", "D"], where)
+    return {"prompt": f"{article}\n{question}\n{_listed(texts)}", "answer": answer}
+
+
+def mathqa(raw: Mapping[str, Any], where: str) -> Row:
+    """MathQA: the problem with its options on one line; the rationale is what is answered."""
+    problem, options = (files.text(raw, name, where) for name in ("Problem", "options"))
+    return {
+        "prompt": f"{problem}\n{options}",
+        "answer": files.text(raw, "Rationale", where).strip('"'),
+    }
+
+
+def hellaswag(raw: Mapping[str, Any], where: str) -> Row:
+    """HellaSwag: a context and four endings; the label is a digit."""
+    texts = _texts(raw, "endings", where)
+    context = files.text(raw, "ctx", where)
+    answer = _chosen(texts, str(raw.get("label")), ["0", "1", "2", "3"], where)
+    asked = "Question: Which ending makes the most sense?"
+    return {"prompt": f"{context}\n{asked}\n{_listed(texts)}", "answer": answer}
+
+
+def _texts(raw: Mapping[str, Any], name: str, where: str) -> list[str]:
+    found = raw.get(name)
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        refuse("E-DATA", f"{where}: field '{name}' is {type(found).__name__}, expected a list")
+    return [files.clean(str(text), name, where) for text in found]
+
+
 def _choices(raw: Mapping[str, Any], where: str) -> tuple[str, str]:
     """Read question, choices (label and text) and answerKey into question with list, answer."""
     choices = raw.get("choices")
@@ -93,17 +148,18 @@ def _choices(raw: Mapping[str, Any], where: str) -> tuple[str, str]:
     texts = [files.clean(str(choice), "choices", where) for choice in choices["text"]]
     key = files.text(raw, "answerKey", where)
     question = f"{files.text(raw, 'question', where)}\n{_listed(texts)}"
-    return question, _lettered(texts, _index(key, list(choices["label"]), where))
+    return question, _chosen(texts, key, choices["label"], where)
 
 
-def _index(label: object, labels: Sequence[object], where: str) -> int:
-    if label not in labels:
+def _chosen(texts: Sequence[str], label: object, labels: Sequence[object], where: str) -> str:
+    """Return the choice that the label names, with its letter."""
+    known = list(labels)[: len(texts)]
+    if label not in known:
         refuse(
             "E-DATA",
-            f"{where}: answer {label!r} is none of {list(labels)}; "
-            "unlabelled splits cannot be used",
+            f"{where}: answer {label!r} is none of {known}; unlabelled splits cannot be used",
         )
-    return labels.index(label)
+    return _lettered(texts, known.index(label))
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """The sets that LoRAs are trained on: the paper's 38 (Table 8) and the bank of embedded tasks.
 
 Sizes and task types come from the paper's table as data; here stands where each set is found and
-which template turns its rows into prompt and answer. The hub's commits are given by whoever loads.
+which template turns its rows into prompt and answer. The hub's commits are given by whoever loads;
+the ids were never loaded, and one that the hub does not have is refused by its name (E-NOFILE).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from moebook import papers
 from moebook.data import hub, raw, tasks
 from moebook.data.tasks import kshot
 from moebook.errors import nearest, refuse
-from moebook.methods.rocket.templates import hellaswag, instruction, mathqa, race, winogrande
 
 Row = dict[str, str]
 EMBEDDED = (
@@ -27,19 +27,19 @@ EMBEDDED = (
 
 def _collected(pattern: str) -> hub.Source:
     """A set of the collection whose templates the paper follows (Sec. 3.1.2)."""
-    return hub.Source(repo="QingyiSi/Alpaca-CoT", files=pattern, row=instruction)
+    return hub.Source(repo="QingyiSi/Alpaca-CoT", files=pattern, row=raw.instruction)
 
 
 SOURCES: dict[str, hub.Source] = {
     "ARC-c": hub.CATALOGUE["arc_challenge"],
     "ARC-e": hub.CATALOGUE["arc_easy"],
-    "WinoGrande": hub.Source(repo="allenai/winogrande", config="winogrande_l", row=winogrande),
+    "WinoGrande": hub.Source(repo="allenai/winogrande", config="winogrande_l", row=raw.winogrande),
     "GSM8K": hub.CATALOGUE["gsm8k"],
     "PIQA": hub.CATALOGUE["piqa"],
     "CommonSense QA": hub.CATALOGUE["commonsense_qa"],
-    "RACE": hub.Source(repo="ehovy/race", config="all", row=race),
+    "RACE": hub.Source(repo="ehovy/race", config="all", row=raw.race),
     "MBPP": hub.CATALOGUE["mbpp"],
-    "Mathqa": hub.Source(repo="allenai/math_qa", row=mathqa),
+    "Mathqa": hub.Source(repo="allenai/math_qa", row=raw.mathqa),
     "Esnli": _collected("Chain-of-Thought/**/esnli_train.json"),
     "ECQA": _collected("Chain-of-Thought/**/ecqa_train.json"),
     "CREAK": _collected("Chain-of-Thought/**/creak_train.json"),
@@ -50,7 +50,7 @@ SOURCES: dict[str, hub.Source] = {
     "StrategyQA": _collected("Chain-of-Thought/**/strategyqa_train.json"),
     "SensemakingQA": _collected("Chain-of-Thought/**/sensemaking_train.json"),
     "Toolformer (th=0.6)": _collected("GPTeacher/**/*oolformer*"),
-    "HellaSwag": hub.Source(repo="Rowan/hellaswag", row=hellaswag),
+    "HellaSwag": hub.Source(repo="Rowan/hellaswag", row=raw.hellaswag),
     "SiQA": hub.CATALOGUE["siqa"],
     "BoolQ": hub.CATALOGUE["boolq"],
     "Dolly": _collected("dolly/**"),
