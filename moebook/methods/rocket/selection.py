@@ -16,8 +16,9 @@ from torch import Tensor
 
 from moebook import kernels
 from moebook.errors import nearest, refuse
+from moebook.methods import settings
 from moebook.methods.rocket import bank as banks
-from moebook.methods.rocket.config import Config
+from moebook.methods.rocket.config import CHOICES, Config
 from moebook.methods.rocket.loras import Lora
 
 RANKINGS = ("perplexity", "accuracy", "diversity")
@@ -69,12 +70,8 @@ def similarity(
         Refusal: E-BANK as in `bank.check`, E-CHOICE.
     """
     banks.check(bank)
-    for name, value, choices in (
-        ("compare", compare, ("product", "factors")),
-        ("cosine", cosine, ("signed", "absolute")),
-    ):
-        if value not in choices:
-            refuse("E-CHOICE", f"{name} is {value!r}; {nearest(value, choices)}")
+    for name, value in (("compare", compare), ("cosine", cosine)):
+        settings.chosen(name, value, CHOICES[name])
     total = np.zeros((len(bank), len(bank)))
     paths = next(iter(bank.values())).down
     for path in paths:
