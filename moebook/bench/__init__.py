@@ -7,9 +7,9 @@ seconds do not.
 
 from moebook.bench.accuracy import errors
 from moebook.bench.goals import judge
-from moebook.bench.growth import curves, growth, growth_table, regrown
+from moebook.bench.growth import curves, growth, growth_table, regrown, roles
 from moebook.bench.peers import installed
-from moebook.bench.report import recorded, table, write
+from moebook.bench.report import reached, recorded, remeasured, table, write
 from moebook.bench.running import OPS, ceilings, find, measure
 
 __all__ = [
@@ -23,8 +23,11 @@ __all__ = [
     "installed",
     "judge",
     "measure",
+    "reached",
     "recorded",
     "regrown",
+    "remeasured",
+    "roles",
     "table",
     "write",
 ]

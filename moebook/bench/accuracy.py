@@ -172,7 +172,7 @@ _LISTS: dict[str, tuple[Letters, str, str, Callable[[Any], Any]]] = {
         lambda found: found.index,
     ),
     "duplicates": (
-        {"S": 200, "D": 16, "bits": 32}, "the paper's loops", "rows", lambda found: found,
+        {"S": 200, "E": 66, "D": 16, "bits": 32}, "the paper's loops", "rows", lambda found: found,
     ),
     "groups": ({"M": 9, "N": 4}, "itertools", "sums of ranks", lambda found: found.total),
 }  # fmt: skip

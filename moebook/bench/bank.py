@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moebook import models
 from moebook.bench import peers
-from moebook.bench.case import Case, Op, size_of
+from moebook.bench.case import Axis, Case, Op, size_of
 from moebook.bench.floors import Product
 from moebook.data import IGNORED, encode, tasks
 from moebook.methods.rocket import attachment, loras, packing, scoring
@@ -134,5 +134,9 @@ BANK = Op(
         "full": {"bank": {"N": 38, "S": 20, "R": 16}},
         "model": {"bank": {"N": 38, "S": 50, "R": 16}},
     },
-    {"N": (0.25, 0.5, 1, 2), "S": (0.25, 0.5, 1, 2)},
+    (
+        Axis("S", "answers", (5, 10, 20)),
+        Axis("N", "LoRAs", (4, 8, 16)),
+        Axis("R", "rank of a LoRA", (4, 16, 64)),
+    ),
 )

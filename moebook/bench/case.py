@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,20 @@ Run = Callable[[], Any]
 SCALES = ("tiny", "small", "full", "model")
 """``tiny`` tests the plumbing, ``small`` fits a page of the book, ``full`` is what the goals are
 stated for, ``model`` has the widths of the papers' own models and wants a GPU."""
+ROLES = {
+    "T": "what comes in, or goes out: rows",
+    "E": "what a row is set against",
+    "N": "how many of those are chosen; where none are, how wide or deep the work is",
+}
+"""What the letters of a sweep stand for: each op has one of its own for each, in this order."""
+
+
+class Axis(NamedTuple):
+    """A letter that an op's sweep varies, what it counts there, and its rising values."""
+
+    letter: str
+    meaning: str
+    values: Sequence[int]
 
 
 @dataclass
@@ -76,20 +90,20 @@ class Op:
     Attributes:
         build: Makes a case: ``build(device, **letters)``.
         sizes: For each of `SCALES`, its cases by name, each with its letters.
-        axes: Letters that the sweep varies, each with the rising factors on the small case's value.
+        axes: What the sweep varies, an axis for each of `ROLES`; all other letters are those of the
+            first small case.
     """
 
     build: Callable[..., Case]
     sizes: Mapping[str, Mapping[str, Letters]]
-    axes: Mapping[str, Sequence[float]]
+    axes: tuple[Axis, Axis, Axis]
 
     def swept(self, points: int | None = None) -> Iterator[tuple[str, int, Letters]]:
         """Yield letter, value and all letters of the first points of the sweep of each letter."""
         letters = next(iter(self.sizes["small"].values()))
-        for letter, factors in self.axes.items():
-            for factor in factors[:points]:
-                value = max(1, round(letters[letter] * factor))
-                yield letter, value, {**letters, letter: value}
+        for axis in self.axes:
+            for value in axis.values[:points]:
+                yield axis.letter, value, {**letters, axis.letter: value}
 
 
 def number_format(device: torch.device, bits: int = 0) -> torch.dtype:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from moebook.bench import floors, peers
-from moebook.bench.case import Case, Op, Run, number_format, size_of, stepping
+from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of, stepping
 from moebook.errors import refuse
 from moebook.kernels import Bank, Routing, experts, route, split_experts
 
@@ -98,7 +98,11 @@ _FINE = {"T": 1024, "D": 1024, "F": 704, "E": 64, "K": 6}
 _COARSE = {"T": 1024, "D": 1024, "F": 1408, "E": 8, "K": 2}
 _LITE = {"T": 8192, "D": 2048, "F": 1408, "E": 64, "K": 6}
 _MIXTRAL = {"T": 8192, "D": 4096, "F": 11008, "E": 8, "K": 2}
-_AXES = {"T": (0.25, 0.5, 1, 2), "E": (0.25, 0.5, 1, 2)}
+_AXES = (
+    Axis("T", "tokens", (128, 256, 512, 1024)),
+    Axis("E", "experts", (8, 16, 32, 64)),
+    Axis("K", "experts of a token", (1, 2, 4, 8)),
+)
 
 EXPERTS = Op(
     _experts,

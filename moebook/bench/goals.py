@@ -93,7 +93,7 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
         ``measured``, ``verdict`` and ``reason``. The verdict is ``met``, ``missed``, or ``not
         run``, where the contender took no part; ``not stated`` where the sizes are not those of the
         goals. An op that refuses its case has missed the goal. The reason of a missed goal is what
-        our time consists of, in multiples of the other's.
+        our time consists of, and what the floor alone would take, in multiples of the other's.
     """
     device = frame.attrs["device"]
     stated = frame.attrs["scale"] == STATED[device]
@@ -104,7 +104,7 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
             case = cases[goal.op, goal.case]
             value, verdict = _verdict(goal, case)
             shown = verdict if stated else "not stated"
-            reason = _reason(goal, case.loc["ours"], value) if shown == "missed" else ""
+            reason = _reason(goal, case, value) if shown == "missed" else ""
             lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
     columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
     return pd.DataFrame(lines, columns=columns)
@@ -121,9 +121,14 @@ def _verdict(goal: Goal, case: pd.DataFrame) -> tuple[float, str]:
     return value, "met" if goal.met(value) else "missed"
 
 
-def _reason(goal: Goal, ours: pd.Series, value: float) -> str:
+def _reason(goal: Goal, case: pd.DataFrame, value: float) -> str:
+    ours = case.loc["ours"]
     if pd.isna(ours["seconds"]):
         return str(ours["note"])
     if goal.kind == "memory" or not isinstance(ours["profile"], dict):
         return ""
-    return told(ours["profile"], 1 / value if goal.kind == "faster" else value)
+    times = 1 / value if goal.kind == "faster" else value
+    parts = told(ours["profile"], times)
+    if goal.against == "floor" or "floor" not in case.index:
+        return parts
+    return f"{parts}; the floor alone {times * case.loc['floor', 'ratio']:.2f}"

@@ -1,4 +1,4 @@
-"""How cost grows: each op over a sweep of its letters, everything else as in the small case."""
+"""How cost grows: each op over a sweep of three letters, everything else as in the small case."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ import numpy as np
 import pandas as pd
 
 from moebook import runtime
-from moebook.bench.running import measured, present
+from moebook.bench.case import ROLES
+from moebook.bench.running import find, measured, present
 from moebook.results import Record
+
+
+def roles(names: Iterable[str] | None = None) -> pd.DataFrame:
+    """List which letter of each op varies in which of the `ROLES`, and what it counts there."""
+    rows = {
+        name: [f"{axis.letter}: {axis.meaning}" for axis in op.axes]
+        for name, op in present(names)[0].items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(ROLES))
 
 
 def growth(
@@ -81,10 +91,11 @@ def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 
 def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
+    meanings = {(n, a.letter): a.meaning for n in set(frame["op"]) for a in find(n).axes}
     lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
         values = sorted(set(part["value"]))
-        lines.append(f"{op}, {letter} = {', '.join(map(str, values))}")
+        lines.append(f"{op}, {meanings[op, letter]}, {letter} = {', '.join(map(str, values))}")
         for name, own in part.groupby("contender", sort=False):
             own = own.sort_values("value")
             cells = "".join(f"{1e3 * seconds:10.2f}" for seconds in own["seconds"])

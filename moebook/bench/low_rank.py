@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook.bench import floors, peers
-from moebook.bench.case import Case, Op, Run, number_format, size_of
+from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of
 from moebook.bench.floors import Product
 from moebook.kernels import Routing, adapters, lora_mixture, route
 from moebook.kernels.lora_mixture import Projection
@@ -135,7 +135,11 @@ ADAPTERS = Op(
             "behind_ffn": {**_MODEL, "F": 11008},
         },
     },
-    {"T": (0.25, 0.5, 1, 2), "E": (0.5, 1, 2, 4)},
+    (
+        Axis("T", "tokens", (512, 1024, 2048, 4096)),
+        Axis("E", "adapters", (4, 8, 16, 32)),
+        Axis("K", "adapters of a token", (1, 2, 4)),
+    ),
 )
 LORAS = Op(
     _loras,
@@ -145,5 +149,9 @@ LORAS = Op(
         "full": {"four": {"T": 2048, "D": 2048, "R": 16, "N": 4, "K": 2}},
         "model": {"four": {"T": 16384, "D": 4096, "R": 16, "N": 4, "K": 2}},
     },
-    {"T": (0.25, 0.5, 1, 2), "N": (0.5, 1, 2, 4)},
+    (
+        Axis("T", "tokens", (256, 512, 1024, 2048)),
+        Axis("N", "LoRAs", (2, 4, 8, 16)),
+        Axis("K", "LoRAs of a token", (1, 2, 4)),
+    ),
 )

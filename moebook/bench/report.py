@@ -31,6 +31,8 @@ UNITS = {
     "kept": "bytes",
 }
 """What is recorded of each contender."""
+COUNTS = {"flops": "count", "traffic": "bytes"}
+"""What is recorded of each case: FLOPs of its floor, bytes that must move at least once."""
 
 
 def table(frame: pd.DataFrame) -> str:
@@ -114,6 +116,7 @@ def write(
         "hashes": {**hashes, "record": hashlib.sha256(text.encode()).hexdigest()},
         "parameters": dict(settings),
         "environment": environment,
+        "commit": results.commit(folder),
         "peers": installed()["version"].to_dict(),
         "goals": json.loads(judge(frame).to_json(orient="records")),
         "profiles": (ran.set_index(ran["op"] + "/" + ran["case"])["profile"].dropna()).to_dict(),
@@ -145,9 +148,40 @@ def recorded(start: Path | None = None) -> dict[str, Record]:
     return found
 
 
+def remeasured(record: Record) -> pd.DataFrame:
+    """Read a run back: a line a contender, by its slug, with the columns that are recorded."""
+    found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for value in record.values:
+        *key, column = value.name.split("/")
+        if column in UNITS or column in COUNTS:
+            found[tuple(key)][column] = value.value
+    lines = [
+        dict(zip(("op", "case", "contender"), key, strict=True), **found.get(key[:2], {}), **costs)
+        for key, costs in found.items()
+        if len(key) == 3
+    ]
+    return pd.DataFrame(lines, columns=["op", "case", "contender", *UNITS, *COUNTS])
+
+
+def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Return what our ops made of products reach: FLOPs for each byte that must move, and a second.
+
+    A case in another number format than the machine's roof is left out.
+    """
+    ours = frame[(frame["contender"] == "ours") & (frame["flops"] > 0)]
+    return {
+        f"{row.op}, {row.case}": (row.flops / row.traffic, row.flops / row.seconds)
+        for row in ours.itertuples()
+        if not row.case.endswith("bf16")
+    }
+
+
 def _values(frame: pd.DataFrame) -> Iterator[Value]:
-    """Turn each measured line into values under ``op/case/contender``."""
+    """Turn each measured line into values under ``op/case/contender``, counts under ``op/case``."""
     for row in frame[frame["seconds"].notna()].to_dict("records"):
+        if row["contender"] == "ours":
+            for column, unit in COUNTS.items():
+                yield Value(f"{row['op']}/{row['case']}/{column}", float(row[column]), unit)
         for column, unit in UNITS.items():
             if not pd.isna(row[column]):
                 yield Value(f"{row['key']}/{column}", float(row[column]), unit)

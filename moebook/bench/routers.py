@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moebook.bench import peers
-from moebook.bench.case import Case, Op, Run, size_of
+from moebook.bench.case import Axis, Case, Op, Run, size_of
 from moebook.bench.timing import Contender
 from moebook.kernels import balance_loss, route
 
@@ -51,7 +51,11 @@ _SIZES = {
     "full": {"fine": {"T": 16384, "E": 64, "K": 6}},
     "model": {"fine": {"T": 65536, "E": 64, "K": 6}},
 }
-_AXES = {"T": (0.5, 1, 2, 4), "E": (0.25, 0.5, 1, 2, 4)}
+_AXES = (
+    Axis("T", "tokens", (1024, 2048, 4096, 8192)),
+    Axis("E", "experts", (16, 32, 64, 128)),
+    Axis("K", "experts of a token", (2, 4, 8, 16)),
+)
 
 ROUTE = Op(_route, _SIZES, _AXES)
 BALANCE = Op(_balance, _SIZES, _AXES)

@@ -12,7 +12,7 @@ import torch
 
 from moebook import kernels
 from moebook.bench import peers
-from moebook.bench.case import Case, Op, Run, number_format, size_of
+from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of
 from moebook.bench.floors import Product
 
 Array = np.ndarray[Any, Any]
@@ -60,11 +60,11 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int, bits: int = 0
     return case
 
 
-def _duplicates(device: torch.device, S: int, D: int, bits: int = 0) -> Case:
-    """Alg. 2's near-duplicates, against its two loops."""
+def _duplicates(device: torch.device, S: int, E: int, D: int, bits: int = 0) -> Case:
+    """Alg. 2's near-duplicates among S rows, each near to one of E texts, against its two loops."""
     rng = np.random.default_rng(0)
-    centres = _drawn(rng, max(1, S // 3), D)
-    vectors = _unit(centres[rng.integers(len(centres), size=S)] + 0.3 * _drawn(rng, S, D))
+    centres = _drawn(rng, E, D)
+    vectors = _unit(centres[rng.integers(E, size=S)] + 0.3 * _drawn(rng, S, D))
     vectors, near = vectors.astype(np.float32), rng.random(S).astype(np.float32)
     dtype = number_format(device, bits)
     held, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
@@ -91,14 +91,14 @@ def literal_duplicates(vectors: Array, near: Array, threshold: float) -> Array:
     return np.flatnonzero(alive)
 
 
-def _groups(device: torch.device, M: int, N: int) -> Case:
-    """The best groups of N among M candidates (Rocket Alg. 1), against itertools."""
+def _groups(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
+    """The G best groups of N among M candidates (Rocket Alg. 1), against itertools."""
     rng = np.random.default_rng(0)
     noise = rng.standard_normal((M, M)) / 20
     pairs, worth = noise @ noise.T, np.stack([rng.permutation(M) + 1 for _ in range(2)])
     alike, summed = (torch.from_numpy(part).to(device) for part in (pairs, worth.sum(axis=0)))
     case = Case(pairs.nbytes)
-    case.add("ours", lambda: kernels.groups(alike, summed, N), host=True)
+    case.add("ours", lambda: kernels.groups(alike, summed, N, best=G), host=True)
     if (number := math.comb(M, N)) <= LISTED:
         case.add("itertools", lambda: [t for t, _ in literal_groups(pairs, worth, N)], host=True)
     else:
@@ -153,27 +153,42 @@ NEAREST = Op(
         "full": {"pool": {"S": 143000, "K": 50, "D": 384, "C": 1000}},
         "model": {"pool": {"S": 143000, "K": 50, "D": 1024, "C": 5000}},
     },
-    {"S": (0.25, 0.5, 1, 2), "K": (0.25, 0.5, 1, 2)},
+    (
+        Axis("S", "rows of the pool", (4096, 8192, 16384, 32768)),
+        Axis("K", "shots", (12, 25, 50, 100)),
+        Axis("C", "rows chosen", (250, 500, 1000, 2000)),
+    ),
 )
 DUPLICATES = Op(
     _duplicates,
     {
-        "tiny": {"candidates": {"S": 20, "D": 8}},
-        "small": {"candidates": {"S": 600, "D": 384}},
-        "full": {"candidates": {"S": 1500, "D": 384}},
-        "model": {"candidates": {"S": 5000, "D": 1024}, "pool": {"S": 143000, "D": 1024}},
+        "tiny": {"candidates": {"S": 20, "E": 6, "D": 8}},
+        "small": {"candidates": {"S": 600, "E": 200, "D": 384}},
+        "full": {"candidates": {"S": 1500, "E": 500, "D": 384}},
+        "model": {
+            "candidates": {"S": 5000, "E": 1666, "D": 1024},
+            "pool": {"S": 143000, "E": 47666, "D": 1024},
+        },
     },
-    {"S": (0.25, 0.5, 1, 2)},
+    (
+        Axis("S", "rows", (150, 300, 600, 1200)),
+        Axis("E", "texts that rows are near to", (50, 100, 200, 400)),
+        Axis("D", "numbers in a row", (96, 192, 384, 768)),
+    ),
 )
 GROUPS = Op(
     _groups,
     {
         "tiny": {"groups": {"M": 6, "N": 3}},
-        "small": {"groups": {"M": 14, "N": 5}},
+        "small": {"groups": {"M": 14, "N": 5, "G": 1000}},
         "full": {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}},
         "model": {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}},
     },
-    {"M": (0.5, 0.75, 1, 1.25), "N": (0.6, 0.8, 1, 1.2)},
+    (
+        Axis("G", "groups listed", (10, 100, 1000)),
+        Axis("M", "LoRAs to choose from", (7, 10, 14, 18)),
+        Axis("N", "LoRAs in a group", (3, 4, 5, 6)),
+    ),
 )
 CLUSTERS = Op(
     _clusters,
@@ -183,5 +198,9 @@ CLUSTERS = Op(
         "full": {"layers": {"S": 16384, "D": 512, "E": 8, "L": 4}},
         "model": {"layers": {"S": 65536, "D": 4096, "E": 8, "L": 4}},
     },
-    {"S": (0.5, 1, 2), "E": (0.5, 1, 2, 4)},
+    (
+        Axis("S", "points", (1024, 2048, 4096, 8192)),
+        Axis("E", "centres", (4, 8, 16, 32)),
+        Axis("L", "layers side by side", (1, 2, 4)),
+    ),
 )

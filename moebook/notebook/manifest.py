@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,8 +13,6 @@ from typing import Any
 from moebook import results, runtime
 from moebook.notebook.parameters import Scalar
 from moebook.results import Value
-
-CODE = ("moebook", "notebooks", "requirements.lock")
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def manifest(
         "hashes": {**plan.hashes, **written},
         "parameters": dict(plan.parameters),
         "overrides": dict(plan.overrides),
-        "commit": commit(folder),
+        "commit": results.commit(folder),
         "environment": runtime.environment(),
         **cost,
         "values": {value.key: value.value for value in values},
@@ -90,23 +86,6 @@ def executed(record: Path) -> Path:
     """Name the executed notebook beside a record: of a live page, or of a committed run."""
     stem = record.name.removesuffix(".record.json")
     return record.with_name("notebook.ipynb" if stem == record.name else f"{stem}.ipynb")
-
-
-def commit(folder: Path) -> dict[str, Any] | None:
-    """Return the git commit and whether what runs differs from it (dirty); None without git."""
-    head = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain", "--", *CODE)
-    return None if head is None or status is None else {"id": head, "dirty": bool(status)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def plan(

@@ -9,7 +9,7 @@ from moebook.results.files import (
     root,
     write,
 )
-from moebook.results.freshness import age, changed, current
+from moebook.results.freshness import age, changed, commit, current
 from moebook.results.reach import package_digest
 from moebook.results.values import TIERS, UNITS, Record, Value, rounded
 
@@ -21,6 +21,7 @@ __all__ = [
     "Value",
     "age",
     "changed",
+    "commit",
     "current",
     "digest",
     "package_digest",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from moebook.errors import refuse
 from moebook.results.files import digest, root
 from moebook.results.reach import package_digest
 from moebook.results.values import Record
+
+CODE = ("moebook", "notebooks", "requirements.lock")
 
 
 def age(record: Record, now: datetime | None = None) -> timedelta:
@@ -51,3 +56,20 @@ def current(name: str, folder: Path, *, accelerator: bool = False) -> dict[str, 
         "package": package_digest(sources[0], accelerator=accelerator) if sources else None,
         "lock": digest(folder / "requirements.lock"),
     }
+
+
+def commit(folder: Path) -> dict[str, Any] | None:
+    """Return the git commit and whether what runs differs from it (dirty); None without git."""
+    head = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--", *CODE)
+    return None if head is None or status is None else {"id": head, "dirty": bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -67,7 +67,11 @@ def test_every_op_has_cases_at_every_scale_and_letters_to_sweep() -> None:
     for op in map(bench.find, bench.OPS):
         assert set(op.sizes) == set(SCALES)
         letters = next(iter(op.sizes["small"].values()))
-        assert set(op.axes) <= set(letters)
+        assert [axis.letter for axis in op.axes if axis.letter not in letters] == []
+        assert all(list(axis.values) == sorted(set(axis.values)) for axis in op.axes)
+    assert bench.roles(["nearest"]).loc["nearest"].to_dict() == {
+        "T": "S: rows of the pool", "E": "K: shots", "N": "C: rows chosen"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(bench.OPS))
@@ -79,7 +83,7 @@ def test_every_op_answers_rightly(name: str) -> None:
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.find("duplicates").build
     monkeypatch.setattr(rows, "literal_duplicates", lambda *given: np.arange(3))
-    case = right(torch.device("cpu"), S=20, D=8)
+    case = right(torch.device("cpu"), S=20, E=6, D=8)
     assert [len(c.run()) for c in case.contenders if c.name != "floor"][1] == 3
     assert not bench.errors(["duplicates"], device="cpu")["right"].any()
 
@@ -110,12 +114,12 @@ def test_an_op_that_refuses_its_case_is_a_result_and_not_an_error() -> None:
 
 def test_growth_fits_the_power_law_through_the_ends() -> None:
     found = bench.growth(["balance_loss"], device="cpu", rounds=1, points=2)
-    assert set(found["letter"]) == {"T", "E"}
+    assert list(dict.fromkeys(found["letter"])) == ["T", "E", "K"]
     part = found[(found["letter"] == "T") & (found["contender"] == "ours")].sort_values("value")
     first, last = part["seconds"]
     slope = math.log(last / first) / math.log(part["value"].iloc[1] / part["value"].iloc[0])
     assert part["exponent"].tolist() == pytest.approx([slope, slope])
-    assert "balance_loss, T = 1024, 2048" in bench.growth_table(found)
+    assert "balance_loss, tokens, T = 1024, 2048" in bench.growth_table(found)
 
 
 def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataFrame) -> None:
@@ -140,6 +144,11 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
     columns = ["op", "letter", "value", "contender", "seconds"]
     renamed = grown.assign(contender=grown["contender"].str.replace("-", "_"))[columns]
     pd.testing.assert_frame_equal(bench.regrown(record), renamed, check_dtype=False)
+    again, ran = bench.remeasured(record), tiny[tiny["seconds"].notna()]
+    columns = ["op", "case", "seconds", "ratio", "memory", "flops", "traffic"]
+    expected = ran[columns].reset_index(drop=True)
+    pd.testing.assert_frame_equal(again[columns], expected, check_dtype=False)
+    assert list(again["op"] + "/" + again["case"] + "/" + again["contender"]) == list(ran["key"])
     assert record.manifest["environment"]["versions"]["torch"]
     assert record.manifest["peers"]["transformers"]
     assert {goal["verdict"] for goal in record.manifest["goals"]} == {"not stated"}
@@ -161,6 +170,23 @@ def test_a_record_that_is_not_its_manifests_is_refused(tiny: pd.DataFrame, tmp_p
     results.write(path, text.replace('"value": 1.0', '"value": 2.0', 1))
     with pytest.raises(Refusal, match="E-RECORD"):
         bench.recorded(tmp_path)
+
+
+def test_what_products_reach_is_told_by_the_byte_and_by_the_second() -> None:
+    lines = [
+        ("experts", "fine", "ours", 2.0, 60.0, 15.0), ("experts", "fine", "floor", 1.0, 60.0, 15.0),
+        ("route", "fine", "ours", 2.0, 0.0, 15.0), ("experts", "bf16", "ours", 2.0, 60.0, 15.0),
+    ]  # fmt: skip
+    columns = ["op", "case", "contender", "seconds", "flops", "traffic"]
+    assert bench.reached(pd.DataFrame(lines, columns=columns)) == {"experts, fine": (4.0, 30.0)}
+
+
+def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes() -> None:
+    record = bench.recorded(Path(__file__))["nvidia_h200"]
+    ours = bench.remeasured(record).set_index(["op", "case", "contender"]).xs("ours", level=2)
+    assert (ours["traffic"] > 0).all()
+    assert ours.loc[("experts", "fine"), "flops"] == 18 * 8192 * 6 * 2048 * 1408
+    assert ours.loc[("adapters", "forward"), "traffic"] == 2 * 16384 * 4096 * 2
 
 
 def test_a_project_without_records_has_none(tmp_path: Path) -> None:

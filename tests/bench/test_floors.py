@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -50,6 +51,20 @@ def test_the_floor_does_its_products() -> None:
     assert counted.get_total_flops() == 2 * 3 * 4 * 5 * 2
 
 
+def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(floors, "LARGEST", 10)
+    monkeypatch.setattr(floors, "product", lambda left, right: shapes.append(left.shape))
+    monkeypatch.setattr(floors, "_seconds", lambda run: 2 if isinstance(run, partial) else 1)
+    floors.dense([Product(5, 3, 5)], CPU, torch.float32).run()
+    assert shapes == [(2, 3), (2, 3), (1, 3)]
+    monkeypatch.setattr(floors, "_seconds", lambda run: 1 if isinstance(run, partial) else 2)
+    floors.dense([Product(5, 3, 5)], CPU, torch.float32).run()
+    assert len(shapes) == 3
+
+
 def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
     """One case of experts: contender to (seconds, ratio, kept)."""
     lines = [
@@ -72,7 +87,8 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
     assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
     assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
     assert verdicts["reason"].to_dict() == {
-        "eager": "", "grouped_mm": "aten::mm 0.75, all else 0.08", "floor": ""
+        "eager": "", "floor": "",
+        "grouped_mm": "aten::mm 0.75, all else 0.08; the floor alone 0.75",
     }  # fmt: skip
 
 
