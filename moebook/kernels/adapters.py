@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
+from moebook.kernels.products import product
 from moebook.kernels.route import Routing, check_routing, grouped
 from moebook.kernels.segments import Layout, lay_out
 
@@ -33,7 +35,7 @@ def adapters(
 
     ``y = h + scale * sum_k w_k * gelu(source @ down[e_k]) @ up[e_k]``. Where a token's weights sum
     to 1 this is Eq. 7 with Eq. 8 put in, ``sum_i R_i (gelu(h D_i) U_i + h)``; the residual is added
-    once.
+    once. An expert that a token chose twice counts twice.
 
     Args:
         h: ``[T, D]`` output of the shared FFN.
@@ -65,7 +67,7 @@ def reference(
 ) -> Tensor:
     """Run every adapter on every token and weight it by its gate, 0 where it was not chosen."""
     gates = h.new_zeros(h.shape[0], down.shape[0])
-    gates = gates.scatter(1, routing.ids, routing.weights.to(h.dtype))
+    gates = gates.scatter_add(1, routing.ids, routing.weights.to(h.dtype))
     outputs = torch.einsum("ter,erd->ted", F.gelu(torch.einsum("td,edr->ter", source, down)), up)
     return h + scale * torch.einsum("te,ted->td", gates, outputs)
 
@@ -97,33 +99,42 @@ def _segments(
     gates, other = routing.weights.to(h.dtype) * scale, None if source is h else source
     ids, experts = routing.ids, len(down)
     if ids.shape[1] != 2 or len(ids) < ENOUGH * experts**2:
-        layout = lay_out(routing, h.dtype)
-        groups = [_Group([e], rows, int(routing.counts[e])) for e, rows in layout.segments]
+        by, members = routing, [[expert] for expert in range(experts)]
     else:
         ids, swap = ids.sort(dim=1)
         gates, code = gates.gather(1, swap), ids[:, :1] * experts + ids[:, 1:]
-        pairs = grouped(code, code, experts**2)
-        layout = lay_out(pairs, h.dtype)
-        groups = [
-            _Group(list(divmod(pair, experts)), rows, int(pairs.counts[pair]))
-            for pair, rows in layout.segments
-        ]
-    y: Tensor = _Segments.apply(h, other, gates, down, up, layout, groups)
+        by = grouped(code, code, experts**2)
+        members = [[low, high] for low in range(experts) for high in range(experts)]
+    layout = lay_out(by, h.dtype)
+    plan = _Plan(
+        layout,
+        [members[group] for group, _ in layout.segments],
+        [rows.stop - rows.start for _, rows in layout.segments],
+        [count for count in by.counts.tolist() if count],
+    )
+    y: Tensor = _Segments.apply(h, other, gates, down, up, plan)
     return y
 
 
-class _Group(NamedTuple):
-    """Rows of a layout whose tokens all go to the same one or two experts, each token once.
+class _Plan(NamedTuple):
+    """Rows of a layout in groups, whose tokens go to the same expert or pair of experts.
 
     Attributes:
-        experts: One, or the pair.
-        rows: Of the layout.
-        tokens: How many of the rows are tokens; the others only fill up.
+        layout: Of the rows.
+        experts: One, or a pair, of each group.
+        sizes: Rows of each group.
+        tokens: How many rows of each group are tokens; the others only fill up.
     """
 
-    experts: list[int]
-    rows: slice
-    tokens: int
+    layout: Layout
+    experts: list[list[int]]
+    sizes: list[int]
+    tokens: list[int]
+
+    def cut(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield of each group its experts, its tokens, the token of each row, and its rows."""
+        parts = [tensor.split(self.sizes) for tensor in (self.layout.token, *tensors)]
+        return zip(self.experts, self.tokens, *parts, strict=True)
 
 
 class _Segments(torch.autograd.Function):
@@ -131,62 +142,74 @@ class _Segments(torch.autograd.Function):
 
     Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``. The gate is
     applied between the two products, on R columns instead of D. The factors of a pair are one
-    matrix, and a row is read once and written once for both. Where h is its own source (``other``
+    matrix, and a row is read once and added to once for both. Where h is its own source (``other``
     is None), its two gradients are one tensor from the start.
     """
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
-        layout: Layout, groups: list[_Group],
+        plan: _Plan,
     ) -> Tensor:  # fmt: skip
-        source, gate, y = h if other is None else other, layout.spread(gates), empty(h.shape, h)
+        source, gate = h if other is None else other, plan.layout.spread(gates)
         pre = h.new_empty(len(gate), gate.shape[1] * down.shape[2])
-        base = h if layout.place.shape[1] == 1 else y.copy_(h)
-        for experts, rows, tokens in groups:
-            token = layout.token[rows]
-            read = source.index_select(0, token)
-            torch.mm(read, _joined(down, experts, 1), out=pre[rows])
-            hidden = _gated(F.gelu(pre[rows]), gate[rows])
-            out = read if source is base else base.index_select(0, token)
-            out.addmm_(hidden, _joined(up, experts, 0))
-            y.index_copy_(0, token[:tokens], out[:tokens])
+        y, downs, ups = empty(h.shape, h).copy_(h), down.unbind(), up.unbind()
+        for experts, tokens, token, own, before in plan.cut(gate, pre):
+            product(source.index_select(0, token), _joined(downs, experts, 1), out=before)
+            hidden = _gated(F.gelu(before), own)
+            out = product(hidden, _joined(ups, experts, 0))
+            y.index_add_(0, token[:tokens], out[:tokens])
         ctx.save_for_backward(source, gate, down, up, pre)
-        ctx.layout, ctx.groups, ctx.apart = layout, groups, other is not None
+        ctx.plan, ctx.apart = plan, other is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
-        wide = torch.promote_types(down.dtype, torch.float32)  # of sums over groups
-        d_down, d_up = (torch.zeros_like(part, dtype=wide) for part in (down, up))
         d_gate, d_source = torch.empty_like(gate), empty(grad.shape, grad)
-        if ctx.apart:
-            base = d_source.zero_()
-        else:
-            base = grad if ctx.layout.place.shape[1] == 1 else d_source.copy_(grad)
-        for experts, rows, tokens in ctx.groups:
-            token, number = ctx.layout.token[rows], len(experts)
-            read, d_out = source.index_select(0, token), grad.index_select(0, token)
-            active, d_hidden = F.gelu(pre[rows]), d_out @ _joined(up, experts, 0).T
-            torch.sum((d_hidden * active).unflatten(1, (number, -1)), 2, out=d_gate[rows])
-            d_ups = (_gated(active, gate[rows]).T @ d_out).chunk(number)
-            d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, gate[rows]), pre[rows])
-            d_downs = (d_pre.T @ read).chunk(number)
-            for expert, first, second in zip(experts, d_downs, d_ups, strict=True):
-                d_down[expert] += first.T
-                d_up[expert] += second
-            if base is not grad:
-                torch.index_select(base, 0, token, out=d_out)
-            d_out.addmm_(d_pre, _joined(down, experts, 1).T)
-            d_source.index_copy_(0, token[:tokens], d_out[:tokens])
+        d_source = d_source.zero_() if ctx.apart else d_source.copy_(grad)
+        downs, ups, d_down, d_up = down.unbind(), up.unbind(), _Sum(up), _Sum(up)
+        for experts, tokens, token, own, before, d_own in ctx.plan.cut(gate, pre, d_gate):
+            number, d_out = len(experts), grad.index_select(0, token)
+            active, d_hidden = F.gelu(before), product(d_out, _joined(ups, experts, 0).T)
+            torch.sum((d_hidden * active).unflatten(1, (number, -1)), 2, out=d_own)
+            d_up.add(experts, product(_gated(active, own).T, d_out))
+            d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, own), before)
+            d_down.add(experts, product(d_pre.T, source.index_select(0, token)))
+            d_rows = product(d_pre, _joined(downs, experts, 1).T)
+            d_source.index_add_(0, token[:tokens], d_rows[:tokens])
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
-        d_gates = d_gate[ctx.layout.place].flatten(1)
-        return *d_inputs, d_gates, d_down.to(down.dtype), d_up.to(up.dtype), None, None
+        d_gates = d_gate[ctx.plan.layout.place].flatten(1)
+        return *d_inputs, d_gates, d_down.total(down.dtype).mT, d_up.total(up.dtype), None
 
 
-def _joined(factors: Tensor, experts: list[int], dim: int) -> Tensor:
+class _Sum:
+    """A weight's gradient ``[E, R, D]``, summed over groups in float32 at least."""
+
+    def __init__(self, weight: Tensor) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.memory = empty(weight.shape, weight.new_empty(0, dtype=wide))
+        self.parts, self.written = self.memory.unbind(), [False] * len(weight)
+
+    def add(self, experts: list[int], rows: Tensor) -> None:
+        """Add a group's gradient, the rows of its experts one below the other."""
+        for expert, part in zip(experts, rows.chunk(len(experts)), strict=True):
+            if self.written[expert]:
+                self.parts[expert].add_(part)
+            else:
+                self.parts[expert].copy_(part)
+                self.written[expert] = True
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum; zero for the experts that no group has."""
+        for part, written in zip(self.parts, self.written, strict=True):
+            if not written:
+                part.zero_()
+        return self.memory.to(dtype)
+
+
+def _joined(factors: Sequence[Tensor], experts: list[int], dim: int) -> Tensor:
     """Return the factors of a group's experts as one matrix."""
     if len(experts) == 1:
         return factors[experts[0]]
@@ -195,5 +218,7 @@ def _joined(factors: Tensor, experts: list[int], dim: int) -> Tensor:
 
 def _gated(rows: Tensor, gate: Tensor) -> Tensor:
     """Multiply the columns of each expert by its gate, in place."""
+    if gate.shape[1] == 1:
+        return rows.mul_(gate)
     rows.unflatten(1, (gate.shape[1], -1)).mul_(gate.unsqueeze(2))
     return rows

@@ -1,12 +1,14 @@
 """adapters: a plain loop over tokens and experts in float64 is the truth."""
 
 import math
+import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import Routing, adapters, route
+from moebook.kernels import Routing, adapters, grouped, products, route
 
 SHAPES = [  # T, D, R, E, K
     (12, 8, 4, 4, 2),
@@ -104,6 +106,71 @@ def test_permuting_the_experts_changes_nothing():
     before = by_op("torch")(h, source, logits, down, up, 2)
     after = by_op("torch")(h, source, logits[:, order], down[order], up[order], 2)
     torch.testing.assert_close(before, after)
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """Let oneDNN do every product in float32, and fill segments up for it, on any machine."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    monkeypatch.setattr(products, "is_wider", lambda: True)
+    monkeypatch.setattr(products, "ENOUGH", 0)
+
+
+@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.parametrize("shape", [*SHAPES, (61, 16, 8, 4, 1), (1100, 16, 8, 4, 2)])
+def test_products_by_onednn_are_as_accurate_as_the_reference(shape):
+    exact = case(*shape)
+    inputs = [tensor.detach().float().requires_grad_() for tensor in exact]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = run(by_op("reference"), exact, shape[-1])
+    fast, plain = (run(by_op(impl), inputs, shape[-1]) for impl in ("torch", "reference"))
+    for a, b, want in zip(fast, plain, truth, strict=True):
+        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-6
+
+
+@pytest.mark.parametrize("tokens", [64, 1100])  # by expert, by pair
+def test_two_runs_are_bitwise_equal(tokens):
+    inputs = [t.detach().float().requires_grad_() for t in case(tokens, 16, 8, 4, 2)]
+    first, second = (run(by_op("torch"), inputs, 2) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def twice(function, tensors, top_k):
+    """Output and gradients where tokens choose one expert twice, the other twice, or both."""
+    h, source, logits, down, up = (tensor.requires_grad_() for tensor in tensors)
+    slots = torch.arange(len(h) * top_k, device=h.device)
+    ids = (slots % 3 // 2).view(len(h), top_k)  # 0 0 1, 0 0 1, ...
+    weights = logits[:, :1].sigmoid() * torch.arange(1, top_k + 1, device=h.device)
+    out = function(h, source, ids, weights, down, up)
+    return [out, *torch.autograd.grad(out.cos().sum(), [h, source, logits, down, up])]
+
+
+def over_ids(impl):
+    return lambda h, source, ids, weights, down, up: adapters(
+        h, grouped(ids, weights, len(down)), down, up, source=source, impl=impl
+    )
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(5, 2), (7, 3), (300, 2)])  # the last by pair
+def test_an_expert_chosen_twice_counts_twice(tokens, top_k, impl):
+    inputs = case(tokens, 6, 3, 2, top_k)
+    got = twice(over_ids(impl), inputs, top_k)
+    want = twice(lambda *given: loop(*given, 1.0), inputs, top_k)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("rank", "top_k"), [(3, 2), (40, 2), (3, 3)])  # the first by pair
+def test_an_expert_chosen_twice_counts_twice_in_triton(rank, top_k):
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    drawn = [tensor.detach().to(device, torch.float32) for tensor in case(7, 16, rank, 2, top_k)]
+    drawn[3:] = [factor / factor.shape[1] ** 0.5 for factor in drawn[3:]]
+    found, wanted = (twice(over_ids(impl), drawn, top_k) for impl in ("triton", "reference"))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_an_expert_without_rows_gets_a_zero_gradient():
