@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from moebook.kernels.products import product
 from moebook.methods.rocket.loras import Lora
 from moebook.models.anatomy import anatomy
 
@@ -34,6 +37,20 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
             handle = linear.register_forward_hook(_adding(down.mT, up.mT))
             hooks.callback(handle.remove)
         yield
+
+
+class Products(TorchFunctionMode):
+    """Linear layers multiply on a CPU, in this block, by `kernels.products`: without a gradient."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Take the call of a linear layer; leave any other as it is."""
+        if func is not F.linear or kwargs or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        y = product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+        return y if bias in ([], [None]) else y.add_(bias[0])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from moebook.kernels import bank_scoring
 from moebook.kernels.bank_scoring import Answers
 from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket import generation
-from moebook.methods.rocket.attachment import attached, trimmed
+from moebook.methods.rocket.attachment import Products, attached, trimmed
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.packing import Pack, packs
 from moebook.models.anatomy import Anatomy, anatomy
@@ -93,7 +93,7 @@ def perplexity(
     together = max(1, most // max(len(pack.tokens) for pack in made))
     rounds = -(-len(loras) // together)
     found = np.zeros((len(loras), len(items)))
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), Products():
         for group in np.array_split(np.arange(len(loras)), rounds):
             with attached(model, [loras[number] for number in group]):
                 for pack in made:

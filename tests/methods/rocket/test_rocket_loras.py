@@ -185,6 +185,25 @@ def test_several_loras_at_once_equal_one_after_another(base, batch, make_bank):
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
 
 
+def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
+    seen = []
+    attachment = rocket.attachment
+    product = attachment.product
+    monkeypatch.setattr(attachment, "product", lambda *args: seen.append(1) or product(*args))
+    torch.manual_seed(0)
+    x = torch.randn(2, 200, 96)
+    for bias in (True, False):
+        layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
+        with attachment.Products():
+            found = layer(x)
+        wanted = layer.double()(x.double())
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2
+    layer(x.double())
+    assert len(seen) == 2
+
+
 def test_a_bank_is_opened_in_the_order_of_names_and_says_what_has_no_fingerprint(
     foreign, base, lora, tmp_path
 ):
