@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.products import product
 
 LOGITS = 2**19
 """Logits of one block: with those few that are worked on, they stay in the cache."""
@@ -77,7 +78,7 @@ def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> 
     size = max(1, LOGITS // len(head))
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        logits = F.linear(rows[part], head).to(wide)
+        logits = product(rows[part], head.T).to(wide)
         nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
     return nats.view(len(hidden), -1)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import empty
+from moebook.kernels.products import product
 
 ROWS = 1024
 """Points of one block: they stay in the cache from their distances to their sums."""
@@ -85,16 +87,18 @@ def reference(points: Tensor, centres: Tensor) -> Clusters:
 def _blocked(points: Tensor, centres: Tensor) -> Clusters:
     """Go through each layer's points block by block: ``argmin |c|^2 / 2 - x c`` is one product."""
     wide = torch.promote_types(points.dtype, torch.float32)
-    layers, rows, _ = points.shape
+    layers, rows, width = points.shape
     ids = torch.empty(layers, rows, dtype=torch.int64, device=points.device)
     sums = torch.zeros_like(centres, dtype=torch.float64)
     inertia = torch.zeros(layers, dtype=torch.float64, device=points.device)
-    for layer, own in enumerate(centres.to(wide)):
-        offset, turned = own.square().sum(1) / -2, own.T.contiguous()
+    centres = centres.to(wide)
+    gaps = empty((min(ROWS, rows), width), centres)
+    for layer, own in enumerate(centres):
+        offset = own.square().sum(1) / -2
         for start in range(0, rows, ROWS):
             block = points[layer, start : start + ROWS].to(wide)
-            near = torch.addmm(offset, block, turned).argmax(1)
-            apart = (block - own.index_select(0, near)).flatten()
+            near = product(block, own.T).add_(offset).argmax(1)
+            apart = torch.index_select(own, 0, near, out=gaps[: len(block)]).sub_(block).flatten()
             ids[layer, start : start + ROWS] = near
             sums[layer] += torch.zeros_like(own).index_add_(0, near, block)
             inertia[layer] += apart.dot(apart)

@@ -10,10 +10,13 @@ from torch import Tensor
 from moebook.errors import nearest, refuse
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.nearest import unit
+from moebook.kernels.products import product
 
 RULES = ("standing", "any")
-ROWS = {"cpu": 192, "cuda": 2048}
+ROWS = {"cpu": 256, "cuda": 2048}
 """Rows that are compared with all later ones at once: what goes among them saves its products."""
+COSINES = {"cpu": 2**18, "cuda": 2**28}
+"""Most that are held at once: a CPU's cache keeps them until the near pairs are found."""
 ROUNDS = 4
 """Of settling pairs side by side; what they leave is settled one after another."""
 Pairs = tuple[Tensor, Tensor]
@@ -26,6 +29,7 @@ def duplicates(
 
     Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). The second visit of a pair
     changes nothing, since after the first no more than one of the two is there: pairs i < j do.
+    Without a gradient.
 
     Args:
         vectors: ``[S, D]``.
@@ -64,8 +68,9 @@ def duplicates(
         if not values.isfinite().all():
             refuse("E-NONFINITE", f"duplicates: {name} holds NaN or infinity")
     run = implementation("duplicates", impl, _IMPLEMENTATIONS, vectors)
-    alive: Tensor = run(vectors, key, threshold, rule == "standing")
-    return alive.nonzero().squeeze(1)
+    with torch.no_grad():
+        alive: Tensor = run(vectors, key, threshold, rule == "standing")
+        return alive.nonzero().squeeze(1)
 
 
 def reference(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
@@ -89,10 +94,16 @@ def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> 
 
 def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     """Return the pairs i < j, i among the first ``size`` rows, above the threshold, in order."""
-    close = rows[:size] @ rows.T > threshold
-    close[:, :size].triu_(1)
-    first, second = close.nonzero(as_tuple=True)
-    return first, second
+    upper, found = rows[:size], []
+    columns = max(1, COSINES[rows.device.type] // size)
+    for start in range(0, len(rows), columns):
+        close = product(upper, rows[start : start + columns].T) > threshold
+        if start < size:
+            close.triu_(1 - start)
+        found.append(close.nonzero() + torch.tensor([0, start], device=rows.device))
+    first, second = torch.cat(found).T
+    order = first.sort(stable=True).indices
+    return first[order], second[order]
 
 
 def through(

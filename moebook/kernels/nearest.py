@@ -11,15 +11,17 @@ from torch import Tensor
 from moebook import errors
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import empty
+from moebook.kernels.products import product
 
 FORMS = ("maximum", "mean")
-ROWS = 2048
+ROWS = 4096
 """Rows of a pool on a CPU that are compared at once: they stay in the cache."""
 SLACK = 2.0**-7
 """More than a cosine is off whose factors and result are rounded to bfloat16 (3 * 2^-9)."""
 HELD = 3
 """Times C rows are held before those that fell behind go."""
-SIEVED = 8
+SIEVED = 32
 """Fewest shots for which a product in bfloat16 saves more than rounding the rows costs."""
 Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
@@ -51,6 +53,7 @@ def nearest(
     """Return the C rows of a pool with the largest cosine to K shots (Rocket Eq. 11 to 13).
 
     A zero row has cosine 0 with everything. Fewer than C rows come back from a smaller pool.
+    Without a gradient.
 
     Args:
         pool: ``[S, D]``, or a stream of blocks ``[b, D]``; each is seen once and forgotten.
@@ -90,7 +93,8 @@ def nearest(
         found: tuple[Tensor, Tensor] = score(rows, targets, floor)
         return found
 
-    return largest([pool] if isinstance(pool, Tensor) else pool, key, count)
+    with torch.no_grad():
+        return largest([pool] if isinstance(pool, Tensor) else pool, key, count)
 
 
 def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
@@ -168,8 +172,9 @@ def _blocked(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tenso
     """Divide the largest product by the row's length; where it pays, only for rows in question."""
     lengths = _lengths(rows)
     if not (floor > -torch.inf and len(targets) >= SIEVED and _sieves(rows)):
-        return _all(rows), (targets @ rows.T).amax(0) / lengths
-    rough = (targets.bfloat16() @ rows.bfloat16().T).amax(0) / lengths
+        return _all(rows), product(targets, rows.T).amax(0) / lengths
+    half = targets.bfloat16()
+    rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / lengths
     places = (~(rough <= floor - SLACK)).nonzero().squeeze(1)  # NaN stays
     return places, (targets @ rows[places].T).amax(0) / lengths[places]
 

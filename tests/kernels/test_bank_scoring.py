@@ -70,6 +70,13 @@ def test_two_equal_logits_cost_one_bit():
     assert nats.item() == pytest.approx(2 * torch.tensor(2.0).log().item())
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_nats_have_no_gradient(impl):
+    hidden, head, answers = drawn((5, 30, 200, 700, (20, 1)))
+    nats = bank_scoring(hidden.requires_grad_(), head.requires_grad_(), answers, impl=impl)
+    assert not nats.requires_grad
+
+
 def test_a_vocabulary_above_a_block_is_scored_whole():
     V = LOGITS + 1
     head = torch.zeros(V, 1)

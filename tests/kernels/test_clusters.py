@@ -69,6 +69,13 @@ def test_more_points_than_a_block_are_all_counted(impl):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_nothing_that_is_returned_has_a_gradient(impl):
+    points, centres = (part.requires_grad_() for part in drawn((1, ROWS + 3, 20, 130)))
+    found = clusters(points, centres, impl=impl)
+    assert not any(part.requires_grad for part in (*found, found.means(centres.detach())))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_of_equally_near_centres_the_first_wins_and_idle_ones_stay(impl):
     points = torch.tensor([[[0.0, 1.0], [0.0, 3.0]]])
     centres = torch.tensor([[[9.0, 9.0], [1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]]])

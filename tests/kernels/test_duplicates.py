@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moebook.errors import Refusal
 from moebook.kernels import duplicates
+from moebook.kernels.duplicates import COSINES
 
 IMPLS = ("torch", "reference")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,8 +81,8 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, impl):
 @pytest.mark.parametrize("threshold", [0.3, 0.8])
 def test_many_blocks_keep_what_the_literal_loops_keep(threshold, ordered, rule):
     torch.manual_seed(0)
-    rows = torch.randn(700, 4, dtype=torch.float64)
-    key = torch.randint(100, (700,))
+    rows = torch.randn(1500, 4, dtype=torch.float64)  # more than one block either way
+    key = torch.randint(100, (1500,))
     key = key.sort(descending=True).values if ordered else key
     cosines = torch.nn.functional.normalize(rows) @ torch.nn.functional.normalize(rows).T
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule == "standing")
@@ -104,10 +105,16 @@ def test_of_two_with_equal_keys_the_earlier_goes(impl):
 
 def test_no_square_is_held(sizes):
     torch.manual_seed(0)
-    rows = torch.randn(4000, 16)
+    rows = torch.randn(20_000, 4)
     with sizes:
-        duplicates(rows, torch.rand(4000), 0.99)
-    assert sizes.largest <= 192 * 4000
+        duplicates(rows, torch.rand(20_000), 0.9999)
+    assert sizes.largest <= COSINES["cpu"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_vectors_may_require_a_gradient(impl):
+    vectors = torch.ones(600, 3, requires_grad=True)
+    assert duplicates(vectors, torch.arange(600), 0.9, impl=impl).tolist() == [599]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

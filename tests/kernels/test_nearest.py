@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from moebook.errors import Refusal
 from moebook.kernels import largest, nearest
+from moebook.kernels.nearest import SIEVED
 
 IMPLS = ("torch", "reference")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,7 +53,7 @@ def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl, form):
 
 
 def test_the_sieve_of_many_blocks_loses_no_row():
-    pool, shots = drawn(30_000, 16), drawn(20, 16, 1)
+    pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
     pool[::3] = pool[0]  # a third of the pool ties
     exact = (F.normalize(pool.double()) @ F.normalize(shots.double()).T).amax(1)
     found = nearest(pool, shots, 500)
@@ -95,6 +96,14 @@ def test_a_stream_is_held_in_the_memory_of_its_best_rows_and_a_block(sizes):
         found = nearest((block + number for number in range(20)), shots, 100)
     assert found.seen == 100_000
     assert sizes.largest == block.numel()
+
+
+@pytest.mark.parametrize("shots", [2, SIEVED])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_that_is_returned_has_a_gradient(impl, shots):
+    pool, asked = drawn(9000, 4).requires_grad_(), drawn(shots, 4, 1).requires_grad_()
+    found = nearest(pool, asked, 3, impl=impl)
+    assert not found.key.requires_grad and not found.vectors.requires_grad
 
 
 def test_an_empty_pool_has_no_rows():
