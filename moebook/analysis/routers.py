@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pandas as pd
@@ -107,18 +108,13 @@ def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
     """
     layers, device = routed(model), next(model.parameters()).device
     found: dict[int, Decision] = {}
-    hooks = [
-        layer.router.register_forward_hook(  # type: ignore[union-attr]
-            lambda router, args, out, at=layer.index: found.update({at: _read(router, args, out)})
-        )
-        for layer in layers
-    ]
-    try:
-        with evaluating(model):
-            model(**{key: batch[key].to(device) for key in READ if key in batch})
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for layer in layers:
+            see = layer.router.register_forward_hook(  # type: ignore[union-attr]
+                lambda part, args, out, at=layer.index: found.update({at: _read(part, args, out)})
+            )
+            hooks.enter_context(see)
+        model(**{key: batch[key].to(device) for key in READ if key in batch})
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool().cpu()
     kept = [found[layer.index] for layer in layers]
     return [Decision(each.logits.cpu()[real], each.ids.cpu()[real]) for each in kept]

@@ -58,11 +58,8 @@ def milestones(
             look()
             passes += 1
 
-    hook = model.register_forward_pre_hook(before)
-    try:
+    with model.register_forward_pre_hook(before):
         yield found
-    finally:
-        hook.remove()
     look()
     if missed := [step for step in wanted if step not in found]:
         refuse(

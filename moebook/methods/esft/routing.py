@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,16 +121,13 @@ def observe(model: nn.Module, batches: Iterable[Mapping[str, Any]], note: Note) 
 
         return read
 
-    hooks = [layer.router.register_forward_hook(hook(layer)) for layer in layers]
-    try:
-        with evaluating(model):
-            for batch in batches:
-                given = {key: batch[key].to(device) for key in READ if key in batch}
-                mask = _mask(given)
-                decoder(**given, use_cache=False)
-    finally:
-        for each in hooks:
-            each.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for layer in layers:
+            hooks.enter_context(layer.router.register_forward_hook(hook(layer)))
+        for batch in batches:
+            given = {key: batch[key].to(device) for key in READ if key in batch}
+            mask = _mask(given)
+            decoder(**given, use_cache=False)
 
 
 def _mask(batch: Mapping[str, Tensor]) -> Tensor:

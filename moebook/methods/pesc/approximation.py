@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,15 +107,11 @@ def _distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
     """Return squared distances pesc-full and full-dense, ``[2, L]``, on the dense MLPs' inputs."""
     mlps = [[layer.mlp for layer in anatomy(model).layers] for model in models]
     seen: list[tuple[Tensor, Tensor]] = []
-    hooks = [
-        mlp.register_forward_hook(lambda mlp, args, out: seen.append((args[0], out)))
-        for mlp in mlps[2]
-    ]
-    try:
+    with ExitStack() as hooks:
+        for mlp in mlps[2]:
+            see = mlp.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+            hooks.enter_context(see)
         models[2](input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    finally:
-        for hook in hooks:
-            hook.remove()
     real = batch["attention_mask"].bool()
     rows = []
     for pesc, full, (x, dense) in zip(mlps[0], mlps[1], seen, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
@@ -25,26 +25,22 @@ def listening(host: Anatomy, tensor: str, keep: Callable[[int, Tensor], None]) -
     Raises:
         Refusal: E-MODEL for a layer without the tensor.
     """
-    hooks = []
     sources = [(layer, *_source(layer, tensor)) for layer in host.layers]  # all, or no hook at all
-    for layer, module, takes_output in sources:
+    with ExitStack() as hooks:
+        for layer, module, takes_output in sources:
 
-        def hook(
-            _: nn.Module, args: tuple, kwargs: dict, output: object = None,
-            index: int = layer.index, takes_output: bool = takes_output,
-        ) -> None:  # fmt: skip
-            value = output if takes_output else (*args, *kwargs.values())[0]
-            keep(index, value[0] if isinstance(value, tuple) else value)
+            def hook(
+                _: nn.Module, args: tuple, kwargs: dict, output: object = None,
+                index: int = layer.index, takes_output: bool = takes_output,
+            ) -> None:  # fmt: skip
+                value = output if takes_output else (*args, *kwargs.values())[0]
+                keep(index, value[0] if isinstance(value, tuple) else value)
 
-        if takes_output:
-            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-        else:
-            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
+            if takes_output:
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def _source(layer: Layer, tensor: str) -> tuple[nn.Module, bool]:
