@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from moebook.errors import nearest, refuse
 from moebook.kernels.dispatch import implementation
@@ -40,6 +41,71 @@ class Groups(NamedTuple):
     total: Tensor
 
 
+class Search(NamedTuple):
+    """What is searched for: the first groups by (key, worth, members).
+
+    A group's key is the sum of its pairs' similarities; less is more diverse.
+
+    Attributes:
+        steps: ``[M, M]`` int64, similarities as whole numbers, symmetric.
+        worth: ``[M]`` float64.
+        size: N.
+        keep: How many groups are wanted.
+        inverse: Whether negative sums come last.
+    """
+
+    steps: Tensor
+    worth: Tensor
+    size: int
+    keep: int
+    inverse: bool
+
+    def slack(self) -> float:
+        """Return more than a sum is off that is added in float32, in any order."""
+        pairs = math.comb(self.size, 2)
+        largest = float(self.steps.abs().max())
+        return (pairs + len(self.steps) + 8) * pairs * largest * 2.0**-22
+
+    def keys(self, members: Tensor) -> Tensor:
+        """Add up the similarities of each group's pairs ``[G]``, exactly."""
+        total = torch.zeros(len(members), dtype=torch.int64, device=members.device)
+        for i, j in combinations(range(self.size), 2):
+            total += self.steps[members[:, i], members[:, j]]
+        return torch.where(total < 0, total + FAR, total) if self.inverse else total
+
+    def values(self, members: Tensor) -> Tensor:
+        """Add up each group's worth ``[G]``, on every device in the same order."""
+        total = torch.zeros(len(members), dtype=torch.float64, device=members.device)
+        for column in members.T:
+            total += self.worth[column]
+        return total
+
+    def order(self, members: Tensor) -> Tensor:
+        """Return the places of groups in the order of their members: of their numbers, downwards.
+
+        Behind a group come, for each of its members, those that share what is before it and have a
+        later one there.
+        """
+        count, behind = len(self.steps), torch.zeros_like(members[:, 0])
+        for i in range(self.size):
+            left = [math.comb(count - 1 - m, self.size - i) if m >= i else 0 for m in range(count)]
+            behind += torch.tensor(left, device=members.device)[members[:, i]]
+        return behind.argsort(descending=True)
+
+    def first(self, members: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of some groups ``[G, N]`` that are wanted, in any order, and their keys."""
+        keys = self.keys(members)
+        if len(keys) > self.keep:
+            near = keys <= keys.kthvalue(self.keep).values
+            members, keys = members[near], keys[near]
+        if len(keys) > self.keep:  # equal ones
+            order = self.order(members)
+            for by in (self.values(members), keys):
+                order = order[by[order].argsort(stable=True)]
+            members, keys = members[order[: self.keep]], keys[order[: self.keep]]
+        return members, keys
+
+
 def groups(
     similarity: Tensor,
     worth: Tensor,
@@ -63,13 +129,14 @@ def groups(
         diversity: ``"ordered"``: the least mean similarity is best. ``"inverse"``: its inverse, the
             largest best: zero first, then upwards, then the negative ones upwards.
         impl: ``"auto"``, ``"numpy"`` (each group is half and half: one product of float32 matrices
-            sieves, the few groups that can be among the best are added in whole numbers) or
-            ``"reference"``. Both work on the CPU.
+            sieves, the few groups that can be among the best are added in whole numbers; on the
+            CPU, wherever the tensors lie), ``"triton"`` (the same product, no sum of which is
+            written) or ``"reference"``.
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an argument that
-            cannot be used; E-RANGE also for more than `MOST` groups, and for more than ten million
-            that ``best`` and the range of worth would have listed one by one.
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an
+            argument that cannot be used; E-RANGE also for more than `MOST` groups, and for more
+            than ten million that ``best`` and the range of worth would have listed one by one.
     """
     count = len(similarity)
     if similarity.dim() != 2 or similarity.shape[1] != count or worth.shape != (count,):
@@ -79,6 +146,9 @@ def groups(
         refuse("E-DTYPE", f"groups: similarity is {similarity.dtype}, expected real numbers")
     if worth.is_complex():
         refuse("E-DTYPE", f"groups: worth is {worth.dtype}, expected real numbers")
+    if similarity.device != worth.device:
+        got = f"{similarity.device} and {worth.device}"
+        refuse("E-DEVICE", f"groups: similarity and worth lie on two devices: {got}")
     if not 1 <= size <= count:
         refuse("E-RANGE", f"groups: size is {size}, expected 1 to {count} (the candidates)")
     if best < 1:
@@ -96,84 +166,79 @@ def groups(
     for name, values in (("similarity", similarity), ("worth", worth)):
         if not values.isfinite().all():
             refuse("E-NONFINITE", f"groups: {name} holds NaN or infinity")
-    if number > 10**7 and number <= 2 * best + float(
-        (worth.double().sort(descending=True).values - worth.double().sort().values)[:size].sum()
-    ):
+    value = worth.detach().double()
+    keep = 2 * best + math.ceil(_range(value, size))
+    if number > 10**7 and number <= keep:
         span = f"{float(worth.min()):g} to {float(worth.max()):g}"
         refuse(
             "E-RANGE",
             f"groups: best is {best:,} and worth runs from {span}: all {number:,} groups would be"
             " listed one by one, at most 10,000,000 are: fewer candidates, or ranks for worth",
         )
-    run = implementation("groups", impl, _IMPLEMENTATIONS)
-    steps = _steps(similarity.detach().cpu().double().numpy(), size)
-    found = run(steps, worth.detach().cpu().double().numpy(), size, best, diversity == "inverse")
-    return Groups(*(torch.from_numpy(part).to(similarity.device) for part in found))
+    # Whatever the similarities come in, float32 sieves them.
+    find = implementation("groups", impl, _IMPLEMENTATIONS, similarity.detach().float())
+    search = Search(_steps(similarity.detach(), size), value, size, keep, diversity == "inverse")
+    members, keys = find(search)
+    return _ranked(search, members, keys, best)
 
 
-def _steps(similarity: Array, size: int) -> Array:
+def _steps(similarity: Tensor, size: int) -> Tensor:
     """Write similarities as whole numbers, symmetric, so small that no sum overflows."""
-    upper = np.triu(similarity, 1)
+    upper = np.triu(similarity.cpu().double().numpy(), 1)
     largest = max(float(np.abs(upper).max()), np.finfo(np.float64).tiny)
     room = BITS - math.comb(size, 2).bit_length()
     steps = np.ldexp(upper, room - math.frexp(largest)[1]).round().astype(np.int64)
-    return np.asarray(steps + steps.T)
+    return torch.from_numpy(steps + steps.T).to(similarity.device)
 
 
-def reference(
-    steps: Array, worth: Array, size: int, best: int, inverse: bool
-) -> tuple[Array, Array, Array]:
-    """Enumerate all groups."""
-    members = np.array(list(combinations(range(len(steps)), size)))
-    return _ranked(members, _keys(steps, members, inverse), worth, best)
+def _range(worth: Tensor, size: int) -> float:
+    """Return the greatest worth of a group less the least."""
+    ascending = worth.sort().values
+    return float(ascending[-size:].sum() - ascending[:size].sum())
 
 
-def _by_halves(
-    steps: Array, worth: Array, size: int, best: int, inverse: bool
-) -> tuple[Array, Array, Array]:
-    """Search among the groups of least similarity alone: the others have too large a rank.
+def _ranked(search: Search, members: Tensor, keys: Tensor, best: int) -> Groups:
+    """Return the groups of the least rank plus worth, of those that can be among them.
 
-    With s the range of worth over the groups, the first ``2 G + s`` by (similarity, worth, members)
-    hold the G best. Let k groups be less similar than one that is left out. If k >= G + s, the
-    first G are better by their ranks. Else more than G of those before it are as similar as it is,
-    of its rank and not of more worth.
+    Those are all groups, or the first ``keep = 2 G + s``, s being the range of worth over the
+    groups: let k groups be less similar than one that is left out. If k >= G + s, the first G are
+    better by their ranks. Else more than G of those before it are as similar as it is, of its rank
+    and not of more worth.
     """
-    least = np.sort(worth)
-    keep = 2 * best + math.ceil(least[-size:].sum() - least[:size].sum())
-    if size == 1 or math.comb(len(steps), size) <= keep:
-        return reference(steps, worth, size, best, inverse)
-    members, keys = _least(steps, worth, size, keep, inverse)
-    order = np.lexsort(members.T[::-1])
-    return _ranked(members[order], keys[order], worth, best)
+    order = search.order(members)
+    members, keys = members[order], keys[order]
+    ranks = torch.searchsorted(keys.sort().values, keys) + 1
+    totals = ranks + search.values(members)
+    order = totals.argsort(stable=True)[:best]
+    return Groups(members[order], ranks[order], totals[order])
 
 
-def _ranked(members: Array, keys: Array, worth: Array, best: int) -> tuple[Array, Array, Array]:
-    """Order groups that come in the order of their members by rank plus worth."""
-    ranks = np.searchsorted(np.sort(keys), keys) + 1
-    totals = ranks + worth[members].sum(axis=1)
-    order = np.argsort(totals, kind="stable")[:best]
-    return members[order].astype(np.int64), ranks[order], totals[order]
+def reference(search: Search) -> tuple[Tensor, Tensor]:
+    """Enumerate all groups ``[G, N]``, with their keys ``[G]``."""
+    listed = np.array(list(combinations(range(len(search.steps)), search.size)))
+    members = torch.from_numpy(listed).to(search.steps.device)
+    return members, search.keys(members)
 
 
-def _keys(steps: Array, members: Array, inverse: bool) -> Array:
-    """Add up the similarities of each group's pairs ``[G]``, exactly; less is more diverse."""
-    total = np.zeros(len(members), dtype=np.int64)
-    for i, j in combinations(range(members.shape[1]), 2):
-        total += steps[members[:, i], members[:, j]]
-    return np.where(total < 0, total + FAR, total) if inverse else total
+def _by_halves(search: Search) -> tuple[Tensor, Tensor]:
+    """Return the wanted groups and their keys; memory is that of halves."""
+    device = search.steps.device
+    search = search._replace(steps=search.steps.cpu(), worth=search.worth.cpu())
+    if search.size == 1 or math.comb(len(search.steps), search.size) <= search.keep:
+        members, keys = reference(search)
+    else:
+        members, keys = _least(search)
+    return members.to(device), keys.to(device)
 
 
-def _least(steps: Array, worth: Array, size: int, keep: int, inverse: bool) -> tuple[Array, Array]:
-    """Return the first groups by (key, worth, members), and their keys; memory is that of halves.
-
-    A sum in float32 is off by less than ``slack``; what it lets through is added up exactly.
-    """
-    pairs = math.comb(size, 2)
-    slack = (pairs + len(steps) + 8) * pairs * float(np.abs(steps).max()) * 2.0**-22
-    found, waiting, limit = np.zeros((0, size), np.uint16), 0, np.inf
-    keys = np.zeros(0, np.int64)
-    for sums, left, right in _tiles(steps.astype(np.float32), size):
-        if inverse:
+def _least(search: Search) -> tuple[Tensor, Tensor]:
+    """Sieve the groups tile by tile; what the float32 sums let through is added up exactly."""
+    slack, keep = search.slack(), search.keep
+    waiting, limit = 0, math.inf
+    found = torch.zeros(0, search.size, dtype=torch.int64)
+    keys = torch.zeros(0, dtype=torch.int64)
+    for sums, left, right in _tiles(search.steps.float(), search.size):
+        if search.inverse:
             sums += np.float32(FAR) * (sums < -slack)
         close = np.flatnonzero(sums.min(axis=1) <= limit)
         if not len(close):
@@ -182,35 +247,22 @@ def _least(steps: Array, worth: Array, size: int, keep: int, inverse: bool) -> t
         if np.count_nonzero(near <= limit) > keep:
             limit = min(limit, np.partition(near, keep - 1, axis=None)[keep - 1] + 2 * slack)
         row, column = np.nonzero(near <= limit)
-        found = np.concatenate([found, np.hstack([left[close[row]], right[column]])])
+        joined = np.hstack([left[close[row]], right[column]])
+        found = torch.cat([found, torch.from_numpy(joined)])
         if len(found) > waiting + keep:
-            found, keys = _first(steps, worth, found, keep, inverse)
+            found, keys = search.first(found)
             waiting = len(found)
-            limit = min(limit, float(keys[-1]) + slack) if waiting == keep else limit
-    return _first(steps, worth, found, keep, inverse)
+            limit = min(limit, float(keys.max()) + slack) if waiting == keep else limit
+    return search.first(found)
 
 
-def _first(
-    steps: Array, worth: Array, members: Array, keep: int, inverse: bool
-) -> tuple[Array, Array]:
-    keys = _keys(steps, members, inverse)
-    order = np.lexsort((*members.T[::-1], worth[members].sum(axis=1), keys))[:keep]
-    return members[order], keys[order]
-
-
-def _tiles(steps: Array, size: int) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield the sums of all groups ``[a, b]`` with the members of a left and b right halves.
-
-    A group is its first N // 2 members, the last of which is m, and N - N // 2 members above m. Its
-    sum is that within the left half, that within the right one, and the product of the left half's
-    similarities to everyone with the right half's indicator.
-    """
+def _tiles(steps: Tensor, size: int) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield the sums of all groups ``[a, b]`` with the members of a left and b right halves."""
     count, low = len(steps), size // 2
-    left, within_left, across = _halves(steps, low)
-    mirrored, within_right, _ = _halves(np.ascontiguousarray(steps[::-1, ::-1]), size - low)
-    right = count - 1 - mirrored[:, ::-1]
+    left, within_left, right, within_right = (half.numpy() for half in halves(steps, size))
+    across = toward(torch.from_numpy(left), steps).numpy()
     joined = np.zeros((count + 2, len(right)), dtype=np.float32)
-    np.put_along_axis(joined, right.T.astype(np.int64), 1, axis=0)
+    np.put_along_axis(joined, right.T, 1, axis=0)
     joined[-2], joined[-1] = 1, within_right
     for last in range(low - 1, count - size + low):
         first, end = math.comb(last, low), math.comb(last + 1, low)
@@ -225,26 +277,40 @@ def _tiles(steps: Array, size: int) -> Iterator[tuple[Array, Array, Array]]:
                 yield sums, left[part], right[at : at + columns.shape[1]]
 
 
-def _halves(steps: Array, size: int) -> tuple[Array, Array, Array]:
-    """List the groups of ``size``, in the order of their last members, then of those before it.
+def halves(steps: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """List the halves of groups ``[n, N // 2]`` and ``[n, N - N // 2]``, each with its sum ``[n]``.
+
+    A group is its first N // 2 members, the last of which is m, and N - N // 2 members above m. Its
+    sum is that within the left half, that within the right one, and the product of the left half's
+    similarities to everyone with the right half's indicator. Left halves come in the order of m,
+    and those right halves that are above m before the others.
+    """
+    count, low = len(steps), size // 2
+    left, within_left = _listed(steps, low, count - size + low)
+    mirrored, within_right = _listed(steps.flip(0, 1), size - low, count - low)
+    return left, within_left, count - 1 - mirrored.flip(1), within_right
+
+
+def _listed(steps: Tensor, size: int, among: int) -> tuple[Tensor, Tensor]:
+    """List groups among the first candidates, in the order of last members, then of those before.
 
     So those of the first m candidates come first, ``comb(m, size)`` of them.
-
-    Returns:
-        Members ``[n, size]`` uint16, ascending; the sum of each group's pairs ``[n]``; the sum of
-        its similarities to each candidate ``[n, M]``.
     """
-    count = len(steps)
-    members, within = np.zeros((1, 0), np.uint16), np.zeros(1, np.float32)
-    across = np.zeros((1, count), np.float32)
+    members, within = torch.zeros_like(steps[:1, :0], dtype=torch.int64), steps.new_zeros(1)
     for length in range(1, size + 1):
-        before = [math.comb(last, length - 1) for last in range(count)]
-        prefix = np.concatenate([np.arange(number) for number in before])
-        last = np.repeat(np.arange(count), before)
-        within = within[prefix] + across[prefix, last]
-        members = np.column_stack([members[prefix], last.astype(np.uint16)])
-        across = across[prefix] + steps[last]
-    return members, within, across
+        ends = range(among - size + length)
+        before = torch.tensor([math.comb(end, length - 1) for end in ends], device=steps.device)
+        last = torch.arange(len(ends), device=steps.device).repeat_interleave(before)
+        prefix = torch.arange(len(last), device=steps.device) - (before.cumsum(0) - before)[last]
+        within = within[prefix] + toward(members, steps)[prefix, last]
+        members = torch.column_stack([members.index_select(0, prefix), last])
+    return members, within
+
+
+def toward(members: Tensor, steps: Tensor) -> Tensor:
+    """Add up each group's similarities to each candidate ``[n, M]``."""
+    starts = torch.arange(len(members), device=members.device) * members.shape[1]
+    return embedding_bag(members.flatten(), steps, starts, mode="sum")
 
 
 _IMPLEMENTATIONS = {"numpy": _by_halves, "reference": reference}

@@ -24,6 +24,7 @@ from moebook.kernels._triton import (
     duplicates,
     experts,
     grouped,
+    groups,
     lora_mixture,
     nearest,
     pairs,
@@ -46,6 +47,10 @@ TYPES = {
     "some": "*i32",
     "within": "*i32",
     "scale": "fp32",
+    **dict.fromkeys(("lower", "upper"), "*i64"),
+    **dict.fromkeys(("within_lower", "across", "within_upper", "least"), "*fp32"),
+    **dict.fromkeys(("lefts", "rights"), "i32"),
+    "slack": "fp32",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -99,6 +104,8 @@ def kernels(dtype, arch):
     for large in {False, arch >= 90 and dtype != torch.float32}:
         yield nearest._closest, {"D": 384, **nearest.blocks(dtype, large)}, {}
         yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
+    for half in (1, 4, 10) if dtype == torch.float32 else ():
+        yield groups._least, {"LOW": half, "HIGH": half, "FAR": 2.0**61, **groups.BLOCKS}, {}
     for centres in (8, 64):
         yield clusters._step, {**once, "E": centres, **clusters.blocks(dtype, centres)}, {}
 

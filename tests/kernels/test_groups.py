@@ -1,7 +1,9 @@
 """groups: the best groups against Alg. 1's last lines in exact fractions."""
 
 import math
+import os
 from fractions import Fraction
+from importlib.util import find_spec
 from itertools import combinations
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from moebook.errors import Refusal
 from moebook.kernels import groups
 
-IMPLS = ("numpy", "reference")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+IMPLS = ("numpy", "reference", *(["triton"] if find_spec("triton") else []))
 
 
 def literal(similarity, worth, size, inverse=False):
@@ -50,8 +54,8 @@ def problems(draw):
 def test_the_best_groups_are_those_of_the_literal_enumeration(problem, impl):
     similarity, worth, size, best, inverse = problem
     form = "inverse" if inverse else "ordered"
-    found = groups(torch.tensor(similarity).double(), torch.tensor(worth), size, best=best,
-                   diversity=form, impl=impl)  # fmt: skip
+    made = torch.tensor(similarity).double().to(DEVICE), torch.tensor(worth).to(DEVICE)
+    found = groups(*made, size, best=best, diversity=form, impl=impl)
     wanted = literal(torch.tensor(similarity).double().tolist(), worth, size, inverse)[:best]
     assert found.members.tolist() == [list(members) for _, members, _ in wanted]
     assert found.rank.tolist() == [rank for *_, rank in wanted]
@@ -63,17 +67,33 @@ def test_the_best_groups_are_those_of_the_literal_enumeration(problem, impl):
 def test_the_search_in_many_tiles_finds_what_the_enumeration_finds(form, ties):
     torch.manual_seed(0)
     noise = torch.randn(19, 19, dtype=torch.float64)
-    similarity = (noise @ noise.T).round(decimals=0 if ties else 12)
-    worth = torch.randint(2, 40, (19,))
+    similarity = (noise @ noise.T).round(decimals=0 if ties else 12).to(DEVICE)
+    worth = torch.randint(2, 40, (19,)).to(DEVICE)
     for size, best in ((7, 3), (6, 40), (2, 1)):
-        fast, all_listed = (groups(similarity, worth, size, best=best, diversity=form, impl=impl)
-                            for impl in IMPLS)  # fmt: skip
-        assert all(map(torch.equal, fast, all_listed))
+        found = [groups(similarity, worth, size, best=best, diversity=form, impl=impl)
+                 for impl in IMPLS]  # fmt: skip
+        assert all(all(map(torch.equal, one, found[0])) for one in found[1:])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_groups_of_nearly_all_candidates_are_few_and_so_are_their_halves(impl):
+    torch.manual_seed(0)
+    similarity, worth = torch.randn(30, 30).to(DEVICE), torch.arange(30).to(DEVICE)
+    found = groups(similarity, worth, 28, best=1, impl=impl)
+    pairs = similarity.double().triu(1)
+    pairs = pairs + pairs.T  # without i and j a group lacks their pairs with all others
+    lost = (pairs.sum(0)[:, None] + pairs.sum(0) - pairs)[*torch.triu_indices(30, 30, 1)]
+    ranks = lost.argsort(descending=True).argsort() + 1
+    gone = torch.combinations(torch.arange(30))
+    totals = ranks.cpu() + 435 - gone.sum(1)
+    assert found.total[0] == totals.min()
+    assert {*range(30)} - {*found.members[0].tolist()} == {*gone[totals.argmin()].tolist()}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_where_all_is_equal_the_first_groups_come_first(impl):
-    found = groups(torch.full((12, 12), 0.1), torch.ones(12), 6, best=2, impl=impl)
+    made = torch.full((12, 12), 0.1, device=DEVICE), torch.ones(12, device=DEVICE)
+    found = groups(*made, 6, best=2, impl=impl)
     assert found.members.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
     assert found.rank.tolist() == [1, 1] and found.total.tolist() == [7, 7]
 
@@ -105,7 +125,6 @@ def test_the_diagonal_and_what_lies_below_it_are_not_read():
         ({"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
         ({"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity holds"),
         ({"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
-        ({"impl": "triton"}, "E-IMPL: groups: impl='triton'"),
         ({"similarity": torch.zeros(40, 40), "worth": torch.zeros(40), "size": 20},
          "E-RANGE: groups: 40 candidates have 137,846,528,820 groups of 20"),
     ],
