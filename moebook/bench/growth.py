@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,16 @@ def growth(
     return frame
 
 
-def regrown(record: Record) -> pd.DataFrame:
-    """Read a sweep back: columns ``op``, ``letter``, ``value``, ``contender`` and ``seconds``."""
+def regrown(records: Mapping[str, Record]) -> pd.DataFrame:
+    """Read sweeps back: ``machine``, ``op``, ``letter``, ``value``, ``contender``, ``seconds``."""
     found = [
-        (*match.groups(), value.value)
+        (machine, *match.groups(), value.value)
+        for machine, record in records.items()
         for value in record.values
         if (match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name))
     ]
-    frame = pd.DataFrame(found, columns=["op", "letter", "value", "contender", "seconds"])
-    return frame.astype({"value": int})
+    names = ["machine", "op", "letter", "value", "contender", "seconds"]
+    return pd.DataFrame(found, columns=names).astype({"value": int})
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:

@@ -148,19 +148,21 @@ def recorded(start: Path | None = None) -> dict[str, Record]:
     return found
 
 
-def remeasured(record: Record) -> pd.DataFrame:
-    """Read a run back: a line a contender, by its slug, with the columns that are recorded."""
+def remeasured(records: Mapping[str, Record]) -> pd.DataFrame:
+    """Read runs back: a line a contender, by its slug, with the machine and what is recorded."""
     found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    for value in record.values:
-        *key, column = value.name.split("/")
-        if column in UNITS or column in COUNTS:
-            found[tuple(key)][column] = value.value
+    for machine, record in records.items():
+        for value in record.values:
+            *key, column = value.name.split("/")
+            if column in UNITS or column in COUNTS:
+                found[machine, *key][column] = value.value
+    names = ("machine", "op", "case", "contender")
     lines = [
-        dict(zip(("op", "case", "contender"), key, strict=True), **found.get(key[:2], {}), **costs)
+        dict(zip(names, key, strict=True), **found.get(key[:3], {}), **costs)
         for key, costs in found.items()
-        if len(key) == 3
+        if len(key) == len(names)
     ]
-    return pd.DataFrame(lines, columns=["op", "case", "contender", *UNITS, *COUNTS])
+    return pd.DataFrame(lines, columns=[*names, *UNITS, *COUNTS])
 
 
 def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
