@@ -55,9 +55,10 @@ def implementation(
 
 def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]:
     """Keep autocast out of an op: it would change the dtype of some products and of others not."""
-    if on is None or not torch.is_autocast_enabled(on.device.type):
+    kind = "cpu" if on is None else on.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return run
-    return torch.autocast(on.device.type, enabled=False)(run)
+    return torch.autocast(kind, enabled=False)(run)
 
 
 def _obstacle(op: str, on: Tensor | None) -> str | None:

@@ -21,7 +21,8 @@ def one_kernel(tmp_path, monkeypatch):
 def test_a_name_is_obeyed_and_auto_is_the_first_on_a_cpu(one_kernel):
     assert implementation("known", "reference", TABLE) is sum
     assert implementation("known", "auto", TABLE) is len
-    assert implementation("known", "auto", TABLE, torch.zeros(1)) is len
+    for device in ("cpu", "meta"):
+        assert implementation("known", "auto", TABLE, torch.zeros(1, device=device)) is len
 
 
 def test_an_unknown_name_is_refused_with_its_neighbour(one_kernel):
