@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import empty
+from moebook.kernels.products import product
+
+Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Projection(NamedTuple):
@@ -73,25 +78,111 @@ def reference(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     return ys
 
 
-def _concatenated(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
-    factors = [projection.down.flatten(0, 1) for projection in projections]
-    columns = [len(factor) for factor in factors]
-    joined = F.linear(x, torch.cat(factors) if len(factors) > 1 else factors[0])
-    pairs = zip(joined.split(columns, dim=-1), projections, strict=True)
-    return [_mixed(hidden.unflatten(-1, p.down.shape[:2]), p) for hidden, p in pairs]
-
-
-def _mixed(hidden: Tensor, projection: Projection) -> Tensor:
-    """Finish a mixture from what its A gave: gates, then all B in one product.
+def mixture(x: Tensor, projections: Sequence[Projection], finish: Finish) -> list[Tensor]:
+    """Run all projections as one step of autograd.
 
     Args:
-        hidden: ``A_n x`` of each expert, ``[..., N, R]``.
-        projection: What is to be finished.
+        x: ``[..., D]``.
+        projections: As of `lora_mixture`.
+        finish: From a base ``[T, O]``, the ``A_n x`` of its experts ``[T, N * R]``, gates
+            ``[T, N]``, up and scale to the output ``[T, O]``.
     """
-    base, gates, _, up, scale = projection
-    weighted = (hidden * gates.unsqueeze(-1)).flatten(-2)
-    delta = F.linear(weighted, up.transpose(0, 1).flatten(1))  # [O, N * R]
-    return (base + delta * scale).to(base.dtype)
+    scales = [projection.scale for projection in projections]
+    parts = [part for projection in projections for part in projection[:4]]
+    return list(_Mixture.apply(finish, scales, x, *parts))
+
+
+def _concatenated(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+    return mixture(x, projections, _finished)
+
+
+def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
+    weighted = _weighted(hidden, _wide(gates) * scale)
+    delta = product(weighted, _columns(up).T, out=empty(base.shape, hidden))
+    return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
+
+
+class _Mixture(torch.autograd.Function):
+    """All A in one product, and what follows it for each projection.
+
+    Its tensors are base, gates, down and up of each projection, one after another. Kept for the
+    backward pass: all but the bases, and ``A_n x`` of all experts ``[T, sum of N * R]``. The
+    gradient of a base is the incoming one itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, finish: Finish, scales: list[float], x: Tensor, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        bases, gates, downs, ups = (parts[kind::4] for kind in range(4))
+        hidden = product(_flat(x), _rows(downs).T)
+        owns = hidden.split([down.shape[:2].numel() for down in downs], dim=1)
+        ctx.save_for_backward(x, hidden, *gates, *downs, *ups)
+        ctx.scales = scales
+        return tuple(
+            finish(_flat(base), own, _flat(gate), up, scale).view(base.shape)
+            for base, own, gate, up, scale in zip(bases, owns, gates, ups, scales, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, hidden, *parts = ctx.saved_tensors
+        gates, downs, ups = (parts[kind * len(grads) :][: len(grads)] for kind in range(3))
+        of_gates, of_downs, of_ups = (ctx.needs_input_grad[kind::4] for kind in (4, 5, 6))
+        rows, sizes = _flat(x), [down.shape[:2].numel() for down in downs]
+        d_parts: list[Tensor | None] = [None] * 4 * len(grads)
+        d_owns = []
+        for n, (grad, own) in enumerate(zip(grads, hidden.split(sizes, dim=1), strict=True)):
+            narrow, gate, scale = _flat(grad).to(x.dtype), gates[n], ctx.scales[n]
+            factors, d_weighted = _wide(_flat(gate)) * scale, product(narrow, _columns(ups[n]))
+            d_owns.append(_weighted(d_weighted, factors))
+            d_parts[4 * n] = grad
+            if of_gates[n]:
+                d_gate = _by_expert(_wide(d_weighted) * _wide(own), factors).sum(2).mul_(scale)
+                d_parts[4 * n + 1] = d_gate.to(gate.dtype).view(gate.shape)
+            if of_ups[n]:
+                d_up = product(_weighted(own, factors).T, narrow)
+                d_parts[4 * n + 3] = d_up.view(ups[n].mT.shape).mT
+        d_hidden = torch.cat(d_owns, 1) if len(d_owns) > 1 else d_owns[0]
+        if any(of_downs):
+            d_downs = product(d_hidden.T, rows).split(sizes)
+            d_parts[2::4] = [d.view(down.shape) for d, down in zip(d_downs, downs, strict=True)]
+        d_x = None
+        if ctx.needs_input_grad[2]:
+            d_x = product(d_hidden, _rows(downs), out=empty(rows.shape, x)).view(x.shape)
+        return None, None, d_x, *d_parts
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return ``[..., D]`` as ``[T, D]``."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _rows(downs: Sequence[Tensor]) -> Tensor:
+    """Return the A of all experts of all projections, one below the other."""
+    rows = [down.flatten(0, 1) for down in downs]
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _columns(up: Tensor) -> Tensor:
+    """Return the B of all experts side by side, ``[O, N * R]``."""
+    return up.transpose(0, 1).flatten(1)
+
+
+def _by_expert(columns: Tensor, gates: Tensor) -> Tensor:
+    """View ``[T, N * R]`` as ``[T, N, R]``."""
+    return columns.unflatten(1, (gates.shape[1], columns.shape[1] // gates.shape[1]))
+
+
+def _weighted(columns: Tensor, factors: Tensor) -> Tensor:
+    """Multiply the R columns of each expert by its factor."""
+    return (_by_expert(columns, factors) * factors.unsqueeze(2)).to(columns.dtype).flatten(1)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check(number: int, x: Tensor, projection: Projection) -> None:

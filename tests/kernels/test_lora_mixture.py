@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import lora_mixture
+from moebook.kernels import lora_mixture, products
 from moebook.kernels.lora_mixture import Projection
 
 SHAPES = [  # T, D, R, N, widths of the projections
@@ -77,6 +77,57 @@ def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
     fast, plain = (run(op(impl), inputs) for impl in ("torch", "reference"))
     for a, b, want in zip(fast, plain, truth, strict=True):
         assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 16, 4, 4, (16, 8)), (1, 64, 8, 4, (64,))])
+def test_products_by_onednn_are_as_accurate_as_the_reference(shape, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no oneDNN")
+    monkeypatch.setattr(products, "is_wider", lambda: True)
+    monkeypatch.setattr(products, "ENOUGH", 1)
+    inputs = [tensor.detach().float().requires_grad_() for tensor in case(*shape)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = run(op("reference"), exact)
+    fast, plain = (run(op(impl), inputs) for impl in ("torch", "reference"))
+    for a, b, want in zip(fast, plain, truth, strict=True):
+        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-6
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+def test_any_mixture_of_dtypes_is_as_accurate_as_the_reference(of_x, of_base, of_gates):
+    dtypes = [of_x, *[of_base, of_gates, of_x, of_x] * 2]
+    inputs = [
+        tensor.detach().to(dtype).requires_grad_()
+        for tensor, dtype in zip(case(64, 16, 4, 4, (16, 8)), dtypes, strict=True)
+    ]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = run(op("reference"), exact)
+    fast, plain = (run(op(impl), inputs) for impl in ("torch", "reference"))
+    for a, b, want in zip(fast, plain, truth, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
+
+
+def test_only_the_gradients_asked_for_are_computed_and_that_of_a_base_is_the_incoming_one():
+    inputs = case(6, 8, 4, 3, (8, 5))
+    want = run(op("torch"), inputs)[2:]
+    for chosen in ([0], [2], [3, 7], [4], [1, 5], [2, 6, 0]):
+        parts = [t.detach().requires_grad_(i in chosen) for i, t in enumerate(inputs)]
+        ys = [y for y in op("torch")(*parts) if y.requires_grad]
+        cotangents = [torch.arange(y.numel()).view_as(y).cos().double() for y in ys]
+        got = torch.autograd.grad(ys, [parts[i] for i in chosen], cotangents)
+        for place, grad in zip(chosen, got, strict=True):
+            torch.testing.assert_close(grad, want[place], rtol=1e-12, atol=1e-12)
+        if chosen == [1, 5]:
+            assert [g.data_ptr() for g in got] == [c.data_ptr() for c in cotangents]
+
+
+def test_two_runs_are_bitwise_equal():
+    inputs = [t.detach().float().requires_grad_() for t in case(61, 16, 4, 4, (16, 8))]
+    first, second = (run(op("torch"), inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_leading_dimensions_are_kept():

@@ -1,6 +1,7 @@
 """mixture of LoRAs on a GPU: gates, the B of all experts and the sum onto the base in one kernel.
 
-The rest, in both directions, is dense products, which the vendor's library does best.
+The rest, in both directions, is dense products, which the vendor's library does best: the CPU's own
+autograd function with another end of its forward pass.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,11 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from moebook.kernels._triton.placing import placed
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.lora_mixture import Projection, mixture
 
 
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
@@ -34,19 +33,7 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
 @placed
 def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     """Run `moebook.kernels.lora_mixture`."""
-    factors = [projection.down.flatten(0, 1) for projection in projections]
-    joined = F.linear(x, torch.cat(factors))
-    hiddens = joined.split([len(factor) for factor in factors], dim=-1)
-    return [
-        _Mixed.apply(
-            p.base.reshape(-1, p.base.shape[-1]).contiguous(),
-            hidden.reshape(-1, hidden.shape[-1]).contiguous(),
-            p.gates.reshape(-1, p.gates.shape[-1]).contiguous(),
-            p.up.contiguous(),
-            p.scale,
-        ).view_as(p.base)
-        for hidden, p in zip(hiddens, projections, strict=True)
-    ]
+    return mixture(x, projections, _finished)
 
 
 @triton.jit
@@ -75,37 +62,13 @@ def _mix(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=live & within)
 
 
-class _Mixed(torch.autograd.Function):
-    """One projection: base ``[T, O]``, hidden ``[T, N * R]``, gates ``[T, N]``, up."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float
-    ) -> Tensor:
-        tokens, wide = base.shape
-        number, _, rank = up.shape
-        out = torch.empty_like(base)
-        if tokens:
-            chosen = blocks(hidden.dtype)
-            _mix[(triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"]))](
-                base, hidden, gates, up, out, scale, tokens, N=number, R=rank, WIDE=wide, **chosen
-            )  # fmt: skip
-        ctx.save_for_backward(hidden, gates, up)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, gates, up = ctx.saved_tensors
-        columns = up.transpose(0, 1).flatten(1)  # [O, N * R]
-        split = hidden.unflatten(1, (len(up), -1))
-        # The scale goes into the small factors: the gradient [T, O] is read, not copied.
-        factors = (gates * ctx.scale).unsqueeze(-1)
-        weighted = (split * factors).to(hidden.dtype).flatten(1)
-        narrow = grad.to(hidden.dtype)
-        d_up = (narrow.T @ weighted).unflatten(1, (len(up), -1)).transpose(0, 1)
-        d_weighted = (narrow @ columns).view_as(split)
-        d_gates = (d_weighted.float() * split.float()).sum(-1).mul(ctx.scale).to(gates.dtype)
-        d_hidden = (d_weighted * factors).to(hidden.dtype).flatten(1)
-        return grad, d_hidden, d_gates, d_up, None
+def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
+    (tokens, wide), (number, _, rank) = base.shape, up.shape
+    base, hidden, gates, up = (part.contiguous() for part in (base, hidden, gates, up))
+    out = torch.empty_like(base)
+    if tokens:
+        chosen = blocks(hidden.dtype)
+        _mix[(triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"]))](
+            base, hidden, gates, up, out, scale, tokens, N=number, R=rank, WIDE=wide, **chosen
+        )  # fmt: skip
+    return out
