@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,26 @@ def anatomy(model: nn.Module) -> Anatomy:
         refuse("E-MODEL", f"no decoder layers found in {type(host).__name__}: {_seen(decoder)}")
     layers = tuple(_layer(index, block) for index, block in enumerate(blocks))
     return Anatomy(decoder, layers, decoder.config.hidden_size)
+
+
+def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
+    """Return the layers of these numbers, or all, of a host that must be dense for a method.
+
+    Raises:
+        Refusal: E-MODEL for a sparse layer, E-RANGE for a number that no layer has.
+    """
+    for layer in host.layers:
+        if layer.kind == "sparse":
+            kind = type(layer.mlp).__name__
+            refuse(
+                "E-MODEL",
+                f"layer {layer.index} is sparse already ({kind}): {method} needs a dense host",
+            )
+    wanted = range(len(host.layers)) if numbers is None else sorted(numbers)
+    if wanted[-1] >= len(host.layers):
+        last = len(host.layers) - 1
+        refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
+    return [host.layers[index] for index in wanted]
 
 
 def _layer(index: int, block: nn.Module) -> Layer:

@@ -11,7 +11,7 @@ from torch import nn
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
-from moebook.models.anatomy import Anatomy, Layer, anatomy
+from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.models.fingerprint import fingerprint
 
 
@@ -64,21 +64,11 @@ def checked(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
     if _origin(model) is not None:
         refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
     host = anatomy(model)
-    sparse = [layer for layer in host.layers if layer.kind == "sparse"]
-    if sparse:
-        kind = type(sparse[0].mlp).__name__
-        refuse(
-            "E-MODEL",
-            f"layer {sparse[0].index} is sparse already ({kind}): PESC needs a dense host",
-        )
+    layers = dense_layers(host, config.layers, "PESC")
     if config.adapter_width > host.hidden:
         width = f"adapter_width is {config.adapter_width}"
         refuse("E-RANGE", f"{width}, expected 1 to {host.hidden} (the host's width)")
-    wanted = range(len(host.layers)) if config.layers is None else sorted(config.layers)
-    if wanted[-1] >= len(host.layers):
-        last = len(host.layers) - 1
-        refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
-    return host, [host.layers[index] for index in wanted]
+    return host, layers
 
 
 def install(chosen: tuple[Anatomy, list[Layer]], config: Config) -> None:

@@ -12,7 +12,7 @@ from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config
 from moebook.methods.upcycling.experts import FusedExperts, disturb, use_experts
 from moebook.methods.upcycling.starts import Start, random
-from moebook.models.anatomy import Anatomy, Layer, anatomy
+from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.models.fingerprint import fingerprint
 from moebook.nn.balancing import balance
 
@@ -54,7 +54,8 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
             that it does not have; E-SHAPE when ``start`` does not fit; E-BASE when it was collected
             from another model; E-NONFINITE when it holds NaN or infinity.
     """
-    host, layers = _checked(model, config)
+    host = anatomy(model)
+    layers = dense_layers(host, config.layers, "upcycling")
     base = fingerprint(model)
     start = random(model, config.experts, seed=config.seed) if start is None else start
     weights = _weights(start, host, layers, config, base)
@@ -97,23 +98,6 @@ def origin(model: nn.Module) -> Origin:
     if made is None:
         refuse("E-MODEL", "the model has not been through upcycling.upcycle")
     return made
-
-
-def _checked(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
-    """Return the host's anatomy and the layers to upcycle, or refuse."""
-    host = anatomy(model)
-    for layer in host.layers:
-        if layer.kind == "sparse":
-            kind = type(layer.mlp).__name__
-            refuse(
-                "E-MODEL",
-                f"layer {layer.index} is sparse already ({kind}): upcycling needs a dense host",
-            )
-    wanted = range(len(host.layers)) if config.layers is None else sorted(config.layers)
-    if wanted[-1] >= len(host.layers):
-        last = len(host.layers) - 1
-        refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
-    return host, [host.layers[index] for index in wanted]
 
 
 def _weights(
