@@ -15,31 +15,14 @@ from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import checked, install
 
 # What a count needs of the public configurations; Yi-34B has Llama's form.
-HOSTS: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    },
-    "llama-2-13b": {
-        "vocab_size": 32000,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    },
-    "yi-34b": {
-        "vocab_size": 64000,
-        "hidden_size": 7168,
-        "intermediate_size": 20480,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 56,
-        "num_key_value_heads": 8,
-    },
+NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+HOSTS = {
+    "llama-2-7b": (32000, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": (32000, 5120, 13824, 40, 40, 40),
+    "yi-34b": (64000, 7168, 20480, 60, 56, 8),
 }
 
 
@@ -97,7 +80,8 @@ def _hollow(host: str | PreTrainedConfig) -> nn.Module:
     if isinstance(host, str):
         if host not in HOSTS:
             refuse("E-MODEL", f"unknown host '{host}'; {nearest(host, HOSTS)}")
-        host = LlamaConfig(**HOSTS[host], tie_word_embeddings=False)
+        needed: dict[str, Any] = dict(zip(NEEDED, HOSTS[host], strict=True))
+        host = LlamaConfig(**needed, tie_word_embeddings=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(host)
 
