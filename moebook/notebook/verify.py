@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,25 +103,20 @@ def _against_copy(copy: Path, record: Record) -> Iterator[str]:
     if not copy.is_file():
         yield f"the executed copy {copy.name} is missing"
         return
-    text = copy.read_text(encoding="utf-8")
-    if record.manifest.get("hashes", {}).get("executed") != _sha256(text):
+    if record.manifest.get("hashes", {}).get("executed") != results.digest(copy):
         yield f"the hash of the executed copy {copy.name} is not the manifest's"
-    yield from _differences(text, copy.name, record)
+    yield from _differences(copy, record)
 
 
-def _differences(text: str, name: str, record: Record) -> Iterator[str]:
+def _differences(copy: Path, record: Record) -> Iterator[str]:
     try:
-        executed: Any = json.loads(text)
+        executed: Any = json.loads(copy.read_text(encoding="utf-8"))
         found = {value.key: value for value in publish.values(executed)}
     except (ValueError, KeyError, TypeError):
-        yield f"the executed copy {name} is no notebook"
+        yield f"the executed copy {copy.name} is no notebook"
         return
     kept = {value.key: value for value in record.values}
     for key in sorted(kept.keys() | found.keys()):
         if kept.get(key) != found.get(key):
             pair = [value.value if value else "absent" for value in (kept.get(key), found.get(key))]
-            yield f"{key} is {pair[0]} in the record and {pair[1]} in {name}"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+            yield f"{key} is {pair[0]} in the record and {pair[1]} in {copy.name}"
