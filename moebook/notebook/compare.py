@@ -17,7 +17,7 @@ from moebook import papers, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import publish, sources
 from moebook.notebook.session import injected
-from moebook.notebook.verdicts import row
+from moebook.notebook.verdicts import verdict
 from moebook.results import TIERS, Record
 
 UNKNOWN = "unknown"
@@ -132,5 +132,5 @@ def _ledger(mine: Record, book: Mapping[str, Record]) -> Iterator[str]:
             continue
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
-        yield f"  book   {row(claim, book.values()).verdict.badge}"
-        yield f"  yours  {row(claim, [mine]).verdict.badge}"
+        yield f"  book   {verdict(claim, book.values()).badge}"
+        yield f"  yours  {verdict(claim, [mine]).badge}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from moebook import papers, results
@@ -62,30 +61,6 @@ class Verdict:
         record = self.measurement.record if self.measurement else None
         if self.label.evidence is not record:
             refuse("E-VERDICT", f"{self.claim.id}: label and measurement rest on different records")
-
-    @property
-    def scale(self) -> str | None:
-        """Tier of the deciding record."""
-        return self.measurement.scale if self.measurement else None
-
-    @property
-    def seeds(self) -> int:
-        """Number of seeds behind it."""
-        return self.measurement.seeds if self.measurement else 0
-
-    @property
-    def effect(self) -> float | None:
-        """Mean effect, in the claim's unit."""
-        return self.measurement.effect if self.measurement else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Interval of the effect at 95 %."""
-        return self.measurement.interval if self.measurement else None
-
-    def age(self, now: datetime | None = None) -> timedelta | None:
-        """Time since the deciding run ended; None for "not run"."""
-        return results.age(self.measurement.record, now) if self.measurement else None
 
     @property
     def badge(self) -> str:
