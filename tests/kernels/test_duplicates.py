@@ -17,6 +17,7 @@ from moebook.kernels.duplicates import COSINES
 IMPLS = ("torch", "reference")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 
 
@@ -117,7 +118,7 @@ def test_vectors_may_require_a_gradient(impl):
     assert duplicates(vectors, torch.arange(600), 0.9, impl=impl).tolist() == [599]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@TRITON
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", ["standing", "any"])
 @pytest.mark.parametrize(
@@ -141,6 +142,35 @@ def test_triton_keeps_what_the_literal_loops_keep(
     found = duplicates(given_rows, keys, threshold, rule=rule, impl="triton")
     assert found.tolist() == wanted
     assert torch.equal(found, duplicates(given_rows, keys, threshold, rule=rule, impl="triton"))
+
+
+@TRITON
+def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes):
+    kernel = importlib.import_module("moebook.kernels._triton.duplicates")
+    monkeypatch.setattr(kernel, "MARKS", 300 * 600)
+    torch.manual_seed(0)
+    rows, key = torch.randn(600, 3, device=DEVICE), torch.rand(600, device=DEVICE)
+    with sizes:
+        found = duplicates(rows, key, 0.9999, impl="triton")
+    assert sizes.largest <= 300 * 640 / 8  # bytes; rows end in a tile
+    assert torch.equal(found, duplicates(rows, key, 0.9999, impl="torch"))
+
+
+@TRITON
+def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch):
+    kernel = importlib.import_module("moebook.kernels._triton.duplicates")
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **settings: None
+
+    monkeypatch.setattr(kernel, "_mark", Recorded())
+    rows = torch.ones(1, 1, device=DEVICE).expand(4_300_000, 1)
+    assert not len(kernel.near(rows, 1, 0.5)[0])
+    (grid,) = grids
+    assert 65_535 < grid[0] < 2**31 and grid[1:] in ((), (1,))
 
 
 @pytest.mark.parametrize(
