@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from moebook import kernels
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.methods.rocket import sampling
-from moebook.methods.rocket.config import Config
+from moebook.methods.rocket.config import CHOICES, Config
 from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.sampling import Array
+from moebook.methods.settings import chosen
 
-RULES = ("standing", "any", "index", "repr", "keep")
 REPR_POOL = 4
 """The Repr filter walks down at most so many times C rows to find C that differ."""
 
@@ -117,8 +117,7 @@ def deduplicate(
     Raises:
         Refusal: E-CHOICE for another rule; those of `kernels.duplicates`.
     """
-    if rule not in RULES:
-        refuse("E-CHOICE", f"unknown rule '{rule}'; {nearest(rule, RULES)}")
+    chosen("rule", rule, CHOICES["duplicates"])
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))

@@ -8,18 +8,18 @@ from typing import Any
 from torch import nn
 
 from moebook.data import chat
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.methods.rocket import generation
+from moebook.methods.settings import chosen
 
 Row = Mapping[str, str]
-ORDERS = ("answer_first", "rationale_first")
 MARK = "The answer is "
 _TASK = (
     "Read the question and answer. According to the answer, present your thought about the "
     "solution.\n\n- {order}\n- Your explanation should not exceed three sentences.\n\n"
     "Question: {question}\n\nAnswer: {answer}."
 )
-_ORDER = {
+ORDERS = {
     "answer_first": "Please think step by step and provide the answer first then with its "
     "explanation.",
     "rationale_first": "Please think step by step and provide the explanation first then with the "
@@ -37,7 +37,7 @@ def expand(rows: Sequence[Row], *, order: str = "answer_first") -> list[dict[str
     Raises:
         Refusal: E-CHOICE for another order, E-DATA for a row without a rationale.
     """
-    _known(order)
+    chosen("order", order, ORDERS)
     expanded = []
     for number, row in enumerate(rows):
         told = row.get("rationale", "").strip()
@@ -58,7 +58,7 @@ def answer(text: str, *, order: str = "answer_first") -> str:
     Raises:
         Refusal: E-CHOICE for another order.
     """
-    _known(order)
+    chosen("order", order, ORDERS)
     if order == "rationale_first":
         return text.rpartition(MARK)[2].strip()
     return text.strip().partition("\n")[0].strip()
@@ -91,7 +91,7 @@ def write(
     Raises:
         Refusal: E-CHOICE for another order, E-DATA when the model writes nothing for a row.
     """
-    _known(order)
+    chosen("order", order, ORDERS)
     contexts = [_context(row, tokenizer, order) for row in rows]
     texts = generation.greedy(model, tokenizer, contexts, limit=limit)
     for number, text in enumerate(texts):
@@ -101,7 +101,7 @@ def write(
 
 
 def _context(row: Row, tokenizer: Any, order: str) -> list[int]:
-    asked = _TASK.format(order=_ORDER[order], question=row["prompt"], answer=row["answer"])
+    asked = _TASK.format(order=ORDERS[order], question=row["prompt"], answer=row["answer"])
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": asked}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -110,8 +110,3 @@ def _context(row: Row, tokenizer: Any, order: str) -> list[int]:
     ids = tokenizer.encode(form.render(asked, "", "")[0], add_special_tokens=False)
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*start, *ids]
-
-
-def _known(order: str) -> None:
-    if order not in ORDERS:
-        refuse("E-CHOICE", f"unknown order '{order}'; {nearest(order, ORDERS)}")

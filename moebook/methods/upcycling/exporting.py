@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from moebook import __version__
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
+from moebook.methods.settings import chosen
 from moebook.methods.upcycling.upcycling import Origin, origin
 from moebook.models import manifest
 from moebook.models.anatomy import anatomy
@@ -104,8 +105,8 @@ def export(
 
 def _form(model: PreTrainedModel, made: Origin, form: str | None) -> str:
     """Return the form asked for, or the first that fits; refuse when it cannot hold the model."""
-    if form is not None and form not in CLASSES:
-        refuse("E-CHOICE", f"form is {form!r}; {nearest(form, CLASSES)}")
+    if form is not None:
+        chosen("form", form, CLASSES)
     problems = {each: _obstacle(model, made, each) for each in ([form] if form else CLASSES)}
     fits = [each for each, problem in problems.items() if problem is None]
     if not fits:

@@ -150,7 +150,7 @@ def test_kde_draws_in_proportion_to_the_density():
 
 def test_bad_embeddings_and_rules_are_refused():
     good, near = vectors(18, 4, 3), np.ones(4)
-    with pytest.raises(Refusal, match="E-CHOICE: unknown rule 'all'"):
+    with pytest.raises(Refusal, match="E-CHOICE: rule is 'all'"):
         augmentation.deduplicate(good, near, 0.9, rule="all")
     with pytest.raises(Refusal, match="E-SHAPE"):
         augmentation.deduplicate(good, np.ones(3), 0.9)

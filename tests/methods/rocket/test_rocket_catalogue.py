@@ -127,7 +127,7 @@ def test_a_model_writes_rationales_from_the_prompt_of_figure_3(base, tokenizer, 
 def test_missing_rationales_and_unknown_orders_are_refused(shots):
     with pytest.raises(Refusal, match="E-DATA: row 0 has no rationale"):
         rationales.expand([{"prompt": "a", "answer": "b"}])
-    with pytest.raises(Refusal, match="E-CHOICE: unknown order 'first'"):
+    with pytest.raises(Refusal, match="E-CHOICE: order is 'first'"):
         rationales.answer("a", order="first")
 
 
