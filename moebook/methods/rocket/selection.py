@@ -16,9 +16,8 @@ from torch import Tensor
 
 from moebook import kernels
 from moebook.errors import nearest, refuse
-from moebook.methods import settings
 from moebook.methods.rocket import bank as banks
-from moebook.methods.rocket.config import CHOICES, Config
+from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 
 RANKINGS = ("perplexity", "accuracy", "diversity")
@@ -48,9 +47,7 @@ class Selection:
     groups: pd.DataFrame
 
 
-def similarity(
-    bank: Mapping[str, Lora], *, compare: str = "product", cosine: str = "signed"
-) -> pd.DataFrame:
+def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.DataFrame:
     """Compare all pairs of LoRAs: the cosine of each matrix, averaged over the layers (Eq. 6).
 
     With the product, ``<B_i A_i, B_j A_j>`` is the sum over the R x R entries of
@@ -59,29 +56,28 @@ def similarity(
 
     Args:
         bank: LoRAs by name.
-        compare: ``"product"``: B A; ``"factors"``: the mean of the absolute cosines of A and of B
-            (released; it depends on the basis in which a LoRA happens to be written).
-        cosine: ``"signed"`` (Eq. 6) or ``"absolute"``, layer by layer.
+        config: ``compare`` and ``cosine``; `Config`'s own by default. ``"factors"`` gives the mean
+            of the absolute cosines of A and of B, which depends on the basis in which a LoRA
+            happens to be written; ``"absolute"`` works layer by layer.
 
     Returns:
         ``[N, N]``, symmetric, float64, indexed by name.
 
     Raises:
-        Refusal: E-BANK as in `bank.check`, E-CHOICE.
+        Refusal: E-BANK as in `bank.check`.
     """
     banks.check(bank)
-    for name, value in (("compare", compare), ("cosine", cosine)):
-        settings.chosen(name, value, CHOICES[name])
+    config = config or Config()
     total = np.zeros((len(bank), len(bank)))
     paths = next(iter(bank.values())).down
     for path in paths:
         down = torch.stack([lora.down[path].double() for lora in bank.values()])  # [N, R, D]
         up = torch.stack([lora.up[path].double() for lora in bank.values()])  # [N, O, R]
-        if compare == "factors":
+        if config.compare == "factors":
             inner = (_cosines(_gram(down)).abs() + _cosines(_gram(up)).abs()) / 2
         else:
             inner = _cosines(_product(down, up))
-        total += (inner.abs() if cosine == "absolute" else inner).numpy()
+        total += (inner.abs() if config.cosine == "absolute" else inner).numpy()
     return pd.DataFrame(total / len(paths), index=list(bank), columns=list(bank))
 
 

@@ -121,7 +121,7 @@ def test_normalised_sums_put_each_ranking_on_the_same_footing():
 def test_similarity_by_small_products_equals_the_formed_product(cosine, base, make_bank):
     model = base()
     bank = make_bank(model)
-    found = selection.similarity(bank, cosine=cosine)
+    found = selection.similarity(bank, rocket.Config(cosine=cosine))
     for one in bank.values():
         for two in bank.values():
             cosines = []
@@ -141,7 +141,7 @@ def test_similarity_of_factors_compares_a_and_b_apart(base, make_bank):
         for path in one.down
         for x, y in ((one.down[path], two.down[path]), (one.up[path], two.up[path]))
     ]
-    found = selection.similarity(bank, compare="factors", cosine="absolute")
+    found = selection.similarity(bank, rocket.Config.preset("released"))
     assert found.loc["a", "b"] == pytest.approx(np.mean(cosines), abs=1e-12)
 
 
@@ -154,8 +154,9 @@ def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(
         {p: t @ turn for p, t in two.up.items()}, two.base,
     )  # fmt: skip
     for compare, same in (("product", True), ("factors", False)):
-        left = selection.similarity({"a": one, "b": two}, compare=compare).loc["a", "b"]
-        right = selection.similarity({"a": one, "b": turned}, compare=compare).loc["a", "b"]
+        config = rocket.Config(compare=compare)
+        left = selection.similarity({"a": one, "b": two}, config).loc["a", "b"]
+        right = selection.similarity({"a": one, "b": turned}, config).loc["a", "b"]
         assert bool(abs(left - right) < 1e-6) is same
 
 
