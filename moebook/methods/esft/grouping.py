@@ -70,7 +70,7 @@ def group(
         size: Experts a group, a divisor of E and of K.
 
     Returns:
-        Layer -> groups, to be handed to `select` and `ungroup`.
+        Layer -> groups, to be handed to `select`.
 
     Raises:
         Refusal: E-RANGE for a size that does not fit, E-KEYS for counts of other layers, E-MODEL
@@ -87,19 +87,6 @@ def group(
         gate = _SharedGate(groups[layer.index])
         parametrize.register_parametrization(layer.router, "weight", gate)
     return groups
-
-
-def ungroup(model: nn.Module) -> nn.Module:
-    """Make the shared gates plain weights again, equal within a group, for `save_pretrained`.
-
-    Raises:
-        Refusal: E-MODEL when the model is not grouped.
-    """
-    for layer in sparse_layers(model):
-        if not parametrize.is_parametrized(layer.router, "weight"):
-            refuse("E-MODEL", f"layer {layer.index}: its experts are not grouped")
-        parametrize.remove_parametrizations(layer.router, "weight")
-    return model
 
 
 class _SharedGate(nn.Module):

@@ -28,19 +28,6 @@ def alone(model: nn.Module, lora: Lora, config: Config) -> nn.Module:
     return mixture.build(model, [lora], replace(config, experts=1, top_k=1))
 
 
-def best(accuracies: Mapping[str, float]) -> str:
-    """Name the LoRA of the largest accuracy ("Source Best"; the paper looks at the TEST sets).
-
-    Of equal ones the first by name.
-
-    Raises:
-        Refusal: E-BANK when there is none.
-    """
-    if not accuracies:
-        refuse("E-BANK", "no LoRA has an accuracy: nothing to choose from")
-    return min(accuracies, key=lambda name: (-accuracies[name], name))
-
-
 def drawn(bank: Mapping[str, Lora], count: int, *, seed: int) -> list[str]:
     """Draw names at random ("Random" of Tables 1 and 2), a function of names and seed alone.
 
