@@ -22,7 +22,7 @@ def mixtures(model):
 
 @pytest.mark.parametrize("alpha", [8.0, 3.0])
 @pytest.mark.parametrize("training", [False, True])
-def test_one_expert_equals_pefts_lora_exactly(training, alpha, base, batch, lora, tmp_path):
+def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_path):
     model = base()
     one = lora(model, "one", 0, alpha=alpha)
     folder = rocket.loras.write(one, tmp_path / "one")
@@ -33,17 +33,20 @@ def test_one_expert_equals_pefts_lora_exactly(training, alpha, base, batch, lora
     config = rocket.Config(**ONE, lora_dropout=0.25)
     mixed = mixture.build(model, [one], config)
     outputs = []
-    for each in (peft.train(training), mixed.train(training)):
+    for each in (peft.double().train(training), mixed.double().train(training)):
         torch.manual_seed(7)
         output = each(**batch)
         output.loss.backward()
         outputs.append(output)
-    assert torch.equal(outputs[0].logits, outputs[1].logits)
     name = "model.layers.1.self_attn.q_proj"
     wrapped = peft.get_submodule(f"base_model.model.{name}")
     part = mixed.get_submodule(name)
-    assert torch.equal(part.down.grad[0], wrapped.lora_A["default"].weight.grad)
-    assert torch.equal(part.up.grad[0], wrapped.lora_B["default"].weight.grad)
+    for theirs, ours in (
+        (outputs[0].logits, outputs[1].logits),
+        (wrapped.lora_A["default"].weight.grad, part.down.grad[0]),
+        (wrapped.lora_B["default"].weight.grad, part.up.grad[0]),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("reads", ["layer", "expert"])
