@@ -35,7 +35,8 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
     """Sum the negative log-likelihoods of each answer's tokens under each adapter, in nats.
 
     ``-log softmax(W h)[target]`` for the places that predict an answer alone: of a pack, these are
-    few. The logits exist block by block; what is kept is one number a token. Without a gradient.
+    few. The logits exist block by block; what is kept is one number a token. Without a gradient:
+    adapters are ranked by it, none is trained.
 
     Args:
         hidden: ``[N, T, D]``, what the head reads, of one pack of samples under N adapters.

@@ -52,7 +52,7 @@ def moved(answers, device):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 30, 200, 700, (20, 1))])
 def test_answers_have_the_nats_that_a_loop_finds(shape, impl):
     hidden, head, answers = drawn(shape)
     wanted = looped(hidden, head, answers)

@@ -64,8 +64,9 @@ def test_points_go_to_their_nearest_centre_and_are_summed_there(shape, dtype, im
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_more_points_than_a_block_are_all_counted(impl):
-    check(*drawn((1, ROWS + 3, 2, 3)), impl)
+@pytest.mark.parametrize("shape", [(1, ROWS + 3, 2, 3), (2, ROWS + 3, 200, 12)])
+def test_more_points_than_a_block_are_all_counted(shape, impl):
+    check(*drawn(shape), impl)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])

@@ -91,6 +91,19 @@ def test_many_blocks_keep_what_the_literal_loops_keep(threshold, ordered, rule):
     assert len(wanted) < 600
 
 
+@pytest.mark.parametrize("rule", ["standing", "any"])
+def test_large_blocks_in_float32_keep_what_the_literal_loops_keep(rule):
+    torch.manual_seed(0)
+    rows = torch.randn(50, 64).repeat(14, 1) + 0.5 * torch.randn(700, 64)
+    key = torch.rand(700)
+    unit = torch.nn.functional.normalize(rows.double())
+    cosines = unit @ unit.T
+    assert not ((cosines - 0.8).abs() < 1e-6).any()  # too close to call in float32
+    wanted = literal((cosines > 0.8).tolist(), key.tolist(), rule == "standing")
+    assert duplicates(rows, key, 0.8, rule=rule).tolist() == wanted
+    assert 50 <= len(wanted) < 600
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_on_a_chain_the_two_rules_differ(impl):
     angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone

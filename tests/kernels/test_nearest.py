@@ -52,6 +52,14 @@ def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl, form):
     assert torch.equal(found.vectors, pool[found.index])
 
 
+@pytest.mark.parametrize("shots", [10, SIEVED])
+def test_cosines_of_large_blocks_are_as_near_to_float64_as_the_reference(shots):
+    pool, asked = drawn(9000, 96), drawn(shots, 96, 1)
+    found, plain = (nearest(pool, asked, 9000, impl=impl).key for impl in IMPLS)
+    exact = nearest(pool.double(), asked.double(), 9000, impl="reference").key
+    assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
 def test_the_sieve_of_many_blocks_loses_no_row():
     pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
     pool[::3] = pool[0]  # a third of the pool ties
