@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -13,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moebook.errors import refuse
-from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, WIDTH, legend_below
+from moebook.plotting.panels import single
+from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, legend_below
 
 
 def curves(
@@ -46,8 +46,7 @@ def curves(
             "E-RANGE",
             f"curves: window is {window}; expected 1 to {len(positions)} points",
         )
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.6), layout="constrained")
-    plt.close(figure)
+    figure, axes = single(3.6)
     every = max(1, len(positions) // 8)
     for index, (name, values) in enumerate(series.items()):
         seeds = np.atleast_2d(np.asarray(values, dtype=float))
@@ -101,8 +100,7 @@ def bars(
     if missing:
         refuse("E-KEYS", f"bars: no column {missing}; the frame has {list(frame.columns)}")
     groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.6), layout="constrained")
-    plt.close(figure)
+    figure, axes = single(3.6)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         rows = frame[frame[series] == name].set_index(group).reindex(groups)

@@ -16,6 +16,13 @@ from moebook.plotting.theme import WIDTH
 Series = Mapping[str, npt.ArrayLike]
 
 
+def single(height: float) -> tuple[Figure, Axes]:
+    """Open one panel of the text's width and so many inches in height."""
+    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    plt.close(figure)
+    return figure, axes
+
+
 def grid(
     names: Sequence[str], across: int, height: float,
     xlabel: str, ylabel: str, title: str, *, shared: bool = False,

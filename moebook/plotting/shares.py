@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moebook.errors import refuse
-from moebook.plotting.panels import grid
-from moebook.plotting.theme import COLOURS, DARK_COLOURS, HATCHES, INK, WIDTH
+from moebook.plotting.panels import grid, single
+from moebook.plotting.theme import COLOURS, DARK_COLOURS, HATCHES, INK
 
 
 def heatmap(
@@ -94,10 +93,7 @@ def loads(
             refuse("E-SHAPE", f"loads: row '{name}' is {row.shape}; expected {(experts,)}")
         if not np.isclose(row.sum(), 1.0, atol=1e-3):
             refuse("E-RANGE", f"loads: row '{name}' sums to {row.sum():.4g}; expected 1")
-    figure, axes = plt.subplots(
-        figsize=(WIDTH, max(2.0, 0.34 * len(table) + 1.1)), layout="constrained"
-    )
-    plt.close(figure)
+    figure, axes = single(max(2.0, 0.34 * len(table) + 1.1))
     heights, left = np.stack(list(table.values())), np.zeros(len(table))
     for expert in range(experts):
         colour = COLOURS[expert % len(COLOURS)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
@@ -12,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
-from moebook.plotting.panels import Series, grid, series
-from moebook.plotting.theme import COLOURS, INK, MARKERS, WIDTH
+from moebook.plotting.panels import Series, grid, series, single
+from moebook.plotting.theme import COLOURS, INK, MARKERS
 
 ROW = 0.2
 """Inches of a bar and the gap behind it."""
@@ -38,8 +37,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
         refuse("E-RANGE", "multiples: values must be above 0, since the axis is logarithmic")
     groups = list(dict.fromkeys(frame["group"]))
     rows = len(frame) + len(groups)
-    figure, axes = plt.subplots(figsize=(WIDTH, ROW * rows + 1.1), layout="constrained")
-    plt.close(figure)
+    figure, axes = single(ROW * rows + 1.1)
     place = 0
     names: dict[int, str] = {}
     handles: dict[str, Artist] = {}
@@ -123,8 +121,7 @@ def roofline(
     """
     if min(flops, bandwidth) <= 0:
         refuse("E-RANGE", f"roofline: flops {flops:g} and bandwidth {bandwidth:g} must be above 0")
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.9), layout="constrained")
-    plt.close(figure)
+    figure, axes = single(3.9)
     edge = flops / bandwidth
     found = [intensity for intensity, _ in runs.values()]
     ends = np.array([min([*found, edge]) / 2, edge, max([*found, edge]) * 2])
