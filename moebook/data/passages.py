@@ -6,11 +6,10 @@ what a network has learnt to tell apart needs text without them.
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from importlib import resources
 
+from moebook.data.tasks.task import shipped
 from moebook.errors import refuse
 
 SOURCES = {
@@ -52,6 +51,4 @@ def opening(text: str) -> str:
 
 def _texts(domain: str) -> list[str]:
     name, fields = SOURCES[domain]
-    lines = resources.files("moebook.data").joinpath(f"{name}.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in lines.splitlines()]
-    return [" ".join(row[field] for field in fields) for row in rows]
+    return [" ".join(row[field] for field in fields) for row in shipped(f"{name}.jsonl")]

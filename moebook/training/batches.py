@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset as Rows
 from torch.utils.data import Dataset
 
+from moebook.data import IGNORED
 from moebook.data.padding import padded
 from moebook.errors import refuse
 
@@ -24,8 +25,6 @@ under a block-diagonal mask is slower still than sorting, by 5 % in lines of 128
 lines of 256, since attention works on whole lines; and it bars the way to skipping logits (below),
 which saves another fifth.
 """
-
-IGNORED = -100
 
 
 class Batches(Dataset):

@@ -10,6 +10,7 @@ from datasets import Dataset, concatenate_datasets
 
 from moebook.data.padding import padded
 from moebook.errors import refuse
+from moebook.methods.settings import whole
 
 
 def samples(
@@ -43,8 +44,7 @@ def samples(
         Refusal: E-RANGE for a size below 1, E-DATA when no sample can be made.
     """
     for name, value in (("count", count), ("length", length), ("batch", batch)):
-        if value < 1:
-            refuse("E-RANGE", f"{name} is {value}, expected 1 or more")
+        whole(name, value, 1)
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     given = (rows[place]["input_ids"] for place in order)
     made: list[list[int]] = []

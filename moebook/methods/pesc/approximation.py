@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook import nn as mnn
+from moebook.data import IGNORED
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, checked, graft
@@ -99,8 +100,8 @@ def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits, labels = model(**inputs).logits[:, :-1].float(), batch["labels"][:, 1:]
-    nats = nn.functional.cross_entropy(logits.mT, labels, ignore_index=-100, reduction="none")
-    return nats.sum(1) / (labels != -100).sum(1).clamp(min=1)
+    nats = nn.functional.cross_entropy(logits.mT, labels, ignore_index=IGNORED, reduction="none")
+    return nats.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
 def _distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:

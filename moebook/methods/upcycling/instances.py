@@ -9,13 +9,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
+from moebook.data import IGNORED
 from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.methods.settings import chosen, real
 from moebook.nn.modes import evaluating
 
 OF = ("answer", "all")
-IGNORED = -100
 
 
 def batches(rows: Dataset, size: int = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
