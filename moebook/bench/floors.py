@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moebook.bench.timing import Contender
-from moebook.kernels.products import PIECE, product
+from moebook.kernels.products import product
+
+BLOCK = 2**22
+"""Numbers of a result that are written at once: more would be new memory in every call."""
 
 
 class Product(NamedTuple):
@@ -83,7 +86,7 @@ def _fastest(shape: Product, device: torch.device, dtype: torch.dtype) -> Callab
     left = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
     right = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
     out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
-    parts = left.split(max(1, PIECE // shape.columns))  # a larger result would be new memory
+    parts = left.split(max(1, BLOCK // shape.columns))
 
     def blocked() -> None:
         for part in parts:

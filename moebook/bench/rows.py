@@ -98,7 +98,7 @@ def _groups(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
     pairs, worth = noise @ noise.T, np.stack([rng.permutation(M) + 1 for _ in range(2)])
     alike, summed = (torch.from_numpy(part).to(device) for part in (pairs, worth.sum(axis=0)))
     case = Case(pairs.nbytes)
-    case.add("ours", lambda: kernels.groups(alike, summed, N, best=G), host=True)
+    case.add("ours", lambda: kernels.groups(alike, summed, N, best=G))
     if (number := math.comb(M, N)) <= LISTED:
         case.add("itertools", lambda: [t for t, _ in literal_groups(pairs, worth, N)], host=True)
     else:

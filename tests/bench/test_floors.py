@@ -55,7 +55,7 @@ def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr(floors, "PIECE", 10)
+    monkeypatch.setattr(floors, "BLOCK", 10)
     monkeypatch.setattr(floors, "product", lambda left, right: shapes.append(left.shape))
     monkeypatch.setattr(floors, "_seconds", lambda run: 2 if isinstance(run, partial) else 1)
     floors.dense([Product(5, 3, 5)], CPU, torch.float32).run()
