@@ -105,7 +105,7 @@ def _segments(
         gates, code = gates.gather(1, swap), ids[:, :1] * experts + ids[:, 1:]
         by = grouped(code, code, experts**2)
         members = [[low, high] for low in range(experts) for high in range(experts)]
-    layout = lay_out(by, h.dtype)
+    layout = lay_out(by, h.dtype, down.shape[1:].numel() * (1 if by is routing else 2))
     plan = _Plan(
         layout,
         [members[group] for group, _ in layout.segments],

@@ -17,6 +17,8 @@ from moebook.kernels.route import Routing, check_routing
 from moebook.kernels.segments import Layout, lay_out
 
 Activation = Callable[[Tensor], Tensor]
+PART = 2**18
+"""Numbers of the pre-activation up to which neighbouring experts are computed side by side."""
 
 
 class Bank(NamedTuple):
@@ -42,7 +44,8 @@ def experts(
 
     ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, e the k-th expert of the token. Kept for the
     backward pass are ``x`` and the pre-activation ``[T * K, 2F]``; the gradient of a weight is
-    written once, and not computed where it is not asked for.
+    written once, and not computed where it is not asked for. An expert that a token chose twice
+    counts twice.
 
     Args:
         x: ``[T, D]``.
@@ -123,24 +126,52 @@ def gated_ffn(
         addresses: (number of the bank, row in it) of each expert.
         act: Elementwise activation of the gate.
     """
-    layout = lay_out(routing, x.dtype)
+    layout = lay_out(routing, x.dtype, banks[0].gate_up.shape[1:].numel())
     segments = [(*addresses[expert], rows) for expert, rows in layout.segments]
+    parts = _parts(segments, PART // max(banks[0].gate_up.shape[1], 1))
     weights = [weight for bank in banks for weight in bank]
     gates = routing.weights.to(x.dtype)
-    y: Tensor = _GatedFFN.apply(x, gates, _Plan(layout, segments, act), *weights)
+    y: Tensor = _GatedFFN.apply(x, gates, _Plan(layout, parts, act), *weights)
     return y
 
 
+class _Segment(NamedTuple):
+    """Rows of one expert: the number of its bank, its row in it, and where they lie in a part."""
+
+    bank: int
+    place: int
+    rows: slice
+
+
+class _Part(NamedTuple):
+    """Rows of the layout, and the segments that they are."""
+
+    rows: slice
+    segments: list[_Segment]
+
+
 class _Plan(NamedTuple):
-    """What is to be done: segments are (bank, row in the bank, rows of the layout)."""
+    """What is to be done."""
 
     layout: Layout
-    segments: list[tuple[int, int, slice]]
+    parts: list[_Part]
     act: Activation
 
 
+def _parts(segments: list[tuple[int, int, slice]], most: int) -> list[_Part]:
+    """Join neighbouring segments up to so many rows: then calls cost less than what they do."""
+    parts: list[_Part] = []
+    for bank, place, rows in segments:
+        if not parts or rows.stop - parts[-1].rows.start > most:
+            parts.append(_Part(rows, []))
+        start, joined = parts[-1].rows.start, parts[-1].segments
+        joined.append(_Segment(bank, place, slice(rows.start - start, rows.stop - start)))
+        parts[-1] = _Part(slice(start, rows.stop), joined)
+    return parts
+
+
 class _GatedFFN(torch.autograd.Function):
-    """Slots sorted by expert; all that one expert does is done while its rows are in the cache.
+    """Slots sorted by expert; all that a part needs is done while its rows are in the cache.
 
     The gate is applied between the two products, on F columns instead of D.
     """
@@ -150,11 +181,14 @@ class _GatedFFN(torch.autograd.Function):
         token, gate = plan.layout.token, plan.layout.spread(gates)
         pre = empty((len(token), weights[0].shape[1]), x)
         out = empty((len(token), x.shape[1]), x)
-        for bank, place, rows in plan.segments:
-            gate_up, down = weights[2 * bank][place], weights[2 * bank + 1][place]
-            product(x.index_select(0, token[rows]), gate_up.T, out=pre[rows])
-            first, second = pre[rows].chunk(2, dim=1)
-            product((plan.act(first) * second).mul_(gate[rows]), down.T, out=out[rows])
+        for rows, segments in plan.parts:
+            read, before, after = x.index_select(0, token[rows]), pre[rows], out[rows]
+            for bank, place, own in segments:
+                product(read[own], weights[2 * bank][place].T, out=before[own])
+            first, second = before.chunk(2, dim=1)
+            hidden = (plan.act(first) * second).mul_(gate[rows])
+            for bank, place, own in segments:
+                product(hidden[own], weights[2 * bank + 1][place].T, out=after[own])
         ctx.save_for_backward(x, gate, pre, *weights)
         ctx.plan = plan
         return plan.layout.combine(out)
@@ -163,33 +197,35 @@ class _GatedFFN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, pre, *weights = ctx.saved_tensors
-        layout, segments, act = ctx.plan
+        layout, parts, act = ctx.plan
         d_weights = [
-            _unwritten(weight, {place for bank, place, _ in segments if bank == number // 2})
-            if ctx.needs_input_grad[3 + number]
-            else None
+            _unwritten(weight, number // 2, parts) if ctx.needs_input_grad[3 + number] else None
             for number, weight in enumerate(weights)
         ]
         d_gate = torch.empty_like(gate)
         d_rows = empty((len(pre), x.shape[1]), x) if ctx.needs_input_grad[0] else None
-        for bank, place, rows in segments:
-            gate_up, down = (weight[place] for weight in weights[2 * bank : 2 * bank + 2])
-            d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
+        for rows, segments in parts:
             first, second = pre[rows].chunk(2, dim=1)
             active, derivative = _activated(first, act)
-            d_out, hidden = grad.index_select(0, layout.token[rows]), active * second
-            d_hidden = product(d_out, down)
+            read, d_out = (part.index_select(0, layout.token[rows]) for part in (x, grad))
+            d_hidden = torch.empty_like(active)
+            for bank, place, own in segments:
+                product(d_out[own], weights[2 * bank + 1][place], out=d_hidden[own])
+            hidden = active * second
             torch.sum(d_hidden * hidden, 1, keepdim=True, out=d_gate[rows])
-            if d_down is not None:
-                product(d_out.T, hidden.mul_(gate[rows]), out=d_down[place])
+            hidden.mul_(gate[rows])
             d_pre = torch.empty_like(pre[rows])
             d_first, d_second = d_pre.chunk(2, dim=1)
             torch.mul(d_hidden.mul_(gate[rows]), active, out=d_second)
             d_first.copy_(derivative(d_hidden.mul_(second)))
-            if d_gate_up is not None:
-                product(d_pre.T, x.index_select(0, layout.token[rows]), out=d_gate_up[place])
-            if d_rows is not None:
-                product(d_pre, gate_up, out=d_rows[rows])
+            for bank, place, own in segments:
+                d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
+                if d_down is not None:
+                    product(d_out[own].T, hidden[own], out=d_down[place])
+                if d_gate_up is not None:
+                    product(d_pre[own].T, read[own], out=d_gate_up[place])
+                if d_rows is not None:
+                    product(d_pre[own], weights[2 * bank][place], out=d_rows[rows][own])
         d_x = None if d_rows is None else layout.combine(d_rows)
         return d_x, d_gate[layout.place].squeeze(-1), None, *d_weights
 
@@ -202,12 +238,13 @@ def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor]
     return active.detach(), lambda grad: torch.autograd.grad(active, leaf, grad)[0]
 
 
-def _unwritten(weight: Tensor, used: set[int]) -> Tensor:
+def _unwritten(weight: Tensor, bank: int, parts: list[_Part]) -> Tensor:
     """Make a weight's gradient: zero for the experts without rows, the others are yet to come.
 
     To fill it all with zeros first would touch every byte twice.
     """
     grad = empty(weight.shape, weight)
+    used = {segment.place for part in parts for segment in part.segments if segment.bank == bank}
     for place in set(range(len(weight))) - used:
         grad[place].zero_()
     return grad

@@ -13,39 +13,60 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ENOUGH = 2**22
-"""FLOPs from which a call of oneDNN, some 10 microseconds more than one of MKL, pays."""
-LARGEST = 2**22
-"""Numbers of a result that oneDNN may write: larger ones would be new memory in every call."""
+ENOUGH = 2**21
+"""Multiplications from which a call of oneDNN, 10 microseconds more than one of MKL, pays."""
+INFO = Path("/proc/cpuinfo")
+"""Where Linux tells the processor's maker."""
+PIECE = 2**20
+"""Numbers of a result that oneDNN writes at once: more would be new memory in every call."""
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``left @ right``, without a gradient.
+    """Return ``left @ right``, to be called where no gradient is recorded.
+
+    oneDNN writes to memory of its own, which is copied into ``out`` from the cache, in pieces of a
+    few rows.
 
     Args:
         left: ``[N, K]``.
         right: ``[K, M]``, of the same dtype and device.
-        out: ``[N, M]``, where to write it; new memory by default.
+        out: ``[N, M]``, where to write it; it shares no memory with the factors. New memory by
+            default.
     """
-    rows, inner, columns = *left.shape, right.shape[1]
-    large = 2 * rows * inner * columns >= ENOUGH and rows * columns <= LARGEST
-    if not (large and left.dtype == torch.float32 and left.device.type == "cpu" and is_wider()):
+    (rows, inner), columns = left.shape, right.shape[1]
+    compiled = is_compiled(left.dtype, left.device, rows * inner * columns)
+    if left.dtype != torch.float32 or not compiled:
         return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+    if out is None:
+        return _wide(left, right)
+    step = max(PIECE // columns, 128)
+    for start in range(0, rows, step):
+        out[start : start + step].copy_(_wide(left[start : start + step], right))
+    return out
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply by the op that PyTorch's compiler calls oneDNN by; it has no gradient."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
-    return found if out is None else out.copy_(found)
+    return found
 
 
-def is_compiled(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of a dtype are compiled by oneDNN, each for its shape, when it is new."""
+def is_compiled(dtype: torch.dtype, device: torch.device, multiplications: int) -> bool:
+    """Whether oneDNN makes a product of this size, by code that it compiles for each new shape."""
     if device.type != "cpu":
         return False
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and is_wider())
+    if dtype == torch.float32:
+        return multiplications >= ENOUGH and is_wider()
+    return dtype == torch.bfloat16
 
 
 @cache
 def is_wider() -> bool:
-    """Whether oneDNN multiplies float32 in wider registers here than MKL does."""
-    info = Path("/proc/cpuinfo")
-    amd = info.exists() and "AuthenticAMD" in info.read_text()
+    """Whether oneDNN multiplies float32 in wider registers here than PyTorch's own product does.
+
+    Known for MKL on AMD under Linux; wherever it is not, or PyTorch lacks the op, it is not taken.
+    """
+    amd = INFO.exists() and "AuthenticAMD" in INFO.read_text()
     wide: bool = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return amd and wide and torch.backends.mkldnn.is_available()
+    mkl: bool = torch.backends.mkl.is_available()
+    return amd and wide and mkl and hasattr(torch.ops.mkldnn, "_linear_pointwise")

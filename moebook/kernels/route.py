@@ -17,7 +17,8 @@ class Routing(NamedTuple):
     """Where T tokens go; slot ``t * K + k`` is choice k of token t.
 
     Attributes:
-        ids: ``[T, K]`` int64, experts of a token, the largest logit first.
+        ids: ``[T, K]`` int64, experts of a token, the largest logit first. One that is named twice
+            counts twice.
         weights: ``[T, K]`` combine weights in [0, 1], in the logits' dtype.
         order: ``[T * K]`` int64, the slots sorted by expert; within an expert by token.
         counts: ``[E]`` int64, slots of each expert; they sum to ``T * K``.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moebook.errors import refuse
 from moebook.kernels.products import is_compiled
 from moebook.kernels.route import Routing
 
@@ -18,8 +19,9 @@ class Layout(NamedTuple):
     Attributes:
         segments: (expert, its rows), ascending; together they cover all P rows.
         token: ``[P]`` int64, the token that a row reads.
-        place: ``[T, K]`` int64, the row of a slot. Rows of no slot only fill a segment up: they
-            read token 0, and their gate is 0, so they add nothing to any gradient.
+        place: ``[T, K]`` int64, the row of a slot. Rows of no slot only fill a segment up: at its
+            end they repeat the row before them with a gate of 0. So they add nothing to a gradient,
+            and where that row is not finite, they spoil none that it does not.
     """
 
     segments: list[tuple[int, slice]]
@@ -38,32 +40,41 @@ class Layout(NamedTuple):
         return F.embedding_bag(self.place, rows, mode="sum")
 
 
-def lay_out(routing: Routing, dtype: torch.dtype) -> Layout:
+def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     """Place the slots of a routing in segments.
 
-    On a CPU a product in bfloat16 is compiled for its shape, and 1,024 shapes are kept. Segments
-    are as long as chance has it, so 32 experts made new shapes in every pass and the model 1.7
-    times slower. There they are filled up to a size of four significant bits: 8 sizes between a
-    power of 2 and the next, less than an eighth more rows, a twenty-fourth on average.
+    oneDNN compiles a product for its shape, which takes longer than most products of ours, and
+    keeps 1,024. Segments are as long as chance has it, so 32 experts made new shapes in every pass
+    and the model 1.7 times slower. So those that it will multiply are filled up to a size of four
+    significant bits: 8 sizes between a power of 2 and the next, less than an eighth more rows, a
+    twenty-fourth on average.
 
     Args:
         routing: Where the T tokens go.
         dtype: What the products are computed in.
+        numbers: How many an expert's largest factor has.
+
+    Raises:
+        Refusal: E-DEVICE for a routing on the meta device, which has no counts.
     """
-    order, counts = routing.order, routing.counts.tolist()
-    fills = is_compiled(dtype, order.device)
-    sizes = [_filled(count) for count in counts] if fills else counts
+    order, device = routing.order, routing.order.device
+    if device.type == "meta":
+        refuse("E-DEVICE", "a routing on meta has no counts to lay rows out by: impl='reference'")
+    counts = routing.counts.tolist()
+    sizes = [
+        _filled(count) if is_compiled(dtype, device, count * numbers) else count for count in counts
+    ]
     segments, start = [], 0
     for expert, size in enumerate(sizes):
         if size:
             segments.append((expert, slice(start, start + size)))
         start += size
-    row = torch.arange(len(order), device=order.device)
-    if fills:
-        gaps = torch.tensor(sizes) - routing.counts
-        row += (gaps.cumsum(0) - gaps).repeat_interleave(routing.counts)
-    token = order.new_zeros(start)
-    token[row] = order // routing.ids.shape[1]
+    token, row = order // routing.ids.shape[1], torch.arange(len(order), device=device)
+    if sizes != counts:
+        rows = torch.ones_like(order)  # of each slot: the last of a segment fills it up
+        last = (routing.counts.cumsum(0) - 1).clamp(min=0)
+        rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
+        token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
     place = torch.empty_like(order)
     place[order] = row
     return Layout(segments, token, place.view(routing.ids.shape))

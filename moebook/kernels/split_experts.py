@@ -84,6 +84,8 @@ def reference(
 def _segments(
     x: Tensor, routing: Routing, frozen: Bank, trained: Bank, slots: Tensor, act: Activation
 ) -> Tensor:
+    if slots.is_meta:
+        refuse("E-DEVICE", "split_experts: slots on meta hold no numbers: impl='reference'")
     addresses = [
         (0, slot) if slot >= 0 else (1, expert) for expert, slot in enumerate(slots.tolist())
     ]

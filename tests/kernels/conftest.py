@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,3 +28,15 @@ class Sizes(TorchDispatchMode):
 def sizes():
     """Watch the sizes of tensors: ``with sizes: ...``, then ``sizes.largest``."""
     return Sizes()
+
+
+@pytest.fixture(params=["PyTorch", "oneDNN"])
+def library(request, monkeypatch):
+    """Let one library do every product in float32 on a CPU, of whatever size, on any machine."""
+    from moebook.kernels import products
+
+    if request.param == "oneDNN" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this PyTorch cannot multiply by oneDNN")
+    monkeypatch.setattr(products, "is_wider", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(products, "ENOUGH", 1)
+    return request.param

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import Routing, adapters, grouped, products, route
+from moebook.kernels import Routing, adapters, grouped, route
 
 SHAPES = [  # T, D, R, E, K
     (12, 8, 4, 4, 2),
@@ -108,18 +108,9 @@ def test_permuting_the_experts_changes_nothing():
     torch.testing.assert_close(before, after)
 
 
-@pytest.fixture
-def by_onednn(monkeypatch):
-    """Let oneDNN do every product in float32, and fill segments up for it, on any machine."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this PyTorch has no oneDNN")
-    monkeypatch.setattr(products, "is_wider", lambda: True)
-    monkeypatch.setattr(products, "ENOUGH", 0)
-
-
-@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", [*SHAPES, (61, 16, 8, 4, 1), (1100, 16, 8, 4, 2)])
-def test_products_by_onednn_are_as_accurate_as_the_reference(shape):
+def test_products_by_either_library_are_as_accurate_as_the_reference(shape):
     exact = case(*shape)
     inputs = [tensor.detach().float().requires_grad_() for tensor in exact]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]

@@ -1,5 +1,7 @@
 """experts: a plain loop over tokens and experts in float64 is the truth."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -53,6 +55,13 @@ def run(function, inputs, top_k):
     return [out, *torch.autograd.grad(out, inputs, cotangent)]
 
 
+@pytest.fixture(params=[1, 2**18])
+def part(request, monkeypatch):
+    """Let each expert be computed alone, or many side by side."""
+    monkeypatch.setattr(sys.modules["moebook.kernels.experts"], "PART", request.param)
+
+
+@pytest.mark.usefixtures("part")
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
@@ -69,6 +78,7 @@ def test_gradcheck_in_float64(impl):
     assert torch.autograd.gradcheck(lambda *args: op(impl)(*args, 2), inputs)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 16, 8, 4, 2), (61, 16, 8, 16, 3), (1, 16, 8, 4, 2)])
 def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(shape, dtype):
@@ -89,6 +99,56 @@ def test_any_elementwise_activation_will_do():
         fast, plain = (run(op(impl, act), inputs, 2) for impl in ("torch", "reference"))
         for a, b in zip(fast, plain, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_an_expert_that_a_token_chose_twice_counts_twice(impl):
+    x, _, gate_up, down = case(3, 4, 2, 3, 2)
+    ids = torch.tensor([[1, 1], [0, 2], [2, 2]])
+    weights = torch.rand(3, 2, dtype=torch.float64).requires_grad_()
+    y = experts(x, grouped(ids, weights, 3), Bank(gate_up, down), F.silu, impl=impl)
+    rows = []
+    for row, chosen, shares in zip(x, ids.tolist(), weights, strict=True):
+        outputs = []
+        for expert in chosen:
+            gate, up = (gate_up[expert] @ row).chunk(2)
+            outputs.append(down[expert] @ (gate * gate.sigmoid() * up))
+        rows.append(shares @ torch.stack(outputs))
+    want, leaves = torch.stack(rows), (x, weights, gate_up, down)
+    torch.testing.assert_close(y, want)
+    grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (y, want)]
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("token", [0, 100])
+def test_a_token_that_is_not_finite_spoils_the_weights_of_its_experts_alone(token):
+    x, logits, gate_up, down = (t.detach().float() for t in case(101, 8, 4, 3, 1))
+    routing = route(logits, 1)
+    assert (routing.counts > 16).all()  # so that segments are filled up
+    x[token] = torch.nan
+    bank = Bank(gate_up.requires_grad_(), down.requires_grad_())
+    experts(x, routing, bank, F.silu).sum().backward()
+    spoilt = torch.arange(3) == routing.ids[token]
+    for weight in bank:
+        assert torch.equal(weight.grad.isnan().flatten(1).any(1), spoilt)
+
+
+def test_a_second_backward_pass_finds_all_that_the_first_did():
+    inputs = case(61, 16, 8, 16, 3)
+    loss = op("torch")(*inputs, 3).sin().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_on_meta_the_reference_infers_shapes_and_the_fast_path_refuses():
+    x, logits, gate_up, down = (t.detach().to("meta") for t in case(12, 8, 4, 4, 2))
+    routing, bank = route(logits, 2), Bank(gate_up, down)
+    assert experts(x, routing, bank, F.silu, impl="reference").shape == (12, 8)
+    with pytest.raises(Refusal, match="E-DEVICE: a routing on meta"):
+        experts(x, routing, bank, F.silu)
 
 
 def test_frozen_weights_get_no_gradient_and_change_no_other():

@@ -49,6 +49,13 @@ def test_order_groups_slots_by_expert_and_keeps_token_order_within():
     assert routing.counts.tolist() == [flat.count(expert) for expert in range(6)]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_shapes_are_inferred_on_meta(impl):
+    routing = route(torch.zeros(7, 5, device="meta"), 3, impl=impl)
+    assert {part.device.type for part in routing} == {"meta"}
+    assert [tuple(part.shape) for part in routing] == [(7, 3), (7, 3), (21,), (5,)]
+
+
 def test_weights_carry_the_softmax_gradient():
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     for combine in ("renormalised", "probability"):

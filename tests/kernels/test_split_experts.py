@@ -98,6 +98,7 @@ def test_an_input_that_needs_no_gradient_leaves_the_others_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(got, want[2:], strict=True))
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
     chosen = [3, 1]
@@ -137,3 +138,16 @@ def test_shapes_that_do_not_fit_are_refused():
             op("torch")(*wrong, 2, [2, 0])
     with pytest.raises(Refusal, match="E-IMPL"):
         op("cuda")(*inputs, 2, [2, 0])
+
+
+def test_on_meta_the_reference_infers_shapes_and_the_fast_path_refuses():
+    inputs = [tensor.detach().to("meta") for tensor in case(*SHAPES[0])]
+    routing, banks = route(inputs[1], 2), (Bank(*inputs[2:4]), Bank(*inputs[4:]))
+
+    def call(impl):
+        slots = torch.zeros(4, dtype=torch.int64, device="meta")
+        return split_experts(inputs[0], routing, *banks, slots, F.silu, impl=impl)
+
+    assert call("reference").shape == (12, 8)
+    with pytest.raises(Refusal, match="E-DEVICE: split_experts: slots on meta"):
+        call("torch")
