@@ -48,9 +48,9 @@ class Products(TorchFunctionMode):
         """Take the call of a linear layer; leave any other as it is."""
         if func is not F.linear or kwargs or args[0].device.type != "cpu":
             return func(*args, **(kwargs or {}))
-        x, weight, *bias = args
+        x, weight, bias = (*args, None)[:3]
         y = product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
-        return y if bias in ([], [None]) else y.add_(bias[0])
+        return y if bias is None else y.add_(bias)
 
 
 @contextmanager
