@@ -8,6 +8,7 @@ from functools import partial
 import pandas as pd
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moebook.bench import floors, goals
 from moebook.bench.floors import Product
@@ -45,7 +46,7 @@ def test_four_loras_of_rank_16_add_less_than_5_percent_to_a_square_layer() -> No
 def test_the_floor_does_its_products() -> None:
     contender = floors.dense([Product(3, 4, 5, 2)], CPU, torch.float32)
     assert contender.name == "floor"
-    counted = torch.utils.flop_counter.FlopCounterMode(display=False)
+    counted = FlopCounterMode(display=False)
     with counted:
         contender.run()
     assert counted.get_total_flops() == 2 * 3 * 4 * 5 * 2
