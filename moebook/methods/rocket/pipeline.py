@@ -1,13 +1,17 @@
 """The whole pipeline, arm by arm: one target task met with K shots, and what each arm does with it.
 
 What an arm changes is its `Arm`; what all arms share is the `Case`, measured once. ``experts`` and
-``rows`` choose by it, ``tune`` trains what they chose.
+``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's upper half are
+arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly. The bank's best
+LoRA as it is runs under `attachment.attached`; "Expert LoRA" is `bank.train` on the target's whole
+training set.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +22,12 @@ from torch import nn
 from moebook import training
 from moebook.data import encode
 from moebook.errors import nearest, refuse
-from moebook.methods.rocket import augmentation, comparisons, mixture, rationales, scoring
+from moebook.methods.rocket import augmentation, mixture, rationales, scoring
 from moebook.methods.rocket import selection as selecting
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.loras import Lora
+from moebook.methods.settings import whole
 
 Row = Mapping[str, str]
 OTHERS = ("random", "best")
@@ -126,13 +131,15 @@ def experts(
         best: The LoRA that is best on the test rows, for ``by=("best",)``.
 
     Raises:
-        Refusal: E-CHOICE for an unknown way; those of `selection.select`.
+        Refusal: E-CHOICE for an unknown way, E-RANGE for more experts than LoRAs; those of
+            `selection.select`.
     """
     if arm.by == ("best",):
         return (best,)
     if arm.by == ("random",):
-        drawn = comparisons.drawn(bank, arm.config.experts, seed=case.seed)
-        return tuple(drawn)
+        whole("experts (N)", arm.config.experts, 1, len(bank))
+        names = sorted(bank)
+        return tuple(random.Random(f"rocket/drawn/{case.seed}").sample(names, arm.config.experts))
     odd = [name for name in arm.by if name not in selecting.RANKINGS]
     if odd:
         refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], (*selecting.RANKINGS, *OTHERS))}")
@@ -182,8 +189,7 @@ def tune(
         settings: For `training.fit`, the seed among them.
     """
     if len(loras) == 1:
-        comparisons.alone(model, loras[0], config)
-    else:
-        mixture.build(model, loras, config)
+        config = replace(config, experts=1, top_k=1)
+    mixture.build(model, loras, config)
     encoded = encode(chosen, tokenizer, max_length=max_length)
     return training.fit(model, encoded, pad_id=tokenizer.pad_token_id or 0, **settings)

@@ -89,18 +89,3 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, base, lora):
     assert by_name["clean"] == "leak"
     with pytest.raises(Refusal, match="E-BANK"):
         bank.guarded({name: made[name] for name in ("gcd", "clean")}, target, task="gcd")
-
-
-def test_the_vanilla_comparisons_are_functions_of_names_and_seed(base, make_bank):
-    model = base()
-    found = make_bank(model, 5)
-    draws = [rocket.comparisons.drawn(found, 3, seed=s) for s in range(5)]
-    assert draws == [
-        rocket.comparisons.drawn(dict(reversed(found.items())), 3, seed=s) for s in range(5)
-    ]
-    assert len(set(map(tuple, draws))) > 1
-    rocket.comparisons.alone(model, found["b"], rocket.Config())
-    assert model.rocket.experts == ("b",)
-    assert model.rocket.config.top_k == 1
-    with pytest.raises(Refusal, match="E-RANGE: count is 6"):
-        rocket.comparisons.drawn(found, 6, seed=0)

@@ -1,5 +1,7 @@
 """The pipeline arm by arm, on a tiny base and a random bank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,11 +53,25 @@ def test_an_arm_chooses_by_its_rankings_at_random_or_takes_the_best(world):
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
-    assert list(experts(("random",))) == rocket.comparisons.drawn(bank, 2, seed=0)
     clean = {name: bank[name] for name in "abc"}
     assert set(experts(members=clean)) <= set(clean)
     with pytest.raises(Refusal, match="E-CHOICE: by is 'luck'"):
         experts(("luck",))
+
+
+def test_random_experts_are_a_function_of_names_and_seed(world):
+    _, _, bank, case, config = world
+    arm = pipeline.Arm(config=config, by=("random",))
+
+    def drawn(members, seed):
+        return pipeline.experts(replace(case, seed=seed), arm, members, None, best="")
+
+    draws = [drawn(bank, seed) for seed in range(5)]
+    assert draws == [drawn(dict(reversed(bank.items())), seed) for seed in range(5)]
+    assert len(set(draws)) > 1
+    assert all(len(set(names)) == 2 and set(names) <= set(bank) for names in draws)
+    with pytest.raises(Refusal, match=r"E-RANGE: experts \(N\) is 2, expected 1 to 1"):
+        drawn({"a": bank["a"]}, 0)
 
 
 def test_rows_are_the_shots_and_the_nearest_open_ones(world, shots):
@@ -82,6 +98,7 @@ def test_tuning_leaves_the_base_as_it_was_once_the_mixture_is_off(world, count):
     )
     assert len(history.loss) == 2
     assert model.rocket.experts == tuple("ab"[:count])
+    assert model.rocket.config.experts == count
     right = rocket.findings.alone(model, tokenizer, "gcd", limit=2)
     assert right.shape == (count, 2)
     rocket.mixture.remove(model)
