@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import lora_mixture, products
+from moebook.kernels import lora_mixture
 from moebook.kernels.lora_mixture import Projection
 
 SHAPES = [  # T, D, R, N, widths of the projections
@@ -79,12 +79,9 @@ def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype):
         assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 16, 4, 4, (16, 8)), (1, 64, 8, 4, (64,))])
-def test_products_by_onednn_are_as_accurate_as_the_reference(shape, monkeypatch):
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("this PyTorch has no oneDNN")
-    monkeypatch.setattr(products, "is_wider", lambda: True)
-    monkeypatch.setattr(products, "ENOUGH", 1)
+def test_products_by_either_library_are_as_accurate_as_the_reference(shape):
     inputs = [tensor.detach().float().requires_grad_() for tensor in case(*shape)]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     truth = run(op("reference"), exact)
