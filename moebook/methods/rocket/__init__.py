@@ -1,7 +1,7 @@
 """Rocket: K shots choose LoRAs from a bank and rows from open data for a mixture of LoRAs.
 
 ``bank.open`` or ``bank.train`` -> ``scoring.perplexity``, ``scoring.accuracy``, ``scoring.scores``
--> ``selection.similarity``, ``selection.select`` -> ``augmentation.select`` -> ``mixture.build`` ->
+-> ``selection.similarity``, ``selection.select`` -> ``augmentation.choose`` -> ``mixture.build`` ->
 `training.fit` -> ``save``. Steps are called qualified, by module and function.
 """
 

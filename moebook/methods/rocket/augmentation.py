@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from moebook import kernels
 from moebook.errors import refuse
 from moebook.methods.rocket import sampling
 from moebook.methods.rocket.config import CHOICES, Config
-from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.sampling import Array
 from moebook.methods.settings import chosen
 
@@ -37,37 +36,20 @@ class Augmentation:
     vectors: Array
 
 
-def select(
-    shots: Sequence[dict[str, str]],
-    pool: Iterable[dict[str, str]],
-    encoder: Encoder,
-    config: Config,
-    *,
-    seed: int = 0,
-) -> Augmentation:
+def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
+    D_C is put in the order of its similarity to the shots before duplicates go. Memory is a few
+    times C rows and one block of the stream.
+
     Args:
-        shots: D_K, rows with prompt and answer.
-        pool: D_S, of any length; encoded and forgotten block by block.
-        encoder: h, see `encoders.load`.
+        shots: Embeddings of D_K ``[K, D]``, see `encoders.load`.
+        blocks: Embeddings of D_S, of any length, block by block ``[b, D]`` (`Encoder.blocks`).
         config: ``sampler``, ``budget``, ``threshold`` and ``duplicates``.
         seed: Of the samplers that draw at random.
 
     Raises:
-        Refusal: E-KSHOT without shots, E-DATA for an empty pool, or when the sampler finds nothing.
-    """
-    if not shots:
-        refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
-    vectors = encoder.encode([f"{row['prompt']} {row['answer']}" for row in shots])
-    return choose(vectors, encoder.blocks(pool), config, seed=seed)
-
-
-def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
-    """Do the same on embeddings: shots ``[K, D]`` and a stream of blocks ``[b, D]``.
-
-    D_C is put in the order of its similarity to the shots before duplicates go. Memory is a few
-    times C rows and one block of the stream.
+        Refusal: E-DATA for an empty pool, or when the sampler finds nothing.
     """
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     drawn = sampling.draw(shots, blocks, config, budget, seed=seed)

@@ -164,17 +164,16 @@ def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
         assert vector == pytest.approx(pooled / (pooled**2).sum() ** 0.5, abs=1e-5)
 
 
-def test_select_takes_rows_from_texts_to_d_a(encoder, shots):
+def test_rows_are_chosen_from_texts_to_d_a(encoder, shots):
     found = encoders.load(str(encoder()))
     pool = [*shots[1:3], {"prompt": "zzz zzz", "answer": "qqq"}, shots[2]]
     config = rocket.Config(budget=4, threshold=0.99999)  # random weights find all alike
-    chosen = rocket.augmentation.select(shots[:3], pool, found, config)
+    near = next(found.blocks(shots[:3]))
+    chosen = rocket.augmentation.choose(near, found.blocks(pool, size=3), config)
     assert sorted(chosen.candidates) == [0, 1, 2, 3]
     assert {0, 2} < set(chosen.index.tolist())
     assert len(chosen.index) == 3  # rows 1 and 3 are copies: one goes
     assert chosen.similarity[:2] == pytest.approx([1, 1], abs=1e-5)
-    with pytest.raises(Refusal, match="E-KSHOT"):
-        rocket.augmentation.select([], pool, found, rocket.Config())
 
 
 def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch, tmp_path):
