@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,52 +13,49 @@ from torch import Tensor
 
 LARGE = 2**20
 """Bytes from which the system, not the process, gets freed memory back."""
-TAKES = 1000
-"""A free block goes back to the system when so many others were taken since it was in use."""
+KEPT = 2**30
+"""Bytes of free blocks that are kept at most."""
 
 Bytes = NDArray[np.uint8]
 
-
-class _Block(NamedTuple):
-    """Memory, the view of it that was last handed out, and when that was."""
-
-    memory: Bytes
-    view: weakref.ref[Bytes]
-    taken: int
-
-
-_blocks: list[_Block] = []
-_lock, _takes = threading.Lock(), itertools.count()
+_free: dict[int, Bytes] = {}
+"""Free blocks by their id, the longest free first; each step on it is atomic: no lock."""
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an unwritten tensor of the dtype and device of ``like``; a large one in kept memory.
 
     The first touch of new memory, page by page, costs a CPU seven times what writing it costs, and
-    the tensors of a step are new ones in each step. So large blocks are kept. Each tensor handed
-    out holds a view of its block; the block is free when that view is gone, and with it the last
-    tensor that shares the memory.
+    the tensors of a step are new ones in each step. So large blocks are kept, up to `KEPT` bytes.
+    Each tensor handed out holds a view of its block; the block is free when that view is gone, and
+    with it the last tensor that shares the memory.
     """
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < LARGE:
         return like.new_empty(shape)
-    with _lock:
-        view = _take(size)
+    block = _take(size)
+    view = block[:size]
+    weakref.finalize(view, _give_back, block).atexit = False
     return torch.from_numpy(view).view(like.dtype).view(*shape)
 
 
 def _take(size: int) -> Bytes:
     """Return the smallest free block that fits and is not twice too large, else a new one."""
-    now = next(_takes)
-    _blocks[:] = [b for b in _blocks if b.view() is not None or now - b.taken <= TAKES]
-    free = [block for block in _blocks if block.view() is None]
-    fitting = [block.memory for block in free if size <= len(block.memory) <= 2 * size]
-    if fitting:
-        memory = min(fitting, key=len)
-        _blocks[:] = [block for block in _blocks if block.memory is not memory]
-    else:
-        memory = np.empty(size + 64, dtype=np.uint8)
-        memory = memory[-memory.ctypes.data % 64 :][:size]  # where a line of the cache begins
-    view = memory[:size]
-    _blocks.append(_Block(memory, weakref.ref(view), now))
-    return view
+    fitting = [block for block in list(_free.values()) if size <= len(block) <= 2 * size]
+    for block in sorted(fitting, key=len):
+        if _free.pop(id(block), None) is not None:  # else another thread was faster
+            return block
+    block = np.empty(size + 64, dtype=np.uint8)
+    return block[-block.ctypes.data % 64 :][:size]  # where a line of the cache begins
+
+
+def _give_back(block: Bytes) -> None:
+    """Keep a block that became free; of too much, what was free for longest goes to the system."""
+    _free[id(block)] = block
+    blocks = list(_free.values())
+    excess = sum(map(len, blocks)) - KEPT
+    for old in blocks:
+        if excess <= 0:
+            return
+        _free.pop(id(old), None)
+        excess -= len(old)

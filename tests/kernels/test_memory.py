@@ -1,5 +1,7 @@
 """Kept memory is handed out again when nothing shares it any more, and never before."""
 
+import threading
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ SHAPE = (LARGE // 4, 2)
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr(memory, "_blocks", [])
+    monkeypatch.setattr(memory, "_free", {})
 
 
 def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
@@ -26,7 +28,7 @@ def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
     array = row.numpy()
     del row
     assert empty(SHAPE, ONE).data_ptr() != place, "an array of it is still held"
-    memory._blocks.pop()  # else the other one would do
+    memory._free.clear()  # else another would do
     del array
     again = empty(SHAPE, ONE)
     assert again.data_ptr() == place
@@ -45,15 +47,69 @@ def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
 
 def test_small_tensors_are_not_kept():
     assert empty((2, 3), ONE).shape == (2, 3)
-    assert memory._blocks == []
+    assert memory._free == {}
 
 
-def test_a_block_that_nobody_needs_any_more_goes_back(monkeypatch):
-    monkeypatch.setattr(memory, "TAKES", 3)
-    empty(SHAPE, ONE)
-    for _ in range(5):
-        empty((4 * SHAPE[0], 2), ONE)
-    assert [len(block.memory) for block in memory._blocks] == [32 * SHAPE[0]]
+def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeypatch):
+    monkeypatch.setattr(memory, "KEPT", 5 * LARGE)
+    held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
+    places = [tensor.data_ptr() for tensor in held]
+
+    def kept():
+        return [block.ctypes.data for block in memory._free.values()]
+
+    for _ in range(3):
+        held.pop(0)
+    assert kept() == places[:3]
+    other = empty((LARGE * 3 // 4,), ONE)
+    del other
+    assert kept()[0] == places[2], "3 were too much: the first two went"
+    assert [len(block) // LARGE for block in memory._free.values()] == [2, 3]
+    held.pop()
+    assert kept() == [], "more than is allowed by itself"
+
+
+def test_threads_never_share_a_block():
+    wrong = []
+
+    def work(number):
+        for _ in range(50):
+            mine = empty((LARGE // 4,), ONE).fill_(number)
+            if not (mine == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(memory._free) <= 8, "each held one while it took another"
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
+def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, monkeypatch):
+    def train(large):
+        """Two passes a step; gradients of one step and of one pass are held to the end."""
+        monkeypatch.setattr(memory, "LARGE", large)
+        torch.manual_seed(0)
+        bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
+        steps, held = optimizer(bank, lr=0.01), []
+        for step in range(4):
+            for _ in range(2):
+                x = torch.randn(30, 8, requires_grad=True)
+                y = experts(x, route(x[:, :4], 2), bank, F.silu)
+                y.square().mean().backward()
+                held += [x.grad, y.detach()]
+                held += [weight.grad for weight in bank if step == 1 and set_to_none]
+            steps.step()
+            steps.zero_grad(set_to_none=set_to_none)
+        return [*held, *(weight.detach() for weight in bank)]
+
+    pairs = zip(train(1), train(2**60), strict=True)
+    assert all(torch.equal(kept, new) for kept, new in pairs)
+    assert memory._free
 
 
 def test_steps_accumulation_and_kept_gradients_are_right():
