@@ -53,8 +53,10 @@ def balance_loss(
         refuse("E-DTYPE", f"balance_loss: ids is {ids.dtype}, expected torch.int64")
     if mask is not None and mask.is_complex():
         refuse("E-DTYPE", f"balance_loss: mask is {mask.dtype}, expected real numbers or bool")
-    if ids.device != logits.device or (mask is not None and mask.device != logits.device):
-        refuse("E-DEVICE", f"balance_loss: ids and mask must be on {logits.device} as the logits")
+    for name, part in (("ids", ids), ("mask", mask)):
+        if part is not None and part.device != logits.device:
+            lie = f"logits lie on {logits.device}, {name} on {part.device}"
+            refuse("E-DEVICE", f"balance_loss: {lie}")
     if form not in FORMS:
         refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
     keep = logits.new_ones(len(logits)) if mask is None else mask.to(logits.dtype)

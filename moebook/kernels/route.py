@@ -69,13 +69,15 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
 
     Raises:
         Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``, E-DTYPE for ids that
-            are no whole numbers.
+            are no whole numbers, E-DEVICE when the two lie on different devices.
     """
     if ids.dim() != 2 or weights.shape != ids.shape:
         shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         refuse("E-SHAPE", f"grouped: expected ids and weights [T, K], got {shapes}")
     if ids.dtype not in (torch.int64, torch.int32):
         refuse("E-DTYPE", f"grouped: ids is {ids.dtype}, expected torch.int64")
+    if ids.device != weights.device:
+        refuse("E-DEVICE", f"grouped: ids lie on {ids.device}, weights on {weights.device}")
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     return Routing(ids, weights, slots.argsort(stable=True), counts)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from importlib.util import find_spec
+from operator import methodcaller
 
 import pytest
 import torch
@@ -20,72 +21,72 @@ def drawn(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
-def bank(number, dtype, device="cpu"):
-    return Bank(drawn(number, 8, 6, dtype=dtype), drawn(number, 6, 4, dtype=dtype).to(device))
+def bank(number, dtype):
+    return Bank(drawn(number, 8, 6, dtype=dtype), drawn(number, 6, 4, dtype=dtype))
 
 
 def routing(dtype):
     return kernels.route(drawn(5, 3, dtype=dtype), 2)
 
 
-def call(op, *, impl="auto", dtype=torch.float32, device="cpu", wrong=None, **changes):
+def call(op, *, impl="auto", dtype=torch.float32, wrong=None, **changes):
     """Call an op as it is meant to be, but for what is said.
 
     Args:
         op: Its name.
         impl, dtype: Of the call.
-        device: Where one argument lies.
-        wrong: For the name of an argument, the dtype or device it comes in instead.
+        wrong: For the name of an argument, what is made of it.
         changes: Parts of the routing that are others.
     """
 
     def given(**tensors):
         wanted = wrong or {}
-        found = [t.to(wanted[name]) if name in wanted else t for name, t in tensors.items()]
+        found = [wanted.get(name, torch.clone)(tensor) for name, tensor in tensors.items()]
         return found if len(found) > 1 else found[0]
 
     x, by = drawn(5, 6, dtype=dtype), routing(dtype)._replace(**changes)
-    by = Routing(*given(**by._asdict()))
     match op:
         case "route":
             return kernels.route(given(logits=x), 2, impl=impl)
         case "grouped":
-            return kernels.grouped(by.ids, by.weights, 3)
+            return kernels.grouped(*given(ids=by.ids, weights=by.weights), 3)
         case "experts":
-            own = Bank(*given(**bank(3, dtype, device)._asdict()))
+            own, by = Bank(*given(**bank(3, dtype)._asdict())), Routing(*given(**by._asdict()))
             return kernels.experts(given(x=x), by, own, F.silu, impl=impl)
         case "split_experts":
-            banks, slots = (bank(3, dtype), bank(1, dtype, device)), torch.tensor([-1, 0, -1])
-            x, slots = given(x=x, slots=slots)
+            own, by = Bank(*given(**bank(3, dtype)._asdict())), Routing(*given(**by._asdict()))
+            trained = {f"trained_{name}": t for name, t in bank(1, dtype)._asdict().items()}
+            x, slots = given(x=x, slots=torch.tensor([-1, 0, -1]))
+            banks = own, Bank(*given(**trained))
             return kernels.split_experts(x, by, *banks, slots, F.silu, impl=impl)
         case "adapters":
-            down, up = drawn(3, 6, 4, dtype=dtype), drawn(3, 4, 6, dtype=dtype).to(device)
-            x, source, down, up = given(h=x, source=x, down=down, up=up)
+            by, down, up = Routing(*given(**by._asdict())), drawn(3, 6, 4), drawn(3, 4, 6)
+            x, source, down, up = given(h=x, source=x, down=down.to(dtype), up=up.to(dtype))
             return kernels.adapters(x, by, down, up, source=source, impl=impl)
         case "lora_mixture":
-            down, up = drawn(2, 3, 6, dtype=dtype), drawn(2, 7, 3, dtype=dtype).to(device)
+            down, up = drawn(2, 3, 6, dtype=dtype), drawn(2, 7, 3, dtype=dtype)
             base, gates = drawn(5, 7, dtype=dtype), drawn(5, 2, dtype=dtype)
             x, *own = given(x=x, base=base, gates=gates, down=down, up=up)
             return kernels.lora_mixture(x, [Projection(*own)], impl=impl)
         case "balance_loss":
-            x, ids, mask = given(logits=x, ids=by.ids.to(device), mask=torch.ones(5))
+            x, ids, mask = given(logits=x, ids=by.ids, mask=torch.ones(5))
             return kernels.balance_loss(x, ids, mask=mask, impl=impl)
         case "bank_scoring":
-            answers = Answers(*(torch.tensor(part).to(device) for part in ([0], [2], [1])))
+            answers = Answers(*(torch.tensor(part) for part in ([0], [2], [1])))
             hidden, head = drawn(1, 3, 4, dtype=dtype), drawn(5, 4, dtype=dtype)
             hidden, head, *places = given(hidden=hidden, head=head, **answers._asdict())
             return kernels.bank_scoring(hidden, head, Answers(*places), impl=impl)
         case "nearest":
-            pool, shots = given(pool=x.to(device), shots=x[:2])
+            pool, shots = given(pool=x, shots=x[:2])
             return kernels.nearest(pool, shots, 3, impl=impl)
         case "duplicates":
-            vectors, key = given(vectors=x, key=torch.ones(5).to(device))
+            vectors, key = given(vectors=x, key=torch.ones(5))
             return kernels.duplicates(vectors, key, 0.9, impl=impl)
         case "groups":
-            similarity, worth = given(similarity=x[:, :5], worth=torch.ones(5).to(device))
+            similarity, worth = given(similarity=x[:, :5], worth=torch.ones(5))
             return kernels.groups(similarity, worth, 2, impl=impl)
         case "clusters":
-            points, centres = given(points=x[None], centres=x[None, :2].to(device))
+            points, centres = given(points=x[None], centres=x[None, :2])
             return kernels.clusters(points, centres, impl=impl)
 
 
@@ -121,10 +122,40 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
         call(op, impl="triton", dtype=dtype)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "route"])
-def test_arguments_on_two_devices_are_refused(op):
-    with pytest.raises(Refusal, match=f"E-DEVICE: {op}: "):
-        call(op, device="meta")
+BY = ("ids", "weights", "order", "counts")
+ARGUMENTS = {
+    "route": ("logits",), "grouped": ("ids", "weights"),
+    "experts": ("x", "gate_up", "down", *BY),
+    "split_experts": ("x", "gate_up", "down", "trained_gate_up", "trained_down", "slots", *BY),
+    "adapters": ("h", "source", "down", "up", *BY),
+    "lora_mixture": ("x", "base", "gates", "down", "up"), "balance_loss": ("logits", "ids", "mask"),
+    "bank_scoring": ("hidden", "head", "readers", "targets", "lengths"),
+    "nearest": ("pool", "shots"), "duplicates": ("vectors", "key"),
+    "groups": ("similarity", "worth"), "clusters": ("points", "centres"),
+}  # fmt: skip
+EACH = [(op, name) for op, names in ARGUMENTS.items() for name in names]
+
+
+@pytest.mark.parametrize(("op", "argument"), EACH)
+def test_an_argument_with_a_dimension_too_many_is_refused(op, argument):
+    call(op)
+    refused("E-SHAPE", rf"{op}: .*\(1, ", op, argument, lambda t: t[None])
+
+
+# Of shots on the meta device no value could be checked.
+@pytest.mark.parametrize(
+    ("op", "argument"), [case for case in EACH[1:] if case != ("nearest", "shots")]
+)
+def test_an_argument_on_another_device_is_refused(op, argument):
+    message = rf"{op}: .*\b(meta.*cpu|cpu.*meta)\b"
+    refused("E-DEVICE", message, op, argument, methodcaller("to", "meta"))
+
+
+def refused(code, message, op, argument, change):
+    """Expect one line."""
+    with pytest.raises(Refusal, match=f"^{code}: {message}") as found:
+        call(op, wrong={argument: change})
+    assert "\n" not in str(found.value)
 
 
 WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
@@ -159,12 +190,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "argument", "wrong"), [*CASES, ("split_experts", "slots", "meta")])
-def test_an_argument_of_a_wrong_dtype_or_device_is_named_with_it(op, argument, wrong):
-    code = "E-DEVICE" if wrong == "meta" else "E-DTYPE"
-    with pytest.raises(Refusal, match=rf"^{code}: {op}: .*\b{argument}\b.*{wrong}\b") as found:
-        call(op, wrong={argument: wrong})
-    assert "\n" not in str(found.value)
+@pytest.mark.parametrize(("op", "argument", "wrong"), CASES)
+def test_an_argument_of_a_wrong_dtype_is_named_with_it(op, argument, wrong):
+    message = rf"{op}: .*\b{argument}\b.*{wrong}\b"
+    refused("E-DTYPE", message, op, argument, methodcaller("to", wrong))
 
 
 @pytest.mark.parametrize("slots", [[-1, 1, -1], [7, 0, -1]])
