@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from moebook.kernels.segments import Layout, lay_out
 
 ENOUGH = 64
 """Tokens for each of the E * E ordered pairs of experts from which on rows are sorted by pair."""
+PART = 2**18
+"""Numbers of ``h`` up to which neighbouring experts or pairs are computed side by side."""
 
 
 def adapters(
@@ -106,61 +108,73 @@ def _segments(
         by = grouped(code, code, experts**2)
         members = [[low, high] for low in range(experts) for high in range(experts)]
     layout = lay_out(by, h.dtype, down.shape[1:].numel() * (1 if by is routing else 2))
-    plan = _Plan(
-        layout,
-        [members[group] for group, _ in layout.segments],
-        [rows.stop - rows.start for _, rows in layout.segments],
-        [count for count in by.counts.tolist() if count],
-    )
-    y: Tensor = _Segments.apply(h, other, gates, down, up, plan)
+    parts = _parts(layout, members, PART // max(h.shape[1], 1))
+    y: Tensor = _Segments.apply(h, other, gates, down, up, layout, parts)
     return y
 
 
-class _Plan(NamedTuple):
-    """Rows of a layout in groups, whose tokens go to the same expert or pair of experts.
+class _Part(NamedTuple):
+    """Neighbouring groups of rows, whose tokens go to the same expert or pair of experts.
 
     Attributes:
-        layout: Of the rows.
         experts: One, or a pair, of each group.
         sizes: Rows of each group.
-        tokens: How many rows of each group are tokens; the others only fill up.
     """
 
-    layout: Layout
     experts: list[list[int]]
     sizes: list[int]
-    tokens: list[int]
 
-    def cut(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Yield of each group its experts, its tokens, the token of each row, and its rows."""
-        parts = [tensor.split(self.sizes) for tensor in (self.layout.token, *tensors)]
-        return zip(self.experts, self.tokens, *parts, strict=True)
+    def each(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield of each group its experts and its rows of the tensors."""
+        return zip(self.experts, *(rows.split(self.sizes) for rows in tensors), strict=True)
+
+
+def _parts(layout: Layout, members: list[list[int]], most: int) -> list[_Part]:
+    """Join neighbouring groups up to so many rows: then calls cost less than what they do."""
+    parts: list[_Part] = []
+    for group, rows in layout.segments:
+        size = rows.stop - rows.start
+        if not parts or sum(parts[-1].sizes) + size > most:
+            parts.append(_Part([], []))
+        parts[-1].experts.append(members[group])
+        parts[-1].sizes.append(size)
+    return parts
+
+
+def _cut(parts: list[_Part], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield each part and its rows of the tensors."""
+    sizes = [sum(part.sizes) for part in parts]
+    return zip(parts, *(rows.split(sizes) for rows in tensors), strict=True)
 
 
 class _Segments(torch.autograd.Function):
-    """Rows sorted by expert or pair; all of a group is done while its rows are in the cache.
+    """Rows sorted by expert or pair; all of a part is done while its rows are in the cache.
 
     Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``. The gate is
     applied between the two products, on R columns instead of D. The factors of a pair are one
-    matrix, and a row is read once and added to once for both. Where h is its own source (``other``
+    matrix, and a row is read once and added to once for both; rows that only fill a segment up have
+    a gate of 0 and add nothing. Where h is its own source (``other``
     is None), its two gradients are one tensor from the start.
     """
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
-        plan: _Plan,
+        layout: Layout, parts: list[_Part],
     ) -> Tensor:  # fmt: skip
-        source, gate = h if other is None else other, plan.layout.spread(gates)
+        source, gate = h if other is None else other, layout.spread(gates)
         pre = h.new_empty(len(gate), gate.shape[1] * down.shape[2])
         y, downs, ups = empty(h.shape, h).copy_(h), down.unbind(), up.unbind()
-        for experts, tokens, token, own, before in plan.cut(gate, pre):
-            product(source.index_select(0, token), _joined(downs, experts, 1), out=before)
-            hidden = _gated(F.gelu(before), own)
-            out = product(hidden, _joined(ups, experts, 0))
-            y.index_add_(0, token[:tokens], out[:tokens])
+        for part, token, own, before in _cut(parts, layout.token, gate, pre):
+            for experts, read, out in part.each(source.index_select(0, token), before):
+                product(read, _joined([downs[expert] for expert in experts], 1), out=out)
+            out = [
+                product(hidden, _joined([ups[expert] for expert in experts]))
+                for experts, hidden in part.each(_gated(F.gelu(before), own))
+            ]
+            y.index_add_(0, token, _joined(out))
         ctx.save_for_backward(source, gate, down, up, pre)
-        ctx.plan, ctx.apart = plan, other is not None
+        ctx.layout, ctx.parts, ctx.apart = layout, parts, other is not None
         return y
 
     @staticmethod
@@ -170,18 +184,24 @@ class _Segments(torch.autograd.Function):
         d_gate, d_source = torch.empty_like(gate), empty(grad.shape, grad)
         d_source = d_source.zero_() if ctx.apart else d_source.copy_(grad)
         downs, ups, d_down, d_up = down.unbind(), up.unbind(), _Sum(up), _Sum(up)
-        for experts, tokens, token, own, before, d_own in ctx.plan.cut(gate, pre, d_gate):
-            number, d_out = len(experts), grad.index_select(0, token)
-            active, d_hidden = F.gelu(before), product(d_out, _joined(ups, experts, 0).T)
-            torch.sum((d_hidden * active).unflatten(1, (number, -1)), 2, out=d_own)
-            d_up.add(experts, product(_gated(active, own).T, d_out))
+        cut = _cut(ctx.parts, ctx.layout.token, gate, pre, d_gate)
+        for part, token, own, before, d_own in cut:
+            read, d_out = source.index_select(0, token), grad.index_select(0, token)
+            d_hidden, active = torch.empty_like(before), F.gelu(before)
+            for experts, d_y, out in part.each(d_out, d_hidden):
+                product(d_y, _joined([ups[expert] for expert in experts]).T, out=out)
+            torch.sum((d_hidden * active).unflatten(1, (own.shape[1], -1)), 2, out=d_own)
             d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, own), before)
-            d_down.add(experts, product(d_pre.T, source.index_select(0, token)))
-            d_rows = product(d_pre, _joined(downs, experts, 1).T)
-            d_source.index_add_(0, token[:tokens], d_rows[:tokens])
+            d_rows = []
+            for experts, x, d_y, hidden, d in part.each(read, d_out, _gated(active, own), d_pre):
+                d_up.add(experts, product(hidden.T, d_y))
+                d_down.add(experts, product(d.T, x))
+                d_rows.append(product(d, _joined([downs[expert] for expert in experts], 1).T))
+            d_source.index_add_(0, token, _joined(d_rows))
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
-        d_gates = d_gate[ctx.plan.layout.place].flatten(1)
-        return *d_inputs, d_gates, d_down.total(down.dtype).mT, d_up.total(up.dtype), None
+        d_gates = d_gate[ctx.layout.place].flatten(1)
+        d_weights = d_down.total(down.dtype).mT, d_up.total(up.dtype)
+        return *d_inputs, d_gates, *d_weights, None, None
 
 
 class _Sum:
@@ -209,11 +229,9 @@ class _Sum:
         return self.memory.to(dtype)
 
 
-def _joined(factors: Sequence[Tensor], experts: list[int], dim: int) -> Tensor:
-    """Return the factors of a group's experts as one matrix."""
-    if len(experts) == 1:
-        return factors[experts[0]]
-    return torch.cat([factors[expert] for expert in experts], dim)
+def _joined(matrices: list[Tensor], dim: int = 0) -> Tensor:
+    """Return matrices as one."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim)
 
 
 def _gated(rows: Tensor, gate: Tensor) -> Tensor:
