@@ -12,6 +12,7 @@ from moebook.errors import refuse
 from moebook.methods.esft.routing import Sparse, check_layers, experts_of, sparse_layers
 from moebook.methods.esft.selection import Selection
 from moebook.models.fingerprint import fingerprint
+from moebook.models.registry import unlike
 from moebook.nn.split_experts import SplitExperts
 
 
@@ -157,24 +158,14 @@ def _check_form(layer: Sparse, experts: int) -> None:
         "gate_up_proj": (experts, 2 * layer.width, hidden),
         "down_proj": (experts, hidden, layer.width),
     }
-    if held != wanted or not _is_plain(bank):
+    problem = unlike(bank)
+    if held != wanted or problem:
         refuse(
             "E-MODEL",
-            f"layer {layer.index}: {type(bank).__name__} holds {held}; expected {wanted}, gate and"
-            " up one after the other, act_fn(gate) * up, and nothing behind the down projection",
+            f"layer {layer.index}: {type(bank).__name__} holds {held}, {problem or 'gated'};"
+            f" expected {wanted}, gate and up one after the other, act_fn(gate) * up, and nothing"
+            " behind the down projection",
         )
-
-
-def _is_plain(bank: nn.Module) -> bool:
-    """Whether experts compute as `moebook.kernels.split_experts` does, by transformers' flags."""
-    gate = getattr(type(bank), "_apply_gate", None)
-    return (
-        callable(getattr(bank, "act_fn", None))
-        and getattr(bank, "is_concatenated", True)
-        and not getattr(bank, "is_transposed", False)
-        and not getattr(bank, "has_post_expert_norm", False)
-        and (gate is None or gate.__name__ == "_default_apply_gate")
-    )
 
 
 def options(
