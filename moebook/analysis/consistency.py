@@ -67,16 +67,13 @@ def consistency(checkpoints: Sequence[Tensor], *, over: str = "pairs") -> pd.Dat
     shapes = {tuple(each.shape) for each in checkpoints}
     if len(shapes) > 1:
         refuse("E-SHAPE", f"checkpoints differ in [L, T, E]: {sorted(shapes)}; use the same text")
-    if over == "joint":
-        groups = [tuple(checkpoints)]
-    else:
-        groups = list((combinations if over == "pairs" else _neighbours)(checkpoints, 2))
-    scores = torch.stack([_jaccard(torch.stack(group)) for group in groups]).mean(0)
+    groups: dict[str, Iterable[Sequence[Tensor]]] = {
+        "pairs": combinations(checkpoints, 2),
+        "successive": pairwise(checkpoints),
+        "joint": [checkpoints],
+    }
+    scores = torch.stack([_jaccard(torch.stack([*group])) for group in groups[over]]).mean(0)
     return pd.DataFrame({"layer": range(len(scores)), "consistency": scores.tolist()})
-
-
-def _neighbours(checkpoints: Sequence[Tensor], _: int) -> Iterable[tuple[Tensor, ...]]:
-    return pairwise(checkpoints)
 
 
 def _jaccard(group: Tensor) -> Tensor:

@@ -153,9 +153,8 @@ def collect(
     points = torch.empty(len(host.layers), len(names) * limit, host.hidden)
     keys = torch.full((len(names), limit), torch.inf, dtype=torch.float64)
     order = torch.zeros(len(names), limit, dtype=torch.int64)
-    options = {"tensor": tensor, "tokens": tokens, "share": share, "seed": seed}
     seen = 0
-    for chunk in sampled(model, tasks, **options):  # type: ignore[arg-type]
+    for chunk in sampled(model, tasks, tensor=tensor, tokens=tokens, share=share, seed=seed):
         old, new = _survivors(keys[chunk.task], chunk.keys)
         keys[chunk.task, old], order[chunk.task, old] = chunk.keys[new], seen + new
         points[:, chunk.task * limit + old] = chunk.points[:, new]
