@@ -153,8 +153,8 @@ class _Segments(torch.autograd.Function):
     Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``. The gate is
     applied between the two products, on R columns instead of D. The factors of a pair are one
     matrix, and a row is read once and added to once for both; rows that only fill a segment up have
-    a gate of 0 and add nothing. Where h is its own source (``other``
-    is None), its two gradients are one tensor from the start.
+    a gate of 0 and add nothing. Where h is its own source (``other`` is None), its two gradients
+    are one tensor from the start.
     """
 
     @staticmethod
