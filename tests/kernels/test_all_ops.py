@@ -104,19 +104,20 @@ def test_an_implementation_that_is_not_there_is_refused(op):
         call(op, impl="cuda")
 
 
+HERE = ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU")
+BAD = [
+    ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
+    ("1", torch.float64, "the input is torch.float64"),
+]
+
+
 @installed
 @pytest.mark.parametrize(
-    ("interpret", "dtype", "why"),
-    [
-        ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU"),
-        ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
-        ("1", torch.float64, "the input is torch.float64"),
-    ],
+    ("op", "interpret", "dtype", "why"),
+    # Groups are added up in whole steps, whatever dtype their similarities have.
+    [(op, *case) for op in OPS for case in (HERE, *(BAD if op != "groups" else ()))],
 )
-@pytest.mark.parametrize("op", OPS)
 def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkeypatch):
-    if op == "groups" and dtype != torch.float32:
-        pytest.skip("groups are counted in whole steps, whatever dtype their similarities have")
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     with pytest.raises(Refusal, match=f"E-IMPL: {op}: impl='triton' cannot run here: .*{why}"):
         call(op, impl="triton", dtype=dtype)
