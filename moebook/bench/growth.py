@@ -78,9 +78,13 @@ def regrown(records: Mapping[str, Record]) -> pd.DataFrame:
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other."""
+    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other.
+
+    Left out is what does a part of the work only: a frozen layer alone.
+    """
     panels: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
+    whole = frame[~frame["contender"].str.endswith("alone")]
+    for (op, letter), part in whole.groupby(["op", "letter"], sort=False):
         who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest other")
         least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3
         panels[f"{op}, {letter}"] = {

@@ -157,6 +157,7 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
 
 def test_a_curve_of_peers_takes_the_fastest_at_each_size() -> None:
     lines = [("x", 2, 0.5), ("x", 1, 0.1), ("y", 1, 0.2), ("y", 2, 0.3), ("ours", 1, 1.0)]
+    lines.append(("frozen layer alone", 1, 0.01))
     sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
     panels = bench.curves(sweep.assign(op="route", letter="T"))
     assert {name: curve.tolist() for name, curve in panels["route, T"].items()} == {
