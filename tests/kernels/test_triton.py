@@ -1,28 +1,15 @@
-"""The recipe for the kernel of every op, interpreted on a CPU, compiled where there is a GPU.
-
-Each is held against float64: an error is at most twice that of PyTorch's own computation in the
-same dtype, of every output and every gradient, in shapes of each kind. Two runs are bitwise equal.
-The interpreter computes bfloat16 wrongly, so that runs on a GPU alone. What ops refuse stands in
-`test_all_ops`, that each kernel compiles for GPUs which are not there in `test_compile_gate`, and
-that the references mean what the papers say in the test of each op.
-"""
+"""Triton kernels where `test_recipe` does not look, interpreted on a CPU or compiled for a GPU."""
 
 import importlib
 import os
-from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moebook import kernels
-from moebook.kernels import Bank
-from moebook.kernels.bank_scoring import Answers
+from moebook.kernels import Bank, balance_loss, experts, lora_mixture, route
 from moebook.kernels.lora_mixture import Projection
 
 pytestmark = [
@@ -31,312 +18,36 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
-RUNS = [("triton", dtype) for dtype in DTYPES]
-if INTERPRETED:  # and what a CPU runs
-    RUNS += [("auto", dtype) for dtype in (torch.float32, torch.bfloat16)]
-NAMES = {"ids": lambda given: str(given).removeprefix("torch.")}
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
-class Op(NamedTuple):
-    """One op with its letters filled in: what its builder below returns.
-
-    Attributes:
-        shapes: Of its inputs, all floating point.
-        function: Called with them and ``impl``; returns all that the op does, as tensors.
-        peer: What computes in the same dtype, to hold errors against.
-    """
-
-    shapes: list
-    function: Callable
-    peer: str = "reference"
+def drawn(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes]
 
 
-def drawn(shapes, seed=0):
-    """Draw tensors of a size that leaves products near 1, so that float16 holds them."""
-    torch.manual_seed(seed)
-    tensors = [torch.randn(shape) for shape in shapes]
-    return [t / max(t.shape[-1], 1) ** 0.5 if t.dim() == 3 else t for t in tensors]
-
-
-def of_experts(T, E, D, width):
-    """Shapes of tokens, logits and a bank."""
-    return [(T, D), (T, E), (E, 2 * width, D), (E, D, width)]
-
-
-def route(T, E, K):
-    def function(logits, impl):
-        return kernels.route(logits, K, impl=impl)
-
-    return Op([(T, E)], function)
-
-
-def experts(T, E, K, D, width, act=F.silu):
-    def function(x, logits, gate_up, down, impl):
-        by = kernels.route(logits, K)
-        return [kernels.experts(x, by, Bank(gate_up, down), act, impl=impl)]
-
-    return Op(of_experts(T, E, D, width), function)
-
-
-def split_experts(T, E, chosen, D, width, act=F.silu):
-    def function(x, logits, gate_up, down, own_gate_up, own_down, impl):
-        slots = torch.full((E,), -1)
-        slots[torch.tensor(chosen, dtype=torch.long)] = torch.arange(len(chosen))
-        banks = Bank(gate_up, down), Bank(own_gate_up, own_down)
-        by, slots = kernels.route(logits, 2), slots.to(x.device)
-        return [kernels.split_experts(x, by, *banks, slots, act, impl=impl)]
-
-    own = [(len(chosen), 2 * width, D), (len(chosen), D, width)]
-    return Op(of_experts(T, E, D, width) + own, function)
-
-
-def adapters(T, E, K, D, R, apart=False):
-    def function(h, other, logits, down, up, impl):
-        by, source = kernels.route(logits, K), other if apart else None
-        return [kernels.adapters(h, by, down, up, scale=0.7, source=source, impl=impl)]
-
-    return Op([(T, D), (T, D), (T, E), (E, D, R), (E, R, D)], function)
-
-
-def lora_mixture(T, N, D, R, *widths, idle=False):
-    def function(x, *rest):
-        live = torch.arange(N, device=x.device) >= idle
-        parts = zip(*(rest[place:-1:4] for place in range(4)), strict=True)
-        parts = [Projection(base, live * gates, *loras, 0.7) for base, gates, *loras in parts]
-        return kernels.lora_mixture(x, parts, impl=rest[-1])
-
-    own = [((T, width), (T, N), (N, R, D), (N, width, R)) for width in widths]
-    return Op([(T, D), *chain.from_iterable(own)], function)
-
-
-def balance_loss(T, E, K, masked=False):
-    def function(logits, impl):
-        mask = torch.arange(T, device=logits.device) % 3 > 0 if masked else None
-        ids = kernels.route(logits, K).ids
-        return [kernels.balance_loss(logits, ids, mask=mask, impl=impl)]
-
-    return Op([(T, E)], function)
-
-
-def bank_scoring(N, T, D, V, *lengths):
-    def function(hidden, head, impl):
-        token = torch.arange(sum(lengths), device=head.device)
-        long = torch.tensor(lengths, dtype=torch.int64, device=head.device)
-        answers = Answers(7 * token % T, 5 * token % V, long)
-        return [kernels.bank_scoring(hidden, head, answers, impl=impl)]
-
-    return Op([(N, T, D), (V, D)], function)
-
-
-def nearest(S, K, D, form="maximum"):
-    def function(pool, shots, impl):
-        pool = pool * (torch.arange(S, device=pool.device) % 3 > 0)[:, None]  # some rows are zero
-        found = kernels.nearest(pool, shots, S + 1, form=form, impl=impl)
-        return [found.key[found.index.argsort()]]
-
-    return Op([(S, D), (K, D)], function)
-
-
-def duplicates(S, D, threshold, rule="standing"):
-    def function(vectors, impl):
-        key = 7 * torch.arange(S, device=vectors.device) % 5
-        left = kernels.duplicates(vectors, key, threshold, rule=rule, impl=impl)
-        return [torch.zeros(S, device=vectors.device).index_fill_(0, left, 1)]
-
-    return Op([(S, D)], function)
-
-
-def groups(M, N, G, diversity="ordered"):
-    def function(similarity, impl):
-        worth = 7 * torch.arange(M, device=similarity.device) % 5
-        return kernels.groups(similarity, worth, N, best=G, diversity=diversity, impl=impl)
-
-    return Op([(M, M)], function)
-
-
-def clusters(L, S, E, D):
-    def function(points, centres, impl):
-        return kernels.clusters(points, centres, impl=impl)
-
-    # The reference sums in float64, whatever the points are.
-    return Op([(L, S, D), (L, E, D)], function, peer="torch")
-
-
-KINDS = ("even", "ragged", "idle", "one row", "no row")
-"""Blocks that are full, several that are not, something that gets no row, one row, and none."""
-OPS = {
-    "route": {
-        "even": route(64, 8, 2), "ragged": route(70, 5, 2), "idle": route(3, 8, 1),
-        "one row": route(1, 4, 4), "no row": route(0, 3, 1),
-    },
-    "experts": {
-        "even": experts(16, 4, 2, 16, 16), "ragged": experts(40, 2, 1, 40, 33),
-        "idle": experts(3, 8, 2, 4, 2), "one row": experts(1, 5, 3, 4, 2),
-        "no row": experts(0, 3, 2, 4, 2), "odd": experts(7, 3, 1, 20, 5),
-        "fetched": experts(12, 2, 1, 16, 24),  # widths that the memory accelerator can fetch
-        "gelu": experts(12, 4, 2, 8, 4, F.gelu), "gelu, idle": experts(3, 8, 2, 4, 2, F.gelu),
-        "gelu, fetched": experts(12, 2, 1, 16, 24, F.gelu), "many rows": experts(600, 4, 2, 16, 8),
-    },
-    "split_experts": {
-        "even": split_experts(16, 3, [2, 0], 16, 16), "ragged": split_experts(12, 4, [1], 8, 4),
-        "idle": split_experts(2, 6, [], 8, 4), "one row": split_experts(1, 4, [2, 0], 8, 4),
-        "no row": split_experts(0, 4, [3], 8, 4), "fetched": split_experts(12, 3, [2, 0], 16, 24),
-        "gelu": split_experts(12, 4, [2, 0], 8, 4, F.gelu),
-        "many rows": split_experts(600, 4, [3, 1], 16, 8),
-    },
-    "adapters": {
-        "even": adapters(16, 4, 2, 16, 16), "ragged": adapters(45, 2, 2, 40, 5),
-        "idle": adapters(2, 6, 2, 4, 2), "one row": adapters(1, 4, 2, 8, 4),
-        "no row": adapters(0, 3, 2, 4, 2), "alone": adapters(7, 3, 1, 20, 5),
-        "three": adapters(6, 5, 3, 20, 3), "apart": adapters(12, 4, 2, 8, 4, True),
-        "apart, ragged": adapters(45, 2, 2, 40, 5, True), "many rows": adapters(1100, 4, 2, 16, 8),
-    },
-    "lora_mixture": {
-        "even": lora_mixture(16, 4, 16, 16, 16), "ragged": lora_mixture(70, 1, 6, 3, 4),
-        "idle": lora_mixture(6, 3, 4, 2, 5, idle=True), "one row": lora_mixture(1, 8, 8, 4, 8, 5),
-        "no row": lora_mixture(0, 2, 4, 2, 3), "two": lora_mixture(6, 3, 8, 4, 8, 5),
-        "many rows": lora_mixture(600, 4, 16, 4, 16, 8),
-    },
-    "balance_loss": {
-        "even": balance_loss(64, 8, 2), "ragged": balance_loss(70, 5, 2),
-        "idle": balance_loss(3, 8, 1), "one row": balance_loss(1, 4, 2),
-        "no row": balance_loss(0, 3, 1), "masked": balance_loss(70, 5, 2, True),
-        "masked, idle": balance_loss(3, 8, 1, True), "masked, no row": balance_loss(0, 3, 1, True),
-        "many rows": balance_loss(600, 64, 6),
-    },
-    "bank_scoring": {
-        "even": bank_scoring(2, 32, 32, 64, 16, 16), "ragged": bank_scoring(5, 30, 40, 70, 20, 1),
-        "idle": bank_scoring(2, 5, 3, 300, 4, 0, 2), "one row": bank_scoring(1, 4, 5, 1, 1),
-        "no row": bank_scoring(2, 3, 4, 9),
-    },
-    "nearest": {
-        "even": nearest(64, 64, 32), "ragged": nearest(140, 5, 20), "idle": nearest(33, 70, 80),
-        "one row": nearest(1, 1, 1), "no row": nearest(0, 2, 3),
-        "mean": nearest(140, 5, 20, "mean"),
-    },
-    "duplicates": {
-        "even": duplicates(64, 32, 0.2), "ragged": duplicates(150, 3, 0.8),
-        "idle": duplicates(40, 70, 0.9), "one row": duplicates(1, 1, 0.5),
-        "no row": duplicates(0, 2, 0.5), "any": duplicates(150, 3, 0.8, "any"),
-    },
-    "groups": {
-        "even": groups(10, 4, 9), "ragged": groups(16, 5, 30), "idle": groups(6, 6, 3),
-        "one row": groups(1, 1, 1), "no row": groups(5, 1, 2),
-        "inverse": groups(16, 5, 30, "inverse"),
-    },
-    "clusters": {
-        "even": clusters(1, 64, 16, 32), "ragged": clusters(1, 150, 17, 40),
-        "idle": clusters(2, 5, 9, 3), "one row": clusters(1, 1, 2, 5),
-        "no row": clusters(1, 0, 2, 3), "layers": clusters(3, 9, 3, 4),
-    },
-}  # fmt: skip
-REAL = {
-    "route": route(70_000, 60, 6), "experts": experts(4096, 64, 6, 1024, 704),
-    "split_experts": split_experts(4096, 64, [9, 3, 60], 1024, 704),
-    "adapters": adapters(8192, 8, 2, 1024, 32), "balance_loss": balance_loss(70_000, 60, 6),
-    "lora_mixture": lora_mixture(4096, 4, 1024, 16, 1024, 256),
-    "bank_scoring": bank_scoring(8, 200, 1024, 32_003, 30, 20, 50),
-    "nearest": nearest(20_000, 50, 384), "duplicates": duplicates(20_000, 384, 0.1),
-    "groups": groups(38, 8, 1000), "clusters": clusters(2, 20_000, 64, 1024),
-}  # fmt: skip
-"""Sizes of use, for a GPU."""
-
-
-def given(op, dtype, seed=0):
-    return [t.to(DEVICE, dtype).requires_grad_() for t in drawn(op.shapes, seed)]
-
-
-def outcome(op, inputs, impl):
-    """Outputs, then the gradient of every input where something has one, all in float64."""
-    ys = list(op.function(*inputs, impl))
-    some = [y for y in ys if y.requires_grad]
-    waves = [torch.arange(y.numel(), device=DEVICE).view_as(y).cos().to(y.dtype) for y in some]
-    grads = ()
-    if some:
-        grads = torch.autograd.grad(some, inputs, waves, allow_unused=True, materialize_grads=True)
-    return [tensor.detach().double() for tensor in (*ys, *grads)]
-
-
-def check(op, impl, dtype, draws):
-    """Hold each error, summed over some draws, against twice the peer's own."""
-    errors = {impl: 0.0, op.peer: 0.0}
-    for seed in range(draws):
-        made = given(op, dtype, seed)
-        exact = [t.detach().double().requires_grad_() for t in made]
-        truth = outcome(op, exact, "reference")
-        for name in errors:
-            pairs = zip(outcome(op, made, name), truth, strict=True)
-            errors[name] = errors[name] + torch.stack([(a - b).norm() for a, b in pairs])
-    assert (errors[impl] <= 2 * errors[op.peer] + 1e-7).all(), errors
-
-
-def test_every_op_stands_in_the_table_in_every_kind_of_shape():
-    files = {path.stem for path in (Path(kernels.__file__).parent / "_triton").glob("*.py")}
-    assert {*OPS} == {*REAL} == files & {*kernels.__all__} - {"grouped"}
-    assert all({*KINDS} <= {*shapes} for shapes in OPS.values())
-
-
-CASES = [
-    (op, kind, impl, dtype)
-    for op in OPS
-    for kind in OPS[op]
-    for impl, dtype in RUNS
-    if kind != "many rows" or impl == "auto" or not INTERPRETED  # Python would take long
-]
-
-
-@pytest.mark.parametrize(("op", "kind", "impl", "dtype"), CASES, **NAMES)
-def test_outputs_and_gradients_are_as_near_to_float64_as_pytorch(op, kind, impl, dtype):
-    check(OPS[op][kind], impl, dtype, draws=2 if impl == "triton" and INTERPRETED else 8)
-
-
-@pytest.mark.parametrize(
-    ("op", "kind", "impl", "dtype"),
-    [case for case in CASES if case[1] in ("ragged", "many rows")],
-    **NAMES,
-)
-def test_two_runs_are_bitwise_equal(op, kind, impl, dtype):
-    repeat(OPS[op][kind], dtype, impl)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, **NAMES)
-@pytest.mark.parametrize("op", OPS)
-def test_two_runs_of_real_size_are_bitwise_equal_on_a_gpu(op, dtype):
-    repeat(REAL[op], dtype, "triton")
-
-
-def repeat(op, dtype, impl):
-    inputs = given(op, dtype)
-    first, second = (outcome(op, inputs, impl) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, **NAMES)
-def test_experts_of_real_size_are_as_near_to_float64_on_a_gpu(dtype):
-    check(REAL["experts"], "triton", dtype, draws=1)
+def through_experts(x, logits, gate_up, down):
+    return experts(x, route(logits, 2), Bank(gate_up, down), F.silu, impl="triton")
 
 
 def test_weights_may_begin_anywhere_in_a_buffer():
-    x, logits, gate_up, down = given(OPS["experts"]["fetched"], torch.float16)
+    shapes = (5, 8), (5, 3), (3, 16, 8), (3, 8, 8)
+    x, logits, gate_up, down = (t.to(DEVICE, torch.float16) for t in drawn(*shapes))
     moved = torch.cat([gate_up.new_zeros(1), gate_up.flatten()])[1:].view_as(gate_up)
     assert moved.data_ptr() % 16
-    function = OPS["experts"]["fetched"].function
-    [one], [other] = (function(x, logits, w, down, "triton") for w in (gate_up, moved))
-    assert torch.equal(one, other)
+    ys = [through_experts(x, logits, weight, down) for weight in (gate_up, moved)]
+    assert torch.equal(*ys)
 
 
 def test_weights_without_a_gradient_change_no_other():
-    op = OPS["experts"]["even"]
-    x, logits, gate_up, down = given(op, torch.float32)
-    [frozen], [trained] = (op.function(x, logits, w, down, "triton")
-                           for w in (gate_up.detach(), gate_up))  # fmt: skip
-    grads = torch.autograd.grad(frozen.sum(), [x, down])
-    again = torch.autograd.grad(trained.sum(), [x, down, gate_up])
+    shapes = (12, 8), (12, 4), (4, 8, 8), (4, 8, 4)
+    x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes))
+    x.requires_grad_()
+    down.requires_grad_()
+    grads = torch.autograd.grad(through_experts(x, logits, gate_up, down).sum(), [x, down])
+    gate_up.requires_grad_()
+    y = through_experts(x, logits, gate_up, down)
+    again = torch.autograd.grad(y.sum(), [x, down, gate_up])
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=False))
 
 
@@ -353,16 +64,16 @@ def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, enough,
 @pytest.mark.parametrize("lead", [(), (2, 3)])
 def test_a_mixture_keeps_leading_dimensions(lead):
     shapes = [(*lead, 8), (*lead, 5), (*lead, 3), (3, 4, 8), (3, 5, 4)]
-    x, *parts = (t.to(DEVICE) for t in drawn(shapes))
-    ours, plain = (kernels.lora_mixture(x, [Projection(*parts)], impl=impl)[0]
+    x, *parts = (t.to(DEVICE) for t in drawn(*shapes))
+    ours, plain = (lora_mixture(x, [Projection(*parts)], impl=impl)[0]
                    for impl in ("triton", "reference"))  # fmt: skip
     torch.testing.assert_close(ours, plain)
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
-    x, base, gates, down, up = drawn([(6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4)])
+    x, base, gates, down, up = drawn((6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4))
     inputs = [t.to(DEVICE).requires_grad_() for t in (x, base.half(), gates, down, up)]
-    ys = [kernels.lora_mixture(inputs[0], [Projection(*inputs[1:])], impl=impl)[0]
+    ys = [lora_mixture(inputs[0], [Projection(*inputs[1:])], impl=impl)[0]
           for impl in ("triton", "reference")]  # fmt: skip
     assert ys[0].dtype == torch.float16
     torch.testing.assert_close(*ys, rtol=2e-3, atol=2e-3)
@@ -375,18 +86,18 @@ def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dty
 def test_route_in_triton_chooses_what_the_reference_chooses_where_logits_are_equal():
     torch.manual_seed(0)
     logits = torch.randn(70, 5).round(decimals=1).to(DEVICE)
-    made, wanted = (kernels.route(logits, 2, impl=impl) for impl in ("triton", "reference"))
+    made, wanted = (route(logits, 2, impl=impl) for impl in ("triton", "reference"))
     assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
 
 
 def test_route_chooses_an_expert_once_where_few_logits_are_finite():
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf], [-torch.inf] * 3], device=DEVICE)
-    made, wanted = (kernels.route(logits, 2, impl=impl) for impl in ("triton", "reference"))
+    made, wanted = (route(logits, 2, impl=impl) for impl in ("triton", "reference"))
     assert torch.equal(made.ids, wanted.ids)
 
 
 def test_balance_loss_in_its_constant_form_is_the_constant():
     logits = torch.randn(9, 4, device=DEVICE)
-    ids = kernels.route(logits, 2).ids
-    value = kernels.balance_loss(logits, ids, form="constant", impl="triton")
+    ids = route(logits, 2).ids
+    value = balance_loss(logits, ids, form="constant", impl="triton")
     assert value.item() == pytest.approx(2)
