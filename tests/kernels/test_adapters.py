@@ -72,18 +72,6 @@ def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [64, 1100])  # by expert, by pair
-def test_fast_path_is_as_accurate_as_the_reference_in_the_same_dtype(dtype, tokens):
-    exact = case(tokens, 16, 8, 4, 2)
-    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = run(by_op("reference"), exact, 2)
-    fast, plain = (run(by_op(impl), inputs, 2) for impl in ("torch", "reference"))
-    for a, b, want in zip(fast, plain, truth, strict=True):
-        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
-
-
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 def test_gradcheck_in_float64(impl):
     inputs = case(6, 4, 3, 3, 2)
@@ -106,25 +94,6 @@ def test_permuting_the_experts_changes_nothing():
     before = by_op("torch")(h, source, logits, down, up, 2)
     after = by_op("torch")(h, source, logits[:, order], down[order], up[order], 2)
     torch.testing.assert_close(before, after)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("shape", [*SHAPES, (61, 16, 8, 4, 1), (1100, 16, 8, 4, 2)])
-def test_products_by_either_library_are_as_accurate_as_the_reference(shape):
-    exact = case(*shape)
-    inputs = [tensor.detach().float().requires_grad_() for tensor in exact]
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = run(by_op("reference"), exact, shape[-1])
-    fast, plain = (run(by_op(impl), inputs, shape[-1]) for impl in ("torch", "reference"))
-    for a, b, want in zip(fast, plain, truth, strict=True):
-        assert (a - want).norm() <= 2 * (b - want).norm() + 1e-6
-
-
-@pytest.mark.parametrize("tokens", [64, 1100])  # by expert, by pair
-def test_two_runs_are_bitwise_equal(tokens):
-    inputs = [t.detach().float().requires_grad_() for t in case(tokens, 16, 8, 4, 2)]
-    first, second = (run(by_op("torch"), inputs, 2) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def twice(function, tensors, top_k):

@@ -12,7 +12,6 @@ from moebook.kernels.bank_scoring import LOGITS, Answers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 SHAPES = [  # N, T, D, V, lengths
     (3, 7, 8, 11, (2, 1, 3)),
     (1, 4, 5, 1, (2,)),
@@ -115,19 +114,6 @@ def refused(**changes):
 def test_arguments_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(Refusal, match=message):
         refused(**changes)
-
-
-@TRITON
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_is_as_near_to_the_loop_as_pytorch(shape, dtype):
-    hidden, head, answers = drawn(shape, dtype)
-    wanted = looped(hidden, head, answers)
-    on = hidden.to(DEVICE), head.to(DEVICE), moved(answers, DEVICE)
-    errors = {
-        impl: (bank_scoring(*on, impl=impl).cpu() - wanted).norm() for impl in ("triton", "torch")
-    }
-    assert errors["triton"] <= 2 * errors["torch"] + 1e-5
 
 
 @TRITON

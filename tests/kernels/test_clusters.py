@@ -12,7 +12,6 @@ from moebook.kernels.clusters import ROWS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-HALVES = [torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 SHAPES = [  # L, S, D, E
     (2, 9, 4, 3),
     (1, 1, 5, 2),
@@ -118,13 +117,6 @@ def test_an_unknown_implementation_is_refused():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_finds_what_the_loops_find(shape):
     check(*drawn(shape), "triton", DEVICE)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_kernel_reads_half_precision(dtype):
-    points, centres = drawn((2, 40, 24, 5))
-    check(points.to(dtype), 2 * centres.to(dtype), "triton", DEVICE)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

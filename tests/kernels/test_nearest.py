@@ -14,7 +14,6 @@ from moebook.kernels.nearest import SIEVED
 IMPLS = ("torch", "reference")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -127,26 +126,6 @@ def test_a_row_that_is_not_finite_is_named(impl, bad):
     pool[8500, 1] = bad
     with pytest.raises(Refusal, match="E-NONFINITE: nearest: row 8500 of the pool"):
         nearest(pool, drawn(9, 4), 3, impl=impl)
-
-
-@triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["maximum", "mean"])
-@pytest.mark.parametrize(
-    ("rows", "shots", "width"), [(140, 5, 20), (33, 70, 80), (1, 1, 1), (0, 2, 3)]
-)
-def test_triton_finds_the_cosines_of_float64(rows, shots, width, form, dtype):
-    pool, asked = drawn(rows, width).to(DEVICE, dtype), drawn(shots, width, 1).to(DEVICE, dtype)
-    pool[: rows // 3] *= 0
-    found = nearest(pool, asked, rows + 1, form=form, impl="triton")
-    plain = nearest(pool, asked, rows + 1, form=form, impl="reference")
-    exact = nearest(pool.double(), asked.double(), rows + 1, form=form, impl="reference")
-    cosines = [torch.zeros(rows, dtype=torch.float64).to(DEVICE) for _ in range(3)]
-    for to, some in zip(cosines, (found, plain, exact), strict=True):
-        to[some.index] = some.key.double()
-    ours, theirs = ((some - cosines[2]).norm() for some in cosines[:2])
-    assert ours <= 2 * theirs + 1e-6
-    assert torch.equal(found.index, nearest(pool, asked, rows + 1, form=form, impl="triton").index)
 
 
 @triton
