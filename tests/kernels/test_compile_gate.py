@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 DTYPES = ("fp32", "fp16", "bf16")
+FOLDER = Path(__file__).parents[2] / "moebook" / "kernels" / "_triton"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes of shared memory that a program can have
 
 
@@ -31,6 +33,8 @@ def test_kernels_compile_and_fit(arch, tmp_path):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for dtype in DTYPES:
         assert sum(kernel["dtype"] == dtype for kernel in found) > 8
+    launches = [re.findall(r"\b(_\w+)\[\(?\w", path.read_text()) for path in FOLDER.glob("*.py")]
+    assert {name for own in launches for name in own} == {kernel["kernel"] for kernel in found}
     for kernel in found:
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["stack"] == 0, kernel
