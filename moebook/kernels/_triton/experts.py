@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from moebook.kernels._triton.grouped import (
     Sorted,
     aligned,
-    block_of,
     combine,
     fetched,
     gather,
@@ -59,24 +58,31 @@ def gated_ffn(
 
 @triton.jit
 def _gated_up(
-    rows, matrices, pre, hidden, tiles, number,
+    rows, token, matrices, pre, hidden, tiles, number,
     D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up."""
+    """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up.
+
+    By pointers the row of r's token is read.
+    """
     columns = tl.cdiv(F, BN)
     for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
         tile = tiles + 3 * (work // columns)
         place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         column = (work % columns * BN).to(tl.int32)
         total = tl.zeros((BM, 2 * BN), dtype=tl.float32)  # BN columns of the gate, then of up
+        live = start.to(tl.int32) + tl.arange(0, BM) < end
+        at = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
         for first in range(0, D, BK):
-            a = block_of(rows, start, first, end, D, BM, BK, TMA)
             if TMA:
+                a = rows.load([start.to(tl.int32), first])
                 b = matrices.load([(2 * place).to(tl.int32), column, first])
                 b = tl.reshape(b, (2 * BN, BK))
             else:
                 row, deep = tl.arange(0, 2 * BN), first + tl.arange(0, BK)
+                inside = live[:, None] & (deep < D)[None, :]
+                a = tl.load(rows + at[:, None] * D + deep[None, :], mask=inside, other=0.0)
                 inside = (column + row % BN < F)[:, None] & (deep < D)[None, :]
                 row = (2 * place + row // BN) * F + column + row % BN
                 b = tl.load(matrices + row[:, None] * D + deep[None, :], mask=inside, other=0.0)
@@ -84,7 +90,7 @@ def _gated_up(
         total = tl.reshape(total.to(pre.dtype.element_ty), (BM, 2, BN))
         gate, up = tl.split(tl.permute(total, (0, 2, 1)))
         row, n = start + tl.arange(0, BM), column + tl.arange(0, BN)
-        inside = (row < end)[:, None] & (n < F)[None, :]
+        inside = live[:, None] & (n < F)[None, :]
         to = pre + row[:, None] * (2 * F) + n[None, :]
         tl.store(to, gate, mask=inside)
         tl.store(to + F, up, mask=inside)
@@ -125,7 +131,8 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
 class _GatedFFN(torch.autograd.Function):
     """Kept for the backward pass: ``x`` and the pre-activation ``[T * K, 2F]``.
 
-    Rows are gathered once for all products that read them: that is faster than gathering in each.
+    The tensor memory accelerator needs rows in their order: they are gathered once for it, which is
+    faster than to gather in each product without it. Where there is none, products gather ``x``.
     """
 
     @staticmethod
@@ -136,7 +143,7 @@ class _GatedFFN(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         by = sort_rows(routing, x.dtype, slots)
         weight = weights.flatten()[routing.order].float()
-        pre, hidden = _up(gather(x, by), _both(gate_up, still_gate_up), by, act)
+        pre, hidden = _up(x, _both(gate_up, still_gate_up), by, act)
         out = product(hidden, _both(down, still_down), by, transposed=True, gate=weight)
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
         ctx.by, ctx.act, ctx.dtype = by, act, weights.dtype
@@ -155,7 +162,9 @@ class _GatedFFN(torch.autograd.Function):
             d_down = weight_gradient(d_out, weighted, by, down, slots=slots)
         del weighted, d_out
         if needed[2]:
-            d_gate_up = weight_gradient(d_pre, gather(x, by), by, gate_up, slots=slots)
+            in_order = fetched(x.dtype, x.device, *gate_up.shape[1:])
+            rows, by_token = (gather(x, by), "") if in_order else (x, "right")
+            d_gate_up = weight_gradient(d_pre, rows, by, gate_up, slots=slots, by_token=by_token)
         if needed[0]:
             banks = _both(gate_up, still_gate_up)
             d_x = combine(product(d_pre, banks, by, transposed=False, gate=None), by)
@@ -171,23 +180,24 @@ def _fused(act: Activation) -> bool:
     return getattr(act, "__name__", type(act).__name__) in SILU
 
 
-def _up(rows: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Tensor, Tensor]:
+def _up(x: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Tensor, Tensor]:
     """Return the pre-activation ``[S, 2F]`` and ``act(gate) * up``, ``[S, F]``."""
     if not _fused(act):
-        pre = product(rows, banks, by, transposed=True, gate=None)
+        pre = product(gather(x, by), banks, by, transposed=True, gate=None)
         gate, up = pre.chunk(2, dim=1)
         return pre, (act(gate) * up).contiguous()
-    (count, width), F = rows.shape, banks[0].shape[1] // 2
-    pre, hidden = rows.new_empty(count, 2 * F), rows.new_empty(count, F)
+    count, width, F = len(by.token), x.shape[1], banks[0].shape[1] // 2
+    pre, hidden = x.new_empty(count, 2 * F), x.new_empty(count, F)
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
-    tma = fetched(rows.dtype, rows.device, width)
+    tma = fetched(x.dtype, x.device, width)
+    rows = gather(x, by) if tma else x
     block = (2, chosen["BN"], chosen["BK"])
     for bank, share in zip(banks, by.shares, strict=True):
         if not (count and len(bank)):
             continue
-        grid = programs(rows.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
+        grid = programs(x.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
         _gated_up[(grid,)](
-            view(rows, (chosen["BM"], chosen["BK"]), tma),
+            view(rows, (chosen["BM"], chosen["BK"]), tma), by.token,
             view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F, TMA=tma,
             PROGRAMS=grid, **chosen,
         )  # fmt: skip
