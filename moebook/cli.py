@@ -203,6 +203,8 @@ def bench(options: argparse.Namespace) -> int:
     from moebook import results
 
     if options.peers:
+        if (options.op, options.scale, options.device, options.rounds) != (None, None, "auto", 5):
+            refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
         print(benches.installed().to_string())
         return 0
     folder = results.root()

@@ -34,6 +34,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
         ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
         ("run toy --tier smoky", "E-USAGE: moebook run: unknown 'smoky'; did you mean 'smoke'?"),
+        ("bench route --peers", "E-USAGE: moebook bench: --peers takes neither an op nor"),
+        ("bench --rounds 0 --peers", "E-USAGE: moebook bench: --peers takes neither"),
         ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
         ("run toy --tier gpu", "E-TIER: toy has no tier 'gpu'"),
         ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),

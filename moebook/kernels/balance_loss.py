@@ -39,7 +39,8 @@ def balance_loss(
         impl: ``"auto"``, ``"torch"`` (counts), ``"triton"`` or ``"reference"`` (one-hot vectors).
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-CHOICE or E-IMPL for an argument that cannot be used.
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot
+            be used.
     """
     if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits):
         shapes = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
@@ -57,6 +58,9 @@ def balance_loss(
         if part is not None and part.device != logits.device:
             lie = f"logits lie on {logits.device}, {name} on {part.device}"
             refuse("E-DEVICE", f"balance_loss: {lie}")
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < len(logits.T):
+        got = f"{int(ids.min())} to {int(ids.max())}, expected 0 to {logits.shape[1] - 1}"
+        refuse("E-RANGE", f"balance_loss: ids are {got} (the experts)")
     if form not in FORMS:
         refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
     keep = logits.new_ones(len(logits)) if mask is None else mask.to(logits.dtype)

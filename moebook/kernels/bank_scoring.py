@@ -94,6 +94,8 @@ def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
             "bank_scoring: expected hidden [N, T, D], head [V, D], as many readers as targets, and"
             f" lengths [S]; got {got}",
         )
+    if not len(head):
+        refuse("E-SHAPE", f"bank_scoring: head is {tuple(head.shape)}, expected V >= 1 words")
     if not hidden.is_floating_point():
         refuse("E-DTYPE", f"bank_scoring: hidden is {hidden.dtype}, expected floating point")
     if answers.readers.dtype != torch.int64:
@@ -111,6 +113,8 @@ def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
     if (devices := {part.device for part in (head, *answers)}) != {hidden.device}:
         names = ", ".join(sorted(map(str, devices)))
         refuse("E-DEVICE", f"bank_scoring: hidden lies on {hidden.device}, the rest on {names}")
+    if hidden.is_meta:
+        refuse("E-DEVICE", "bank_scoring: hidden lies on meta, which holds no values")
     if hidden.device.type == "cpu":  # elsewhere this would wait for the GPU
         _check_places(hidden, head, answers)
 
@@ -123,6 +127,8 @@ def _check_places(hidden: Tensor, head: Tensor, answers: Answers) -> None:
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < end:
             got = f"{int(places.min())} to {int(places.max())}"
             refuse("E-RANGE", f"bank_scoring: {name} run from {got}, expected 0 to {end - 1}")
+    if len(answers.lengths) and answers.lengths.min() < 0:
+        refuse("E-RANGE", f"bank_scoring: lengths hold {int(answers.lengths.min())}")
     if int(answers.lengths.sum()) != len(answers.targets):
         total = f"{int(answers.lengths.sum())}, the answers have {len(answers.targets)} tokens"
         refuse("E-SHAPE", f"bank_scoring: lengths sum to {total}")

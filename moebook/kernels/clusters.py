@@ -41,8 +41,9 @@ class Clusters(NamedTuple):
 def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters:
     """Assign every point to its nearest centre and sum each centre's points: a step of Lloyd's.
 
-    All layers side by side, each with centres of its own; points are read once, block by block, and
-    the distances of a block alone are held. Two runs are equal bit for bit. Without a gradient.
+    All layers side by side, each with centres of its own; points are read once, block by block (on
+    a GPU once more, from its cache), and the distances of a block alone are held. Two runs are
+    equal bit for bit. Without a gradient.
 
     Args:
         points: ``[L, S, D]``.
@@ -60,6 +61,8 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
         refuse(
             "E-SHAPE", f"clusters: expected points [L, S, D] and centres [L, E >= 1, D], got {got}"
         )
+    if not len(points):
+        refuse("E-SHAPE", f"clusters: points is {tuple(points.shape)}, expected a layer at least")
     if not points.is_floating_point():
         refuse("E-DTYPE", f"clusters: points is {points.dtype}, expected floating point")
     if points.dtype != centres.dtype:
@@ -68,6 +71,8 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
     if points.device != centres.device:
         got = f"{points.device} and {centres.device}"
         refuse("E-DEVICE", f"clusters: points and centres lie on two devices: {got}")
+    if points.is_meta:
+        refuse("E-DEVICE", "clusters: points lie on meta, which holds no values")
     with torch.no_grad():
         run = implementation("clusters", impl, _IMPLEMENTATIONS, points)
         found: Clusters = run(points.detach(), centres.detach())

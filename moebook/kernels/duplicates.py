@@ -55,11 +55,15 @@ def duplicates(
         refuse("E-SHAPE", f"duplicates: expected vectors [S, D] and key [S], got {shapes}")
     if not vectors.is_floating_point():
         refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected floating point")
+    if vectors.element_size() < 2:
+        refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected 16 bits at least")
     if key.is_complex():
         refuse("E-DTYPE", f"duplicates: key is {key.dtype}, expected real numbers")
     if key.device != vectors.device:
         got = f"{vectors.device}, key on {key.device}"
         refuse("E-DEVICE", f"duplicates: vectors lie on {got}")
+    if vectors.is_meta:
+        refuse("E-DEVICE", "duplicates: vectors lie on meta, which holds no values")
     if not -1 <= threshold <= 1:
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
     if rule not in RULES:

@@ -120,6 +120,7 @@ def groups(
     This is the last step of Rocket's Alg. 1, exactly: no group is left out of the ranks. Each
     similarity is rounded to a multiple of 2^-55 or so of the largest, finer than float64 adds them,
     so that sums are whole numbers and equal ones are equal in whatever order they were added.
+    Without a gradient.
 
     Args:
         similarity: ``[M, M]``; what stands above the diagonal is read.
@@ -138,6 +139,9 @@ def groups(
             argument that cannot be used; E-RANGE also for more than `MOST` groups, and for more
             than ten million that ``best`` and the range of worth would have listed one by one.
     """
+    if similarity.dim() != 2:
+        shape = tuple(similarity.shape)
+        refuse("E-SHAPE", f"groups: expected similarity [M, M], got {shape}")
     count = len(similarity)
     if similarity.dim() != 2 or similarity.shape[1] != count or worth.shape != (count,):
         shapes = f"{tuple(similarity.shape)} and {tuple(worth.shape)}"
@@ -149,6 +153,8 @@ def groups(
     if similarity.device != worth.device:
         got = f"{similarity.device} and {worth.device}"
         refuse("E-DEVICE", f"groups: similarity and worth lie on two devices: {got}")
+    if similarity.is_meta:
+        refuse("E-DEVICE", "groups: similarity lies on meta, which holds no values")
     if not 1 <= size <= count:
         refuse("E-RANGE", f"groups: size is {size}, expected 1 to {count} (the candidates)")
     if best < 1:

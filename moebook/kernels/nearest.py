@@ -71,10 +71,16 @@ def nearest(
     """
     if shots.dim() != 2 or not len(shots):
         refuse("E-SHAPE", f"nearest: shots must be [K, D] with K >= 1, got {tuple(shots.shape)}")
+    if isinstance(pool, Tensor) and pool.dim() != 2:
+        refuse("E-SHAPE", f"nearest: pool must be [S, D], got {tuple(pool.shape)}")
+    if shots.is_meta:
+        refuse("E-DEVICE", "nearest: shots lie on meta, which holds no values")
     if form not in FORMS:
         refuse("E-CHOICE", f"nearest: unknown form '{form}'; {errors.nearest(form, FORMS)}")
     if not shots.is_floating_point():
         refuse("E-DTYPE", f"nearest: shots are {shots.dtype}, expected floating point")
+    if shots.element_size() < 2:
+        refuse("E-DTYPE", f"nearest: shots are {shots.dtype}, expected 16 bits at least")
     if not shots.isfinite().all():
         refuse("E-NONFINITE", "nearest: shots hold NaN or infinity")
     score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)

@@ -69,7 +69,8 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
 
     Raises:
         Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``, E-DTYPE for ids that
-            are no whole numbers, E-DEVICE when the two lie on different devices.
+            are no whole numbers, E-DEVICE when the two lie on different devices, E-RANGE for ids
+            on a CPU that are not in [0, E): elsewhere to look would wait for the GPU.
     """
     if ids.dim() != 2 or weights.shape != ids.shape:
         shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
@@ -78,6 +79,9 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
         refuse("E-DTYPE", f"grouped: ids is {ids.dtype}, expected torch.int64")
     if ids.device != weights.device:
         refuse("E-DEVICE", f"grouped: ids lie on {ids.device}, weights on {weights.device}")
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < experts:
+        got = f"{int(ids.min())} to {int(ids.max())}"
+        refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     return Routing(ids, weights, slots.argsort(stable=True), counts)
@@ -86,11 +90,12 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
 def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None:
     """Refuse a routing that does not fit an op's rows ``[T, D]`` and its E experts.
 
-    The counts are summed only where they lie on a CPU: elsewhere that would wait for the GPU.
+    Values are read only where they lie on a CPU: elsewhere that would wait for the GPU.
 
     Raises:
         Refusal: E-SHAPE for shapes or counts, E-DTYPE for ids, order or counts that are no whole
-            numbers or weights that are, E-DEVICE for tensors on different devices.
+            numbers or weights that are, E-DEVICE for tensors on different devices, E-RANGE for ids
+            not in [0, E), places not in [0, T * K) or counts below 0.
     """
     tokens, slots = len(rows), routing.ids.numel()
     fits = routing.ids.dim() == 2 and routing.weights.shape == routing.ids.shape
@@ -119,6 +124,14 @@ def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None
     if routing.counts.device.type == "cpu" and int(routing.counts.sum()) != slots:
         total = int(routing.counts.sum())
         refuse("E-SHAPE", f"{op}: the routing's counts sum to {total}, its rows are {slots}")
+    for name, part, end in (
+        ("ids", routing.ids, experts),
+        ("order", routing.order, slots),
+        ("counts", routing.counts, slots + 1),
+    ):
+        if part.device.type == "cpu" and part.numel() and not 0 <= part.min() <= part.max() < end:
+            got = f"{int(part.min())} to {int(part.max())}, expected 0 to {end - 1}"
+            refuse("E-RANGE", f"{op}: the routing's {name} are {got}")
 
 
 def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:

@@ -60,6 +60,10 @@ def split_experts(
     if slots.device.type == "cpu" and len(slots) and int(slots.max()) >= len(trained.down):
         got = f"{int(slots.max())}, the trained bank holds {len(trained.down)} experts"
         refuse("E-RANGE", f"split_experts: slots go up to {got}")
+    if slots.device.type == "cpu" and len(slots) and slots.min() < -1:
+        refuse("E-RANGE", f"split_experts: slots hold {int(slots.min())}, expected -1 or a place")
+    if slots.device.type == "cpu" and slots[slots >= 0].unique().numel() < int((slots >= 0).sum()):
+        refuse("E-RANGE", "split_experts: two experts have one slot, expected one each")
     check_routing("split_experts", routing, x, len(frozen.down))
     table = {"torch": _segments, "reference": reference}
     still = Bank(frozen.gate_up.detach(), frozen.down.detach()).to(x.dtype)

@@ -152,6 +152,21 @@ def test_an_argument_on_another_device_is_refused(op, argument):
     refused("E-DEVICE", message, op, argument, methodcaller("to", "meta"))
 
 
+@pytest.mark.parametrize("op", ["bank_scoring", "nearest", "duplicates", "groups", "clusters"])
+def test_an_op_that_needs_values_is_refused_on_meta(op):
+    names = dict.fromkeys(ARGUMENTS[op], methodcaller("to", "meta"))
+    with pytest.raises(Refusal, match=f"^E-DEVICE: {op}: .* on meta, which holds no values$"):
+        call(op, wrong=names)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "groups"])
+def test_numbers_of_eight_bits_are_refused(op):
+    eight = torch.float8_e4m3fn
+    names = dict.fromkeys(ARGUMENTS[op], lambda t: t.to(eight) if t.is_floating_point() else t)
+    with pytest.raises(Refusal, match=f"^E-DTYPE: {op}: .*{eight}, expected 16 bits at least"):
+        call(op, wrong=names)
+
+
 def refused(code, message, op, argument, change):
     """Expect one line."""
     with pytest.raises(Refusal, match=f"^{code}: {message}") as found:
@@ -202,6 +217,49 @@ def test_a_slot_beyond_the_trained_bank_is_refused(slots):
     given = drawn(5, 6), routing(torch.float32), bank(3, torch.float32), bank(1, torch.float32)
     with pytest.raises(Refusal, match=f"E-RANGE: split_experts: slots go up to {max(slots)}, "):
         kernels.split_experts(*given, torch.tensor(slots), F.silu)
+
+
+@pytest.mark.parametrize(("slots", "why"), [([-2, 0, -1], "hold -2"), ([0, 0, -1], "two experts")])
+def test_slots_that_are_no_places_or_shared_are_refused(slots, why):
+    given = drawn(5, 6), routing(torch.float32), bank(3, torch.float32), bank(1, torch.float32)
+    with pytest.raises(Refusal, match=f"E-RANGE: split_experts: .*{why}"):
+        kernels.split_experts(*given, torch.tensor(slots), F.silu)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: kernels.nearest(torch.tensor(1.0), drawn(2, 4), 1), "E-SHAPE: nearest: pool"),
+        (lambda: kernels.groups(torch.tensor(1.0), drawn(5), 2), "E-SHAPE: groups: .*similarity"),
+        (lambda: kernels.clusters(drawn(0, 5, 4), drawn(0, 2, 4)), "E-SHAPE: clusters: points"),
+        (lambda: kernels.grouped(torch.tensor([[0, 3]]), drawn(1, 2), 3), "E-RANGE: grouped: ids"),
+        (
+            lambda: kernels.balance_loss(drawn(1, 3), torch.tensor([[-1, 2]])),
+            "E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
+        ),
+    ],
+)
+def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):
+    with pytest.raises(Refusal, match=f"^{message}"):
+        run()
+
+
+@pytest.mark.parametrize("op", ["experts", "split_experts", "adapters"])
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("ids", lambda ids: ids + 9),
+        ("order", lambda order: order - 1),
+        ("counts", lambda counts: counts * torch.tensor([0, 0, -1])),
+    ],
+)
+def test_a_routing_to_nowhere_is_refused(op, part, change):
+    good = routing(torch.float32)
+    wrong = change(getattr(good, part))
+    if part == "counts":
+        wrong[0] = good.counts.sum() - wrong.sum()
+    with pytest.raises(Refusal, match=f"^E-RANGE: {op}: the routing's {part} are "):
+        call(op, **{part: wrong})
 
 
 def test_a_mixture_of_no_projections_is_refused():
