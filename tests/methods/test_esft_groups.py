@@ -137,6 +137,16 @@ def test_a_shared_gate_stays_shared_while_routers_train(mixture, batch):
         assert torch.equal(weight[list(members)], weight[[members[0]] * len(members)])
 
 
+def test_an_ungrouped_model_computes_the_same_with_plain_weights(mixture, batch, tmp_path):
+    model, _ = grouped(mixture, batch)
+    want = model(**batch).logits
+    names = [name for name, _ in mixture("DeepseekV2").named_parameters()]
+    assert torch.equal(esft.ungroup(model)(**batch).logits, want)
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(names)
+    with pytest.raises(Refusal, match="E-MODEL: layer 1: its experts are not grouped"):
+        esft.ungroup(model)
+
+
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
     model = mixture("DeepseekV2")
     found = esft.cooccurrence(model, [batch])

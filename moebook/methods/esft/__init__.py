@@ -6,7 +6,7 @@
 from moebook.methods.esft.baselines import full, lora
 from moebook.methods.esft.comparing import half_mass, shared_top
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.grouping import cooccurrence, group
+from moebook.methods.esft.grouping import cooccurrence, group, ungroup
 from moebook.methods.esft.published import replay
 from moebook.methods.esft.sampling import mix, samples
 from moebook.methods.esft.scoring import Scores, Tally, measure
@@ -39,4 +39,5 @@ __all__ = [
     "shared_top",
     "specialise",
     "trained",
+    "ungroup",
 ]

@@ -89,6 +89,19 @@ def group(
     return groups
 
 
+def ungroup(model: nn.Module) -> nn.Module:
+    """Make the shared gates plain weights again, equal within a group, for `save_pretrained`.
+
+    Raises:
+        Refusal: E-MODEL when the model is not grouped.
+    """
+    for layer in sparse_layers(model):
+        if not parametrize.is_parametrized(layer.router, "weight"):
+            refuse("E-MODEL", f"layer {layer.index}: its experts are not grouped")
+        parametrize.remove_parametrizations(layer.router, "weight")
+    return model
+
+
 class _SharedGate(nn.Module):
     """A router's weight ``[E, D]`` as rows of a weight ``[E / size, D]``, one a group."""
 
