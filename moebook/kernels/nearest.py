@@ -72,7 +72,8 @@ def nearest(
     if shots.dim() != 2 or not len(shots):
         refuse("E-SHAPE", f"nearest: shots must be [K, D] with K >= 1, got {tuple(shots.shape)}")
     if isinstance(pool, Tensor) and pool.dim() != 2:
-        refuse("E-SHAPE", f"nearest: pool must be [S, D], got {tuple(pool.shape)}")
+        got = f"{tuple(pool.shape)} and {tuple(shots.shape)}"
+        refuse("E-SHAPE", f"nearest: expected pool [S, D] and shots [K, D], got {got}")
     if shots.is_meta:
         refuse("E-DEVICE", "nearest: shots lie on meta, which holds no values")
     if form not in FORMS:
