@@ -143,7 +143,7 @@ def groups(
         shape = tuple(similarity.shape)
         refuse("E-SHAPE", f"groups: expected similarity [M, M], got {shape}")
     count = len(similarity)
-    if similarity.dim() != 2 or similarity.shape[1] != count or worth.shape != (count,):
+    if similarity.shape[1] != count or worth.shape != (count,):
         shapes = f"{tuple(similarity.shape)} and {tuple(worth.shape)}"
         refuse("E-SHAPE", f"groups: expected similarity [M, M] and worth [M], got {shapes}")
     if similarity.is_complex():
