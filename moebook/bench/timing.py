@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -61,15 +61,10 @@ class Lap(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a contender costs, by the rounds in which it took its turn with ours.
+    """What a contender costs, by the rounds that count: medians, and the memory of its first run.
 
-    Attributes:
-        seconds: Median of its seconds at work.
-        wall: Median of its wall-clock seconds.
-        ratio: Median of its seconds over ours, one ratio a round: above 1 where ours is faster. The
-            seconds of different rounds are never compared.
-        rounds: How many count.
-        memory, kept: Of its first run, whose memory was measured; see `Lap`.
+    The ratio is of its seconds over ours in the same round: above 1 where ours is faster. The
+    seconds of different rounds are never compared.
     """
 
     seconds: float
@@ -81,12 +76,7 @@ class Cost(NamedTuple):
 
 
 def interleave(
-    contenders: Sequence[Contender],
-    device: torch.device,
-    *,
-    rounds: int,
-    budget: float,
-    clock: Callable[[Contender, torch.device, bool], Lap] | None = None,
+    contenders: Sequence[Contender], device: torch.device, *, rounds: int, budget: float
 ) -> dict[str, Cost]:
     """Let all contenders take turns with the first, in rounds whose order rotates.
 
@@ -98,43 +88,37 @@ def interleave(
         device: Where they run.
         rounds: Counted rounds, at least 1.
         budget: Seconds of work after which a contender takes no further turn.
-        clock: `lap`, unless a test brings its own.
 
     Returns:
         By the contenders' names.
     """
-    clock = clock or lap
     ours, *others = contenders
     turns: dict[str, list[tuple[Lap, Lap]]] = {contender.name: [] for contender in contenders}
-    watched = {ours.name: clock(ours, device, True)}
+    watched = {ours.name: lap(ours, device, watched=True)}
     for number in range(rounds + 1):
-        mine = clock(ours, device, False)
+        mine = lap(ours, device)
         turns[ours.name].append((mine, mine))
         start = number % max(len(others), 1)  # who follows a large neighbour finds a cold cache
         for other in others[start:] + others[:start]:
             if sum(theirs.seconds for _, theirs in turns[other.name]) < budget:
-                theirs = clock(other, device, number == 0)
+                theirs = lap(other, device, watched=number == 0)
                 watched.setdefault(other.name, theirs)
                 turns[other.name].append((mine, theirs))
     return {name: _cost(watched[name], pairs[1:] or pairs) for name, pairs in turns.items()}
 
 
 def _cost(first: Lap, pairs: list[tuple[Lap, Lap]]) -> Cost:
-    return Cost(
-        seconds=statistics.median(theirs.seconds for _, theirs in pairs),
-        wall=statistics.median(theirs.wall for _, theirs in pairs),
-        ratio=statistics.median(theirs.seconds / mine.seconds for mine, theirs in pairs),
-        rounds=len(pairs),
-        memory=first.memory,
-        kept=first.kept,
-    )
+    seconds = median(theirs.seconds for _, theirs in pairs)
+    wall = median(theirs.wall for _, theirs in pairs)
+    ratio = median(theirs.seconds / mine.seconds for mine, theirs in pairs)
+    return Cost(seconds, wall, ratio, len(pairs), first.memory, first.kept)
 
 
-def lap(contender: Contender, device: torch.device, watched: bool) -> Lap:
+def lap(contender: Contender, device: torch.device, *, watched: bool = False) -> Lap:
     """Run a contender once; ``watched`` measures its memory too."""
-    contender.prepare()
     if not watched:
         return _timed(contender, device)
+    contender.prepare()
     _give_back()
     before = _held(device)
     with runtime.stopwatch(device) as peak:
@@ -161,23 +145,8 @@ def _timed(contender: Contender, device: torch.device) -> Lap:
     Before its own clock starts, the GPU is kept busy until the work is submitted, as it is in a
     model, where the host runs ahead. A contender that waits for the GPU in between pays for it.
     """
-    spent = _timed_by_host(contender, device)
-    if contender.host or device.type != "cuda":
-        return spent
-    contender.prepare()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(BUSY)
-    start.record()
-    result = contender.run()
-    end.record()
-    torch.cuda.synchronize(device)
-    seconds = start.elapsed_time(end) / 1000
-    del result
-    return Lap(seconds, spent.wall)
-
-
-def _timed_by_host(contender: Contender, device: torch.device) -> Lap:
     gpu = device.type == "cuda"
+    contender.prepare()
     if gpu:
         torch.cuda.synchronize(device)
     wall, work = time.perf_counter(), time.process_time()
@@ -186,7 +155,17 @@ def _timed_by_host(contender: Contender, device: torch.device) -> Lap:
         torch.cuda.synchronize(device)
     work, wall = time.process_time() - work, time.perf_counter() - wall
     del result  # freed outside the clocks, for each contender alike
-    return Lap(wall if gpu else work, wall)
+    if not gpu or contender.host:
+        return Lap(wall if gpu else work, wall)
+    contender.prepare()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(BUSY)
+    start.record()
+    result = contender.run()
+    end.record()
+    torch.cuda.synchronize(device)
+    del result
+    return Lap(start.elapsed_time(end) / 1000, wall)
 
 
 def _give_back() -> None:
