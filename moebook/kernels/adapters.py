@@ -200,7 +200,7 @@ class _Segments(torch.autograd.Function):
             d_source.index_add_(0, token, _joined(d_rows))
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         d_gates = d_gate[ctx.layout.place].flatten(1)
-        d_weights = d_down.total(down.dtype).mT, d_up.total(up.dtype)
+        d_weights = d_down.total().mT, d_up.total()
         return *d_inputs, d_gates, *d_weights, None, None
 
 
@@ -209,7 +209,7 @@ class _Sum:
 
     def __init__(self, weight: Tensor) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self.memory = empty(weight.shape, weight.new_empty(0, dtype=wide))
+        self.weight, self.memory = weight, empty(weight.shape, weight.new_empty(0, dtype=wide))
         self.parts, self.written = self.memory.unbind(), [False] * len(weight)
 
     def add(self, experts: list[int], rows: Tensor) -> None:
@@ -221,12 +221,14 @@ class _Sum:
                 self.parts[expert].copy_(part)
                 self.written[expert] = True
 
-    def total(self, dtype: torch.dtype) -> Tensor:
-        """Return the sum; zero for the experts that no group has."""
+    def total(self) -> Tensor:
+        """Return the sum, in the weight's dtype; zero for the experts that no group has."""
         for part, written in zip(self.parts, self.written, strict=True):
             if not written:
                 part.zero_()
-        return self.memory.to(dtype)
+        if self.memory.dtype == self.weight.dtype:
+            return self.memory
+        return empty(self.memory.shape, self.weight).copy_(self.memory)
 
 
 def _joined(matrices: list[Tensor], dim: int = 0) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moebook.errors import nearest, refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import empty
 
 FORMS = ("live", "constant")
 
@@ -71,25 +75,43 @@ def balance_loss(
 
 def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
     """Take f from one-hot vectors."""
-    hot = torch.nn.functional.one_hot(ids, logits.shape[1]).to(keep.dtype)
-    load = torch.einsum("tke,t->e", hot, keep) / (keep.sum() * ids.shape[1]).clamp(min=1)
-    return _loss(load, logits, ids, keep, form)
-
-
-def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
-    """Take f by counting: no ``[T, K, E]`` tensor is made."""
-    weights = keep.unsqueeze(1).expand(ids.shape).flatten()
-    load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten(), weights)
-    return _loss(load / weights.sum().clamp(min=1), logits, ids, keep, form)
-
-
-def _loss(load: Tensor, logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
-    """Return the loss from f, the share of slots by expert ``[E]``."""
     tokens = keep.sum().clamp(min=1)
+    hot = torch.nn.functional.one_hot(ids, logits.shape[1]).to(keep.dtype)
+    load = torch.einsum("tke,t->e", hot, keep) / (tokens * ids.shape[1])
     if form == "constant":
         kept = logits.gather(1, ids).softmax(-1).mean(-1)
         return logits.shape[1] * load.sum() * (kept @ keep) / tokens
     return logits.shape[1] * (load * (keep @ logits.softmax(-1))).sum() / tokens
+
+
+def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
+    """Take f by counting; the constant form, which nothing is trained by, as the reference does."""
+    if form == "constant":
+        return reference(logits, ids, keep, form)
+    value: Tensor = _Balance.apply(logits, ids, keep)
+    return value
+
+
+class _Balance(torch.autograd.Function):
+    """No ``[T, K, E]`` tensor is made; the softmax ``[T, E]`` is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, keep: Tensor) -> Tensor:
+        share = torch.softmax(logits, -1, out=empty(logits.shape, logits))
+        weights = keep.unsqueeze(1).expand(ids.shape).flatten()
+        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten(), weights)
+        tokens = keep.sum().clamp(min=1)
+        factor = logits.shape[1] * (load / (tokens * ids.shape[1])) / tokens
+        ctx.save_for_backward(share, keep, factor)
+        return factor @ (keep @ share)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share, keep, factor = ctx.saved_tensors
+        d = torch.outer(keep, factor * grad, out=empty(share.shape, share))
+        torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
+        return d, None, None
 
 
 _IMPLEMENTATIONS = {"torch": _counted, "reference": reference}

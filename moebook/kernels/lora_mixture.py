@@ -98,7 +98,7 @@ def _concatenated(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
     weighted = _weighted(hidden, _wide(gates) * scale)
-    delta = product(weighted, _columns(up).T, out=empty(base.shape, hidden))
+    delta = _kept(weighted, _columns(up).T)
     return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
 
 
@@ -142,16 +142,21 @@ class _Mixture(torch.autograd.Function):
                 d_gate = _by_expert(_wide(d_weighted) * _wide(own), factors).sum(2).mul_(scale)
                 d_parts[4 * n + 1] = d_gate.to(gate.dtype).view(gate.shape)
             if of_ups[n]:
-                d_up = product(_weighted(own, factors).T, narrow)
+                d_up = _kept(_weighted(own, factors).T, narrow)
                 d_parts[4 * n + 3] = d_up.view(ups[n].mT.shape).mT
         d_hidden = torch.cat(d_owns, 1) if len(d_owns) > 1 else d_owns[0]
         if any(of_downs):
-            d_downs = product(d_hidden.T, rows).split(sizes)
+            d_downs = _kept(d_hidden.T, rows).split(sizes)
             d_parts[2::4] = [d.view(down.shape) for d, down in zip(d_downs, downs, strict=True)]
         d_x = None
         if ctx.needs_input_grad[2]:
-            d_x = product(d_hidden, _rows(downs), out=empty(rows.shape, x)).view(x.shape)
+            d_x = _kept(d_hidden, _rows(downs)).view(x.shape)
         return None, None, d_x, *d_parts
+
+
+def _kept(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply into memory that is kept from step to step."""
+    return product(left, right, out=empty((len(left), right.shape[1]), left))
 
 
 def _flat(tensor: Tensor) -> Tensor:

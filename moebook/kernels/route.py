@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moebook.errors import nearest, refuse
 from moebook.kernels.dispatch import implementation
+from moebook.kernels.memory import empty
 
 COMBINE = ("renormalised", "probability")
+PART = 2**18
+"""Logits on a CPU of which the largest are found at once."""
+FEW = 2**12
+"""Logits below which a sort is faster."""
 
 
 class Routing(NamedTuple):
@@ -84,7 +90,8 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
         refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
-    return Routing(ids, weights, slots.argsort(stable=True), counts)
+    narrow = slots.to(torch.uint8) if experts <= 256 else slots  # sorted in a quarter of the time
+    return Routing(ids, weights, narrow.argsort(stable=True), counts)
 
 
 def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None:
@@ -136,33 +143,74 @@ def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None
 
 def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:
     """Take the K largest of each row as a stable sort orders them."""
-    ids = logits.detach().sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-    return _weighted(logits, ids, combine)
+    ids = _sorted(logits.detach(), top_k)
+    if combine == "renormalised":
+        return grouped(ids, logits.gather(1, ids).softmax(-1), logits.shape[1])
+    return grouped(ids, logits.softmax(-1).gather(1, ids), logits.shape[1])
+
+
+def _sorted(logits: Tensor, top_k: int) -> Tensor:
+    return logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
 
 
 def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
-    """Take the maximum K times, the first of equal ones each time: no sort for a small K.
-
-    What was taken becomes -inf; a logit that is -inf itself lies above that, to be taken once.
-    """
-    left = logits.detach().clamp(min=torch.finfo(logits.dtype).min)
-    ids = []
-    for _ in range(top_k):
-        ids.append(left.argmax(1, keepdim=True))
-        left.scatter_(1, ids[-1], -torch.inf)
-    return _weighted(logits, torch.cat(ids, 1), combine)
-
-
-def _weighted(logits: Tensor, ids: Tensor, combine: str) -> Routing:
-    """Weight the chosen experts and group their slots."""
+    """Take the maximum K times, in blocks that stay in the cache."""
+    rows = max(PART // logits.shape[1], 1)
+    ids = torch.cat([_largest(block, top_k) for block in logits.detach().split(rows)])
     return grouped(ids, weights_of(logits, ids, combine), logits.shape[1])
 
 
+def _largest(logits: Tensor, top_k: int) -> Tensor:
+    """Return the K largest, by maxima of whole numbers that hold a logit and its expert.
+
+    Where the largest is a CPU finds ten times as slowly as what it is. So the bits of a logit,
+    ordered as its value is, stand over the number of its expert, counted down; a logit of 64 bits
+    leaves no room for it.
+    """
+    if logits.dtype == torch.float64 or logits.numel() < FEW:
+        return _sorted(logits, top_k)
+    experts = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    positive = torch.where(logits.isnan(), torch.nan, logits.float() + 0.0)  # both, NaN and zero
+    bits = positive.view(torch.int32)
+    bits ^= (bits >> 31) & torch.iinfo(torch.int32).max  # of two negative ones the smaller is more
+    keys, ids = bits.long() << 32 | experts, []
+    for _ in range(top_k):
+        ids.append(experts[0] - (keys.amax(1, keepdim=True) & 0xFFFFFFFF))
+        keys.scatter_(1, ids[-1], torch.iinfo(torch.int64).min)
+    return torch.cat(ids, 1)
+
+
 def weights_of(logits: Tensor, ids: Tensor, combine: str) -> Tensor:
-    """Return the combine weights ``[T, K]`` of chosen experts."""
-    if combine == "renormalised":
-        return logits.gather(1, ids).softmax(-1)
-    return logits.softmax(-1).gather(1, ids)
+    """Return the combine weights ``[T, K]`` of chosen experts, in one step of autograd."""
+    weights: Tensor = _Weights.apply(logits, ids, combine)
+    return weights
+
+
+class _Weights(torch.autograd.Function):
+    """A softmax, over what was kept or over all; kept for the backward pass: its result."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, combine: str) -> Tensor:
+        ctx.renormalised, ctx.shape = combine == "renormalised", logits.shape
+        if ctx.renormalised:
+            share = weights = logits.gather(1, ids).softmax(-1)
+        else:
+            share = torch.softmax(logits, -1, out=empty(logits.shape, logits))
+            weights = share.gather(1, ids)
+        ctx.save_for_backward(ids, share)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ids, share = ctx.saved_tensors
+        d = empty(ctx.shape, grad).zero_()
+        if ctx.renormalised:
+            d.scatter_(1, ids, torch._softmax_backward_data(grad, share, -1, share.dtype))
+        else:
+            d.scatter_(1, ids, grad)
+            torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
+        return d, None, None
 
 
 _IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference}

@@ -26,12 +26,18 @@ def test_among_equal_logits_the_lower_expert_wins(impl):
     assert route(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), 3, impl=impl).ids.tolist() == [[1, 2, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"), [(17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1)]
+    ("tokens", "experts", "top_k"),
+    [(17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1), (700, 8, 8), (90, 64, 6), (30, 300, 3)],
 )
-def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k):
-    logits = torch.randn(tokens, experts).round(decimals=1)  # rounding makes ties
-    assert torch.equal(route(logits, top_k, impl="torch").ids, reference(logits, top_k).ids)
+def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dtype):
+    logits = torch.randn(tokens, experts).round(decimals=1).to(dtype)  # rounding makes ties
+    for number in (torch.inf, -torch.inf, torch.nan, -torch.tensor(torch.nan), -0.0):
+        logits[torch.rand(tokens, experts) < 0.03] = number
+    found, want = route(logits, top_k, impl="torch"), reference(logits, top_k)
+    assert torch.equal(found.ids, want.ids)
+    assert torch.equal(found.order, want.order)
 
 
 def test_experts_of_minus_infinity_are_chosen_once_each_where_nothing_else_is_left():
