@@ -1,8 +1,8 @@
 """Products of float32 matrices on a CPU, by the library that takes all of its vector units.
 
 PyTorch multiplies float32 by MKL, which on an AMD processor leaves half of AVX-512 unused; oneDNN,
-which PyTorch brings too and multiplies bfloat16 by, uses all of it everywhere: there it is twice as
-fast. Both add in float32.
+which PyTorch brings too and multiplies bfloat16 by, uses all of it everywhere (`moebook bench` takes
+the faster of the two for its floors). Both add in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 ENOUGH = 2**21
-"""Multiplications from which a call of oneDNN, 10 microseconds more than one of MKL, pays."""
+"""Multiplications from which a call of oneDNN, which itself costs more than one of MKL, pays."""
 INFO = Path("/proc/cpuinfo")
 """Where Linux tells the processor's maker."""
 PIECE = 2**20

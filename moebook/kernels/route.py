@@ -90,7 +90,7 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
         refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
-    narrow = slots.to(torch.uint8) if experts <= 256 else slots  # sorted in a quarter of the time
+    narrow = slots.to(torch.uint8) if experts <= 256 else slots  # sorts faster
     return Routing(ids, weights, narrow.argsort(stable=True), counts)
 
 
@@ -163,7 +163,7 @@ def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
 def _largest(logits: Tensor, top_k: int) -> Tensor:
     """Return the K largest, by maxima of whole numbers that hold a logit and its expert.
 
-    Where the largest is a CPU finds ten times as slowly as what it is. So the bits of a logit,
+    Where the largest is a CPU finds far more slowly than what it is. So the bits of a logit,
     ordered as its value is, stand over the number of its expert, counted down; a logit of 64 bits
     leaves no room for it.
     """
