@@ -1,8 +1,8 @@
 """Products of float32 matrices on a CPU, by the library that takes all of its vector units.
 
 PyTorch multiplies float32 by MKL, which on an AMD processor leaves half of AVX-512 unused; oneDNN,
-which PyTorch brings too and multiplies bfloat16 by, uses all of it everywhere (`moebook bench` takes
-the faster of the two for its floors). Both add in float32.
+which PyTorch brings too and multiplies bfloat16 by, uses all of it everywhere. Both add in float32.
+`moebook bench` takes the faster of the two for its floors.
 """
 
 from __future__ import annotations
