@@ -63,9 +63,9 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
         frame: From `shares`.
 
     Returns:
-        One row a layer: ``entropy``, that of the experts' shares over ln E (1 uniform, 0 one
-            expert),
-        and ``largest``, the largest share of one expert (1/E when uniform).
+        One row a layer: ``entropy``, that of the experts' shares over ln E (1 uniform; at least
+        ln K over ln E, since a token takes K different experts), and ``largest``, the largest
+        share of one expert (1/E when uniform, at most 1/K).
     """
     slots = frame.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
     share = slots.div(slots.sum(axis=1), axis=0)

@@ -123,11 +123,18 @@ def ledger(rows: Sequence[Row], places: Places) -> str:
     )
 
 
+def _where(text: str) -> str:
+    return f'<span class="where">{escape(text)}</span>'
+
+
 def _row(one: Row, places: Places) -> str:
     claim, label = one.claim, str(one.verdict.label)
+    number = isinstance(claim.reference, (int, float)) and claim.reference
+    bound = f", less {number:g}" if number else ""
+    notes = (claim.where, f"measured: {claim.quantity}{bound}")
     measured = [describe(found) for found in (one.recorded, one.live) if found is not None]
     cells = {
-        "claim": f'{escape(claim.sentence)}<span class="where">{escape(claim.where)}</span>',
+        "claim": escape(claim.sentence) + "".join(map(_where, notes)),
         "the paper": escape(claim.printed),
         "ours": "".join(f'<span class="note">{escape(text)}</span>' for text in measured) or "–",
         "verdict": mark(label, KINDS[label]) + places.links(claim),

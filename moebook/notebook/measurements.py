@@ -147,7 +147,8 @@ def side(claim: Claim, low: float, high: float) -> int:
 def describe(measurement: Measurement) -> str:
     """Say a measurement in words: scale, seeds, effect, interval and, with several seeds, size."""
     claim = measurement.claim
-    seeds = "exact" if claim.exact else f"{measurement.seeds} seed" + "s" * (measurement.seeds > 1)
+    several = f"{measurement.seeds} seed" + "s" * (measurement.seeds > 1)
+    seeds = "one value" if claim.exact else several
     parts = [f"{measurement.scale}, {seeds}: {amount(claim, measurement.effect)}"]
     if measurement.interval:
         low, high = (amount(claim, end) for end in measurement.interval)

@@ -11,7 +11,7 @@ from moebook.plotting.panels import Series, grid, series
 from moebook.plotting.theme import COLOURS, MARKERS
 
 MANY = 150
-"""From so many points on a series is drawn small and pale, as a background."""
+"""From so many points on in a panel a series is drawn small and pale, as a background."""
 
 
 def points(
@@ -40,7 +40,7 @@ def points(
     handles: dict[str, Artist] = {}
     for axes, own in zip(cells, clouds, strict=True):
         for name, cloud in own.items():
-            many = len(cloud) >= MANY
+            many = max(len(panel[name]) for panel in clouds if name in panel) >= MANY
             drawn = axes.scatter(
                 cloud[:, 0],
                 cloud[:, 1],

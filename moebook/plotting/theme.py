@@ -78,4 +78,7 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     """Put the legend under the axes, where it hides no data; one entry needs none."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
+        columns = min(len(labels), 5)  # filled one after another: rows should read in order
+        order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
+        entries = [handles[place] for place in order], [labels[place] for place in order]
+        figure.legend(*entries, loc="outside lower center", ncols=columns)

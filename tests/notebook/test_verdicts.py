@@ -156,7 +156,7 @@ def test_an_exact_value_needs_no_seeds_and_has_no_interval() -> None:
     assert str(judged(6.9e9, "cpu").label) == "direction fails"
     measured = judged(7.8e9, "cpu").measurement
     assert measured is not None and measured.interval is None
-    assert "cpu, exact: 7,800,000,000" in judged(7.8e9, "cpu").badge
+    assert "cpu, one value: 7,800,000,000" in judged(7.8e9, "cpu").badge
 
 
 def test_equality_holds_inside_the_tolerance_fails_outside_and_is_open_across_its_border() -> None:
