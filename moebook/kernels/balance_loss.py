@@ -29,8 +29,8 @@ def balance_loss(
 
     f_i is the share of the ``T * K`` routed slots that go to expert i (it sums to 1; "both vectors
     should ideally have values of 1/n"), and has no gradient. p_i is the mean over tokens of the
-    softmax over ALL E logits, taken before the top-k: the softmax over the kept logits alone would
-    sum to the same number whatever the router does, and its gradient would vanish.
+    softmax over ALL E logits, taken before the top-k. Averaged over the kept slots instead, as
+    released, it is 1/K whatever the router does, and its gradient vanishes.
 
     Args:
         logits: ``[T, E]`` router logits.

@@ -92,8 +92,7 @@ def commit(manifest: Mapping[str, Any]) -> str:
 
 
 def evidence(record: results.Record, folder: Path) -> str:
-    """Say how old a record is and what has changed since it ran."""
-    days = results.age(record).days
-    age = f"{days} days old" if days > 1 else "a day old" if days else "less than a day old"
+    """Say of which day a record is and what has changed since it ran."""
     changed = results.changed(record, folder)
-    return f"{age}; " + (f"changed since: {', '.join(changed)}" if changed else "code unchanged")
+    since = f"changed since: {', '.join(changed)}" if changed else "code unchanged"
+    return f"of {results.day(record)}; {since}"

@@ -40,22 +40,23 @@ class Places:
 
     folder: Path
 
-    def links(self, claim: Claim) -> str:
-        """Return the links of a claim as HTML; empty while neither page nor function exist."""
+    def links(self, one: Row) -> str:
+        """Return the links of a row as HTML; empty while neither page nor function exist."""
+        claim, measured = one.claim, one.verdict.measurement
         short = claim.function.removeprefix("moebook.").removeprefix("methods.")
         targets = {
-            "notebook": self._page(claim),
+            "notebook": self._page(claim, measured.scale if measured else ""),
             f"<code>{escape(short)}</code>": self._code(claim),
         }
         found = [f'<a href="{escape(url)}">{text}</a>' for text, url in targets.items() if url]
         return f'<span class="note">{" · ".join(found)}</span>' if found else ""
 
-    def _page(self, claim: Claim) -> str | None:
-        path = self.folder / "book" / "notebooks" / f"{claim.notebook}.ipynb"
-        if not path.is_file():
-            return None
-        anchor = self._anchors.get(claim.value, "")
-        return f"notebooks/{claim.notebook}.html{anchor}"
+    def _page(self, claim: Claim, scale: str) -> str | None:
+        """Return the page of the run that the verdict rests on, else the live one."""
+        for name in (f"{claim.notebook}-{scale}", claim.notebook):
+            if (self.folder / "book" / "notebooks" / f"{name}.ipynb").is_file():
+                return f"notebooks/{name}.html{self._anchors.get(claim.value, '')}"
+        return None
 
     @cached_property
     def _anchors(self) -> dict[str, str]:
@@ -137,6 +138,6 @@ def _row(one: Row, places: Places) -> str:
         "claim": escape(claim.sentence) + "".join(map(_where, notes)),
         "the paper": escape(claim.printed),
         "ours": "".join(f'<span class="note">{escape(text)}</span>' for text in measured) or "–",
-        "verdict": mark(label, KINDS[label]) + places.links(claim),
+        "verdict": mark(label, KINDS[label]) + places.links(one),
     }
     return row(cells, {"paper": TITLES[claim.paper], "verdict": label}, claim.id)

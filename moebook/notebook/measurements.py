@@ -16,6 +16,9 @@ from moebook.results import COMMITTED, Record, Value
 SEEDS = 3
 """How many seeds a comparison needs to be decided."""
 
+SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
+"""What the effect itself says, whatever its interval, by its side."""
+
 Seeded = Mapping[int | None, Value]
 
 
@@ -60,11 +63,6 @@ class Measurement:
     def interval(self) -> tuple[float, float] | None:
         """Bootstrap interval of the effect at 95 %; None for exact claims and single numbers."""
         return None if self.claim.exact else interval(np.array(self.effects))
-
-    @property
-    def points(self) -> bool:
-        """Whether the effect itself, whatever its interval, lies where the paper says."""
-        return side(self.claim, self.effect, self.effect) > 0
 
     @property
     def decides(self) -> bool:
@@ -156,7 +154,7 @@ def describe(measurement: Measurement) -> str:
     if measurement.size is not None and not claim.exact:
         parts.append(f"effect size {measurement.size:.1f}")
     if not measurement.decides:
-        parts.append("as claimed so far" if measurement.points else "against the claim so far")
+        parts.append(SO_FAR[side(claim, measurement.effect, measurement.effect)])
     return ", ".join(parts)
 
 

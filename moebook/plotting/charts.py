@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from moebook.errors import refuse
 from moebook.plotting.panels import single
-from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, legend_below
+from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, legend_below, tilt_when_long
 
 
 def curves(
@@ -119,9 +119,9 @@ def bars(
             label=str(name),
         )
         if len(groups) * len(names) <= 16:
-            _write_heights(axes, places, heights, heights + above)
+            _write_heights(axes, places, heights, heights + above, 8.5 if len(names) < 5 else 7)
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
-    _tilt_when_long(axes, groups)
+    tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
     if chance is not None:
         axes.axhline(chance, color=INK, ls=(0, (4, 3)), lw=1, label="chance")
@@ -143,9 +143,13 @@ def _whiskers(rows: pd.DataFrame) -> tuple[npt.NDArray[Any], ...]:
 
 
 def _write_heights(
-    axes: Axes, places: npt.NDArray[Any], heights: npt.NDArray[Any], tops: npt.NDArray[Any]
+    axes: Axes,
+    places: npt.NDArray[Any],
+    heights: npt.NDArray[Any],
+    tops: npt.NDArray[Any],
+    size: float,
 ) -> None:
-    """Write each bar's height above its whisker."""
+    """Write each bar's height above its whisker, in letters of `size` points."""
     for place, height, top in zip(places, heights, tops, strict=True):
         if np.isfinite(height):
             axes.annotate(
@@ -154,13 +158,5 @@ def _write_heights(
                 xytext=(0, 3),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8.5,
+                fontsize=size,
             )
-
-
-def _tilt_when_long(axes: Axes, names: Sequence[object]) -> None:
-    """Tilt the horizontal axis's names when side by side they would run into each other."""
-    if sum(len(str(name)) for name in names) > 75:
-        axes.tick_params(axis="x", rotation=30)
-        for label in axes.get_xticklabels():
-            label.set_horizontalalignment("right")

@@ -12,10 +12,7 @@ from matplotlib.figure import Figure
 
 from moebook.errors import refuse
 from moebook.plotting.panels import grid, single
-from moebook.plotting.theme import COLOURS, DARK_COLOURS, HATCHES, INK
-
-LETTERS = 75
-"""Letters that fit side by side under a figure's width."""
+from moebook.plotting.theme import COLOURS, DARK_COLOURS, HATCHES, INK, tilt_when_long
 
 
 def heatmap(
@@ -57,11 +54,10 @@ def heatmap(
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
     numbers = len(rows) * len(columns) * len(tables) <= 200
-    crowded = across * sum(map(len, columns)) > LETTERS
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
-        tilt = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
-        axes.set_xticks(range(len(columns)), columns, **tilt)
+        axes.set_xticks(range(len(columns)), columns)
+        tilt_when_long(axes, columns, across)
         axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
         axes.tick_params(length=0)
         axes.grid(False)

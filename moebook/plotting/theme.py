@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -82,3 +83,17 @@ def legend_below(figure: Figure, axes: Axes) -> None:
         order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
         entries = [handles[place] for place in order], [labels[place] for place in order]
         figure.legend(*entries, loc="outside lower center", ncols=columns)
+
+
+def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:
+    """Tilt the horizontal axis's names when side by side they would run into each other.
+
+    Args:
+        axes: With these names on it.
+        names: Names of one panel.
+        across: Panels side by side.
+    """
+    if across * sum(len(str(name)) for name in names) > 75:
+        axes.tick_params(axis="x", rotation=30)
+        for label in axes.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")

@@ -1,4 +1,4 @@
-"""Results of executed notebooks: values, records, the files that hold them, and their age."""
+"""Results of executed notebooks: values, records, the files that hold them, and their day."""
 
 from moebook.results.files import (
     COMMITTED,
@@ -9,7 +9,7 @@ from moebook.results.files import (
     root,
     write,
 )
-from moebook.results.freshness import age, changed, commit, current
+from moebook.results.freshness import changed, commit, current, day
 from moebook.results.reach import package_digest
 from moebook.results.values import TIERS, UNITS, Record, Value, rounded
 
@@ -19,10 +19,10 @@ __all__ = [
     "UNITS",
     "Record",
     "Value",
-    "age",
     "changed",
     "commit",
     "current",
+    "day",
     "digest",
     "package_digest",
     "read",

@@ -1,10 +1,10 @@
-"""How old a record is, and whether what it ran has changed since."""
+"""Of which day a record is, and whether what it ran has changed since."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from datetime import UTC, datetime, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from moebook.results.values import Record
 CODE = ("moebook", "notebooks", "requirements.lock")
 
 
-def age(record: Record, now: datetime | None = None) -> timedelta:
-    """Return the time since the record's run ended.
+def day(record: Record) -> date:
+    """Return the day on which the record's run ended (UTC).
 
     Raises:
         Refusal: ``E-RECORD`` when its manifest has no date.
     """
     try:
-        then = datetime.fromisoformat(record.manifest["date"])
-        return (now or datetime.now(UTC)) - then
+        return date.fromisoformat(record.manifest["date"][:10])
     except (KeyError, TypeError, ValueError):
         refuse("E-RECORD", f"manifest of {record.notebook} ({record.scale}) has no UTC date")
 

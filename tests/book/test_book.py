@@ -145,7 +145,7 @@ def test_the_live_page_and_the_recorded_study_name_each_other(site: Path) -> Non
     assert 'href="01_pesc-study.html"' in live
     assert 'href="01_pesc.html"' in study
     assert "PESC: the recorded study" in study
-    assert "days old" in live and "days old" in study
+    assert "of 2026-01-02; " in live and "of 2026-01-02; " in study
 
 
 def test_the_ledger_has_every_claim_without_javascript(site: Path) -> None:

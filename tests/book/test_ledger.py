@@ -73,6 +73,10 @@ def test_a_row_links_to_the_cell_and_to_the_code(folder: Path) -> None:
     page = _html([], folder)
     assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
     assert 'href="https://example.org/r/b/' not in page
+    (folder / "book" / "notebooks" / "01_pesc-study.ipynb").write_text('{"cells": []}')
+    assert 'href="notebooks/01_pesc-study.html#dense-against-sparse"' in _html(
+        [_record(0.8)], folder
+    )
     assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
 
 

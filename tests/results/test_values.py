@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,11 @@ def test_a_record_without_a_manifest_is_refused(tmp_path: Path) -> None:
         results.read(path)
 
 
-def test_age_is_counted_from_the_manifests_date() -> None:
-    record = Record("toy", "study", (), {"date": "2026-01-02T00:00:00+00:00"})
-    assert results.age(record, datetime(2026, 1, 5, tzinfo=UTC)) == timedelta(days=3)
+def test_the_day_is_the_manifests() -> None:
+    record = Record("toy", "study", (), {"date": "2026-01-02T23:00:00+00:00"})
+    assert str(results.day(record)) == "2026-01-02"
     with pytest.raises(Refusal, match="no UTC date"):
-        results.age(Record("toy", "study", ()))
+        results.day(Record("toy", "study", ()))
 
 
 def test_a_record_names_what_changed_since_it_ran(
