@@ -157,6 +157,21 @@ def test_triton_keeps_what_the_literal_loops_keep(
     assert torch.equal(found, duplicates(given_rows, keys, threshold, rule=rule, impl="triton"))
 
 
+@pytest.mark.gpu
+@TRITON
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", ["standing", "any"])
+def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch):
+    kernel = importlib.import_module("moebook.kernels._triton.duplicates")
+    monkeypatch.setattr(kernel, "MARKS", 7000 * 20_000)  # three blocks and a rest
+    torch.manual_seed(0)
+    rows = torch.randn(5000, 384).repeat(4, 1) + 0.1 * torch.randn(20_000, 384)
+    key = torch.rand(20_000)  # cosines are above 0.9 in a cluster, below 0.5 elsewhere
+    wanted = key.view(4, 5000).argmax(0) * 5000 + torch.arange(5000)
+    found = duplicates(rows.to("cuda", dtype), key.cuda(), 0.7, rule=rule, impl="triton")
+    assert torch.equal(found.cpu(), wanted.sort().values)
+
+
 @TRITON
 def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes):
     kernel = importlib.import_module("moebook.kernels._triton.duplicates")

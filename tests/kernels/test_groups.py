@@ -98,6 +98,17 @@ def test_where_all_is_equal_the_first_groups_come_first(impl):
     assert found.rank.tolist() == [1, 1] and found.total.tolist() == [7, 7]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("form", ["ordered", "inverse"])
+def test_of_fifty_million_groups_a_gpu_finds_what_the_cpu_finds(form):
+    torch.manual_seed(0)
+    noise = torch.nn.functional.normalize(torch.randn(38, 64))
+    given_ones = (noise @ noise.T).cuda(), torch.randint(2, 76, (38,)).cuda()
+    one, two = (groups(*given_ones, 8, diversity=form, impl=impl) for impl in ("triton", "numpy"))
+    assert all(map(torch.equal, one, two))
+
+
 def test_fifty_million_groups_are_ranked():
     places = torch.arange(38.0).double()
     similarity = -(places[:, None] - places).abs() / 37  # the farther apart, the more diverse

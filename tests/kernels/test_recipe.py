@@ -236,6 +236,8 @@ REAL = {
     "groups": groups(38, 8, 1000), "clusters": clusters(2, 20_000, 64, 1024),
 }  # fmt: skip
 """Sizes of use, for a GPU."""
+NEAR = ("experts", "split_experts", "adapters", "lora_mixture", "bank_scoring", "nearest")
+"""Whose errors are of many numbers, none of which is a choice between near ones."""
 
 
 KERNELS = [
@@ -334,6 +336,6 @@ def test_two_runs_of_real_size_are_bitwise_equal_on_a_gpu(op, kind, dtype):
 
 @pytest.mark.gpu
 @installed
-@each([("experts", "real", dtype) for dtype in DTYPES])
-def test_experts_of_real_size_are_as_near_to_float64_on_a_gpu(op, kind, dtype):
+@each([(op, "real", dtype) for op in NEAR for dtype in DTYPES])
+def test_kernels_of_real_size_are_as_near_to_float64_on_a_gpu(op, kind, dtype):
     check(REAL[op], "triton", dtype, "cuda", draws=1)

@@ -5,11 +5,20 @@ import os
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from moebook.kernels import Bank, balance_loss, experts, lora_mixture, route
+from moebook.kernels import (
+    Bank,
+    balance_loss,
+    duplicates,
+    experts,
+    lora_mixture,
+    route,
+    split_experts,
+)
 from moebook.kernels.lora_mixture import Projection
 
 pytestmark = [
@@ -59,6 +68,43 @@ def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, enough,
     has = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
     assert grouped.roomy(torch.device("cuda", 0)) == enough
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("fp32_precision", "tf32", "tf32"),
+        ("fp32_precision", "ieee", "ieee"),
+        ("allow_tf32", True, "tf32"),
+        ("allow_tf32", False, "ieee"),
+    ],
+)
+def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wanted):
+    grouped = importlib.import_module("moebook.kernels._triton.grouped")
+    setattr(torch.backends.cuda.matmul, name, value)
+    found = grouped.precision()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert found == wanted
+
+
+def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
+    shapes = (12, 8), (12, 4), (4, 8, 8), (4, 8, 4), (2, 8, 8), (2, 8, 4)
+    x, logits, *weights = (t.to(DEVICE).requires_grad_() for t in drawn(*shapes))
+    slots = torch.tensor([-1, 0, -1, -1], device=DEVICE)
+    banks = Bank(*weights[:2]), Bank(*weights[2:])
+    y = split_experts(x, route(logits, 2), *banks, slots, F.silu, impl="triton")
+    for grad in torch.autograd.grad(y.sum(), weights[2:]):
+        assert grad[0].abs().sum() > 0 and grad[1].abs().sum() == 0
+
+
+def test_numbers_of_numpy_are_numbers_to_a_kernel():
+    x, *parts = (t.to(DEVICE) for t in drawn((6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4)))
+    ys = [lora_mixture(x, [Projection(*parts, scale)], impl="triton")[0]
+          for scale in (0.5, np.float32(0.5))]  # fmt: skip
+    assert torch.equal(*ys)
+    kept = [duplicates(x, x[:, 0], threshold, impl="triton")
+            for threshold in (0.5, np.float32(0.5), torch.tensor(0.5))]  # fmt: skip
+    assert all(torch.equal(found, kept[0]) for found in kept[1:])
 
 
 @pytest.mark.parametrize("lead", [(), (2, 3)])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.grouped import precision
 from moebook.kernels._triton.placing import placed
 
 PROGRAMS = 512
@@ -40,10 +41,9 @@ def run(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tenso
     each = triton.cdiv(steps, max(1, min(steps, PROGRAMS // tiles)))
     spans = triton.cdiv(steps, each)
     found = torch.empty(3, spans, rows, device=hidden.device)
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     _scan[(tiles, spans)](
         hidden.contiguous(), head.contiguous(), readers.contiguous(), targets.contiguous(), found,
-        rows, len(readers), tokens, vocabulary, each * chosen["BV"], D=width, PRECISION=precision,
+        rows, len(readers), tokens, vocabulary, each * chosen["BV"], D=width, PRECISION=precision(),
         **chosen,
     )  # fmt: skip
     highest = found[0].amax(0)

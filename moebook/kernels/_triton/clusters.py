@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.grouped import precision
 from moebook.kernels._triton.placing import placed
 from moebook.kernels.clusters import Clusters
 
@@ -42,13 +43,12 @@ def run(points: Tensor, centres: Tensor) -> Clusters:
     ids = torch.empty(layers, rows, dtype=torch.int64, device=points.device)
     gaps = torch.zeros(layers, count, device=points.device)
     sums = torch.zeros_like(centres, dtype=torch.float64)
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     for first in range(0, count, at_once):
         number = min(at_once, count - first)
         parts = torch.empty(layers, number, experts, width, device=points.device)
         _step[(number, layers)](
             points, centres, offset, ids, parts, gaps, rows, first, count, E=experts, D=width,
-            PRECISION=precision, **chosen,
+            PRECISION=precision(), **chosen,
         )  # fmt: skip
         sums += parts.sum(1, dtype=torch.float64)
     counts = ids.new_zeros(layers, experts).scatter_add_(1, ids, torch.ones_like(ids))

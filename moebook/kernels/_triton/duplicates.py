@@ -50,7 +50,7 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     words = wide * chosen["BN"] // word
     marks = torch.zeros(size, words, dtype=torch.int32, device=rows.device)
     _mark[(triton.cdiv(size, chosen["BM"]) * wide,)](
-        rows, inverse, marks, threshold, size, many, words, D=width, **chosen
+        rows, inverse, marks, float(threshold), size, many, words, D=width, **chosen
     )
     row, place = marks.nonzero(as_tuple=True)
     bits = torch.arange(word, dtype=torch.int32, device=rows.device)

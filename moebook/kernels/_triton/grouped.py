@@ -68,14 +68,18 @@ def roomy(device: torch.device, kilobytes: int = 160) -> bool:
     return getattr(has, "shared_memory_per_block_optin", 0) >= kilobytes * 1024
 
 
-def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
-    """Choose a program's work: BM rows, BN columns, BK deep; large tiles need a `roomy` device.
+def precision() -> str:
+    """Return how PyTorch multiplies float32 on a GPU: exactly, unless TF32 is allowed.
 
-    float32 is multiplied as PyTorch multiplies it on this device: exactly, unless TF32 is allowed.
+    Of the setting's two names the older, ``allow_tf32``, cannot be read where this one was set.
     """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
+    """Choose a program's work: BM rows, BN columns, BK deep; large tiles need a `roomy` device."""
     if dtype == torch.float32:
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
+        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision(), "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
     if not large:
         return {"BM": 32, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
@@ -204,10 +208,13 @@ def _weight_gradient(
     HIGH: tl.constexpr, WIDE: tl.constexpr, BY_TOKEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token."""
+    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token.
+
+    It is 0 where the owner is -1.
+    """
     expert = tl.load(owner + tl.program_id(1))
-    end = tl.load(ends + expert).to(tl.int32)
-    start = end - tl.load(counts + expert).to(tl.int32)
+    end = tl.load(ends + expert, mask=expert >= 0, other=0).to(tl.int32)
+    start = end - tl.load(counts + expert, mask=expert >= 0, other=0).to(tl.int32)
     left_column = tl.program_id(0) // tl.cdiv(WIDE, BJ) * BI
     right_column = tl.program_id(0) % tl.cdiv(WIDE, BJ) * BJ
     total = tl.zeros((BI, BJ), dtype=tl.float32)
@@ -311,7 +318,7 @@ def weight_gradient(
     if slots is not None:
         # The inverse of the table; experts without a slot write behind its end.
         places = torch.where(slots >= 0, slots, number)
-        owner = owner.new_zeros(number + 1).scatter_(0, places, owner)
+        owner = owner.new_full((number + 1,), -1).scatter_(0, places, owner)
     tma = not by_token and len(left) > 0 and fetched(left.dtype, left.device, high, wide)
     chosen = gradient_blocks(left.dtype, by.blocks, tma)
     grid = (triton.cdiv(high, chosen["BI"]) * triton.cdiv(wide, chosen["BJ"]), number)

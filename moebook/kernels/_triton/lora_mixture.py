@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moebook.kernels._triton.grouped import precision
 from moebook.kernels._triton.placing import placed
 from moebook.kernels.lora_mixture import Projection, mixture
 
@@ -23,8 +24,7 @@ from moebook.kernels.lora_mixture import Projection, mixture
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
     """Choose a program's work: BM tokens, BN columns, BK of all experts' ranks at a time."""
     if dtype == torch.float32:
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        return {"BM": 64, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
+        return {"BM": 64, "BN": 64, "BK": 32, "PRECISION": precision(), "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
     return {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
             "num_stages": 2}  # fmt: skip
@@ -69,6 +69,7 @@ def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: fl
     if tokens:
         chosen = blocks(hidden.dtype)
         _mix[(triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"]))](
-            base, hidden, gates, up, out, scale, tokens, N=number, R=rank, WIDE=wide, **chosen
+            base, hidden, gates, up, out, float(scale), tokens, N=number, R=rank, WIDE=wide,
+            **chosen,
         )  # fmt: skip
     return out

@@ -11,19 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebook.kernels._triton.grouped import roomy
+from moebook.kernels._triton.grouped import precision, roomy
 from moebook.kernels._triton.placing import placed
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Choose a program's work: BM rows against BN shots at a time, BK deep.
 
-    Large tiles are for a `roomy` device. float32 is multiplied as PyTorch multiplies it on this
-    device: exactly, unless TF32 is allowed.
+    Large tiles are for a `roomy` device.
     """
     if dtype == torch.float32:
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision, "num_warps": 4,
+        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision(), "num_warps": 4,
                 "num_stages": 2}  # fmt: skip
     if not large:
         return {"BM": 64, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 8,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.kernels._triton.grouped import sort_rows, weight_gradient
+from moebook.kernels._triton.grouped import precision, sort_rows, weight_gradient
 from moebook.kernels._triton.sorting import sort, tile_table
 from moebook.kernels.route import Routing
 
@@ -35,7 +35,7 @@ def blocks(dtype: torch.dtype, rank: int) -> tuple[dict[str, Any], dict[str, Any
     shared = {"BM": 64, "BR": wide, "PRECISION": "ieee"}
     if dtype == torch.float32:
         shared["BM"] = 32
-        shared["PRECISION"] = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        shared["PRECISION"] = precision()
         return ({**shared, "BD": 32, "num_warps": 8, "num_stages": 2},
                 {**shared, "BN": 32, "SPAN": 128, "num_warps": 8, "num_stages": 2})  # fmt: skip
     deep = 64 if wide < 64 else 32  # 64 would spill on an A100
