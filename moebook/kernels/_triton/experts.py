@@ -191,15 +191,15 @@ def _up(x: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Te
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
     tma = fetched(x.dtype, x.device, width)
     rows = gather(x, by) if tma else x
-    block = (2, chosen["BN"], chosen["BK"])
+    block, most = (2, chosen["BN"], chosen["BK"]), programs(x.device)
     for bank, share in zip(banks, by.shares, strict=True):
         if not (count and len(bank)):
             continue
-        grid = programs(x.device, len(share.tiles) * triton.cdiv(F, chosen["BN"]))
-        _gated_up[(grid,)](
+        work = len(share.tiles) * triton.cdiv(F, chosen["BN"])
+        _gated_up[(min(most, work),)](
             view(rows, (chosen["BM"], chosen["BK"]), tma), by.token,
             view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F, TMA=tma,
-            PROGRAMS=grid, **chosen,
+            PROGRAMS=most, **chosen,
         )  # fmt: skip
     return pre, hidden
 

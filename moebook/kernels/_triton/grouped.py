@@ -148,11 +148,15 @@ def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
     return TensorDescriptor.from_tensor(tensor.view(shape), list(block))
 
 
-def programs(device: torch.device, most: int) -> int:
-    """Return how many programs share the work: one for each multiprocessor."""
+def programs(device: torch.device) -> int:
+    """Return how many programs share the work at most: one for each multiprocessor.
+
+    Little work starts fewer, but the same: a kernel of its own would be compiled for each number.
+    """
     if device.type == "cpu":
-        return min(2, most)
-    return min(torch.cuda.get_device_properties(device).multi_processor_count, most)
+        return 2
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 @triton.jit
@@ -280,17 +284,16 @@ def product(
     width, columns = (second, first) if transposed else (first, second)
     out = rows.new_empty(len(rows), columns)
     chosen, tma = by.blocks, fetched(rows.dtype, rows.device, width, columns)
-    deep, wide = chosen["BK"], chosen["BN"]
+    deep, wide, most = chosen["BK"], chosen["BN"], programs(rows.device)
     for bank, share in zip(banks, by.shares, strict=True):
         work = len(share.tiles) * triton.cdiv(columns, wide)
         if not (len(rows) and len(bank)):
             continue
-        grid = programs(rows.device, work)
-        _product[(grid,)](
+        _product[(min(most, work),)](
             view(rows, (chosen["BM"], deep), tma),
             view(bank, (wide, deep) if transposed else (deep, wide), tma),
             out if gate is None else gate, out, *share, K=width, N=columns, TRANSPOSED=transposed,
-            WEIGH=gate is not None, TMA=tma, PROGRAMS=grid, **chosen,
+            WEIGH=gate is not None, TMA=tma, PROGRAMS=most, **chosen,
         )  # fmt: skip
     return out
 

@@ -118,15 +118,17 @@ def _outward(
     SPAN: tl.constexpr,
 ):  # fmt: skip
     """out[t] = base[t] + both slots of t through the second matrix of their adapters."""
-    if tl.program_id(1) >= tl.load(number):
+    spans = tl.cdiv(D, SPAN)  # the programs in one row: a grid's second side is short
+    tile, span = tl.program_id(0) // spans, tl.program_id(0) % spans
+    if tile >= tl.load(number):
         return
-    source, live, low, high, slot, other = _tile_of(token, ids, tiles, tl.program_id(1), E, BM)
+    source, live, low, high, slot, other = _tile_of(token, ids, tiles, tile, E, BM)
     r = tl.arange(0, BR)
     inside = live[:, None] & (r < R)[None, :]
     a = tl.load(between + slot[:, None] * R + r[None, :], mask=inside, other=0.0)
     b = tl.load(between + other[:, None] * R + r[None, :], mask=inside, other=0.0)
     for first in range(0, SPAN, BN):
-        d = tl.program_id(0) * SPAN + first + tl.arange(0, BN)
+        d = span * SPAN + first + tl.arange(0, BN)
         spot = d[None, :] * R + r[:, None] if BACK else r[:, None] * D + d[None, :]
         within = (r < R)[:, None] & (d < D)[None, :]
         w = tl.load(matrices + low * (D * R) + spot, mask=within, other=0.0)
@@ -159,7 +161,7 @@ def _through(
         rows, by.token, by.ids, gate, first, pre, weighted, between, d_gate, tiles, number,
         **sizes, **inward,
     )  # fmt: skip
-    _outward[(triton.cdiv(width, outward["SPAN"]), len(tiles))](
+    _outward[(triton.cdiv(width, outward["SPAN"]) * len(tiles),)](
         between, rows if base is None else base, by.token, by.ids, second, out, tiles, number,
         ADD=base is not None, **sizes, **outward,
     )  # fmt: skip
