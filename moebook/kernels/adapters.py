@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import alike, floating, together
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -76,23 +77,17 @@ def reference(
 
 def _check(h: Tensor, source: Tensor, down: Tensor, up: Tensor) -> None:
     fits = h.dim() == 2 and source.shape == h.shape and down.dim() == up.dim() == 3
-    if not fits or down.shape[1] != h.shape[1] or up.shape != down.mT.shape:
+    fits = fits and down.shape[1] == h.shape[1] and up.shape == down.mT.shape
+    if not fits or 0 in down.shape[1:]:
         got = ", ".join(str(tuple(part.shape)) for part in (h, source, down, up))
         refuse(
             "E-SHAPE",
-            f"adapters: expected h and source [T, D], down [E, D, R], up [E, R, D]; got {got}",
+            "adapters: expected h and source [T, D >= 1], down [E, D, R >= 1], up [E, R, D]; got"
+            f" {got}",
         )
-    if not h.is_floating_point():
-        refuse("E-DTYPE", f"adapters: h is {h.dtype}, expected floating point")
-    if source.dtype != h.dtype:
-        refuse("E-DTYPE", f"adapters: source is {source.dtype}, h is {h.dtype}: cast one")
-    if not down.is_floating_point():
-        refuse("E-DTYPE", f"adapters: down is {down.dtype}, expected floating point")
-    if not up.is_floating_point():
-        refuse("E-DTYPE", f"adapters: up is {up.dtype}, expected floating point")
-    if (devices := {part.device for part in (source, down, up)}) != {h.device}:
-        names = ", ".join(sorted(map(str, devices)))
-        refuse("E-DEVICE", f"adapters: source, down and up lie on {names}, h on {h.device}")
+    floating("adapters", {"h": h, "source": source, "down": down, "up": up})
+    alike("adapters", {"h": h, "source": source})
+    together("adapters", {"h": h, "source": source, "down": down, "up": up})
 
 
 def _segments(
@@ -181,9 +176,11 @@ class _Segments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
+        of_h, of_source, _, of_down, of_up, *_ = ctx.needs_input_grad
         d_gate, d_source = torch.empty_like(gate), empty(grad.shape, grad)
         d_source = d_source.zero_() if ctx.apart else d_source.copy_(grad)
-        downs, ups, d_down, d_up = down.unbind(), up.unbind(), _Sum(up), _Sum(up)
+        downs, ups = down.unbind(), up.unbind()
+        d_down, d_up = (_Sum(up) if needed else None for needed in (of_down, of_up))
         cut = _cut(ctx.parts, ctx.layout.token, gate, pre, d_gate)
         for part, token, own, before, d_own in cut:
             read, d_out = source.index_select(0, token), grad.index_select(0, token)
@@ -194,13 +191,17 @@ class _Segments(torch.autograd.Function):
             d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, own), before)
             d_rows = []
             for experts, x, d_y, hidden, d in part.each(read, d_out, _gated(active, own), d_pre):
-                d_up.add(experts, product(hidden.T, d_y))
-                d_down.add(experts, product(d.T, x))
-                d_rows.append(product(d, _joined([downs[expert] for expert in experts], 1).T))
-            d_source.index_add_(0, token, _joined(d_rows))
+                if d_up:
+                    d_up.add(experts, product(hidden.T, d_y))
+                if d_down:
+                    d_down.add(experts, product(d.T, x))
+                if of_h or of_source:
+                    d_rows.append(product(d, _joined([downs[expert] for expert in experts], 1).T))
+            if d_rows:
+                d_source.index_add_(0, token, _joined(d_rows))
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         d_gates = d_gate[ctx.layout.place].flatten(1)
-        d_weights = d_down.total().mT, d_up.total()
+        d_weights = d_down and d_down.total().mT, d_up and d_up.total()
         return *d_inputs, d_gates, *d_weights, None, None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moebook.errors import nearest, refuse
+from moebook.kernels.arguments import floating, real, together, whole
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 
@@ -52,36 +53,32 @@ def balance_loss(
     if mask is not None and mask.shape != logits.shape[:1]:
         shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
         refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")
-    if not logits.is_floating_point():
-        refuse("E-DTYPE", f"balance_loss: logits is {logits.dtype}, expected floating point")
-    if ids.dtype not in (torch.int64, torch.int32):
-        refuse("E-DTYPE", f"balance_loss: ids is {ids.dtype}, expected torch.int64")
-    if mask is not None and mask.is_complex():
-        refuse("E-DTYPE", f"balance_loss: mask is {mask.dtype}, expected real numbers or bool")
-    for name, part in (("ids", ids), ("mask", mask)):
-        if part is not None and part.device != logits.device:
-            lie = f"logits lie on {logits.device}, {name} on {part.device}"
-            refuse("E-DEVICE", f"balance_loss: {lie}")
+    masked = {} if mask is None else {"mask": mask}
+    floating("balance_loss", {"logits": logits})
+    whole("balance_loss", {"ids": ids})
+    real("balance_loss", masked)
+    together("balance_loss", {"logits": logits, "ids": ids, **masked})
     if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < len(logits.T):
         got = f"{int(ids.min())} to {int(ids.max())}, expected 0 to {logits.shape[1] - 1}"
         refuse("E-RANGE", f"balance_loss: ids are {got} (the experts)")
     if form not in FORMS:
         refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
-    keep = logits.new_ones(len(logits)) if mask is None else mask.to(logits.dtype)
+    wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
+    keep = torch.ones_like(logits[:, 0], dtype=wide) if mask is None else mask.to(wide)
     run = implementation("balance_loss", impl, _IMPLEMENTATIONS, logits)
     value: Tensor = run(logits, ids, keep, form)
-    return value
+    return value.to(logits.dtype)
 
 
 def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
     """Take f from one-hot vectors."""
     tokens = keep.sum().clamp(min=1)
-    hot = torch.nn.functional.one_hot(ids, logits.shape[1]).to(keep.dtype)
+    hot = torch.nn.functional.one_hot(ids.long(), logits.shape[1]).to(keep.dtype)
     load = torch.einsum("tke,t->e", hot, keep) / (tokens * ids.shape[1])
     if form == "constant":
-        kept = logits.gather(1, ids).softmax(-1).mean(-1)
+        kept = logits.gather(1, ids.long()).softmax(-1, keep.dtype).mean(-1)
         return logits.shape[1] * load.sum() * (kept @ keep) / tokens
-    return logits.shape[1] * (load * (keep @ logits.softmax(-1))).sum() / tokens
+    return logits.shape[1] * (load * (keep @ logits.softmax(-1, keep.dtype))).sum() / tokens
 
 
 def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
@@ -97,12 +94,13 @@ class _Balance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, keep: Tensor) -> Tensor:
-        share = torch.softmax(logits, -1, out=empty(logits.shape, logits))
+        share = torch.softmax(logits, -1, keep.dtype, out=empty(logits.shape, keep))
         weights = keep.unsqueeze(1).expand(ids.shape).flatten()
-        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten(), weights)
+        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten().long(), weights)
         tokens = keep.sum().clamp(min=1)
         factor = logits.shape[1] * (load / (tokens * ids.shape[1])) / tokens
         ctx.save_for_backward(share, keep, factor)
+        ctx.dtype = logits.dtype
         return factor @ (keep @ share)
 
     @staticmethod
@@ -111,7 +109,7 @@ class _Balance(torch.autograd.Function):
         share, keep, factor = ctx.saved_tensors
         d = torch.outer(keep, factor * grad, out=empty(share.shape, share))
         torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
-        return d, None, None
+        return d.to(ctx.dtype), None, None
 
 
 _IMPLEMENTATIONS = {"torch": _counted, "reference": reference}

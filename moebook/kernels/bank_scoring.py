@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import alike, floating, together, valued, whole
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.products import product
 
@@ -81,7 +82,7 @@ def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> 
         part = slice(start, start + size)
         logits = product(rows[part], head.T).to(wide)
         nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
-    return nats.view(len(hidden), -1)
+    return nats.view(len(hidden), len(targets))
 
 
 def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
@@ -96,25 +97,14 @@ def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
         )
     if not len(head):
         refuse("E-SHAPE", f"bank_scoring: head is {tuple(head.shape)}, expected V >= 1 words")
-    if not hidden.is_floating_point():
-        refuse("E-DTYPE", f"bank_scoring: hidden is {hidden.dtype}, expected floating point")
-    if answers.readers.dtype != torch.int64:
-        got = answers.readers.dtype
-        refuse("E-DTYPE", f"bank_scoring: readers is {got}, expected torch.int64")
-    if answers.targets.dtype != torch.int64:
-        got = answers.targets.dtype
-        refuse("E-DTYPE", f"bank_scoring: targets is {got}, expected torch.int64")
-    if answers.lengths.dtype not in (torch.int64, torch.int32):
-        got = answers.lengths.dtype
-        refuse("E-DTYPE", f"bank_scoring: lengths is {got}, expected torch.int64")
-    if hidden.dtype != head.dtype:
-        got = f"{hidden.dtype} and {head.dtype}"
-        refuse("E-DTYPE", f"bank_scoring: hidden and head are of two dtypes: {got}; cast one")
-    if (devices := {part.device for part in (head, *answers)}) != {hidden.device}:
-        names = ", ".join(sorted(map(str, devices)))
-        refuse("E-DEVICE", f"bank_scoring: hidden lies on {hidden.device}, the rest on {names}")
-    if hidden.is_meta:
-        refuse("E-DEVICE", "bank_scoring: hidden lies on meta, which holds no values")
+    floating("bank_scoring", {"hidden": hidden, "head": head})
+    alike("bank_scoring", {"hidden": hidden, "head": head})
+    for name in ("readers", "targets"):
+        if (got := getattr(answers, name).dtype) != torch.int64:
+            refuse("E-DTYPE", f"bank_scoring: {name} is {got}, expected torch.int64")
+    whole("bank_scoring", {"lengths": answers.lengths})
+    together("bank_scoring", {"hidden": hidden, "head": head, **answers._asdict()})
+    valued("bank_scoring", {"hidden": hidden})
     if hidden.device.type == "cpu":  # elsewhere this would wait for the GPU
         _check_places(hidden, head, answers)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import alike, floating, together, valued
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -56,23 +57,19 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
             is unknown or cannot run.
     """
     fits = points.dim() == centres.dim() == 3 and points.shape[::2] == centres.shape[::2]
-    if not fits or not centres.shape[1]:
+    if not fits or not centres.shape[1] or not centres.shape[2]:
         got = f"{tuple(points.shape)} and {tuple(centres.shape)}"
         refuse(
-            "E-SHAPE", f"clusters: expected points [L, S, D] and centres [L, E >= 1, D], got {got}"
+            "E-SHAPE",
+            f"clusters: expected points [L, S, D] and centres [L, E >= 1, D >= 1], got {got}",
         )
     if not len(points):
         refuse("E-SHAPE", f"clusters: points is {tuple(points.shape)}, expected a layer at least")
-    if not points.is_floating_point():
-        refuse("E-DTYPE", f"clusters: points is {points.dtype}, expected floating point")
-    if points.dtype != centres.dtype:
-        got = f"{points.dtype} and {centres.dtype}"
-        refuse("E-DTYPE", f"clusters: points and centres are of two dtypes: {got}; cast one")
-    if points.device != centres.device:
-        got = f"{points.device} and {centres.device}"
-        refuse("E-DEVICE", f"clusters: points and centres lie on two devices: {got}")
-    if points.is_meta:
-        refuse("E-DEVICE", "clusters: points lie on meta, which holds no values")
+    named = {"points": points, "centres": centres}
+    floating("clusters", named)
+    alike("clusters", named)
+    together("clusters", named)
+    valued("clusters", named)
     with torch.no_grad():
         run = implementation("clusters", impl, _IMPLEMENTATIONS, points)
         found: Clusters = run(points.detach(), centres.detach())

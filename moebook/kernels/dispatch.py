@@ -37,11 +37,8 @@ def implementation(
         on: A tensor of the call: where, and in which dtype, the op is to compute.
 
     Raises:
-        Refusal: E-IMPL when the op has no such implementation, or it cannot run on these tensors,
-            E-DTYPE for numbers of 8 bits, which PyTorch stores but does not compute in.
+        Refusal: E-IMPL when the op has no such implementation, or it cannot run on these tensors.
     """
-    if on is not None and on.is_floating_point() and on.element_size() < 2:
-        refuse("E-DTYPE", f"{op}: the input is {on.dtype}, expected 16 bits at least: cast it")
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
         impl = "triton" if compiled and not _obstacle(op, on) else next(iter(table))
@@ -72,7 +69,7 @@ def _obstacle(op: str, on: Tensor | None) -> str | None:
         return "triton is not installed"
     if on.dtype not in DTYPES:
         return f"it computes in {', '.join(map(str, DTYPES))}, the input is {on.dtype}"
-    if _interpreted():
+    if _interpreted() and not on.is_meta:
         if on.dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 wrongly"
         return None

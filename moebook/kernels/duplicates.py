@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moebook.errors import nearest, refuse
+from moebook.kernels.arguments import floating, real, together, valued
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.nearest import unit
 from moebook.kernels.products import product
@@ -53,17 +54,10 @@ def duplicates(
     if vectors.dim() != 2 or key.shape != vectors.shape[:1]:
         shapes = f"{tuple(vectors.shape)} and {tuple(key.shape)}"
         refuse("E-SHAPE", f"duplicates: expected vectors [S, D] and key [S], got {shapes}")
-    if not vectors.is_floating_point():
-        refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected floating point")
-    if vectors.element_size() < 2:
-        refuse("E-DTYPE", f"duplicates: vectors are {vectors.dtype}, expected 16 bits at least")
-    if key.is_complex():
-        refuse("E-DTYPE", f"duplicates: key is {key.dtype}, expected real numbers")
-    if key.device != vectors.device:
-        got = f"{vectors.device}, key on {key.device}"
-        refuse("E-DEVICE", f"duplicates: vectors lie on {got}")
-    if vectors.is_meta:
-        refuse("E-DEVICE", "duplicates: vectors lie on meta, which holds no values")
+    floating("duplicates", {"vectors": vectors})
+    real("duplicates", {"key": key})
+    together("duplicates", {"vectors": vectors, "key": key})
+    valued("duplicates", {"vectors": vectors})
     if not -1 <= threshold <= 1:
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
     if rule not in RULES:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import floating, together
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -78,8 +79,14 @@ def reference(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tenso
     return torch.einsum("te,ted->td", gates, outputs)
 
 
-def check_bank(op: str, x: Tensor, bank: Bank) -> None:
+def check_bank(op: str, x: Tensor, bank: Bank, label: str = "") -> None:
     """Refuse a bank that cannot serve rows ``[T, D]``.
+
+    Args:
+        op: Name of the op.
+        x: ``[T, D]``.
+        bank: The bank.
+        label: What tells it from another one, before the names of its parts.
 
     Raises:
         Refusal: E-SHAPE for shapes, E-DTYPE for what is not floating point, E-DEVICE for another
@@ -89,21 +96,18 @@ def check_bank(op: str, x: Tensor, bank: Bank) -> None:
     if fits:
         number, double, width = bank.gate_up.shape
         fits = x.shape[1] == width and bank.down.shape == (number, width, double // 2)
+        fits = fits and width > 0 and double > 0
+    named = {"x": x, f"{label}gate_up": bank.gate_up, f"{label}down": bank.down}
     if not fits:
-        got = ", ".join(str(tuple(part.shape)) for part in (x, *bank))
+        x_name, gate_up, down = named
+        got = ", ".join(str(tuple(part.shape)) for part in named.values())
         refuse(
             "E-SHAPE",
-            f"{op}: expected x [T, D], gate_up [E, 2F, D], down [E, D, F]; got {got}",
+            f"{op}: expected {x_name} [T, D >= 1], {gate_up} [E, 2F, D] with F >= 1, {down}"
+            f" [E, D, F]; got {got}",
         )
-    if not x.is_floating_point():
-        refuse("E-DTYPE", f"{op}: x is {x.dtype}, expected floating point")
-    if not bank.gate_up.is_floating_point():
-        refuse("E-DTYPE", f"{op}: gate_up is {bank.gate_up.dtype}, expected floating point")
-    if not bank.down.is_floating_point():
-        refuse("E-DTYPE", f"{op}: down is {bank.down.dtype}, expected floating point")
-    for name, weight in bank._asdict().items():
-        if weight.device != x.device:
-            refuse("E-DEVICE", f"{op}: {name} is on {weight.device}, x on {x.device}")
+    floating(op, named)
+    together(op, named)
 
 
 def _segments(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moebook.errors import nearest, refuse
+from moebook.kernels.arguments import real, together, valued
 from moebook.kernels.dispatch import implementation
 
 DIVERSITY = ("ordered", "inverse")
@@ -129,7 +130,7 @@ def groups(
         best: G, how many groups are returned where there are more.
         diversity: ``"ordered"``: the least mean similarity is best. ``"inverse"``: its inverse, the
             largest best: zero first, then upwards, then the negative ones upwards.
-        impl: ``"auto"``, ``"numpy"`` (each group is half and half: one product of float32 matrices
+        impl: ``"auto"``, ``"torch"`` (each group is half and half: one product of float32 matrices
             sieves, the few groups that can be among the best are added in whole numbers; on the
             CPU, wherever the tensors lie), ``"triton"`` (the same product, no sum of which is
             written) or ``"reference"``.
@@ -146,15 +147,10 @@ def groups(
     if similarity.shape[1] != count or worth.shape != (count,):
         shapes = f"{tuple(similarity.shape)} and {tuple(worth.shape)}"
         refuse("E-SHAPE", f"groups: expected similarity [M, M] and worth [M], got {shapes}")
-    if similarity.is_complex():
-        refuse("E-DTYPE", f"groups: similarity is {similarity.dtype}, expected real numbers")
-    if worth.is_complex():
-        refuse("E-DTYPE", f"groups: worth is {worth.dtype}, expected real numbers")
-    if similarity.device != worth.device:
-        got = f"{similarity.device} and {worth.device}"
-        refuse("E-DEVICE", f"groups: similarity and worth lie on two devices: {got}")
-    if similarity.is_meta:
-        refuse("E-DEVICE", "groups: similarity lies on meta, which holds no values")
+    named = {"similarity": similarity, "worth": worth}
+    real("groups", named)
+    together("groups", named)
+    valued("groups", named)
     if not 1 <= size <= count:
         refuse("E-RANGE", f"groups: size is {size}, expected 1 to {count} (the candidates)")
     if best < 1:
@@ -319,4 +315,4 @@ def toward(members: Tensor, steps: Tensor) -> Tensor:
     return embedding_bag(members.flatten(), steps, starts, mode="sum")
 
 
-_IMPLEMENTATIONS = {"numpy": _by_halves, "reference": reference}
+_IMPLEMENTATIONS = {"torch": _by_halves, "reference": reference}

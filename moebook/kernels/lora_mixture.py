@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import alike, floating, together
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -195,24 +196,17 @@ def _check(number: int, x: Tensor, projection: Projection) -> None:
     fits = down.dim() == up.dim() == 3 and x.shape[-1:] == down.shape[2:]
     fits = fits and base.shape[:-1] == gates.shape[:-1] == x.shape[:-1]
     fits = fits and up.shape == (len(down), base.shape[-1], down.shape[1])
-    if not fits or gates.shape[-1:] != down.shape[:1] or not len(down):
+    fits = fits and gates.shape[-1:] == down.shape[:1]
+    if not fits or 0 in down.shape or 0 in up.shape:
         got = ", ".join(str(tuple(part.shape)) for part in (x, base, gates, down, up))
         refuse(
             "E-SHAPE",
             f"lora_mixture: projection {number}: expected x [..., D], base [..., O], gates"
-            f" [..., N], down [N, R, D], up [N, O, R]; got {got}",
+            f" [..., N], down [N, R, D], up [N, O, R], none of D, O, N and R zero; got {got}",
         )
-    if not x.is_floating_point():
-        refuse("E-DTYPE", f"lora_mixture: x is {x.dtype}, expected floating point")
-    if down.dtype != x.dtype or up.dtype != x.dtype:
-        got = f"{x.dtype}, down is {down.dtype}, up is {up.dtype}"
-        refuse("E-DTYPE", f"lora_mixture: projection {number}: x is {got}: cast x or them")
-    if not base.is_floating_point():
-        got = f"{base.dtype}, expected floating point"
-        refuse("E-DTYPE", f"lora_mixture: projection {number}: base is {got}")
-    if gates.is_complex():
-        got = f"{gates.dtype}, expected floating point"
-        refuse("E-DTYPE", f"lora_mixture: projection {number}: gates is {got}")
-    if (devices := {part.device for part in (base, gates, down, up)}) != {x.device}:
-        names = ", ".join(sorted(map(str, devices)))
-        refuse("E-DEVICE", f"lora_mixture: projection {number} lies on {names}, x on {x.device}")
+    own = {f"projection {number}'s {name}": part for name, part in projection._asdict().items()}
+    own.pop(f"projection {number}'s scale")
+    _, _, a, b = own
+    floating("lora_mixture", {"x": x, **own})
+    alike("lora_mixture", {"x": x, a: down, b: up})
+    together("lora_mixture", {"x": x, **own})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moebook import errors
 from moebook.errors import refuse
+from moebook.kernels.arguments import alike, floating, together, valued
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -74,14 +75,10 @@ def nearest(
     if isinstance(pool, Tensor) and pool.dim() != 2:
         got = f"{tuple(pool.shape)} and {tuple(shots.shape)}"
         refuse("E-SHAPE", f"nearest: expected pool [S, D] and shots [K, D], got {got}")
-    if shots.is_meta:
-        refuse("E-DEVICE", "nearest: shots lie on meta, which holds no values")
+    valued("nearest", {"shots": shots})
     if form not in FORMS:
         refuse("E-CHOICE", f"nearest: unknown form '{form}'; {errors.nearest(form, FORMS)}")
-    if not shots.is_floating_point():
-        refuse("E-DTYPE", f"nearest: shots are {shots.dtype}, expected floating point")
-    if shots.element_size() < 2:
-        refuse("E-DTYPE", f"nearest: shots are {shots.dtype}, expected 16 bits at least")
+    floating("nearest", {"shots": shots})
     if not shots.isfinite().all():
         refuse("E-NONFINITE", "nearest: shots hold NaN or infinity")
     score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)
@@ -93,10 +90,8 @@ def nearest(
         if rows.shape[1:] != shots.shape[1:] or rows.dim() != 2:
             got = f"{tuple(rows.shape)} and {tuple(shots.shape)}"
             refuse("E-SHAPE", f"nearest: expected pool [S, D] and shots [K, D], got {got}")
-        if rows.dtype != shots.dtype:
-            refuse("E-DTYPE", f"nearest: pool is {rows.dtype}, shots {shots.dtype}: cast one")
-        if rows.device != shots.device:
-            refuse("E-DEVICE", f"nearest: pool lies on {rows.device}, shots on {shots.device}")
+        alike("nearest", {"shots": shots, "pool": rows})
+        together("nearest", {"shots": shots, "pool": rows})
         found: tuple[Tensor, Tensor] = score(rows, targets, floor)
         return found
 

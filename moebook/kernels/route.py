@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moebook.errors import nearest, refuse
+from moebook.kernels.arguments import floating, together, whole
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 
@@ -56,8 +57,7 @@ def route(
     """
     if logits.dim() != 2:
         refuse("E-SHAPE", f"route: logits must be [T, E], got {tuple(logits.shape)}")
-    if not logits.is_floating_point():
-        refuse("E-DTYPE", f"route: logits is {logits.dtype}, expected floating point")
+    floating("route", {"logits": logits})
     if not 1 <= top_k <= logits.shape[1]:
         refuse("E-RANGE", f"route: top_k is {top_k}, expected 1 to {logits.shape[1]} (the experts)")
     if combine not in COMBINE:
@@ -74,17 +74,18 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
         experts: E.
 
     Raises:
-        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]``, E-DTYPE for ids that
-            are no whole numbers, E-DEVICE when the two lie on different devices, E-RANGE for ids
-            on a CPU that are not in [0, E): elsewhere to look would wait for the GPU.
+        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]`` with K >= 1, E-DTYPE
+            for ids that are no whole numbers, E-DEVICE when the two lie on different devices,
+            E-RANGE for E below 1 and for ids on a CPU that are not in [0, E): elsewhere to look
+            would wait for the GPU.
     """
-    if ids.dim() != 2 or weights.shape != ids.shape:
+    if ids.dim() != 2 or weights.shape != ids.shape or not ids.shape[1]:
         shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
-        refuse("E-SHAPE", f"grouped: expected ids and weights [T, K], got {shapes}")
-    if ids.dtype not in (torch.int64, torch.int32):
-        refuse("E-DTYPE", f"grouped: ids is {ids.dtype}, expected torch.int64")
-    if ids.device != weights.device:
-        refuse("E-DEVICE", f"grouped: ids lie on {ids.device}, weights on {weights.device}")
+        refuse("E-SHAPE", f"grouped: expected ids and weights [T, K >= 1], got {shapes}")
+    whole("grouped", {"ids": ids})
+    together("grouped", {"ids": ids, "weights": weights})
+    if experts < 1:
+        refuse("E-RANGE", f"grouped: experts is {experts}, expected at least 1")
     if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < experts:
         got = f"{int(ids.min())} to {int(ids.max())}"
         refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")
@@ -107,38 +108,37 @@ def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None
     tokens, slots = len(rows), routing.ids.numel()
     fits = routing.ids.dim() == 2 and routing.weights.shape == routing.ids.shape
     fits = fits and len(routing.ids) == tokens and routing.order.shape == (slots,)
+    fits = fits and routing.ids.shape[1] > 0
     if not fits or routing.counts.shape != (experts,):
         got = ", ".join(str(tuple(part.shape)) for part in routing)
         refuse(
             "E-SHAPE",
             f"{op}: expected a routing of {tokens} tokens to {experts} experts: ids and weights"
-            f" [T, K], order [T * K], counts [E]; got {got}",
+            f" [T, K >= 1], order [T * K], counts [E]; got {got}",
         )
-    if routing.ids.dtype not in (torch.int64, torch.int32):
-        refuse("E-DTYPE", f"{op}: the routing's ids is {routing.ids.dtype}, expected torch.int64")
-    if not routing.weights.is_floating_point():
-        got = routing.weights.dtype
-        refuse("E-DTYPE", f"{op}: the routing's weights is {got}, expected floating point")
+    named = {f"the routing's {name}": part for name, part in routing._asdict().items()}
+    ids, weights, order, counts = named
+    whole(op, {ids: routing.ids, counts: routing.counts})
+    floating(op, {weights: routing.weights})
     if routing.order.dtype != torch.int64:
-        got = routing.order.dtype
-        refuse("E-DTYPE", f"{op}: the routing's order is {got}, expected torch.int64")
-    if routing.counts.dtype not in (torch.int64, torch.int32):
-        got = routing.counts.dtype
-        refuse("E-DTYPE", f"{op}: the routing's counts is {got}, expected torch.int64")
-    if (devices := {part.device for part in routing} | {rows.device}) != {rows.device}:
-        names = ", ".join(sorted(map(str, devices)))
-        refuse("E-DEVICE", f"{op}: the input and its routing lie on different devices: {names}")
+        refuse("E-DTYPE", f"{op}: {order} is {routing.order.dtype}, expected torch.int64")
+    together(op, {"the input": rows, **named})
     if routing.counts.device.type == "cpu" and int(routing.counts.sum()) != slots:
         total = int(routing.counts.sum())
         refuse("E-SHAPE", f"{op}: the routing's counts sum to {total}, its rows are {slots}")
-    for name, part, end in (
-        ("ids", routing.ids, experts),
-        ("order", routing.order, slots),
-        ("counts", routing.counts, slots + 1),
-    ):
+    for name, end in ((ids, experts), (order, slots), (counts, slots + 1)):
+        part = named[name]
         if part.device.type == "cpu" and part.numel() and not 0 <= part.min() <= part.max() < end:
             got = f"{int(part.min())} to {int(part.max())}, expected 0 to {end - 1}"
-            refuse("E-RANGE", f"{op}: the routing's {name} are {got}")
+            refuse("E-RANGE", f"{op}: {name} are {got}")
+    if rows.device.type == "cpu" and not _is_grouped(routing):
+        refuse("E-RANGE", f"{op}: {order} does not group the slots by expert as {counts} tells")
+
+
+def _is_grouped(routing: Routing) -> bool:
+    by_expert = routing.ids.flatten()[routing.order]
+    experts = torch.arange(len(routing.counts)).repeat_interleave(routing.counts)
+    return torch.equal(by_expert.long(), experts)
 
 
 def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:

@@ -55,7 +55,8 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
         numbers: How many an expert's largest factor has.
 
     Raises:
-        Refusal: E-DEVICE for a routing on the meta device, which has no counts.
+        Refusal: E-DEVICE for a routing on the meta device, which has no counts; E-RANGE for an
+            order that does not hold each slot.
     """
     order, device = routing.order, routing.order.device
     if device.type == "meta":
@@ -75,8 +76,10 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
         last = (routing.counts.cumsum(0) - 1).clamp(min=0)
         rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
         token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
-    place = torch.empty_like(order)
+    place = torch.full_like(order, -1)
     place[order] = row
+    if place.numel() and place.min() < 0:
+        refuse("E-RANGE", "the routing's order names a slot twice, and another not at all")
     return Layout(segments, token, place.view(routing.ids.shape))
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moebook.errors import refuse
+from moebook.kernels.arguments import together, whole
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.experts import Activation, Bank, check_bank, gated_ffn
 from moebook.kernels.experts import reference as one_bank
@@ -44,8 +45,8 @@ def split_experts(
         Refusal: E-SHAPE, E-DTYPE, E-DEVICE or E-RANGE when the arguments do not fit one another,
             E-IMPL for an ``impl`` that is unknown or cannot run.
     """
-    check_bank("split_experts", x, frozen)
-    check_bank("split_experts", x, trained)
+    check_bank("split_experts", x, frozen, "frozen ")
+    check_bank("split_experts", x, trained, "trained ")
     if trained.down.shape[1:] != frozen.down.shape[1:] or slots.shape != frozen.down.shape[:1]:
         got = f"{tuple(frozen.down.shape)}, {tuple(trained.down.shape)} and {tuple(slots.shape)}"
         refuse(
@@ -53,10 +54,8 @@ def split_experts(
             "split_experts: expected down of frozen [E, D, F], of trained [N, D, F] and slots [E];"
             f" got {got}",
         )
-    if slots.dtype not in (torch.int64, torch.int32):
-        refuse("E-DTYPE", f"split_experts: slots is {slots.dtype}, expected torch.int64")
-    if slots.device != x.device:
-        refuse("E-DEVICE", f"split_experts: slots is on {slots.device}, x on {x.device}")
+    whole("split_experts", {"slots": slots})
+    together("split_experts", {"x": x, "slots": slots})
     if slots.device.type == "cpu" and len(slots) and int(slots.max()) >= len(trained.down):
         got = f"{int(slots.max())}, the trained bank holds {len(trained.down)} experts"
         refuse("E-RANGE", f"split_experts: slots go up to {got}")

@@ -8,6 +8,7 @@ from operator import methodcaller
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import kernels
 from moebook.errors import Refusal
@@ -159,12 +160,22 @@ def test_an_op_that_needs_values_is_refused_on_meta(op):
         call(op, wrong=names)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "groups"])
-def test_numbers_of_eight_bits_are_refused(op):
-    eight = torch.float8_e4m3fn
-    names = dict.fromkeys(ARGUMENTS[op], lambda t: t.to(eight) if t.is_floating_point() else t)
-    with pytest.raises(Refusal, match=f"^E-DTYPE: {op}: .*{eight}, expected 16 bits at least"):
-        call(op, wrong=names)
+EIGHT = torch.float8_e4m3fn
+NUMBERS = (
+    "logits", "x", "gate_up", "down", "weights", "h", "source", "up", "base", "gates", "mask",
+    "hidden", "head", "shots", "vectors", "key", "similarity", "worth", "points", "centres",
+    "trained_gate_up", "trained_down",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"), [case for case in EACH if case[0] != "grouped" and case[1] in NUMBERS]
+)
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_numbers_of_eight_bits_are_refused(op, argument, impl):
+    name = argument.replace("trained_", "trained ")
+    with pytest.raises(Refusal, match=rf"^E-DTYPE: {op}: .*\b{name} is {EIGHT}, .* 16 bits"):
+        call(op, impl=impl, wrong={argument: methodcaller("to", EIGHT)})
 
 
 def refused(code, message, op, argument, change):
@@ -186,7 +197,7 @@ WRONG = {
     "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
     "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
     "lora_mixture": {
-        "x": (*WHOLE, *WIDE), "base": WHOLE, "gates": COMPLEX, "down": WIDE, "up": WIDE,
+        "x": (*WHOLE, *WIDE), "base": WHOLE, "gates": (*WHOLE, *COMPLEX), "down": WIDE, "up": WIDE,
     },
     "balance_loss": {"logits": WHOLE, "ids": REAL, "mask": COMPLEX},
     "bank_scoring": {
@@ -260,6 +271,78 @@ def test_a_routing_to_nowhere_is_refused(op, part, change):
         wrong[0] = good.counts.sum() - wrong.sum()
     with pytest.raises(Refusal, match=f"^E-RANGE: {op}: the routing's {part} are "):
         call(op, **{part: wrong})
+
+
+@pytest.mark.parametrize("op", ["experts", "split_experts", "adapters"])
+def test_an_order_that_does_not_group_the_slots_is_refused(op):
+    good = routing(torch.float32)
+    for wrong in (good.order.flip(0), good.order * 0):
+        with pytest.raises(Refusal, match=f"^E-RANGE: {op}: the routing's order does not group"):
+            call(op, order=wrong)
+    twice = torch.arange(10) // 2 * 2
+    same = Routing(torch.zeros_like(good.ids), good.weights, twice, torch.tensor([10, 0, 0]))
+    with pytest.raises(Refusal, match=r"^E-RANGE: the routing's order names a slot twice"):
+        call(op, **same._asdict())
+
+
+@pytest.mark.parametrize("op", ["experts", "split_experts", "adapters"])
+def test_a_routing_that_chooses_no_expert_is_refused(op):
+    none = routing(torch.float32)._replace(order=torch.arange(0), counts=torch.zeros(3).long())
+    none = none._replace(ids=none.ids[:, :0], weights=none.weights[:, :0])
+    with pytest.raises(Refusal, match=f"^E-SHAPE: {op}: expected a routing"):
+        call(op, **none._asdict())
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("op", "argument", "change"),
+    [
+        ("experts", "gate_up", lambda t: t[:, :0]),
+        ("split_experts", "trained_gate_up", lambda t: t[:, :0]),
+        ("adapters", "down", lambda t: t[..., :0]),
+        ("lora_mixture", "up", lambda t: t[:, :0]),
+        ("clusters", "centres", lambda t: t[..., :0]),
+        ("grouped", "ids", lambda t: t[:, :0]),
+    ],
+)
+def test_a_width_of_zero_is_refused(op, argument, change, impl):
+    same = {
+        "gate_up": {"down": lambda t: t[..., :0]},
+        "trained_gate_up": {"trained_down": lambda t: t[..., :0]},
+        "down": {"up": lambda t: t[:, :0]},
+        "up": {"base": lambda t: t[:, :0]},
+        "centres": {"points": lambda t: t[..., :0]},
+        "ids": {"weights": lambda t: t[:, :0]},
+    }
+    with pytest.raises(Refusal, match=f"^E-SHAPE: {op}: .* 0"):
+        call(op, impl=impl, wrong={argument: change} | same[argument])
+
+
+@installed
+@pytest.mark.parametrize("op", OPS)
+def test_triton_is_refused_on_meta(op, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = dict.fromkeys(ARGUMENTS[op], methodcaller("to", "meta"))
+    with pytest.raises(Refusal, match=f"^E-(IMPL|DEVICE): {op}: .* on meta, "):
+        call(op, impl="triton", wrong=names)
+
+
+@pytest.mark.parametrize("op", ["experts", "adapters", "lora_mixture"])
+def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
+    one, many = ("h", "source") if op == "adapters" else ("x",), {
+        "experts": ("gate_up", "down"), "adapters": ("down", "up"), "lora_mixture": ("down", "up"),
+    }[op]  # fmt: skip
+    cost = {}
+    for asked in ((*one, *many), one, many):
+        leaves = {name: methodcaller("requires_grad_") for name in asked}
+        with FlopCounterMode(display=False) as forward:
+            out = call(op, dtype=torch.float64, wrong=leaves)
+        with FlopCounterMode(display=False) as backward:
+            (out[0] if op == "lora_mixture" else out).sum().backward()
+        cost[asked] = backward.get_total_flops() / forward.get_total_flops()
+    both, inputs, weights = cost.values()
+    assert (both, inputs) == (2, 1)
+    assert 1 < weights < 2
 
 
 def test_a_mixture_of_no_projections_is_refused():

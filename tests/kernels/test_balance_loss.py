@@ -103,3 +103,17 @@ def test_unusable_arguments_are_refused():
             balance_loss(logits, ids, **kwargs)
     with pytest.raises(Refusal, match="E-SHAPE"):
         balance_loss(logits, ids[:2])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_sixteen_bits_more_slots_count_than_the_largest_number(impl, dtype):
+    logits = torch.randn(70_000, 4).to(dtype).requires_grad_()
+    ids = route(logits, 2).ids.int()
+    value = balance_loss(logits, ids, impl=impl)
+    assert value.dtype == dtype
+    want = balance_loss(logits.double(), ids)
+    assert value.item() == pytest.approx(want.item(), rel=0.01)
+    (grad,) = torch.autograd.grad(value * 1024, logits)
+    (wide,) = torch.autograd.grad(want * 1024, logits)
+    torch.testing.assert_close(grad, wide, rtol=0.02, atol=1e-4)

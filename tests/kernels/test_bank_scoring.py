@@ -17,6 +17,7 @@ SHAPES = [  # N, T, D, V, lengths
     (1, 4, 5, 1, (2,)),
     (2, 5, 3, 300, (4, 0, 2)),  # a sample without an answer
     (2, 3, 4, 9, ()),
+    (0, 3, 4, 9, (1, 2)),  # no adapter
     (5, 30, 40, 70, (20, 1)),  # more than one block of everything
 ]
 TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -107,8 +108,14 @@ def refused(**changes):
         ({"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
         ({"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* expected 0 to 6"),
         ({"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* expected 0 to 10"),
-        ({"head": torch.zeros(11, 8).double()}, "E-DTYPE: bank_scoring: hidden and head"),
-        ({"head": torch.zeros(11, 8, device="meta")}, "E-DEVICE: bank_scoring: hidden lies on cpu"),
+        (
+            {"head": torch.zeros(11, 8).double()},
+            "E-DTYPE: .* head is torch.float64, hidden is",
+        ),
+        (
+            {"head": torch.zeros(11, 8, device="meta")},
+            "E-DEVICE: .* head lies on meta, hidden",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes, message):

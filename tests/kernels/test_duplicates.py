@@ -206,8 +206,8 @@ def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch):
     [
         ({"vectors": torch.ones(4)}, r"E-SHAPE: duplicates: .* got \(4,\) and \(4,\)"),
         ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\) and \(3,\)"),
-        ({"vectors": torch.ones(4, 2).int()}, "E-DTYPE: duplicates: vectors are torch.int32"),
-        ({"key": torch.ones(4, device="meta")}, "E-DEVICE: .* lie on cpu, key on meta"),
+        ({"vectors": torch.ones(4, 2).int()}, "E-DTYPE: duplicates: vectors is torch.int32"),
+        ({"key": torch.ones(4, device="meta")}, "E-DEVICE: .* key lies on meta, vectors on cpu"),
         ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
         ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
         ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
