@@ -69,7 +69,7 @@ def kernels(dtype, arch):
                 yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
                                          **shared}, fetched  # fmt: skip
     precision = chosen
-    for way in ("", "left", "fetched"):
+    for way in ("", "left", "right", "fetched"):
         tma = way == "fetched"
         if tma and (arch < 90 or dtype == torch.float32):
             continue
