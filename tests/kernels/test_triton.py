@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from moebook.errors import Refusal
 from moebook.kernels import (
     Bank,
+    adapters,
     balance_loss,
     duplicates,
     experts,
@@ -95,6 +97,40 @@ def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
     y = split_experts(x, route(logits, 2), *banks, slots, F.silu, impl="triton")
     for grad in torch.autograd.grad(y.sum(), weights[2:]):
         assert grad[0].abs().sum() > 0 and grad[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_weight_gradients_of_frozen_adapters_are_not_computed(top_k, monkeypatch):
+    h, logits, down, up = (t.to(DEVICE) for t in drawn((9, 8), (9, 4), (4, 8, 4), (4, 4, 8)))
+    h.requires_grad_()
+
+    def grads(*leaves):
+        y = adapters(h, route(logits, top_k), down, up, impl="triton")
+        return torch.autograd.grad(y.cos().sum(), [h, *leaves])
+
+    for leaf in (down, up):
+        leaf.requires_grad_()
+    want = grads(down, up)
+    for leaf, grad in ((up, want[1]), (down, want[2])):
+        leaf.requires_grad_(False)
+        frozen = grads(*[part for part in (down, up) if part.requires_grad])
+        assert torch.equal(frozen[0], want[0])
+        assert torch.equal(frozen[1], grad)
+        leaf.requires_grad_()
+    down.requires_grad_(False)
+    up.requires_grad_(False)
+    for name in ("pairs", "adapters"):
+        module = importlib.import_module(f"moebook.kernels._triton.{name}")
+        monkeypatch.delattr(module, "weight_gradient")
+    assert torch.equal(grads()[0], want[0])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")
+def test_a_base_that_the_interpreter_would_round_wrongly_is_refused():
+    x, base, gates, down, up = drawn((6, 8), (6, 5), (6, 2), (2, 3, 8), (2, 5, 3))
+    for wrong in (base.bfloat16(), base.double()):
+        with pytest.raises(Refusal, match=r"E-IMPL: lora_mixture: .* projection 0's base: "):
+            lora_mixture(x, [Projection(wrong, gates, down, up)], impl="triton")
 
 
 def test_numbers_of_numpy_are_numbers_to_a_kernel():

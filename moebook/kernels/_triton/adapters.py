@@ -62,8 +62,11 @@ class _Adapters(torch.autograd.Function):
         active = F.gelu(wide)
         d_gates = (d_hidden * active).sum(1)[by.place]
         d_pre = torch.ops.aten.gelu_backward(d_hidden * gate, wide).to(pre.dtype)
-        d_up = weight_gradient((active * gate).to(pre.dtype), d_out, by, up)
-        d_down = weight_gradient(gather(source, by), d_pre, by, down)
+        d_down = d_up = None
+        if ctx.needs_input_grad[3]:
+            d_down = weight_gradient(gather(source, by), d_pre, by, down)
+        if ctx.needs_input_grad[4]:
+            d_up = weight_gradient((active * gate).to(pre.dtype), d_out, by, up)
         d_rows = product(d_pre, [down], by, transposed=True, gate=None)
         d_source = combine(d_rows, by, base=None if ctx.apart else grad)
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)

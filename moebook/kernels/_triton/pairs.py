@@ -205,9 +205,13 @@ class Pairs(torch.autograd.Function):
         d_source, d_pre, weighted, d_gate = _through(
             grad, base, ctx.by, gate, (up, down), pre, back=True
         )
-        by = sort_rows(routing, grad.dtype)
-        weighted, d_pre = (t.view(-1, pre.shape[2])[routing.order] for t in (weighted, d_pre))
-        d_up = weight_gradient(weighted, grad, by, up, by_token="right")
-        d_down = weight_gradient(source, d_pre, by, down, by_token="left")
+        d_down = d_up = None
+        if any(ctx.needs_input_grad[3:5]):
+            by = sort_rows(routing, grad.dtype)
+            weighted, d_pre = (t.view(-1, pre.shape[2])[routing.order] for t in (weighted, d_pre))
+        if ctx.needs_input_grad[3]:
+            d_down = weight_gradient(source, d_pre, by, down, by_token="left")
+        if ctx.needs_input_grad[4]:
+            d_up = weight_gradient(weighted, grad, by, up, by_token="right")
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         return *d_inputs, d_gate, d_down, d_up, None
