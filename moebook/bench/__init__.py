@@ -7,10 +7,10 @@ seconds do not.
 
 from moebook.bench.accuracy import errors
 from moebook.bench.goals import judge
-from moebook.bench.growth import curves, growth, growth_table, regrown, roles
+from moebook.bench.growth import curves, growth_table, regrown
 from moebook.bench.peers import installed
 from moebook.bench.report import reached, recorded, remeasured, table, write
-from moebook.bench.running import OPS, ceilings, find, measure
+from moebook.bench.running import OPS, ceilings, find, growth, measure, roles
 
 __all__ = [
     "OPS",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from moebook import models
 from moebook.bench import peers
 from moebook.bench.case import Axis, Case, Op, size_of
 from moebook.bench.floors import Product
 from moebook.data import IGNORED, encode, tasks
+from moebook.data.padding import padded
 from moebook.methods.rocket import attachment, loras, packing, scoring
 from moebook.methods.rocket.loras import Lora
 
@@ -29,35 +28,14 @@ def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
     model, tokenizer = models.load("nano", device=str(device))
     rows = [row for name in list(tasks.CATALOGUE)[:4] for row in tasks.rows(name, "train", S)]
     shots = rows[:: max(1, len(rows) // S)][:S]
-    bank = _random(model, N, R, device)
     items = list(encode(shots, tokenizer, max_length=10**9))
-    hosted = _hosted(bank, device)
+    hosted, bank = _hosted(N, R, device)
     case = Case(size_of(*model.parameters()))
     case.add("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots))
     case.floor(_products(model, items, N, R), device, torch.float32)
     case.add("set_adapter, all shots at once", lambda: _looped(hosted, bank, items, len(items)))
     case.add("set_adapter, shot by shot", lambda: _looped(hosted, bank, items, 1))
     return case
-
-
-def _random(model: Any, number: int, rank: int, device: torch.device) -> dict[str, Lora]:
-    """Make LoRAs on q and v that change the base a little, each in its own way."""
-    torch.manual_seed(0)
-    layers = loras.linears(model, TARGETS)
-
-    def draw(*shape: int) -> Tensor:
-        return (torch.randn(shape) / 10).to(device)
-
-    return {
-        name: Lora(
-            name=name,
-            rank=rank,
-            alpha=float(rank),
-            down={p: draw(rank, layer.in_features) for p, layer in layers.items()},
-            up={p: draw(layer.out_features, rank) for p, layer in layers.items()},
-        )
-        for name in (f"lora{index:02d}" for index in range(number))
-    }
 
 
 def _looped(model: Any, bank: dict[str, Lora], items: list[Item], rows: int) -> Any:
@@ -70,36 +48,35 @@ def _looped(model: Any, bank: dict[str, Lora], items: list[Item], rows: int) -> 
     return np.stack(found)
 
 
-def _hosted(bank: dict[str, Lora], device: torch.device) -> Any:
-    """Load the base again and put the whole bank on it by PEFT."""
+def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str, Lora]]:
+    """Put random LoRAs on q and v of the base by PEFT; return it, and the LoRAs as ours."""
+    torch.manual_seed(0)
     peft = peers.module("peft")
     base, _ = models.load("nano", device=str(device))
-    first, *others = bank.values()
-    settings = {"r": first.rank, "lora_alpha": first.alpha, "target_modules": list(TARGETS)}
+    settings = {"r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}
     config = peft.LoraConfig(**settings, init_lora_weights=False)
-    model = peft.get_peft_model(base, config, adapter_name=first.name)
-    for lora in others:
-        model.add_adapter(lora.name, config)
-    for name, lora in bank.items():
-        for path in lora.down:
-            layer = model.base_model.model.get_submodule(path)
-            layer.lora_A[name].weight.data.copy_(lora.down[path])
-            layer.lora_B[name].weight.data.copy_(lora.up[path])
-    return model.eval()
+    first, *others = (f"lora{index:02d}" for index in range(number))
+    model = peft.get_peft_model(base, config, adapter_name=first).eval()
+    for name in others:
+        model.add_adapter(name, config)
+    layers = loras.linears(base, TARGETS)
+
+    def ours(name: str) -> Lora:
+        down = {path: layer.lora_A[name].weight.detach() for path, layer in layers.items()}
+        up = {path: layer.lora_B[name].weight.detach() for path, layer in layers.items()}
+        return Lora(name, rank, float(rank), down, up)
+
+    return model, {name: ours(name) for name in (first, *others)}
 
 
 def nats(model: Any, batch: list[Item]) -> Tensor:
     """Return the mean nats a token of each answer, as transformers' own loss has them ``[B]``."""
-    padded = partial(pad_sequence, batch_first=True)
-    device = next(model.parameters()).device
-    ids = padded([torch.tensor(item["input_ids"]) for item in batch], padding_value=-1).to(device)
-    labels = padded([torch.tensor(item["labels"]) for item in batch], padding_value=IGNORED)
-    mask, targets = (ids >= 0).long(), labels[:, 1:].to(device)
-    logits = model(input_ids=ids.clamp(min=0), attention_mask=mask, use_cache=False).logits[:, :-1]
-    losses = F.cross_entropy(
-        logits.float().mT, targets, ignore_index=IGNORED, reduction="none"
-    ).double()
-    return losses.sum(1) / (targets != IGNORED).sum(1)
+    ids, mask = padded([item["input_ids"] for item in batch], fill=0)
+    labels, _ = padded([item["labels"] for item in batch], fill=IGNORED)
+    ids, mask, targets = (part.to(model.device) for part in (ids, mask, labels[:, 1:]))
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits.float().mT, targets, ignore_index=IGNORED, reduction="none")
+    return losses.double().sum(1) / (targets != IGNORED).sum(1)
 
 
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
@@ -128,15 +105,11 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
 
 BANK = Op(
     _bank,
-    {
-        "tiny": {"bank": {"N": 2, "S": 3, "R": 2}},
-        "small": {"bank": {"N": 8, "S": 10, "R": 16}},
-        "full": {"bank": {"N": 38, "S": 20, "R": 16}},
-        "model": {"bank": {"N": 38, "S": 50, "R": 16}},
-    },
-    (
-        Axis("S", "answers", (5, 10, 20)),
-        Axis("N", "LoRAs", (4, 8, 16)),
-        Axis("R", "rank of a LoRA", (4, 16, 64)),
-    ),
+    tiny={"bank": {"N": 2, "S": 3, "R": 2}},
+    small={"bank": {"N": 8, "S": 10, "R": 16}},
+    full={"bank": {"N": 38, "S": 20, "R": 16}},
+    model={"bank": {"N": 38, "S": 50, "R": 16}},
+    T=Axis("S", "answers", (5, 10, 20)),
+    E=Axis("N", "LoRAs", (4, 8, 16)),
+    N=Axis("R", "rank of a LoRA", (4, 16, 64)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,16 +15,10 @@ from moebook.bench.timing import Contender
 from moebook.errors import Refusal
 
 Letters = Mapping[str, int]
+Cases = Mapping[str, Letters]
 Run = Callable[[], Any]
 SCALES = ("tiny", "small", "full", "model")
-"""``tiny`` tests the plumbing, ``small`` fits a page of the book, ``full`` is what the goals are
-stated for, ``model`` has the widths of the papers' own models and wants a GPU."""
-ROLES = {
-    "T": "what comes in, or goes out: rows",
-    "E": "what a row is set against",
-    "N": "how many of those are chosen; where none are, how wide or deep the work is",
-}
-"""What the letters of a sweep stand for: each op has one of its own for each, in this order."""
+ROLES = ("T", "E", "N")
 
 
 class Axis(NamedTuple):
@@ -33,6 +27,50 @@ class Axis(NamedTuple):
     letter: str
     meaning: str
     values: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op to measure: the letters of each of its cases at each scale, and its sweep.
+
+    Attributes:
+        build: Makes a case: ``build(device, **letters)``.
+        tiny: Tests the plumbing.
+        small: Fits a page of the book.
+        full: What the goals of a CPU are stated for.
+        model: Has the widths of the papers' own models, and wants a GPU.
+        T: What comes in, or goes out: rows.
+        E: What a row is set against.
+        N: How many of those are chosen; where none are, how wide or deep the work is.
+    """
+
+    build: Callable[..., Case]
+    tiny: Cases
+    small: Cases
+    full: Cases
+    model: Cases
+    T: Axis
+    E: Axis
+    N: Axis
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """One for each of `ROLES`."""
+        return self.T, self.E, self.N
+
+    def cases(self, scale: str) -> Cases:
+        """Return the letters of each case at one of `SCALES`."""
+        cases: Cases = getattr(self, scale)
+        return cases
+
+    def swept(self, points: int | None = None) -> Cases:
+        """Vary each letter over its first values, all others being those of the first small one."""
+        letters = next(iter(self.small.values()))
+        return {
+            f"{axis.letter}={value}": {**letters, axis.letter: value}
+            for axis in self.axes
+            for value in axis.values[:points]
+        }
 
 
 @dataclass
@@ -56,19 +94,25 @@ class Case:
     contenders: list[Contender] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, run: Run, *, host: bool = False, after: Run | None = None) -> None:
-        """Add a contender.
+    def add(self, name: str, forward: Run, *, host: bool = False, after: Run | None = None) -> None:
+        """Add a contender: ours, the floor, or a peer.
 
         Args:
-            name: ``"ours"``, ``"floor"``, or the peer's.
-            run: Its forward pass.
+            name: Its name.
+            forward: Its forward pass.
             host: Whether it works on the CPU whatever the device.
             after: What it does behind its backward pass.
         """
+
+        def step() -> None:
+            forward().backward(self.cotangent)
+            if after:
+                after()
+
         if self.cotangent is None:
-            self.contenders.append(Contender(name, torch.no_grad()(run), host=host))
+            self.contenders.append(Contender(name, torch.no_grad()(forward), host=host))
         else:
-            self.contenders.append(stepping(name, run, self.cotangent, self.leaves, after))
+            self.contenders.append(Contender(name, step, self.leaves, forward))
 
     def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
         """Add what ``make`` returns, or note why it refuses (E-PEER when it is not installed)."""
@@ -79,31 +123,8 @@ class Case:
 
     def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
         """Add dense products as the floor."""
-        self.flops = floors.flops(products)
+        self.flops = sum(product.flops for product in products)
         self.contenders.append(floors.dense(products, device, dtype))
-
-
-@dataclass(frozen=True)
-class Op:
-    """An op to measure.
-
-    Attributes:
-        build: Makes a case: ``build(device, **letters)``.
-        sizes: For each of `SCALES`, its cases by name, each with its letters.
-        axes: What the sweep varies, an axis for each of `ROLES`; all other letters are those of the
-            first small case.
-    """
-
-    build: Callable[..., Case]
-    sizes: Mapping[str, Mapping[str, Letters]]
-    axes: tuple[Axis, Axis, Axis]
-
-    def swept(self, points: int | None = None) -> Iterator[tuple[str, int, Letters]]:
-        """Yield letter, value and all letters of the first points of the sweep of each letter."""
-        letters = next(iter(self.sizes["small"].values()))
-        for axis in self.axes:
-            for value in axis.values[:points]:
-                yield axis.letter, value, {**letters, axis.letter: value}
 
 
 def number_format(device: torch.device, bits: int = 0) -> torch.dtype:
@@ -111,19 +132,6 @@ def number_format(device: torch.device, bits: int = 0) -> torch.dtype:
     return torch.bfloat16 if bits == 16 or device.type == "cuda" else torch.float32
 
 
-def stepping(
-    name: str, forward: Run, cotangent: Tensor, leaves: Sequence[Tensor], after: Run | None = None
-) -> Contender:
-    """Return a contender that runs forward, backward and what comes ``after``."""
-
-    def run() -> None:
-        forward().backward(cotangent)
-        if after:
-            after()
-
-    return Contender(name, run, leaves, forward)
-
-
 def size_of(*tensors: Any) -> int:
     """Return the bytes of some tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

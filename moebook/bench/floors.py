@@ -31,11 +31,6 @@ class Product(NamedTuple):
         return 2 * self.rows * self.inner * self.columns * self.times
 
 
-def flops(products: Sequence[Product]) -> int:
-    """Sum over products."""
-    return sum(shape.flops for shape in products)
-
-
 def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:
     """Forward and backward pass of gated experts: ``6 S D F (2 + p)`` FLOPs.
 
@@ -46,23 +41,6 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
         expert: F.
     """
     return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
-
-
-def adapter_pass(slots: int, width: int, rank: int, *, backward: bool) -> list[Product]:
-    """Pass of routed adapters: ``4 T D K R`` FLOPs forward, twice that backward."""
-    return [Product(slots, width, rank, 6 if backward else 2)]
-
-
-def lora_step(tokens: int, width: int, out: int, columns: int) -> list[Product]:
-    """Forward and backward pass of a frozen linear layer with N R = ``columns`` LoRA columns.
-
-    The frozen weight has no gradient: two products for it, and for each factor three.
-    """
-    return [
-        Product(tokens, width, out, 2),
-        Product(tokens, width, columns, 3),
-        Product(tokens, columns, out, 3),
-    ]
 
 
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from moebook.bench import floors, peers
-from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of, stepping
+from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of
 from moebook.errors import refuse
 from moebook.kernels import Bank, Routing, experts, route, split_experts
 
@@ -60,9 +61,9 @@ def _experts(device: torch.device, T: int, D: int, F: int, E: int, K: int, bits:
     case.floor(floors.expert_step(T * K, T * K, D, F), device, dtype)
     if bits == 16:
         wide = rows, _, others = _drawn(device, torch.float32, T, D, F, E, K)
-        grad, leaves = torch.randn_like(rows), [rows, *others]
-        own = stepping("own float32", lambda: experts(*wide, silu), grad, leaves)
-        case.contenders.append(own)
+        own = Case(0, torch.randn_like(rows), [rows, *others])
+        own.add("own float32", lambda: experts(*wide, silu))
+        case.contenders += own.contenders
     for name in ("grouped_mm", "eager", "batched_mm"):
         case.invite(name, partial(_hosted, name, *given))
     return case
@@ -92,39 +93,32 @@ def _split(device: torch.device, T: int, D: int, F: int, E: int, K: int) -> Case
 
 
 _TINY = {"T": 16, "D": 8, "F": 8, "E": 4, "K": 2}
-_SMALL = {"T": 512, "D": 256, "F": 176, "E": 32, "K": 4}
-_SMALL_COARSE = {"T": 512, "D": 256, "F": 352, "E": 8, "K": 2}
 _FINE = {"T": 1024, "D": 1024, "F": 704, "E": 64, "K": 6}
 _COARSE = {"T": 1024, "D": 1024, "F": 1408, "E": 8, "K": 2}
+_SMALL = {"T": 512, "D": 256, "F": 176, "E": 32, "K": 4}
+_SMALL_COARSE = {"T": 512, "D": 256, "F": 352, "E": 8, "K": 2}
 _LITE = {"T": 8192, "D": 2048, "F": 1408, "E": 64, "K": 6}
 _MIXTRAL = {"T": 8192, "D": 4096, "F": 11008, "E": 8, "K": 2}
-_AXES = (
-    Axis("T", "tokens", (128, 256, 512, 1024)),
-    Axis("E", "experts", (8, 16, 32, 64)),
-    Axis("K", "experts of a token", (1, 2, 4, 8)),
-)
 
 EXPERTS = Op(
     _experts,
-    {
-        "tiny": {"fine": _TINY, "coarse_bf16": {**_TINY, "bits": 16}},
-        "small": {
-            "fine": _SMALL,
-            "coarse": _SMALL_COARSE,
-            "coarse_bf16": {**_SMALL_COARSE, "bits": 16},
-        },
-        "full": {"fine": _FINE, "coarse": _COARSE, "coarse_bf16": {**_COARSE, "bits": 16}},
-        "model": {"fine": _LITE, "coarse": _MIXTRAL},
+    tiny={"fine": _TINY, "coarse_bf16": {**_TINY, "bits": 16}},
+    small={
+        "fine": _SMALL,
+        "coarse": _SMALL_COARSE,
+        "coarse_bf16": {**_SMALL_COARSE, "bits": 16},
     },
-    _AXES,
+    full={"fine": _FINE, "coarse": _COARSE, "coarse_bf16": {**_COARSE, "bits": 16}},
+    model={"fine": _LITE, "coarse": _MIXTRAL},
+    T=Axis("T", "tokens", (128, 256, 512, 1024)),
+    E=Axis("E", "experts", (8, 16, 32, 64)),
+    N=Axis("K", "experts of a token", (1, 2, 4, 8)),
 )
-SPLIT = Op(
-    _split,
-    {
-        "tiny": {"half": _TINY},
-        "small": {"half": _SMALL},
-        "full": {"half": _FINE},
-        "model": {"half": _LITE},
-    },
-    _AXES,
+SPLIT = replace(
+    EXPERTS,
+    build=_split,
+    tiny={"half": _TINY},
+    small={"half": _SMALL},
+    full={"half": _FINE},
+    model={"half": _LITE},
 )

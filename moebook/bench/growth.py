@@ -1,68 +1,16 @@
-"""How cost grows: each op over a sweep of three letters, everything else as in the small case."""
+"""How cost grows: sweeps read back from a record, as curves, and as text."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moebook import runtime
-from moebook.bench.case import ROLES
-from moebook.bench.running import find, measured, present
+from moebook.bench.running import find
 from moebook.results import Record
-
-
-def roles(names: Iterable[str] | None = None) -> pd.DataFrame:
-    """List which letter of each op varies in which of the `ROLES`, and what it counts there."""
-    rows = {
-        name: [f"{axis.letter}: {axis.meaning}" for axis in op.axes]
-        for name, op in present(names)[0].items()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(ROLES))
-
-
-def growth(
-    names: Iterable[str] | None = None,
-    *,
-    device: str = "auto",
-    rounds: int = 1,
-    budget: float = 0.5,
-    points: int | None = None,
-) -> pd.DataFrame:
-    """Measure each op at several sizes.
-
-    Args:
-        names: Ops; all by default.
-        device: As `running.measure` takes it.
-        rounds: Counted rounds a point.
-        budget: Seconds a contender may spend on a point.
-        points: Most points a letter, the smallest first; all by default.
-
-    Returns:
-        What `running.measure` returns, with ``letter``, ``value`` and ``exponent``: of the power
-        law through the first and the last point of the contender's seconds (1 is linear).
-    """
-    place = runtime.resolve_device(device)
-    todo = [
-        (name, letter, value, letters)
-        for name, op in present(names)[0].items()
-        for letter, value, letters in op.swept(points)
-    ]
-    lines: list[dict[str, Any]] = []
-    for name, letter, value, letters in runtime.progress(todo, "sweep", len(todo)):
-        found = measured(name, f"{letter}={value}", letters, place, rounds, budget)
-        lines += [{**line, "letter": letter, "value": value} for line in found]
-    frame = pd.DataFrame(lines)
-    frame = frame[frame["seconds"].notna()].reset_index(drop=True)
-    frame.attrs["device"] = place.type
-    keys = ["op", "letter", "contender"]
-    slopes = {key: _exponent(part) for key, part in frame.groupby(keys)}
-    frame["exponent"] = [slopes[tuple(key)] for key in frame[keys].to_numpy()]
-    return frame
 
 
 def regrown(records: Mapping[str, Record]) -> pd.DataFrame:
@@ -106,9 +54,3 @@ def growth_table(frame: pd.DataFrame) -> str:
             cells = "".join(f"{1e3 * seconds:10.2f}" for seconds in own["seconds"])
             lines.append(f"  {name:32}{cells}   exponent {own['exponent'].iloc[0]:.2f}")
     return "\n".join(lines)
-
-
-def _exponent(part: pd.DataFrame) -> float:
-    points = part.sort_values("value")[["value", "seconds"]].to_numpy()
-    (low, first), (high, last) = points[0], points[-1]
-    return math.nan if low == high else math.log(last / first) / math.log(high / low)

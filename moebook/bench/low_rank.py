@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.bench import floors, peers
+from moebook.bench import peers
 from moebook.bench.case import Axis, Case, Op, Run, number_format, size_of
 from moebook.bench.floors import Product
 from moebook.kernels import Routing, adapters, lora_mixture, route
@@ -33,7 +33,8 @@ def _adapters(
     up = nn.Parameter(torch.randn(E, R, D, **draw).mul_(R**-0.5))
     routing = route(torch.randn(T, E, device=device), K)
     ffn = _frozen_ffn(D, F, **draw) if F else nn.Identity()
-    products = floors.adapter_pass(T * K, D, R, backward=bool(backward))
+    # 4 T D K R FLOPs forward, and twice that backward.
+    products = [Product(T * K, D, R, 6 if backward else 2)]
     traffic = 12 * D * F + (4 if backward else 2) * size_of(h)
     case = Case(traffic, torch.randn_like(h) if backward else None, [h, down, up])
     case.add("ours", lambda: adapters(ffn(h), routing, down, up))
@@ -108,7 +109,9 @@ def _loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) -> Case
         return partial(wrapped, x)
 
     case.add("ours", lambda: mixed("auto"))
-    case.floor(floors.lora_step(T, D, D, N * R), device, dtype)
+    # Two for the frozen weight, which has no gradient, and three for each factor.
+    products = [Product(T, D, D, 2), Product(T, D, N * R, 3), Product(T, N * R, D, 3)]
+    case.floor(products, device, dtype)
     case.add("frozen layer alone", lambda: layer(x))
     case.add("one after another", lambda: mixed("reference"))
     case.invite("one LoRA of PEFT", one_lora)
@@ -121,37 +124,25 @@ _MODEL = {"T": 16384, "D": 4096, "R": 64, "E": 8, "K": 2}
 
 ADAPTERS = Op(
     _adapters,
-    {
-        "tiny": {
-            "step": _TINY,
-            "forward": {**_TINY, "backward": 0},
-            "behind_ffn": {**_TINY, "F": 8},
-        },
-        "small": {"step": {"T": 2048, "D": 256, "R": 32, "E": 8, "K": 2}},
-        "full": {"step": _FULL, "forward": {**_FULL, "backward": 0}},
-        "model": {
-            "step": _MODEL,
-            "forward": {**_MODEL, "backward": 0},
-            "behind_ffn": {**_MODEL, "F": 11008},
-        },
+    tiny={"step": _TINY, "forward": {**_TINY, "backward": 0}, "behind_ffn": {**_TINY, "F": 8}},
+    small={"step": {"T": 2048, "D": 256, "R": 32, "E": 8, "K": 2}},
+    full={"step": _FULL, "forward": {**_FULL, "backward": 0}},
+    model={
+        "step": _MODEL,
+        "forward": {**_MODEL, "backward": 0},
+        "behind_ffn": {**_MODEL, "F": 11008},
     },
-    (
-        Axis("T", "tokens", (512, 1024, 2048, 4096)),
-        Axis("E", "adapters", (4, 8, 16, 32)),
-        Axis("K", "adapters of a token", (1, 2, 4)),
-    ),
+    T=Axis("T", "tokens", (512, 1024, 2048, 4096)),
+    E=Axis("E", "adapters", (4, 8, 16, 32)),
+    N=Axis("K", "adapters of a token", (1, 2, 4)),
 )
 LORAS = Op(
     _loras,
-    {
-        "tiny": {"four": {"T": 16, "D": 8, "R": 4, "N": 2, "K": 2}},
-        "small": {"four": {"T": 1024, "D": 512, "R": 16, "N": 4, "K": 2}},
-        "full": {"four": {"T": 2048, "D": 2048, "R": 16, "N": 4, "K": 2}},
-        "model": {"four": {"T": 16384, "D": 4096, "R": 16, "N": 4, "K": 2}},
-    },
-    (
-        Axis("T", "tokens", (256, 512, 1024, 2048)),
-        Axis("N", "LoRAs", (2, 4, 8, 16)),
-        Axis("K", "LoRAs of a token", (1, 2, 4)),
-    ),
+    tiny={"four": {"T": 16, "D": 8, "R": 4, "N": 2, "K": 2}},
+    small={"four": {"T": 1024, "D": 512, "R": 16, "N": 4, "K": 2}},
+    full={"four": {"T": 2048, "D": 2048, "R": 16, "N": 4, "K": 2}},
+    model={"four": {"T": 16384, "D": 4096, "R": 16, "N": 4, "K": 2}},
+    T=Axis("T", "tokens", (256, 512, 1024, 2048)),
+    E=Axis("N", "LoRAs", (2, 4, 8, 16)),
+    N=Axis("K", "LoRAs of a token", (1, 2, 4)),
 )

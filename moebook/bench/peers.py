@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 from typing import Any
 
 import pandas as pd
@@ -38,12 +37,15 @@ def version(name: str) -> str | None:
 
 
 def module(name: str) -> Any:
-    """Import a module of a peer by its full name.
+    """Import a module of a peer, or one that needs peers, by its full name.
 
     Raises:
-        Refusal: E-PEER for one that is not installed.
+        Refusal: E-PEER where a package is not installed.
     """
-    package = name.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        refuse("E-PEER", f"{package.replace('_', '-')} is not installed")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or name).partition(".")[0]
+        if missing == "moebook":
+            raise
+        refuse("E-PEER", f"{missing.replace('_', '-')} is not installed")

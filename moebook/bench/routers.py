@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -45,17 +47,14 @@ def _balance(device: torch.device, T: int, E: int, K: int) -> Case:
     return case
 
 
-_SIZES = {
-    "tiny": {"fine": {"T": 16, "E": 4, "K": 2}},
-    "small": {"fine": {"T": 2048, "E": 64, "K": 6}},
-    "full": {"fine": {"T": 16384, "E": 64, "K": 6}},
-    "model": {"fine": {"T": 65536, "E": 64, "K": 6}},
-}
-_AXES = (
-    Axis("T", "tokens", (1024, 2048, 4096, 8192)),
-    Axis("E", "experts", (16, 32, 64, 128)),
-    Axis("K", "experts of a token", (2, 4, 8, 16)),
+ROUTE = Op(
+    _route,
+    tiny={"fine": {"T": 16, "E": 4, "K": 2}},
+    small={"fine": {"T": 2048, "E": 64, "K": 6}},
+    full={"fine": {"T": 16384, "E": 64, "K": 6}},
+    model={"fine": {"T": 65536, "E": 64, "K": 6}},
+    T=Axis("T", "tokens", (1024, 2048, 4096, 8192)),
+    E=Axis("E", "experts", (16, 32, 64, 128)),
+    N=Axis("K", "experts of a token", (2, 4, 8, 16)),
 )
-
-ROUTE = Op(_route, _SIZES, _AXES)
-BALANCE = Op(_balance, _SIZES, _AXES)
+BALANCE = replace(ROUTE, build=_balance)

@@ -147,60 +147,45 @@ def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
 
 NEAREST = Op(
     _nearest,
-    {
-        "tiny": {"pool": {"S": 64, "K": 3, "D": 8, "C": 5}},
-        "small": {"pool": {"S": 16384, "K": 50, "D": 384, "C": 1000}},
-        "full": {"pool": {"S": 143000, "K": 50, "D": 384, "C": 1000}},
-        "model": {"pool": {"S": 143000, "K": 50, "D": 1024, "C": 5000}},
-    },
-    (
-        Axis("S", "rows of the pool", (4096, 8192, 16384, 32768)),
-        Axis("K", "shots", (12, 25, 50, 100)),
-        Axis("C", "rows chosen", (250, 500, 1000, 2000)),
-    ),
+    tiny={"pool": {"S": 64, "K": 3, "D": 8, "C": 5}},
+    small={"pool": {"S": 16384, "K": 50, "D": 384, "C": 1000}},
+    full={"pool": {"S": 143000, "K": 50, "D": 384, "C": 1000}},
+    model={"pool": {"S": 143000, "K": 50, "D": 1024, "C": 5000}},
+    T=Axis("S", "rows of the pool", (4096, 8192, 16384, 32768)),
+    E=Axis("K", "shots", (12, 25, 50, 100)),
+    N=Axis("C", "rows chosen", (250, 500, 1000, 2000)),
 )
 DUPLICATES = Op(
     _duplicates,
-    {
-        "tiny": {"candidates": {"S": 20, "E": 6, "D": 8}},
-        "small": {"candidates": {"S": 600, "E": 200, "D": 384}},
-        "full": {"candidates": {"S": 1500, "E": 500, "D": 384}},
-        "model": {
-            "candidates": {"S": 5000, "E": 1666, "D": 1024},
-            "pool": {"S": 143000, "E": 47666, "D": 1024},
-        },
+    tiny={"candidates": {"S": 20, "E": 6, "D": 8}},
+    small={"candidates": {"S": 600, "E": 200, "D": 384}},
+    full={"candidates": {"S": 1500, "E": 500, "D": 384}},
+    model={
+        "candidates": {"S": 5000, "E": 1666, "D": 1024},
+        "pool": {"S": 143000, "E": 47666, "D": 1024},
     },
-    (
-        Axis("S", "rows", (150, 300, 600, 1200)),
-        Axis("E", "texts that rows are near to", (50, 100, 200, 400)),
-        Axis("D", "numbers in a row", (96, 192, 384, 768)),
-    ),
+    T=Axis("S", "rows", (150, 300, 600, 1200)),
+    E=Axis("E", "texts that rows are near to", (50, 100, 200, 400)),
+    N=Axis("D", "numbers in a row", (96, 192, 384, 768)),
 )
+_GROUPS = {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}}
 GROUPS = Op(
     _groups,
-    {
-        "tiny": {"groups": {"M": 6, "N": 3}},
-        "small": {"groups": {"M": 14, "N": 5, "G": 1000}},
-        "full": {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}},
-        "model": {"groups": {"M": 20, "N": 5}, "eight_of_38": {"M": 38, "N": 8}},
-    },
-    (
-        Axis("G", "groups listed", (10, 100, 1000)),
-        Axis("M", "LoRAs to choose from", (7, 10, 14, 18)),
-        Axis("N", "LoRAs in a group", (3, 4, 5, 6)),
-    ),
+    tiny={"groups": {"M": 6, "N": 3}},
+    small={"groups": {"M": 14, "N": 5, "G": 1000}},
+    full=_GROUPS,
+    model=_GROUPS,
+    T=Axis("G", "groups listed", (10, 100, 1000)),
+    E=Axis("M", "LoRAs to choose from", (7, 10, 14, 18)),
+    N=Axis("N", "LoRAs in a group", (3, 4, 5, 6)),
 )
 CLUSTERS = Op(
     _clusters,
-    {
-        "tiny": {"layers": {"S": 64, "D": 8, "E": 2, "L": 2}},
-        "small": {"layers": {"S": 4096, "D": 128, "E": 8, "L": 2}},
-        "full": {"layers": {"S": 16384, "D": 512, "E": 8, "L": 4}},
-        "model": {"layers": {"S": 65536, "D": 4096, "E": 8, "L": 4}},
-    },
-    (
-        Axis("S", "points", (1024, 2048, 4096, 8192)),
-        Axis("E", "centres", (4, 8, 16, 32)),
-        Axis("L", "layers side by side", (1, 2, 4)),
-    ),
+    tiny={"layers": {"S": 64, "D": 8, "E": 2, "L": 2}},
+    small={"layers": {"S": 4096, "D": 128, "E": 8, "L": 2}},
+    full={"layers": {"S": 16384, "D": 512, "E": 8, "L": 4}},
+    model={"layers": {"S": 65536, "D": 4096, "E": 8, "L": 4}},
+    T=Axis("S", "points", (1024, 2048, 4096, 8192)),
+    E=Axis("E", "centres", (4, 8, 16, 32)),
+    N=Axis("L", "layers side by side", (1, 2, 4)),
 )

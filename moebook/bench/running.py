@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 from moebook import runtime
-from moebook.bench import floors, profiling
-from moebook.bench.case import SCALES, Letters, Op, number_format
+from moebook.bench import floors, peers, profiling
+from moebook.bench.case import ROLES, SCALES, Cases, Letters, Op, number_format
 from moebook.bench.goals import STATED
 from moebook.bench.timing import Contender, interleave
 from moebook.errors import Refusal, nearest, refuse
@@ -46,30 +46,17 @@ def find(name: str) -> Op:
     if name not in OPS:
         refuse("E-NAME", f"unknown op '{name}'; {nearest(name, OPS)}")
     module, attribute = OPS[name].split(".")
-    try:
-        op: Op = getattr(importlib.import_module(f"moebook.bench.{module}"), attribute)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("moebook"):
-            raise
-        refuse("E-PEER", f"{name} needs {error.name}, which is not installed")
+    op: Op = getattr(peers.module(f"moebook.bench.{module}"), attribute)
     return op
 
 
-def present(names: Iterable[str] | None = None) -> tuple[dict[str, Op], dict[str, str]]:
-    """Return the ops of these names, all by default, and why others cannot run here.
-
-    Raises:
-        Refusal: E-NAME for an unknown one.
-    """
-    ops, absent = {}, {}
-    for name in names if names is not None else OPS:
-        try:
-            ops[name] = find(name)
-        except Refusal as refusal:
-            if refusal.code != "E-PEER":
-                raise
-            absent[name] = refusal.message
-    return ops, absent
+def roles(names: Iterable[str] | None = None) -> pd.DataFrame:
+    """List which letter of each op varies in which of the `ROLES`, and what it counts there."""
+    rows = {
+        name: [f"{axis.letter}: {axis.meaning}" for axis in find(name).axes]
+        for name in names or OPS
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(ROLES))
 
 
 def measure(
@@ -78,7 +65,6 @@ def measure(
     scale: str | None = None,
     device: str = "auto",
     rounds: int = 5,
-    budget: float = 3.0,
 ) -> pd.DataFrame:
     """Time every case of some ops against its floor and its peers.
 
@@ -86,8 +72,8 @@ def measure(
         names: Ops; all by default.
         scale: One of `case.SCALES`; by default the one that the device's goals are stated for.
         device: As `runtime.resolve_device` takes it. What works on NumPy arrays runs on the CPU.
-        rounds: Counted rounds; a ratio is the median of theirs.
-        budget: Seconds of work after which a slow contender takes no further turn; it has one.
+        rounds: Counted rounds; a ratio is the median of theirs. A contender that has worked for
+            three seconds takes no further turn.
 
     Returns:
         One row a contender: ``op``, ``case``, ``contender``, ``key`` (the three as the name of a
@@ -101,20 +87,66 @@ def measure(
         Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
     """
     place = runtime.resolve_device(device)
-    scale = scale or STATED[place.type]
-    if scale not in SCALES:
-        refuse("E-CHOICE", f"unknown scale '{scale}'; {nearest(scale, SCALES)}")
+    chosen = scale or STATED[place.type]
+    if chosen not in SCALES:
+        refuse("E-CHOICE", f"unknown scale '{chosen}'; {nearest(chosen, SCALES)}")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
-    ops, absent = present(names)
-    todo = [(n, c, letters) for n, op in ops.items() for c, letters in op.sizes[scale].items()]
-    ours = {"case": "", "contender": "ours"}
-    lines: list[dict[str, Any]] = [{"op": n, **ours, "note": why} for n, why in absent.items()]
-    for name, label, letters in runtime.progress(todo, "bench", len(todo)):
-        lines += measured(name, label, letters, place, rounds, budget, profiled=True)
-    frame = pd.DataFrame(lines, columns=list(COLUMNS))
-    frame.attrs.update(device=place.type, scale=scale)
+    frame = _run("bench", names, lambda op: op.cases(chosen), place, rounds, budget=3.0)
+    frame.attrs.update(device=place.type, scale=chosen)
     return frame
+
+
+def growth(
+    names: Iterable[str] | None = None,
+    *,
+    device: str = "auto",
+    rounds: int = 1,
+    points: int | None = None,
+) -> pd.DataFrame:
+    """Measure each op at several sizes: one letter varies, all others are as in the small case.
+
+    Args:
+        names: Ops; all by default.
+        device: As `measure` takes it.
+        rounds: Counted rounds a point; a contender may spend half a second on one.
+        points: Most points a letter, the smallest first; all by default.
+
+    Returns:
+        What `measure` returns, with ``letter``, ``value`` and ``exponent``: of the power law
+        through the first and the last point of the contender's seconds (1 is linear).
+    """
+    place = runtime.resolve_device(device)
+    frame = _run("sweep", names, lambda op: op.swept(points), place, rounds, budget=0.5)
+    frame = frame[frame["seconds"].notna()].reset_index(drop=True)
+    frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
+    frame = frame.astype({"value": int})
+    curves = frame.sort_values("value").groupby(["op", "letter", "contender"])[["value", "seconds"]]
+    span = np.log(curves.transform("last") / curves.transform("first"))
+    return frame.assign(exponent=span["seconds"] / span["value"])
+
+
+def _run(
+    task: str,
+    names: Iterable[str] | None,
+    cases: Callable[[Op], Cases],
+    place: torch.device,
+    rounds: int,
+    budget: float,
+) -> pd.DataFrame:
+    """Time some cases of each op; one whose packages are missing has a line that says so."""
+    todo: list[tuple[str, str, Letters]] = []
+    lines: list[dict[str, Any]] = []
+    for name in names or OPS:
+        try:
+            todo += [(name, label, letters) for label, letters in cases(find(name)).items()]
+        except Refusal as refusal:
+            if refusal.code != "E-PEER":
+                raise
+            lines.append({"op": name, "case": "", "contender": "ours", "note": refusal.message})
+    for name, label, letters in runtime.progress(todo, task, len(todo)):
+        lines += measured(name, label, letters, place, rounds, budget, profiled=task == "bench")
+    return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
 def measured(
@@ -122,21 +154,15 @@ def measured(
     *, profiled: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Time one case; its inputs are freed at the end."""
-    head = {"op": name, "case": label}
+    head: dict[str, Any] = {"op": name, "case": label}
     try:
         case = find(name).build(place, **letters)
         found = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
-    of_case = {"flops": case.flops, "traffic": case.traffic, "note": ""}
+    head |= {"flops": case.flops, "traffic": case.traffic, "note": ""}
     lines = [
-        {
-            **head,
-            "contender": who,
-            "key": f"{name}/{label}/{slug(who)}",
-            **cost._asdict(),
-            **of_case,
-        }
+        {**head, "contender": who, "key": f"{name}/{label}/{slug(who)}", **cost._asdict()}
         for who, cost in found.items()
     ]
     if profiled:
@@ -149,24 +175,17 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
 
 
-def ceilings(device: str = "auto", *, side: int = 0, rounds: int = 5) -> dict[str, float]:
-    """Measure the roof: FLOPs a second of a square product, bytes a second of a large copy.
-
-    Args:
-        device: As in `measure`.
-        side: Of the square matrices; by default 1,024, and 8,192 on a GPU. The copy is of 64 times
-            as many numbers, on a GPU of 8 times as many.
-        rounds: Of which the median is taken.
-    """
+def ceilings(device: str = "auto") -> dict[str, float]:
+    """Measure the roof: FLOPs a second of a square product, bytes a second of a large copy."""
     place = runtime.resolve_device(device)
     dtype, gpu = number_format(place), place.type == "cuda"
-    side = side or (8192 if gpu else 1024)
+    side = 8192 if gpu else 1024
     product = floors.Product(side, side, side)
     source = torch.zeros((8 if gpu else 64) * side * side, device=place, dtype=dtype)
     target = torch.empty_like(source)
     copy = Contender("copy", lambda: target.copy_(source))
     parties = [floors.dense([product], place, dtype), copy]
-    found = interleave(parties, place, rounds=rounds, budget=60.0)
+    found = interleave(parties, place, rounds=5, budget=60.0)
     return {
         "flops": product.flops / found["floor"].seconds,
         "bytes": 2 * source.nbytes / found["copy"].seconds,

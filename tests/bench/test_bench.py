@@ -49,24 +49,28 @@ def test_ours_is_measured_against_itself_and_the_traffic_of_a_case_is_known(
     ours = tiny[tiny["contender"] == "ours"]
     assert (ours["ratio"] == 1).all()
     assert (ours["traffic"] > 0).all()
-    fine = ours[(ours["op"] == "experts") & (ours["case"] == "fine")]
-    assert fine["flops"].item() == 18 * 16 * 2 * 8 * 8
+    flops = ours.set_index(["op", "case"])["flops"]
+    assert flops["experts", "fine"] == 18 * 16 * 2 * 8 * 8
+    T, D, K, R = 16, 8, 2, 4
+    assert flops["adapters", "forward"] == 4 * T * D * K * R
+    assert flops["adapters", "step"] == 12 * T * D * K * R
+    assert flops["lora_mixture", "four"] == 4 * T * D * D + 6 * T * (2 * R) * (2 * D)
 
 
 def test_every_goal_names_a_case_of_the_full_scale_and_someone_who_takes_part(
     tiny: pd.DataFrame,
 ) -> None:
     for goal in goals.GOALS:
-        assert goal.case in bench.find(goal.op).sizes[goals.STATED[goal.device]]
-        if goal.case in bench.find(goal.op).sizes["tiny"]:
+        assert goal.case in bench.find(goal.op).cases(goals.STATED[goal.device])
+        if goal.case in bench.find(goal.op).cases("tiny"):
             there = tiny[(tiny["op"] == goal.op) & (tiny["case"] == goal.case)]
             assert goal.against in set(there["contender"])
 
 
 def test_every_op_has_cases_at_every_scale_and_letters_to_sweep() -> None:
     for op in map(bench.find, bench.OPS):
-        assert set(op.sizes) == set(SCALES)
-        letters = next(iter(op.sizes["small"].values()))
+        assert all(op.cases(scale) for scale in SCALES)
+        letters = next(iter(op.small.values()))
         assert [axis.letter for axis in op.axes if axis.letter not in letters] == []
         assert all(list(axis.values) == sorted(set(axis.values)) for axis in op.axes)
     assert bench.roles(["nearest"]).loc["nearest"].to_dict() == {
@@ -135,7 +139,7 @@ def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataF
 def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path: Path) -> None:
     (tmp_path / "_config.yml").touch()
     grown = bench.growth(["balance_loss"], device="cpu", rounds=1, points=1)
-    roof = bench.ceilings("cpu", side=64, rounds=1)
+    roof = bench.ceilings("cpu")
     path = bench.write(tmp_path, tiny, grown, roof, {"scale": "tiny"})
     assert path == tmp_path / "results" / "bench" / "cpu" / "record.json"
     record = bench.recorded(tmp_path)["cpu"]
@@ -260,17 +264,17 @@ def test_one_op_is_printed_and_leaves_no_record(
 def test_an_op_whose_packages_are_missing_is_absent_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load = running.importlib.import_module
+    load = peers.importlib.import_module
 
     def without_peft(name: str) -> object:
         if name.endswith("bank"):
             raise ModuleNotFoundError(name="peft")
         return load(name)
 
-    monkeypatch.setattr(running.importlib, "import_module", without_peft)
+    monkeypatch.setattr(peers.importlib, "import_module", without_peft)
     frame = bench.measure(["bank", "route"], scale="tiny", device="cpu", rounds=1)
     first = frame.iloc[0]
     assert first["op"] == "bank" and math.isnan(first["seconds"])
-    assert first["note"] == "bank needs peft, which is not installed"
+    assert first["note"] == "peft is not installed"
     assert set(frame.loc[frame["op"] == "route", "contender"]) >= {"ours", "floor"}
-    assert "not run: bank needs" in bench.table(frame)
+    assert "not run: peft is" in bench.table(frame)

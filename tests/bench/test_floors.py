@@ -18,29 +18,19 @@ CPU = torch.device("cpu")
 S, D, F = 6144, 1024, 704
 
 
+def flops(products: list[Product]) -> int:
+    return sum(each.flops for each in products)
+
+
 def test_a_product_of_2_by_3_and_3_by_5_is_60_flops_each_time() -> None:
     assert Product(2, 3, 5).flops == 60
-    assert floors.flops([Product(2, 3, 5, 4), Product(1, 1, 1)]) == 242
+    assert Product(2, 3, 5, 4).flops == 240
 
 
 def test_full_experts_cost_18_s_d_f_and_half_trained_ones_15() -> None:
-    assert floors.flops(floors.expert_step(S, S, D, F)) == 18 * S * D * F
-    assert floors.flops(floors.expert_step(S, S // 2, D, F)) == 15 * S * D * F
-    assert floors.flops(floors.expert_step(S, 0, D, F)) == 12 * S * D * F
-
-
-def test_adapters_cost_4_t_d_k_r_forward_and_8_backward() -> None:
-    T, K, R = 8192, 2, 32
-    assert floors.flops(floors.adapter_pass(T * K, D, R, backward=False)) == 4 * T * D * K * R
-    assert floors.flops(floors.adapter_pass(T * K, D, R, backward=True)) == 12 * T * D * K * R
-
-
-def test_four_loras_of_rank_16_add_less_than_5_percent_to_a_square_layer() -> None:
-    alone = floors.flops(floors.lora_step(2048, 2048, 2048, 0))
-    four = floors.flops(floors.lora_step(2048, 2048, 2048, 64))
-    assert alone == 4 * 2048**3
-    assert four - alone == 6 * 2048 * 64 * 4096
-    assert 1.09 < four / alone < 1.1
+    assert flops(floors.expert_step(S, S, D, F)) == 18 * S * D * F
+    assert flops(floors.expert_step(S, S // 2, D, F)) == 15 * S * D * F
+    assert flops(floors.expert_step(S, 0, D, F)) == 12 * S * D * F
 
 
 def test_the_floor_does_its_products() -> None:
