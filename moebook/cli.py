@@ -203,23 +203,25 @@ def bench(options: argparse.Namespace) -> int:
     from moebook import results
 
     if options.peers:
-        if (options.op, options.scale, options.device, options.rounds) != (None, None, "auto", 5):
+        given = (options.op, options.scale, options.device, options.rounds, options.threads)
+        if given != (None, None, "auto", 5, 1):
             refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
         print(benches.installed().to_string())
         return 0
     folder = results.root()
-    names = [options.op] if options.op else None
+    names = None if options.op is None else [options.op]
     frame = benches.measure(
         names, scale=options.scale, device=options.device, rounds=options.rounds
     )
     print(benches.table(frame), flush=True)
     growth = benches.growth(names, device=options.device)
     print(f"\n{benches.growth_table(growth)}")
-    if options.op is None and options.scale is None:
-        roof = benches.ceilings(options.device)
-        settings = {**frame.attrs, "rounds": options.rounds, "threads": options.threads}
-        path = benches.write(folder, frame, growth, roof, settings)
+    if options.op is None and benches.stated(frame):
+        path = benches.write(folder, frame, growth, benches.ceilings(options.device))
         print(f"\nrecord in {path.relative_to(folder)}")
+    elif options.op is None:
+        stated = "scale full (on a GPU: model), 5 rounds or more and one thread"
+        print(f"\nno record is kept: goals are stated for {stated}")
     return 0
 
 

@@ -6,7 +6,7 @@ seconds do not.
 """
 
 from moebook.bench.accuracy import errors
-from moebook.bench.goals import judge
+from moebook.bench.goals import judge, stated
 from moebook.bench.growth import curves, growth_table, regrown
 from moebook.bench.peers import installed
 from moebook.bench.report import reached, recorded, remeasured, table, write
@@ -28,6 +28,7 @@ __all__ = [
     "regrown",
     "remeasured",
     "roles",
+    "stated",
     "table",
     "write",
 ]

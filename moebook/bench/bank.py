@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -23,13 +24,15 @@ TARGETS = ("q_proj", "v_proj")
 Item = dict[str, Any]
 
 
-def _bank(device: torch.device, N: int, S: int, R: int) -> Case:
-    """N LoRAs on the embedded base, the nats of S answers under each."""
+def _bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
+    """N LoRAs on the embedded base, the nats of S answers under each; PEFT's in so many bits."""
     model, tokenizer = models.load("nano", device=str(device))
     rows = [row for name in list(tasks.CATALOGUE)[:4] for row in tasks.rows(name, "train", S)]
     shots = rows[:: max(1, len(rows) // S)][:S]
     items = list(encode(shots, tokenizer, max_length=10**9))
     hosted, bank = _hosted(N, R, device)
+    if bits == 64:
+        hosted.double()
     case = Case(size_of(*model.parameters()))
     case.add("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots))
     case.floor(_products(model, items, N, R), device, torch.float32)
@@ -56,7 +59,9 @@ def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str
     settings = {"r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}
     config = peft.LoraConfig(**settings, init_lora_weights=False)
     first, *others = (f"lora{index:02d}" for index in range(number))
-    model = peft.get_peft_model(base, config, adapter_name=first).eval()
+    with warnings.catch_warnings():  # PEFT asks transformers for a flag by its old name
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        model = peft.get_peft_model(base, config, adapter_name=first).eval()
     for name in others:
         model.add_adapter(name, config)
     layers = loras.linears(base, TARGETS)
@@ -75,7 +80,7 @@ def nats(model: Any, batch: list[Item]) -> Tensor:
     labels, _ = padded([item["labels"] for item in batch], fill=IGNORED)
     ids, mask, targets = (part.to(model.device) for part in (ids, mask, labels[:, 1:]))
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    losses = F.cross_entropy(logits.float().mT, targets, ignore_index=IGNORED, reduction="none")
+    losses = F.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none")
     return losses.double().sum(1) / (targets != IGNORED).sum(1)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moebook.bench import floors
 from moebook.bench.floors import Product
-from moebook.bench.timing import Contender
-from moebook.errors import Refusal
+from moebook.bench.timing import Contender, why
 
 Letters = Mapping[str, int]
 Cases = Mapping[str, Letters]
@@ -115,11 +114,11 @@ class Case:
             self.contenders.append(Contender(name, step, self.leaves, forward))
 
     def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
-        """Add what ``make`` returns, or note why it refuses (E-PEER when it is not installed)."""
+        """Add what ``make`` returns, or note why it fails (E-PEER when it is not installed)."""
         try:
             self.add(name, make(), **how)
-        except Refusal as refusal:
-            self.absent[name] = refusal.message
+        except Exception as error:  # a peer may fail in any way
+            self.absent[name] = why(error)
 
     def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
         """Add dense products as the floor."""

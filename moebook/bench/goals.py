@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moebook.bench.profiling import told
 
-SAID = {
-    "faster": "at least {:g} x as fast",
-    "within": "at most {:g} x its time",
-    "memory": "at most {:g} x what it keeps",
-    "seconds": "at most {:g} s",
+class Kind(NamedTuple):
+    """What is measured of a case, and on which side of a bound it has to be.
+
+    Attributes:
+        said: The goal in words, with a place for the bound.
+        met: Whether a number is on the right side of the bound.
+        value: The number, of the lines of ours and of the other.
+    """
+
+    said: str
+    met: Callable[[float, float], bool]
+    value: Callable[[Any, Any], float]
+
+
+KINDS = {
+    "faster": Kind("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
+    "within": Kind("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
+    "memory": Kind(
+        "at most {:g} x what it keeps", operator.le, lambda ours, other: ours.kept / other.kept
+    ),
+    "seconds": Kind("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
 }
+"""What it keeps are the bytes that it holds for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +43,8 @@ class Goal:
     Attributes:
         op, case: The case.
         against: The contender that it is measured by.
-        kind: ``"faster"``: at least ``bound`` times as fast; ``"within"``: at most ``bound`` times
-            its seconds; ``"memory"``: at most ``bound`` of the bytes that it keeps for its backward
-            pass; ``"seconds"``: at most ``bound`` seconds (of ours).
-        bound: See ``kind``.
+        kind: One of `KINDS`.
+        bound: See there.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -39,21 +56,7 @@ class Goal:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        return SAID[self.kind].format(self.bound)
-
-    def reached(self, ours: pd.Series, theirs: pd.Series) -> float:
-        """Return the number that the bound is compared with; NaN where it was not measured."""
-        if self.kind == "seconds":
-            return float(ours["seconds"])
-        if self.kind == "memory":
-            mine, other = ours["kept"], theirs["kept"]
-            return math.nan if pd.isna(mine) or not other else float(mine) / float(other)
-        ratio = float(theirs["ratio"])
-        return ratio if self.kind == "faster" else 1 / ratio
-
-    def met(self, value: float) -> bool:
-        """Whether a number is on the right side of the bound."""
-        return value >= self.bound if self.kind == "faster" else value <= self.bound
+        return KINDS[self.kind].said.format(self.bound)
 
 
 GOALS = (
@@ -83,6 +86,14 @@ GOALS = (
 """For one thread of a CPU, and for an H200 in bfloat16."""
 STATED = {"cpu": "full", "cuda": "model"}
 """The scale that the goals of each kind of device are stated for."""
+ROUNDS = 5
+"""The fewest that count for a goal."""
+
+
+def stated(frame: pd.DataFrame) -> bool:
+    """Whether goals are stated for the scale, rounds and threads that a run had."""
+    had = frame.attrs
+    return had["scale"] == STATED[had["device"]] and had["rounds"] >= ROUNDS and had["threads"] == 1
 
 
 def judge(frame: pd.DataFrame) -> pd.DataFrame:
@@ -91,44 +102,42 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row a goal whose op is in the frame: ``op``, ``case``, ``against``, ``goal``,
         ``measured``, ``verdict`` and ``reason``. The verdict is ``met``, ``missed``, or ``not
-        run``, where the contender took no part; ``not stated`` where the sizes are not those of the
-        goals. An op that refuses its case has missed the goal. The reason of a missed goal is what
-        our time consists of, and what the floor alone would take, in multiples of the other's.
+        run``, where the contender took no part; ``not stated`` where the settings are not those of
+        the goals. An op that refuses its case has missed the goal. The reason of a missed goal is
+        what our time consists of, and what the floor alone would take, in multiples of the other's.
     """
-    device = frame.attrs["device"]
-    stated = frame.attrs["scale"] == STATED[device]
-    cases = {key: part.set_index("contender") for key, part in frame.groupby(["op", "case"])}
+    kept = frame.astype({"kept": float})  # None is no number
+    cases = {key: part.set_index("contender") for key, part in kept.groupby(["op", "case"])}
     lines = []
     for goal in GOALS:
-        if goal.device == device and (goal.op, goal.case) in cases:
-            case = cases[goal.op, goal.case]
-            value, verdict = _verdict(goal, case)
-            shown = verdict if stated else "not stated"
-            reason = _reason(goal, case, value) if shown == "missed" else ""
-            lines.append([goal.op, goal.case, goal.against, str(goal), value, shown, reason])
+        key = goal.op, goal.case
+        if goal.device == frame.attrs["device"] and (key in cases or (goal.op, "") in cases):
+            value, verdict, reason = _judged(goal, cases.get(key))
+            if not stated(frame):
+                verdict, reason = "not stated", ""
+            lines.append([*key, goal.against, str(goal), value, verdict, reason])
     columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
     return pd.DataFrame(lines, columns=columns)
 
 
-def _verdict(goal: Goal, case: pd.DataFrame) -> tuple[float, str]:
-    ours, value = case.loc["ours"], math.nan
+def _judged(goal: Goal, case: pd.DataFrame | None) -> tuple[float, str, str]:
+    """Return what was measured, the verdict and the reason; without a case its op did not run."""
+    if case is None:
+        return math.nan, "not run", ""
+    ours, kind = case.loc["ours"], KINDS[goal.kind]
     if pd.isna(ours["seconds"]):
-        return value, "missed"
-    if goal.against in case.index:
-        value = goal.reached(ours, case.loc[goal.against])
+        return math.nan, "missed", str(ours["note"])
+    there = goal.against in case.index
+    value = float(kind.value(ours, case.loc[goal.against])) if there else math.nan
     if math.isnan(value):
-        return value, "not run"
-    return value, "met" if goal.met(value) else "missed"
-
-
-def _reason(goal: Goal, case: pd.DataFrame, value: float) -> str:
-    ours = case.loc["ours"]
-    if pd.isna(ours["seconds"]):
-        return str(ours["note"])
+        return value, "not run", ""
+    if kind.met(value, goal.bound):
+        return value, "met", ""
     if goal.kind == "memory" or not isinstance(ours["profile"], dict):
-        return ""
+        return value, "missed", ""
     times = 1 / value if goal.kind == "faster" else value
-    parts = told(ours["profile"], times)
-    if goal.against == "floor" or "floor" not in case.index:
-        return parts
-    return f"{parts}; the floor alone {times * case.loc['floor', 'ratio']:.2f}"
+    parts = {name: share * times for name, share in ours["profile"].items()}
+    told = ", ".join(f"{name} {part:.2f}" for name, part in parts.items() if part >= 0.005)
+    if goal.against != "floor" and "floor" in case.index:
+        told += f"; the floor alone {times * case.loc['floor', 'ratio']:.2f}"
+    return value, "missed", told

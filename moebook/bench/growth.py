@@ -44,6 +44,8 @@ def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 
 def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
+    if frame.empty:
+        return "How cost grows: nothing ran"
     meanings = {(n, a.letter): a.meaning for n in set(frame["op"]) for a in find(n).axes}
     lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):

@@ -50,9 +50,3 @@ def shares(contender: Contender, device: torch.device, seconds: float) -> dict[s
 def _short(name: str) -> str:
     """Leave out where a C++ template is defined, and what it was made for."""
     return re.split(r"[<(]", name)[0].split("::")[-1] if name.startswith("void ") else name
-
-
-def told(found: dict[str, float], times: float) -> str:
-    """Say in a line how much each entry is of ``times``."""
-    parts = ((name, share * times) for name, share in found.items())
-    return ", ".join(f"{name} {part:.2f}" for name, part in parts if part >= 0.005)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -80,7 +79,6 @@ def write(
     frame: pd.DataFrame,
     growth: pd.DataFrame,
     roof: Mapping[str, float],
-    settings: Mapping[str, Any],
 ) -> Path:
     """Write the record of a whole run to ``results/bench/<cpu or the GPU's name>/``.
 
@@ -89,9 +87,8 @@ def write(
     Args:
         folder: The project.
         frame: From `running.measure`.
-        growth: From `growth.growth`.
+        growth: From `running.growth`.
         roof: From `running.ceilings`.
-        settings: What was asked for: scale, rounds, threads.
     """
     environment = runtime.environment()
     ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
@@ -114,7 +111,7 @@ def write(
         "tier": record.scale,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hashes": {**hashes, "record": hashlib.sha256(text.encode()).hexdigest()},
-        "parameters": dict(settings),
+        "parameters": frame.attrs,
         "environment": environment,
         "commit": results.commit(folder),
         "peers": installed()["version"].to_dict(),

@@ -13,7 +13,7 @@ import torch
 from moebook import runtime
 from moebook.bench import floors, peers, profiling
 from moebook.bench.case import ROLES, SCALES, Cases, Letters, Op, number_format
-from moebook.bench.goals import STATED
+from moebook.bench.goals import ROUNDS, STATED
 from moebook.bench.timing import Contender, interleave
 from moebook.errors import Refusal, nearest, refuse
 
@@ -54,7 +54,7 @@ def roles(names: Iterable[str] | None = None) -> pd.DataFrame:
     """List which letter of each op varies in which of the `ROLES`, and what it counts there."""
     rows = {
         name: [f"{axis.letter}: {axis.meaning}" for axis in find(name).axes]
-        for name in names or OPS
+        for name in (OPS if names is None else names)
     }
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(ROLES))
 
@@ -64,7 +64,7 @@ def measure(
     *,
     scale: str | None = None,
     device: str = "auto",
-    rounds: int = 5,
+    rounds: int = ROUNDS,
 ) -> pd.DataFrame:
     """Time every case of some ops against its floor and its peers.
 
@@ -81,19 +81,20 @@ def measure(
         over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``kept``
         (those between forward and backward pass, on a GPU), ``flops`` and ``traffic`` of the case,
         ``note``: why a contender took no part, and ``profile``: of ours, where its time goes.
-        ``attrs`` has the kind of ``device`` and ``scale``.
+        ``attrs`` has the kind of ``device``, ``scale``, ``rounds`` and the CPU's ``threads``.
 
     Raises:
         Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
     """
     place = runtime.resolve_device(device)
-    chosen = scale or STATED[place.type]
+    chosen = STATED[place.type] if scale is None else scale
     if chosen not in SCALES:
         refuse("E-CHOICE", f"unknown scale '{chosen}'; {nearest(chosen, SCALES)}")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
     frame = _run("bench", names, lambda op: op.cases(chosen), place, rounds, budget=3.0)
-    frame.attrs.update(device=place.type, scale=chosen)
+    threads = torch.get_num_threads()
+    frame.attrs.update(device=place.type, scale=chosen, rounds=rounds, threads=threads)
     return frame
 
 
@@ -121,9 +122,12 @@ def growth(
     frame = frame[frame["seconds"].notna()].reset_index(drop=True)
     frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
     frame = frame.astype({"value": int})
-    curves = frame.sort_values("value").groupby(["op", "letter", "contender"])[["value", "seconds"]]
-    span = np.log(curves.transform("last") / curves.transform("first"))
-    return frame.assign(exponent=span["seconds"] / span["value"])
+    curves = frame.sort_values("value").groupby(["op", "letter", "contender"])
+    over, span = (
+        np.log(curves[name].transform("last") / curves[name].transform("first"))
+        for name in ("value", "seconds")
+    )
+    return frame.assign(exponent=span / over)
 
 
 def _run(
@@ -137,7 +141,7 @@ def _run(
     """Time some cases of each op; one whose packages are missing has a line that says so."""
     todo: list[tuple[str, str, Letters]] = []
     lines: list[dict[str, Any]] = []
-    for name in names or OPS:
+    for name in OPS if names is None else names:
         try:
             todo += [(name, label, letters) for label, letters in cases(find(name)).items()]
         except Refusal as refusal:
@@ -157,7 +161,7 @@ def measured(
     head: dict[str, Any] = {"op": name, "case": label}
     try:
         case = find(name).build(place, **letters)
-        found = interleave(case.contenders, place, rounds=rounds, budget=budget)
+        found, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
     head |= {"flops": case.flops, "traffic": case.traffic, "note": ""}
@@ -167,7 +171,8 @@ def measured(
     ]
     if profiled:
         lines[0]["profile"] = profiling.shares(case.contenders[0], place, lines[0]["seconds"])
-    return lines + [{**head, "contender": who, "note": why} for who, why in case.absent.items()]
+    absent = {**failed, **case.absent}
+    return lines + [{**head, "contender": who, "note": why} for who, why in absent.items()]
 
 
 def slug(name: str) -> str:
@@ -185,7 +190,7 @@ def ceilings(device: str = "auto") -> dict[str, float]:
     target = torch.empty_like(source)
     copy = Contender("copy", lambda: target.copy_(source))
     parties = [floors.dense([product], place, dtype), copy]
-    found = interleave(parties, place, rounds=5, budget=60.0)
+    found, _ = interleave(parties, place, rounds=5, budget=60.0)
     return {
         "flops": product.flops / found["floor"].seconds,
         "bytes": 2 * source.nbytes / found["copy"].seconds,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moebook import runtime
+from moebook.errors import Refusal
 
 BUSY = 20_000_000
 """Cycles of a GPU, some 10 ms: longer than it takes to submit a contender's work."""
@@ -77,11 +78,11 @@ class Cost(NamedTuple):
 
 def interleave(
     contenders: Sequence[Contender], device: torch.device, *, rounds: int, budget: float
-) -> dict[str, Cost]:
+) -> tuple[dict[str, Cost], dict[str, str]]:
     """Let all contenders take turns with the first, in rounds whose order rotates.
 
     The first round warms up and is dropped, except for a contender that is so slow that it is all
-    it has; ours has run once before it.
+    it has; ours has run once before it. A peer that fails drops out; what ours raises is raised.
 
     Args:
         contenders: Ours first; its ratio is to itself, 1.
@@ -90,24 +91,34 @@ def interleave(
         budget: Seconds of work after which a contender takes no further turn.
 
     Returns:
-        By the contenders' names.
+        By the contenders' names: what each costs, and why others dropped out.
     """
     ours, *others = contenders
     turns: dict[str, list[tuple[Lap, Lap]]] = {contender.name: [] for contender in contenders}
-    watched = {ours.name: lap(ours, device, watched=True)}
+    failed: dict[str, str] = {}
+    first = lap(ours, device, watched=True)
     for number in range(rounds + 1):
-        mine = lap(ours, device)
+        mine = lap(ours, device)._replace(memory=first.memory, kept=first.kept)
         turns[ours.name].append((mine, mine))
         start = number % max(len(others), 1)  # who follows a large neighbour finds a cold cache
         for other in others[start:] + others[:start]:
-            if sum(theirs.seconds for _, theirs in turns[other.name]) < budget:
-                theirs = lap(other, device, watched=number == 0)
-                watched.setdefault(other.name, theirs)
-                turns[other.name].append((mine, theirs))
-    return {name: _cost(watched[name], pairs[1:] or pairs) for name, pairs in turns.items()}
+            own = turns[other.name]
+            if other.name not in failed and sum(theirs.seconds for _, theirs in own) < budget:
+                try:
+                    own.append((mine, lap(other, device, watched=number == 0)))
+                except Exception as error:  # a peer may fail in any way
+                    failed[other.name] = why(error)
+    return {name: _cost(own) for name, own in turns.items() if name not in failed}, failed
 
 
-def _cost(first: Lap, pairs: list[tuple[Lap, Lap]]) -> Cost:
+def why(error: Exception) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    told = error.message if isinstance(error, Refusal) else str(error)
+    return told.strip().partition("\n")[0] or type(error).__name__
+
+
+def _cost(turns: list[tuple[Lap, Lap]]) -> Cost:
+    first, pairs = turns[0][1], turns[1:] or turns
     seconds = median(theirs.seconds for _, theirs in pairs)
     wall = median(theirs.wall for _, theirs in pairs)
     ratio = median(theirs.seconds / mine.seconds for mine, theirs in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from moebook import bench, cli, results
-from moebook.bench import bank, goals, peers, rows, running
-from moebook.bench.case import SCALES
+from moebook.bench import bank, goals, low_rank, peers, rows, running
+from moebook.bench.case import SCALES, Case, Run
 from moebook.errors import Refusal
 
 
@@ -40,7 +41,7 @@ def test_every_op_runs_with_ours_first_and_whoever_is_missing_says_why(tiny: pd.
         assert len(case) >= 2
     ran = tiny["seconds"].notna()
     assert (tiny.loc[ran, "ratio"] > 0).all()
-    assert (tiny.loc[~ran, "note"] != "").all()
+    assert tiny.loc[~ran, "note"].str.fullmatch("[a-z-]+ is not installed").all()
 
 
 def test_ours_is_measured_against_itself_and_the_traffic_of_a_case_is_known(
@@ -100,6 +101,20 @@ def test_the_bank_that_peft_hosts_changes_what_the_base_says() -> None:
     assert (nats[0] != nats[1]).all()
 
 
+def test_pefts_use_of_an_old_name_shows_no_warning() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        bank.BANK.build(torch.device("cpu"), N=1, S=1, R=2)
+    assert [str(each.message) for each in shown] == []
+
+
+def test_a_bank_that_is_wrong_in_the_fifth_digit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bank.scoring.perplexity
+    monkeypatch.setattr(bank.scoring, "perplexity", lambda *given: right(*given) + 2e-5)
+    found = bench.errors(["bank"], device="cpu")
+    assert list(found["what"]) == ["perplexities"] and not found["right"].any()
+
+
 def test_the_papers_loops_by_hand() -> None:
     vectors = np.array([[1, 0], [1, 0.1], [0, 1]], dtype=np.float32)
     near = np.array([0.2, 0.5, 0.1])
@@ -114,6 +129,26 @@ def test_the_papers_loops_by_hand() -> None:
 def test_an_op_that_refuses_its_case_is_a_result_and_not_an_error() -> None:
     line = running.measured("groups", "many", {"M": 64, "N": 8}, torch.device("cpu"), 1, 1.0)
     assert len(line) == 1 and "4,426,165,368 groups" in line[0]["note"]
+
+
+def test_a_peer_that_cannot_be_made_is_absent() -> None:
+    def make() -> Run:
+        raise RuntimeError("out of memory\nat a place")
+
+    case = Case(0)
+    case.invite("peer", make)
+    assert case.absent == {"peer": "out of memory"}
+
+
+def test_a_peer_that_fails_is_absent_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("out of memory\nat a place")
+
+    monkeypatch.setattr(low_rank, "_published", fail)
+    found = bench.measure(["adapters"], scale="tiny", device="cpu", rounds=1)
+    lines = found[found["case"] == "step"].set_index("contender")
+    assert lines.loc["published form", "note"] == "out of memory"
+    assert list(lines.index[lines["seconds"].notna()]) == ["ours", "floor", "grouped_mm"]
 
 
 def test_growth_fits_the_power_law_through_the_ends() -> None:
@@ -132,7 +167,7 @@ def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataF
     assert "at least 15 x as fast: not stated (" in text
     assert text.splitlines()[-1] == "no goals are stated for these cases"
     full = tiny.copy()
-    full.attrs["scale"] = "full"
+    full.attrs.update(scale="full", rounds=5, threads=1)
     assert "goals: " in bench.table(full).splitlines()[-1]
 
 
@@ -140,7 +175,7 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
     (tmp_path / "_config.yml").touch()
     grown = bench.growth(["balance_loss"], device="cpu", rounds=1, points=1)
     roof = bench.ceilings("cpu")
-    path = bench.write(tmp_path, tiny, grown, roof, {"scale": "tiny"})
+    path = bench.write(tmp_path, tiny, grown, roof)
     assert path == tmp_path / "results" / "bench" / "cpu" / "record.json"
     record = bench.recorded(tmp_path)["cpu"]
     values = {value.name: value.value for value in record.values}
@@ -154,6 +189,7 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
     expected = ran[columns].reset_index(drop=True)
     pd.testing.assert_frame_equal(again[columns], expected, check_dtype=False)
     assert list(again["op"] + "/" + again["case"] + "/" + again["contender"]) == list(ran["key"])
+    assert record.manifest["parameters"] == tiny.attrs
     assert record.manifest["environment"]["versions"]["torch"]
     assert record.manifest["peers"]["transformers"]
     assert {goal["verdict"] for goal in record.manifest["goals"]} == {"not stated"}
@@ -171,7 +207,7 @@ def test_a_curve_of_peers_takes_the_fastest_at_each_size() -> None:
 
 def test_a_record_that_is_not_its_manifests_is_refused(tiny: pd.DataFrame, tmp_path: Path) -> None:
     (tmp_path / "_config.yml").touch()
-    path = bench.write(tmp_path, tiny, pd.DataFrame(), {}, {})
+    path = bench.write(tmp_path, tiny, pd.DataFrame(), {})
     text = path.read_text()
     results.write(path, text.replace('"value": 1.0', '"value": 2.0', 1))
     with pytest.raises(Refusal, match="E-RECORD"):
@@ -207,7 +243,7 @@ def test_a_gpus_record_has_its_name(
     monkeypatch.setattr("moebook.runtime.environment", lambda: seen)
     frame = tiny.copy()
     frame.attrs["device"] = "cuda"
-    path = bench.write(tmp_path, frame, pd.DataFrame(), {}, {})
+    path = bench.write(tmp_path, frame, pd.DataFrame(), {})
     assert path.parent.name == "nvidia_h200"
     assert json.loads(path.read_text())["scale"] == "gpu"
 
@@ -219,6 +255,9 @@ def test_a_gpus_record_has_its_name(
         ("route --threads 0", "E-RANGE: --threads is 0"),
         ("route --rounds 0", "E-RANGE: rounds is 0"),
         ("route --scale big", "E-CHOICE: unknown scale 'big'; one of: full, model"),
+        ("route --scale=", "E-CHOICE: unknown scale ''; one of: full, model"),
+        ("--peers --threads 2", "E-USAGE: moebook bench: --peers takes neither an op nor another"),
+        ("--peers --scale=", "E-USAGE: moebook bench: --peers takes neither an op nor another"),
         ("route --device cudo", "E-DEVICE: unknown device 'cudo'"),
         ("--per", "E-USAGE: moebook bench: unknown '--per'; did you mean '--peers'?"),
     ],
@@ -230,6 +269,13 @@ def test_bad_input_ends_in_one_line(
     told = capsys.readouterr()
     assert told.err.startswith(message)
     assert told.err.count("\n") == 1
+
+
+def test_an_op_without_a_name_is_not_all_ops(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", ""]) == 2
+    assert capsys.readouterr().err.startswith("E-NAME: unknown op ''; one of: adapters")
 
 
 def test_outside_a_project_nothing_is_measured(
@@ -261,17 +307,53 @@ def test_one_op_is_printed_and_leaves_no_record(
     assert not (project / "results").exists()
 
 
-def test_an_op_whose_packages_are_missing_is_absent_and_the_others_run(
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({}, True), ({"scale": "small"}, False), ({"threads": 2}, False)]
+)
+def test_a_whole_run_is_kept_only_of_the_settings_that_goals_are_stated_for(
+    tiny: pd.DataFrame,
+    project: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, object],
+    kept: bool,
 ) -> None:
+    frame = tiny.copy()
+    frame.attrs.update({"scale": "full", "rounds": 5, "threads": 1, **settings})
+    monkeypatch.setattr(bench, "measure", lambda *given, **how: frame)
+    monkeypatch.setattr(bench, "growth", lambda *given, **how: pd.DataFrame())
+    monkeypatch.setattr(bench, "ceilings", lambda device: {})
+    assert cli.main(["bench"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("record in results" if kept else "no record is kept: goals are stated")
+    assert (project / "results").exists() == kept
+
+
+@pytest.fixture
+def without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT is not installed."""
     load = peers.importlib.import_module
 
-    def without_peft(name: str) -> object:
+    def refusing(name: str) -> object:
         if name.endswith("bank"):
             raise ModuleNotFoundError(name="peft")
         return load(name)
 
-    monkeypatch.setattr(peers.importlib, "import_module", without_peft)
+    monkeypatch.setattr(peers.importlib, "import_module", refusing)
+
+
+@pytest.mark.usefixtures("without_peft")
+def test_a_run_of_nothing_but_an_op_whose_packages_are_missing_says_so(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main("bench bank --device cpu".split()) == 0
+    told = capsys.readouterr().out
+    assert "not run: peft is not installed" in told
+    assert told.endswith("How cost grows: nothing ran\n")
+
+
+@pytest.mark.usefixtures("without_peft")
+def test_an_op_whose_packages_are_missing_is_absent_and_the_others_run() -> None:
     frame = bench.measure(["bank", "route"], scale="tiny", device="cpu", rounds=1)
     first = frame.iloc[0]
     assert first["op"] == "bank" and math.isnan(first["seconds"])

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebook.bench import floors, goals
 from moebook.bench.floors import Product
-from moebook.bench.goals import Goal
 
 CPU = torch.device("cpu")
 S, D, F = 6144, 1024, 704
@@ -65,7 +64,7 @@ def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
     columns = ["op", "case", "contender", "seconds", "wall", "ratio", "kept"]
     found = pd.DataFrame(lines, columns=columns)
     found["note"], found["profile"] = "refused", [{"aten::mm": 0.9, "all else": 0.1}] * len(found)
-    found.attrs.update(device="cpu", scale="full")
+    found.attrs.update(device="cpu", scale="full", rounds=5, threads=1)
     return found
 
 
@@ -91,6 +90,27 @@ def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> 
     assert set(goals.judge(refused)["reason"]) == {"refused"}
 
 
+def test_goals_of_an_op_that_is_absent_are_not_run() -> None:
+    measured = frame(ours=(math.nan, math.nan, 0)).assign(op="bank", case="")
+    found = goals.judge(measured)
+    assert list(found["case"]) == ["bank"] and list(found["verdict"]) == ["not run"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [({"rounds": 9}, True), ({"rounds": 4}, False), ({"threads": 2}, False),
+     ({"scale": "small"}, False)],
+)  # fmt: skip
+def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread(
+    setting: dict[str, object], expected: bool
+) -> None:
+    measured = frame(ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10))
+    measured.attrs.update(setting)
+    assert goals.stated(measured) is expected
+    verdicts = set(goals.judge(measured)["verdict"])
+    assert verdicts == ({"met", "not run"} if expected else {"not stated"})
+
+
 def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
     measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
     measured.attrs.update(device="cuda", scale="model")
@@ -105,4 +125,4 @@ def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
      ("memory", 2.1, False), ("seconds", 1.0, True)],
 )  # fmt: skip
 def test_a_bound_itself_is_met(kind: str, value: float, met: bool) -> None:
-    assert Goal("experts", "fine", "eager", kind, 2.0).met(value) is met
+    assert goals.KINDS[kind].met(value, 2.0) is met
