@@ -7,9 +7,9 @@ seconds do not.
 
 from moebook.bench.accuracy import errors
 from moebook.bench.goals import judge, stated
-from moebook.bench.growth import curves, growth_table, regrown
 from moebook.bench.peers import installed
-from moebook.bench.report import reached, recorded, remeasured, table, write
+from moebook.bench.reading import curves, reached, recorded, regrown, remeasured
+from moebook.bench.report import growth_table, table, write
 from moebook.bench.running import OPS, ceilings, find, growth, measure, roles
 
 __all__ = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moebook import kernels, runtime
-from moebook.bench.case import Letters
 from moebook.bench.running import OPS, find
 from moebook.kernels import Bank, Routing
 from moebook.kernels.lora_mixture import Projection
@@ -20,7 +20,6 @@ from moebook.kernels.lora_mixture import Projection
 SLACK = 2
 """An op may err so many times as much as the reference does in the same number format."""
 
-Shapes = Sequence[tuple[int, ...]]
 Forward = Callable[..., Tensor]
 """An op with one output, called with ``impl`` and its inputs."""
 
@@ -50,26 +49,17 @@ def errors(names: Iterable[str] | None = None, *, device: str = "auto") -> pd.Da
         One row a check: ``op``, ``what``, ``error``, ``allowed`` and ``right``.
     """
     place = runtime.resolve_device(device)
-    chosen = [name for name in (names if names is not None else OPS) if find(name)]
-    lines = [[name, *check] for name in chosen for check in _checks(name, place)]
+    chosen = [name for name in (OPS if names is None else names) if find(name)]
+    lines = [[name, *check] for name in chosen for check in CHECKS[name](place=place)]
     frame = pd.DataFrame(lines, columns=["op", "what", "error", "allowed"])
     return frame.assign(right=frame["error"] <= frame["allowed"])
 
 
-def _checks(name: str, place: torch.device) -> Iterator[Check]:
-    if name in _OTHERS:
-        yield from _OTHERS[name](place)
-    if name in _LISTS:
-        letters, peer, what, read = _LISTS[name]
-        runs = _runs(name, letters, place)
-        yield _differing(what, read(runs["ours"]()), runs[peer]())
-    if name in _GRADED:
-        yield from _against_float64(*_GRADED[name], place)
-
-
-def _against_float64(forward: Forward, shapes: Shapes, place: torch.device) -> Iterator[Check]:
+def _against_float64(
+    forward: Forward, *shapes: tuple[int, ...], place: torch.device
+) -> Iterator[Check]:
     """Compare the output and every gradient with the reference in float64."""
-    inputs = _drawn(place, shapes)
+    inputs = _drawn(place, *shapes)
     cotangent = torch.randn_like(forward("reference", *inputs).detach())
     exact = _step(forward, "reference", [part.double() for part in inputs], cotangent.double())
     plain = _step(forward, "reference", inputs, cotangent)
@@ -92,7 +82,7 @@ def _step(
     return out.detach(), *torch.autograd.grad(out, leaves, cotangent)
 
 
-def _drawn(place: torch.device, shapes: Shapes) -> list[Tensor]:
+def _drawn(place: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(*shape, device=place) for shape in shapes]
 
@@ -105,7 +95,7 @@ def _differing(what: str, *lists: Any) -> Check:
     return Check(f"{what} that differ", wrong, 0)
 
 
-def _runs(name: str, letters: Letters, place: torch.device) -> dict[str, Callable[[], Any]]:
+def _runs(name: str, place: torch.device, **letters: int) -> dict[str, Callable[[], Any]]:
     """Make a case and return what its contenders run."""
     case = find(name).build(place, **letters)
     return {contender.name: contender.run for contender in case.contenders}
@@ -113,24 +103,42 @@ def _runs(name: str, letters: Letters, place: torch.device) -> dict[str, Callabl
 
 def _bank(place: torch.device) -> Iterator[Check]:
     """Compare perplexities with those of PEFT's loop in float64, in which no shot is padded."""
-    runs = _runs("bank", {"N": 3, "S": 5, "R": 4, "bits": 64}, place)
+    runs = _runs("bank", place, N=3, S=5, R=4, bits=64)
     apart = np.asarray(runs["ours"]()) - runs["set_adapter, shot by shot"]()
     yield Check("perplexities", float(np.abs(np.expm1(apart)).max()), 1e-5)
 
 
 def _clusters(place: torch.device) -> Iterator[Check]:
-    points, centres = _drawn(place, [(2, 300, 16), (2, 5, 16)])
+    points, centres = _drawn(place, (2, 300, 16), (2, 5, 16))
     found = kernels.clusters(points, centres)
     exact = kernels.clusters(points.double(), centres.double(), impl="reference")
     yield _differing("points", found.ids, exact.ids)
     yield Check("distance of the sums", (found.sums - exact.sums).abs().max().item(), 1e-4)
 
 
+def _nearest(place: torch.device) -> Iterator[Check]:
+    runs = _runs("nearest", place, S=20_000, K=5, D=16, C=100, bits=32)
+    yield _differing("rows", runs["ours"]().index, runs["numpy, all at once"]())
+
+
+def _duplicates(place: torch.device) -> Iterator[Check]:
+    runs = _runs("duplicates", place, S=200, E=66, D=16, bits=32)
+    yield _differing("rows", runs["ours"](), runs["the paper's loops"]())
+
+
+def _groups(place: torch.device) -> Iterator[Check]:
+    runs = _runs("groups", place, M=9, N=4)
+    yield _differing("sums of ranks", runs["ours"]().total, runs["itertools"]())
+
+
 def _route(place: torch.device) -> Iterator[Check]:
-    logits = _drawn(place, [(257, 16)])[0]
+    logits = _drawn(place, (257, 16))[0]
     ours, truth = kernels.route(logits, 4), kernels.route(logits, 4, impl="reference")
     for what in ("ids", "order", "counts"):
         yield _differing(what, getattr(ours, what), getattr(truth, what))
+    yield from _against_float64(
+        lambda impl, logits: kernels.route(logits, 4, impl=impl).weights, (257, 16), place=place
+    )
 
 
 def _chosen(logits: Tensor) -> Routing:
@@ -142,42 +150,38 @@ def _experts(impl: str, x: Tensor, logits: Tensor, *bank: Tensor) -> Tensor:
 
 
 def _split(impl: str, x: Tensor, logits: Tensor, *trained: Tensor) -> Tensor:
-    frozen = Bank(*_drawn(x.device, [(8, 48, 32), (8, 32, 24)])).to(x.dtype)
+    frozen = Bank(*_drawn(x.device, (8, 48, 32), (8, 32, 24))).to(x.dtype)
     slots = torch.tensor([-1, 0, -1, 1, -1, -1, 2, -1], device=x.device)
     routing = _chosen(logits)
     return kernels.split_experts(x, routing, frozen, Bank(*trained), slots, silu, impl=impl)
 
 
-_GRADED: dict[str, tuple[Forward, Shapes]] = {
-    "route": (lambda impl, logits: kernels.route(logits, 4, impl=impl).weights, [(257, 16)]),
-    "experts": (_experts, [(97, 32), (97, 8), (8, 48, 32), (8, 32, 24)]),
-    "split_experts": (_split, [(97, 32), (97, 8), (3, 48, 32), (3, 32, 24)]),
-    "adapters": (
+CHECKS: Mapping[str, Callable[..., Iterator[Check]]] = {
+    "route": _route,
+    "experts": partial(_against_float64, _experts, (97, 32), (97, 8), (8, 48, 32), (8, 32, 24)),
+    "split_experts": partial(_against_float64, _split, (97, 32), (97, 8), (3, 48, 32), (3, 32, 24)),
+    "adapters": partial(
+        _against_float64,
         lambda impl, h, logits, *both: kernels.adapters(h, _chosen(logits), *both, impl=impl),
-        [(300, 32), (300, 2), (2, 32, 16), (2, 16, 32)],
+        (300, 32), (300, 2), (2, 32, 16), (2, 16, 32),
     ),
-    "lora_mixture": (
+    "lora_mixture": partial(
+        _against_float64,
         lambda impl, x, *loras: kernels.lora_mixture(x, [Projection(*loras)], impl=impl)[0],
-        [(97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16)],
+        (97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16),
     ),
-    "balance_loss": (
+    "balance_loss": partial(
+        _against_float64,
         lambda impl, logits: kernels.balance_loss(logits, logits.topk(4).indices, impl=impl),
-        [(257, 16)],
+        (257, 16),
     ),
-}
-"""Ops with gradients, and the shapes of their inputs."""
-_LISTS: dict[str, tuple[Letters, str, str, Callable[[Any], Any]]] = {
-    "nearest": (
-        {"S": 20_000, "K": 5, "D": 16, "C": 100, "bits": 32}, "numpy, all at once", "rows",
-        lambda found: found.index,
-    ),
-    "duplicates": (
-        {"S": 200, "E": 66, "D": 16, "bits": 32}, "the paper's loops", "rows", lambda found: found,
-    ),
-    "groups": ({"M": 9, "N": 4}, "itertools", "sums of ranks", lambda found: found.total),
+    "bank": _bank,
+    "nearest": _nearest,
+    "duplicates": _duplicates,
+    "groups": _groups,
+    "clusters": _clusters,
 }  # fmt: skip
-"""Ops that choose: letters, whose list must be equal, of what, and where ours is in our answer.
+"""What is checked of each op, on a device: ``place``.
 
-They choose in float32, as the loops do.
+Ops that choose do so in float32, as the loops do that they are compared with.
 """
-_OTHERS = {"route": _route, "bank": _bank, "clusters": _clusters}

@@ -6,34 +6,19 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
-
-class Kind(NamedTuple):
-    """What is measured of a case, and on which side of a bound it has to be.
-
-    Attributes:
-        said: The goal in words, with a place for the bound.
-        met: Whether a number is on the right side of the bound.
-        value: The number, of the lines of ours and of the other.
-    """
-
-    said: str
-    met: Callable[[float, float], bool]
-    value: Callable[[Any, Any], float]
-
-
-KINDS = {
-    "faster": Kind("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
-    "within": Kind("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
-    "memory": Kind(
-        "at most {:g} x what it keeps", operator.le, lambda ours, other: ours.kept / other.kept
-    ),
-    "seconds": Kind("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
+Comparison = Callable[[float, float], bool]
+KINDS: dict[str, tuple[str, Comparison, Callable[[Any, Any], float]]] = {
+    "faster": ("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
+    "within": ("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
+    "memory": ("at most {:g} x what it keeps", operator.le, lambda ours, its: ours.kept / its.kept),
+    "seconds": ("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
 }
-"""What it keeps are the bytes that it holds for its backward pass."""
+"""Of each kind of goal: its wording, on which side of the bound a number is right, and the number,
+from the lines of ours and the other. What one keeps are the bytes held for its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,7 @@ class Goal:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        return KINDS[self.kind].said.format(self.bound)
+        return KINDS[self.kind][0].format(self.bound)
 
 
 GOALS = (
@@ -124,14 +109,14 @@ def _judged(goal: Goal, case: pd.DataFrame | None) -> tuple[float, str, str]:
     """Return what was measured, the verdict and the reason; without a case its op did not run."""
     if case is None:
         return math.nan, "not run", ""
-    ours, kind = case.loc["ours"], KINDS[goal.kind]
+    ours, (_, right, measured) = case.loc["ours"], KINDS[goal.kind]
     if pd.isna(ours["seconds"]):
         return math.nan, "missed", str(ours["note"])
     there = goal.against in case.index
-    value = float(kind.value(ours, case.loc[goal.against])) if there else math.nan
+    value = float(measured(ours, case.loc[goal.against])) if there else math.nan
     if math.isnan(value):
         return value, "not run", ""
-    if kind.met(value, goal.bound):
+    if right(value, goal.bound):
         return value, "met", ""
     if goal.kind == "memory" or not isinstance(ours["profile"], dict):
         return value, "missed", ""

@@ -15,20 +15,15 @@ import pandas as pd
 from moebook import results, runtime
 from moebook.bench.goals import judge
 from moebook.bench.peers import installed
-from moebook.bench.running import slug
-from moebook.errors import refuse
+from moebook.bench.running import find, slug
 from moebook.results import Record, Value
 
 RUN = "kernels"
 """Name of the record's notebook: the one that shows it, whose hashes tell what it depends on."""
 
 UNITS = {
-    "seconds": "seconds",
-    "wall": "seconds",
-    "ratio": "ratio",
-    "memory": "bytes",
-    "kept": "bytes",
-}
+    "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
+}  # fmt: skip
 """What is recorded of each contender."""
 COUNTS = {"flops": "count", "traffic": "bytes"}
 """What is recorded of each case: FLOPs of its floor, bytes that must move at least once."""
@@ -74,11 +69,23 @@ def _summary(goals: pd.DataFrame) -> str:
     return f"{len(goals)} goals: {', '.join(parts)}"
 
 
+def growth_table(frame: pd.DataFrame) -> str:
+    """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
+    if frame.empty:
+        return "How cost grows: nothing ran"
+    meanings = {(n, a.letter): a.meaning for n in set(frame["op"]) for a in find(n).axes}
+    lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
+    for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
+        seconds = part.pivot(index="contender", columns="value", values="seconds")
+        lines.append(f"{op}, {meanings[op, letter]}, {letter} = {', '.join(map(str, seconds))}")
+        for name, exponent in part.groupby("contender", sort=False)["exponent"].first().items():
+            cells = "".join(f"{1e3 * each:10.2f}" for each in seconds.loc[name])  # nan: not run
+            lines.append(f"  {name:32}{cells}   exponent {exponent:.2f}")
+    return "\n".join(lines)
+
+
 def write(
-    folder: Path,
-    frame: pd.DataFrame,
-    growth: pd.DataFrame,
-    roof: Mapping[str, float],
+    folder: Path, frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
 ) -> Path:
     """Write the record of a whole run to ``results/bench/<cpu or the GPU's name>/``.
 
@@ -93,17 +100,7 @@ def write(
     environment = runtime.environment()
     ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
     gpu = environment["accelerator"] if frame.attrs["device"] == "cuda" else None
-    values = list(_values(frame))
-    values += [
-        Value(
-            f"{row['op']}/growth/{row['letter']}={row['value']}/{slug(row['contender'])}",
-            float(row["seconds"]),
-            "seconds",
-        )
-        for row in growth.to_dict("records")
-    ]
-    values += [Value(f"roof/{name}", value, "number") for name, value in roof.items()]
-    record = Record(RUN, "gpu" if gpu else "cpu", tuple(values))
+    record = Record(RUN, "gpu" if gpu else "cpu", tuple(_values(frame, growth, roof)))
     text = record.to_text()
     hashes = results.current(RUN, folder, accelerator=gpu is not None)
     manifest = {
@@ -125,58 +122,10 @@ def write(
     return place / "record.json"
 
 
-def recorded(start: Path | None = None) -> dict[str, Record]:
-    """Read the committed runs by the machine's name: ``cpu`` and those of GPUs.
-
-    Args:
-        start: Where to look for the project, from there upwards; the working directory by default.
-            Without a project there are no runs.
-
-    Raises:
-        Refusal: E-RECORD for a record that is not its manifest's.
-    """
-    begin, found = (start or Path.cwd()).resolve(), {}
-    folders = [folder for folder in (begin, *begin.parents) if (folder / "_config.yml").is_file()]
-    for path in sorted(path for f in folders[:1] for path in f.glob("results/bench/*/record.json")):
-        record = results.read(path)
-        if record.manifest.get("hashes", {}).get("record") != results.digest(path):
-            refuse("E-RECORD", f"{path} is not the record of its manifest; run moebook bench")
-        found[path.parent.name] = record
-    return found
-
-
-def remeasured(records: Mapping[str, Record]) -> pd.DataFrame:
-    """Read runs back: a line a contender, by its slug, with the machine and what is recorded."""
-    found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    for machine, record in records.items():
-        for value in record.values:
-            *key, column = value.name.split("/")
-            if column in UNITS or column in COUNTS:
-                found[machine, *key][column] = value.value
-    names = ("machine", "op", "case", "contender")
-    lines = [
-        dict(zip(names, key, strict=True), **found.get(key[:3], {}), **costs)
-        for key, costs in found.items()
-        if len(key) == len(names)
-    ]
-    return pd.DataFrame(lines, columns=[*names, *UNITS, *COUNTS])
-
-
-def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Return what our ops made of products reach: FLOPs for each byte that must move, and a second.
-
-    A case in another number format than the machine's roof is left out.
-    """
-    ours = frame[(frame["contender"] == "ours") & (frame["flops"] > 0)]
-    return {
-        f"{row.op}, {row.case}": (row.flops / row.traffic, row.flops / row.seconds)
-        for row in ours.itertuples()
-        if not row.case.endswith("bf16")
-    }
-
-
-def _values(frame: pd.DataFrame) -> Iterator[Value]:
-    """Turn each measured line into values under ``op/case/contender``, counts under ``op/case``."""
+def _values(
+    frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
+) -> Iterator[Value]:
+    """Turn each line into values under ``op/case/contender``, a case's counts under ``op/case``."""
     for row in frame[frame["seconds"].notna()].to_dict("records"):
         if row["contender"] == "ours":
             for column, unit in COUNTS.items():
@@ -184,3 +133,7 @@ def _values(frame: pd.DataFrame) -> Iterator[Value]:
         for column, unit in UNITS.items():
             if not pd.isna(row[column]):
                 yield Value(f"{row['key']}/{column}", float(row[column]), unit)
+    for row in growth.to_dict("records"):
+        name = f"{row['op']}/growth/{row['case']}/{slug(row['contender'])}"
+        yield Value(name, float(row["seconds"]), "seconds")
+    yield from (Value(f"roof/{name}", value, "number") for name, value in roof.items())

@@ -161,6 +161,15 @@ def test_growth_fits_the_power_law_through_the_ends() -> None:
     assert "balance_loss, tokens, T = 1024, 2048" in bench.growth_table(found)
 
 
+def test_a_sweep_has_a_column_a_size_whoever_is_missing_at_one() -> None:
+    lines = [("ours", 2, 0.002), ("ours", 4, 0.004), ("peer", 4, 0.008)]
+    sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
+    text = bench.growth_table(sweep.assign(op="route", letter="T", exponent=1.0))
+    assert [line.split()[:3] for line in text.splitlines()[2:]] == [
+        ["ours", "2.00", "4.00"], ["peer", "nan", "8.00"]
+    ]  # fmt: skip
+
+
 def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataFrame) -> None:
     text = bench.table(tiny)
     assert "experts / fine" in text and "grouped_mm" in text

@@ -125,4 +125,4 @@ def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
      ("memory", 2.1, False), ("seconds", 1.0, True)],
 )  # fmt: skip
 def test_a_bound_itself_is_met(kind: str, value: float, met: bool) -> None:
-    assert goals.KINDS[kind].met(value, 2.0) is met
+    assert goals.KINDS[kind][1](value, 2.0) is met
