@@ -194,7 +194,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """``moebook bench``: print the table; keep the record of all ops at the goals' scale."""
+    """``moebook bench``: print the tables; keep a record of all ops at the goals' settings."""
     if options.threads < 1:
         refuse("E-RANGE", f"--threads is {options.threads}, expected at least 1")
     # Read when torch and NumPy are imported, which is below.
