@@ -132,7 +132,7 @@ def _row(one: Row, places: Places) -> str:
     claim, label = one.claim, str(one.verdict.label)
     number = isinstance(claim.reference, (int, float)) and claim.reference
     bound = f", less {number:g}" if number else ""
-    notes = (claim.where, f"measured: {claim.quantity}{bound}")
+    notes = (claim.where, f"measure: {claim.quantity}{bound}")
     measured = [describe(found) for found in (one.recorded, one.live) if found is not None]
     cells = {
         "claim": escape(claim.sentence) + "".join(map(_where, notes)),
