@@ -75,6 +75,16 @@ def test_load_is_1_when_uniform_and_0_when_collapsed():
     assert collapsed.largest.tolist() == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("slots", "entropy"),
+    [((6, 6, 0, 0), 0.5), ((3, 1, 1, 1), 0.896), ((6, 3, 3, 3), 0.961)],
+)
+def test_what_a_token_with_two_of_four_experts_can_show_at_least(slots, entropy):
+    """One expert that serves all tokens has half of the slots, and still an entropy near 0.9."""
+    rows = [{"domain": "a", "layer": 0, "expert": e, "slots": n} for e, n in enumerate(slots)]
+    assert routing.load(pd.DataFrame(rows)).entropy[0] == pytest.approx(entropy, abs=5e-4)
+
+
 def test_specialisation_is_the_distance_to_the_average_domain():
     alike = routing.specialisation(frame({"a": [0.7, 0.3], "b": [0.7, 0.3]}))
     assert alike.distance.tolist() == pytest.approx([0.0, 0.0])

@@ -130,6 +130,16 @@ def test_the_published_scores_follow_from_the_published_routing(law, shared):
             assert (getattr(counted, kind)[layer] - row).abs().max() <= 5e-5
 
 
+def test_a_gate_threshold_of_a_tenth_is_21_to_29_per_cent_of_a_layers_published_total(shared):
+    totals = [
+        float(row.sum())
+        for task in ("law", "intent")
+        for row in esft.Scores.load(shared / f"oracles/esft/{task}.scores.json").gate.values()
+    ]
+    assert (round(min(totals), 2), round(max(totals), 2)) == (0.34, 0.48)
+    assert (round(0.1 / max(totals), 2), round(0.1 / min(totals), 2)) == (0.21, 0.29)
+
+
 def test_the_published_experts_follow_from_the_published_routing(law, shared):
     released = esft.Config.preset("released")
     got = esft.select(law["tokens"], released)

@@ -39,6 +39,20 @@ def test_the_printed_sizes_imply_a_width_of_512():
     assert pesc.implied_width(pesc.Config(adapter_width=64), "yi-34b", exact) == pytest.approx(512)
 
 
+def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():
+    printed = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}
+    fitting = []
+    for width in range(400, 700):
+        made = {name: pesc.counts(pesc.Config(adapter_width=width), name) for name in printed}
+        sizes = {
+            name: (round(size.total / 1e9), round(size.activated / 1e9))
+            for name, size in made.items()
+        }
+        if sizes == printed:
+            fitting.append(width)
+    assert fitting == list(range(589, 597))
+
+
 def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
     config = pesc.Config(experts=4, adapter_width=6, host="frozen", layers=(1,))
     model = pesc.craft(host(), config)
