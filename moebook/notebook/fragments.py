@@ -136,7 +136,7 @@ def records(folder: Path) -> str:
 
 def _record(record: Record, folder: Path) -> str:
     manifest, machine = record.manifest, record.manifest["environment"]
-    seeds = len({value.seed for value in record.values if value.seed is not None})
+    seeds = manifest["parameters"].get("seeds", 0)
     peak = manifest["peak_memory"]
     shown = "live, on its page" if record.scale not in results.COMMITTED else "committed"
     accelerator = f"<br>{escape(machine['accelerator'])}" if machine["accelerator"] else ""

@@ -72,6 +72,7 @@ def _manifest(tier: str, name: str = "pesc") -> dict[str, Any]:
     return {
         "notebook": name, "tier": tier, "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3,
         "peak_memory": 1_300_000_000, "environment": environment, "hashes": {}, "overrides": {},
+        "parameters": {"tier": tier, "seeds": 2},
         "commit": {"id": "0123456789abcdef", "dirty": False},
     }  # fmt: skip
 

@@ -41,7 +41,7 @@ def test_a_record_is_listed_with_its_cost_age_and_changes(tmp_path: Path) -> Non
     folder.mkdir(parents=True)
     manifest = {
         "date": "2026-01-02T00:00:00+00:00", "seconds": 3900.0, "hashes": {},
-        "peak_memory": 2_000_000_000,
+        "peak_memory": 2_000_000_000, "parameters": {"seeds": 2},
         "commit": {"id": "abcdef0123", "dirty": True},
         "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
     }  # fmt: skip
@@ -50,7 +50,10 @@ def test_a_record_is_listed_with_its_cost_age_and_changes(tmp_path: Path) -> Non
     (folder / "record.json").write_text(json.dumps(record))
     (folder / "manifest.json").write_text(json.dumps(manifest))
     page = fragments.records(tmp_path)
-    for fact in ("1 h 5 min", "2.0 GB", "A &amp; B", "of 2026-01-02", "package", "abcdef0 with"):
+    facts = (
+        "1 h 5 min", "2.0 GB", "2 seeds", "A &amp; B", "of 2026-01-02", "package", "abcdef0 with",
+    )  # fmt: skip
+    for fact in facts:
         assert fact in page
 
 
