@@ -1,4 +1,4 @@
-"""What every op asks of its tensors: numbers that PyTorch computes in, on one device.
+"""What every op asks of its arguments: numbers that PyTorch computes in, on one device.
 
 Tensors come by the names that a refusal is to call them by.
 """
@@ -6,6 +6,7 @@ Tensors come by the names that a refusal is to call them by.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -36,6 +37,15 @@ def whole(op: str, tensors: Named) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.int64, torch.int32):
             refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected torch.int64")
+
+
+def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
+    """Refuse, with E-TYPE or E-RANGE, what is no whole number from 1 to ``most``, of ``what``."""
+    if not isinstance(value, Integral):
+        refuse("E-TYPE", f"{op}: {name} is {value!r}, expected a whole number")
+    if value < 1 or (most is not None and value > most):
+        expected = "at least 1" if most is None else f"1 to {most} ({what})"
+        refuse("E-RANGE", f"{op}: {name} is {value}, expected {expected}")
 
 
 def alike(op: str, tensors: Named) -> None:

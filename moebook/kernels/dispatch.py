@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from moebook.errors import nearest, refuse
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the Triton kernels compute in."""
+CAPABILITY = (8, 0)
+"""The oldest GPUs that the kernels are compiled for in the tests: Ampere's, of 2020."""
 
 
 def implementation(
@@ -41,13 +45,13 @@ def implementation(
     """
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
-        impl = "triton" if compiled and not _obstacle(op, on) else next(iter(table))
+        impl = "triton" if compiled and not obstacle(op, on) else next(iter(table))
     if impl in table:
         return _untouched(table[impl], on)
     if impl != "triton":
         names = ["auto", *table, *(["triton"] if _path(op).is_file() else [])]
         refuse("E-IMPL", f"{op}: no implementation impl='{impl}'; {nearest(impl, names)}")
-    if problem := _obstacle(op, on):
+    if problem := obstacle(op, on):
         refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
     run: Callable[..., Any] = importlib.import_module(f"moebook.kernels._triton.{op}").run
     return _untouched(run, on)
@@ -61,7 +65,7 @@ def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]
     return torch.autocast(kind, enabled=False)(run)
 
 
-def _obstacle(op: str, on: Tensor | None) -> str | None:
+def obstacle(op: str, on: Tensor | None) -> str | None:
     """Say why the op's Triton kernel cannot run on this tensor; None where it can."""
     if on is None or not _path(op).is_file():
         return "the op has no Triton kernel"
@@ -73,7 +77,20 @@ def _obstacle(op: str, on: Tensor | None) -> str | None:
         if on.dtype == torch.bfloat16:
             return "Triton's interpreter computes bfloat16 wrongly"
         return None
-    return None if on.is_cuda else f"the input is on {on.device}, expected an NVIDIA GPU"
+    if not on.is_cuda:
+        return f"the input is on {on.device}, expected an NVIDIA GPU"
+    return _lacking(on.device)
+
+
+@cache
+def _lacking(gpu: torch.device) -> str | None:
+    """Say what a GPU, or the system around it, lacks for kernels that are compiled for it."""
+    if (capability := torch.cuda.get_device_capability(gpu)) < CAPABILITY:
+        got, expected = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+        return f"{gpu} has compute capability {got}, expected at least {expected}"
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton finds no C compiler: install gcc or clang, or name one in CC"
+    return None
 
 
 def _interpreted() -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moebook.errors import nearest, refuse
-from moebook.kernels.arguments import real, together, valued
+from moebook.kernels.arguments import natural, real, together, valued
 from moebook.kernels.dispatch import implementation
 
 DIVERSITY = ("ordered", "inverse")
@@ -136,7 +136,7 @@ def groups(
             written) or ``"reference"``.
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an
+        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-TYPE, E-RANGE, E-CHOICE, E-NONFINITE or E-IMPL for an
             argument that cannot be used; E-RANGE also for more than `MOST` groups, and for more
             than ten million that ``best`` and the range of worth would have listed one by one.
     """
@@ -151,10 +151,8 @@ def groups(
     real("groups", named)
     together("groups", named)
     valued("groups", named)
-    if not 1 <= size <= count:
-        refuse("E-RANGE", f"groups: size is {size}, expected 1 to {count} (the candidates)")
-    if best < 1:
-        refuse("E-RANGE", f"groups: best is {best}, expected at least 1")
+    natural("groups", "size", size, count, "the candidates")
+    natural("groups", "best", best)
     if diversity not in DIVERSITY:
         refuse(
             "E-CHOICE", f"groups: unknown diversity '{diversity}'; {nearest(diversity, DIVERSITY)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moebook import errors
 from moebook.errors import refuse
-from moebook.kernels.arguments import alike, floating, together, valued
+from moebook.kernels.arguments import alike, floating, natural, together, valued
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
@@ -67,8 +67,8 @@ def nearest(
             (compares a block without writing its ``[b, K]`` cosines) or ``"reference"``.
 
     Raises:
-        Refusal: E-SHAPE, E-RANGE, E-CHOICE, E-DTYPE, E-DEVICE, E-DATA, E-NONFINITE or E-IMPL for
-            an argument that cannot be used.
+        Refusal: E-SHAPE, E-TYPE, E-RANGE, E-CHOICE, E-DTYPE, E-DEVICE, E-DATA, E-NONFINITE or
+            E-IMPL for an argument that cannot be used.
     """
     if shots.dim() != 2 or not len(shots):
         refuse("E-SHAPE", f"nearest: shots must be [K, D] with K >= 1, got {tuple(shots.shape)}")
@@ -111,10 +111,10 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
         count: C.
 
     Raises:
-        Refusal: E-RANGE for a count below 1, E-DATA without a block, E-NONFINITE for a key NaN.
+        Refusal: E-TYPE or E-RANGE for a count that is no whole number from 1, E-DATA without a
+            block, E-NONFINITE for a key NaN.
     """
-    if count < 1:
-        refuse("E-RANGE", f"nearest: count is {count}, expected at least 1")
+    natural("nearest", "count", count)
     held: list[Largest] = []
     seen, floor = 0, -torch.inf
     for block in blocks:

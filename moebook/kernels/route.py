@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moebook.errors import nearest, refuse
-from moebook.kernels.arguments import floating, together, whole
+from moebook.kernels.arguments import floating, natural, together, whole
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.memory import empty
 
@@ -53,13 +53,13 @@ def route(
         impl: ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot be used.
+        Refusal: E-SHAPE, E-DTYPE, E-TYPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot
+            be used.
     """
     if logits.dim() != 2:
         refuse("E-SHAPE", f"route: logits must be [T, E], got {tuple(logits.shape)}")
     floating("route", {"logits": logits})
-    if not 1 <= top_k <= logits.shape[1]:
-        refuse("E-RANGE", f"route: top_k is {top_k}, expected 1 to {logits.shape[1]} (the experts)")
+    natural("route", "top_k", top_k, logits.shape[1], "the experts")
     if combine not in COMBINE:
         refuse("E-CHOICE", f"route: unknown combine '{combine}'; {nearest(combine, COMBINE)}")
     return implementation("route", impl, _IMPLEMENTATIONS, logits)(logits, top_k, combine)
@@ -76,16 +76,15 @@ def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
     Raises:
         Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]`` with K >= 1, E-DTYPE
             for ids that are no whole numbers, E-DEVICE when the two lie on different devices,
-            E-RANGE for E below 1 and for ids on a CPU that are not in [0, E): elsewhere to look
-            would wait for the GPU.
+            E-TYPE for an E that is no whole number, E-RANGE for one below 1 and for ids on a CPU
+            that are not in [0, E): elsewhere to look would wait for the GPU.
     """
     if ids.dim() != 2 or weights.shape != ids.shape or not ids.shape[1]:
         shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         refuse("E-SHAPE", f"grouped: expected ids and weights [T, K >= 1], got {shapes}")
     whole("grouped", {"ids": ids})
     together("grouped", {"ids": ids, "weights": weights})
-    if experts < 1:
-        refuse("E-RANGE", f"grouped: experts is {experts}, expected at least 1")
+    natural("grouped", "experts", experts)
     if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < experts:
         got = f"{int(ids.min())} to {int(ids.max())}"
         refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")

@@ -1,7 +1,11 @@
 """Choice of an implementation: obeyed, or refused in one line that names argument and value."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moebook.errors import Refusal
 from moebook.kernels import dispatch
@@ -47,6 +51,36 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, one_ke
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
     with pytest.raises(Refusal, match=f"E-IMPL: {op}: impl='triton' cannot run here: .*{why}"):
         implementation(op, "triton", TABLE, torch.zeros(1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "why"),
+    [
+        ((8, 0), "/usr/bin/gcc", None),
+        ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
+        ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
+    ],
+)
+def test_auto_is_triton_only_on_a_gpu_that_can_run_it(
+    capability, compiler, why, one_kernel, monkeypatch
+):
+    """The GPU is PyTorch's fake one: it has a device and no memory."""
+    for name in ("TRITON_INTERPRET", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch.shutil, "which", lambda name: compiler)
+    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", SimpleNamespace(run=max))
+    dispatch._lacking.cache_clear()
+    with FakeTensorMode():
+        on = torch.zeros(1, device="cuda")
+    assert implementation("known", "auto", TABLE, on) is (len if why else max)
+    if why:
+        with pytest.raises(Refusal, match=f"E-IMPL: known: .*{why}; use impl='auto'"):
+            implementation("known", "triton", TABLE, on)
+    else:
+        assert implementation("known", "triton", TABLE, on) is max
+    dispatch._lacking.cache_clear()
 
 
 def test_triton_is_refused_where_it_is_not_installed(one_kernel, monkeypatch):

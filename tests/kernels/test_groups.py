@@ -133,6 +133,7 @@ def test_the_diagonal_and_what_lies_below_it_are_not_read():
         ({"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
         ({"size": 0}, "E-RANGE: groups: size is 0, expected 1 to 4"),
         ({"best": 0}, "E-RANGE: groups: best is 0"),
+        ({"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
         ({"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
         ({"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity holds"),
         ({"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),

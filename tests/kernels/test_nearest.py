@@ -154,6 +154,7 @@ def test_triton_takes_the_earlier_of_equal_rows_and_names_a_row_that_is_not_fini
         ({"pool": torch.ones(9, 4, device="meta")}, "E-DEVICE: .* pool lies on meta, shots on cpu"),
         ({"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: nearest: shots"),
         ({"count": 0}, "E-RANGE: nearest: count is 0, expected at least 1"),
+        ({"count": 2.0}, "E-TYPE: nearest: count is 2.0, expected a whole number"),
         ({"form": "max"}, "E-CHOICE: nearest: unknown form 'max'; did you mean 'maximum'"),
         ({"impl": "cuda"}, "E-IMPL: nearest: no implementation impl='cuda'"),
     ],

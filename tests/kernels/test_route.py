@@ -74,6 +74,7 @@ def test_weights_carry_the_softmax_gradient():
         (lambda: route(torch.zeros(4), 1), "E-SHAPE"),
         (lambda: route(torch.zeros(4, 2), 3), "E-RANGE"),
         (lambda: route(torch.zeros(4, 2), 0), "E-RANGE"),
+        (lambda: route(torch.zeros(4, 2), 2.0), "E-TYPE"),
         (lambda: route(torch.zeros(4, 2), 1, combine="sum"), "E-CHOICE"),
         (lambda: route(torch.zeros(4, 2), 1, impl="cuda"), "E-IMPL"),
     ],
