@@ -14,11 +14,13 @@ from moebook.nn import routers
 from moebook.nn.modes import evaluating
 
 READ = ("input_ids", "attention_mask")
+KEYS = ["layer", "router"]
+"""What tells one router from another: a layer may have several."""
 
 
 @torch.no_grad()
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
-    """Measure each expert's share of the routed slots, by layer and domain (PESC Fig. 4).
+    """Measure each expert's share of the slots of each router, by domain (PESC Fig. 4).
 
     Works on any model with routers of `moebook.nn`. Padding is left out. The model runs in
     evaluation mode and is given back in the mode it came in.
@@ -29,7 +31,8 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
             ``attention_mask`` ``[B, T]``.
 
     Returns:
-        Columns domain, layer, expert, slots (count), share (sums to 1 within a domain and layer).
+        Columns layer, router (its path in the model: a layer may have several), domain, expert,
+        slots (count), share (sums to 1 within a domain and router).
 
     Raises:
         Refusal: E-MODEL when the model has no routers, E-DATA when a domain has no tokens.
@@ -37,6 +40,7 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
     found = routers(model)
     if not found:
         refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
+    names = {module: name for name, module in model.named_modules()}
     device, rows = next(model.parameters()).device, []
     for domain, several in batches.items():
         slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
@@ -50,24 +54,24 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
         for router, counted in zip(found, slots, strict=True):
             total = counted.sum()
             rows += [
-                (domain, router.layer, expert, int(count), float(count / total))
+                (router.layer, names[router], domain, expert, int(count), float(count / total))
                 for expert, count in enumerate(counted)
             ]
-    return pd.DataFrame(rows, columns=["domain", "layer", "expert", "slots", "share"])
+    return pd.DataFrame(rows, columns=[*KEYS, "domain", "expert", "slots", "share"])
 
 
 def load(frame: pd.DataFrame) -> pd.DataFrame:
-    """Summarise the load of each layer over all domains together.
+    """Summarise the load of each router over all domains together.
 
     Args:
         frame: From `shares`.
 
     Returns:
-        One row a layer: ``entropy``, that of the experts' shares over ln E (1 uniform; at least
-        ln K over ln E, since a token takes K different experts), and ``largest``, the largest
-        share of one expert (1/E when uniform, at most 1/K).
+        One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1
+        uniform; at least ln K over ln E, since a token takes K different experts), and
+        ``largest``, the largest share of one expert (1/E when uniform, at most 1/K).
     """
-    slots = frame.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
+    slots = frame.pivot_table(index=KEYS, columns="expert", values="slots", aggfunc="sum")
     share = slots.div(slots.sum(axis=1), axis=0)
     logs = np.log(share.where(share > 0, 1.0))
     entropy = -(share * logs).sum(axis=1) / max(np.log(share.shape[1]), 1e-12)
@@ -82,11 +86,12 @@ def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
         frame: From `shares`.
 
     Returns:
-        Columns layer, domain, distance: half the summed absolute difference (total variation, in
-        [0, 1]) between the domain's shares and the mean of all domains' shares; 0 when alike.
+        Columns layer, router, domain, distance: half the summed absolute difference (total
+        variation, in [0, 1]) between the domain's shares and the mean of all domains' shares; 0
+        when alike.
     """
-    wide = frame.pivot(index=["layer", "domain"], columns="expert", values="share")
-    average = wide.groupby(level="layer").transform("mean")
+    wide = frame.pivot(index=[*KEYS, "domain"], columns="expert", values="share")
+    average = wide.groupby(level=KEYS).transform("mean")
     distance = (wide - average).abs().sum(axis=1) / 2
     return distance.rename("distance").reset_index()
 

@@ -57,13 +57,14 @@ def test_shares_count_the_chosen_experts_of_real_tokens():
         assert rows.slots.tolist() == [chosen.count(expert) for expert in range(4)]
 
 
-def frame(shares):
+def frame(shares, names=("router",)):
     rows = [
-        (domain, 0, expert, 100 * share, share)
+        (0, router, domain, expert, 100 * share, share)
+        for router in names
         for domain, row in shares.items()
         for expert, share in enumerate(row)
     ]
-    return pd.DataFrame(rows, columns=["domain", "layer", "expert", "slots", "share"])
+    return pd.DataFrame(rows, columns=[*routing.KEYS, "domain", "expert", "slots", "share"])
 
 
 def test_load_is_1_when_uniform_and_0_when_collapsed():
@@ -81,8 +82,15 @@ def test_load_is_1_when_uniform_and_0_when_collapsed():
 )
 def test_what_a_token_with_two_of_four_experts_can_show_at_least(slots, entropy):
     """One expert that serves all tokens has half of the slots, and still an entropy near 0.9."""
-    rows = [{"domain": "a", "layer": 0, "expert": e, "slots": n} for e, n in enumerate(slots)]
-    assert routing.load(pd.DataFrame(rows)).entropy[0] == pytest.approx(entropy, abs=5e-4)
+    assert routing.load(frame({"a": slots})).entropy[0] == pytest.approx(entropy, abs=5e-4)
+
+
+def test_routers_of_one_layer_are_summarised_one_by_one():
+    """One on experts 0 and 1, one on 2 and 3: together they would look even."""
+    low, high = frame({"a": [0.5, 0.5, 0, 0]}, ["q"]), frame({"a": [0, 0, 0.5, 0.5]}, ["v"])
+    both = pd.concat([low, high])
+    assert routing.load(both).entropy.tolist() == pytest.approx([0.5, 0.5])
+    assert routing.specialisation(both).distance.tolist() == pytest.approx([0.0, 0.0])
 
 
 def test_specialisation_is_the_distance_to_the_average_domain():
