@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 
 from moebook.data import files, raw
+from moebook.data.tasks.task import first_line
 from moebook.errors import nearest, refuse
 
 Row = dict[str, str]
@@ -33,6 +34,9 @@ class Source:
         licence: As its card says.
         config: Its configuration, when it has several.
         files: Pattern of its files inside the repository, when that holds many sets.
+        normalise: Applied to two answers before they are compared, as in `Task`; None where only
+            running the answer tells a right one.
+        max_new_tokens: Enough for an answer, with a vocabulary of tens of thousands.
     """
 
     repo: str
@@ -41,6 +45,8 @@ class Source:
     licence: str = ""
     config: str | None = None
     files: str | None = None
+    normalise: Callable[[str], str] | None = first_line
+    max_new_tokens: int = 64
 
 
 CATALOGUE: dict[str, Source] = {
@@ -105,7 +111,13 @@ CATALOGUE: dict[str, Source] = {
         repo="google/boolq", domain="common_sense", licence="CC-BY-SA-3.0", row=raw.boolq
     ),
     "gsm8k": Source(
-        repo="openai/gsm8k", config="main", domain="mathematics", licence="MIT", row=raw.gsm8k
+        repo="openai/gsm8k",
+        config="main",
+        domain="mathematics",
+        licence="MIT",
+        row=raw.gsm8k,
+        normalise=raw.final_number,
+        max_new_tokens=256,
     ),
     "mbpp": Source(
         repo="google-research-datasets/mbpp",
@@ -113,6 +125,7 @@ CATALOGUE: dict[str, Source] = {
         domain="code",
         licence="CC-BY-4.0",
         row=raw.pair("text", "code"),
+        normalise=None,
     ),
 }
 

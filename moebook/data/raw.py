@@ -6,6 +6,7 @@ rationale. Multiple choice is asked with letters and answered with letter and te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,16 +74,27 @@ def boolq(raw: Mapping[str, Any], where: str) -> Row:
 
 
 def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
-    """GSM8K: the worked solution is the answer, and the rationale without its last line."""
+    """GSM8K: the final number is the answer, and the worked solution before it the rationale.
+
+    Table 8 prints the worked solution as the answer. Eq. 5 compares answers, and two right
+    solutions differ in words; `rationales.expand` joins the two for whoever trains on the solution.
+    """
     solution = files.text(raw, "answer", where)
-    worked, mark, _ = solution.rpartition("\n#### ")
-    if not mark:
+    worked, mark, number = solution.rpartition("\n#### ")
+    if not mark or not final_number(number):
         refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")
     return {
         "prompt": f"Question: {files.text(raw, 'question', where)}",
-        "answer": f"Answer: {solution}",
+        "answer": number.strip(),
         "rationale": worked,
     }
+
+
+def final_number(text: str) -> str:
+    """Return the last number of a text, plainly written (-1,080.50 as -1080.5); "" without one."""
+    found = re.findall(r"(?:(?<!\w)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
+    number = found[-1].replace(",", "") if found else ""
+    return number.rstrip("0").removesuffix(".") if "." in number else number
 
 
 def instruction(raw: Mapping[str, Any], where: str) -> Row:

@@ -3,7 +3,7 @@ import json
 import datasets
 import pytest
 
-from moebook.data import hub
+from moebook.data import hub, raw
 from moebook.errors import Refusal
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -77,7 +77,7 @@ MAPPED = {
     "boolq": {"prompt": "p\nQuestion: is it\nA. Yes\nB. No\nAnswer:", "answer": "A. Yes"},
     "gsm8k": {
         "prompt": "Question: q",
-        "answer": "Answer: 2+2 = <<2+2=4>>4\n#### 4",
+        "answer": "4",
         "rationale": "2+2 = <<2+2=4>>4",
     },
 }
@@ -182,6 +182,7 @@ def test_a_data_set_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path)
     ("name", "change", "match"),
     [
         ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
+        ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
         ("gsm8k", {"question": 4}, "field 'question' is int, expected text"),
         ("metamathqa", {"query": None}, "field 'query' is NoneType"),
         ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
@@ -219,6 +220,15 @@ def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
     empty.to_parquet(str(tmp_path / "empty.parquet"))
     with pytest.raises(Refusal, match=r"E-DATA: .*empty.parquet:1: the file is empty"):
         hub.load("piqa", path=tmp_path / "empty.parquet")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("It is 24, in all 72.", "72"), ("-1,080.50", "-1080.5"), ("10-3=7", "7"), ("none", ""),
+     ("from 5 to 12,000,", "12000"), ("$18.00", "18"), ("May 2-3", "3")],
+)  # fmt: skip
+def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
+    assert raw.final_number(text) == number
 
 
 def test_an_unknown_data_set_names_the_nearest():

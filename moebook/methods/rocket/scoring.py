@@ -13,15 +13,16 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from moebook.data import IGNORED, encode
+from moebook.data import IGNORED, encode, hub
 from moebook.data.tasks import KNOWN
-from moebook.data.tasks.task import first_line
+from moebook.data.tasks.task import Task, first_line
 from moebook.errors import nearest, refuse
 from moebook.kernels import bank_scoring
 from moebook.kernels.bank_scoring import Answers
 from moebook.methods.rocket import bank as banks
 from moebook.methods.rocket import generation
 from moebook.methods.rocket.attachment import Products, attached, trimmed
+from moebook.methods.rocket.catalogue import SOURCES
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.packing import Pack, packs
 from moebook.models.anatomy import Anatomy, anatomy
@@ -30,6 +31,8 @@ from moebook.runtime import progress
 
 Row = Mapping[str, str]
 REDUCTIONS = ("mean", "sum")
+JUDGED: dict[str, Task | hub.Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
+"""What says how its answers are compared, by the task's name in a row."""
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of some models that change logits after the head's product."""
 
@@ -122,21 +125,23 @@ def accuracy(
         bank: LoRAs by name.
         shots: Rows with prompt and answer (without rationales).
         post: f of Eq. 5, applied to both answers; by default that of the row's task in
-            `data.tasks`, else the first line.
-        limit: Most new tokens; by default the tasks' own, else 64.
+            `data.tasks` or of its data set (GSM8K's is the final number), else the first line, by
+            which free text counts as solved only word for word.
+        limit: Most new tokens; by default the tasks' or data sets' own, else 64.
         format: A key of `data.chat.FORMATS`.
 
     Returns:
         ``[N, S]``, indexed by name, one column a shot.
 
     Raises:
-        Refusal: As `perplexity` does.
+        Refusal: As `perplexity` does; E-SANDBOX for a data set (MBPP) whose answers would have to
+            be run.
     """
+    posts = [post or _post(row.get("task", "")) for row in shots]
     items = _encoded(model, tokenizer, bank, shots, format)
     contexts = [item["input_ids"][: item["labels"].count(IGNORED)] for item in items]
-    tasks = [KNOWN.get(row.get("task", "")) for row in shots]
+    tasks = [JUDGED.get(row.get("task", "")) for row in shots]
     most = limit or max(task.max_new_tokens if task else 64 for task in tasks)
-    posts = [post or (task.normalise if task else first_line) for task in tasks]
     found = {}
     for name, lora in progress(bank.items(), "accuracy", len(bank)):
         with attached(model, [lora]):
@@ -183,6 +188,19 @@ def scores(perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame
     )
     table.attrs["excluded"] = excluded
     return table
+
+
+def _post(task: str) -> Callable[[str], str]:
+    """Return f of Eq. 5 for a row's task."""
+    known = JUDGED.get(task)
+    post = known.normalise if known else first_line
+    if post is None:
+        refuse(
+            "E-SANDBOX",
+            f"task '{task}': code is right when it runs, and code that a model wrote is not run "
+            "here; give post= to compare texts, or take another task",
+        )
+    return post
 
 
 def _encoded(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from moebook.data import IGNORED, encode
+from moebook.data import IGNORED, encode, raw
 from moebook.errors import Refusal
 from moebook.kernels import products
 from moebook.methods import rocket
@@ -86,6 +86,31 @@ def test_accuracy_counts_greedy_answers_after_post_processing(
         model, tokenizer, bank, gold, post=lambda text: text.rstrip("!"), limit=6
     )
     assert lenient.loc["b"].all()
+
+
+def test_a_right_number_is_right_in_other_words_and_code_is_refused(
+    base, make_bank, tokenizer, monkeypatch
+):
+    told = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
+    rows = [{"task": "GSM8K"} | raw.gsm8k(told, "here")] * 3
+    texts, asked = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], []
+
+    def greedy(*_, limit):
+        asked.append(limit)
+        return texts
+
+    monkeypatch.setattr(generation, "greedy", greedy)
+    bank = make_bank(model := base(), 2)
+    found = scoring.accuracy(model, tokenizer, bank, rows)
+    assert found.to_numpy().tolist() == [[True, True, False]] * 2
+    assert asked == [256, 256]
+    for order in ("answer_first", "rationale_first"):
+        (expanded, *_) = rocket.rationales.expand(rows, order=order)
+        assert expanded["answer"].count("<<48/2=24>>") == 1
+    for name in ("MBPP", "mbpp"):
+        code = {"task": name, "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
+        with pytest.raises(Refusal, match=f"E-SANDBOX: task '{name}': code is right when it runs"):
+            scoring.accuracy(model, tokenizer, bank, [code])
 
 
 def test_scores_are_equations_4_and_5():
