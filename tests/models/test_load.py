@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
-from moebook import models
+from moebook import data, models
 from moebook.errors import Refusal
 from moebook.models import manifest, smollm2
 from moebook.models.load import PACKAGED
+from moebook.training.batches import Batches
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -54,6 +55,25 @@ def test_a_loaded_model_gives_the_logits_of_the_saved_one(folder, llama):
         assert torch.equal(model(ids).logits, llama()(ids).logits)
     assert not model.training
     assert tokenizer.pad_token_id == 2
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence_token(folder):
+    path = folder / "tokenizer_config.json"
+    kept = {key: value for key, value in json.loads(path.read_text()).items() if key != "pad_token"}
+    path.write_text(json.dumps(kept))
+    _, tokenizer = models.load(str(folder))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id is not None
+    rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a sum of", "answer": "three"}]
+    encoded = data.encode(rows, tokenizer, max_length=64)
+    batch = Batches(encoded, 2, seed=0, pad_id=tokenizer.pad_token_id)[0]
+    filled = batch["input_ids"][batch["attention_mask"] == 0]
+    assert len(filled) > 0 and set(filled.tolist()) == {tokenizer.eos_token_id}
+
+
+def test_a_pad_token_of_number_0_is_kept(folder):
+    edit(folder / "tokenizer_config.json", pad_token="<|bos|>")
+    _, tokenizer = models.load(str(folder))
+    assert tokenizer.pad_token_id == 0 != tokenizer.eos_token_id
 
 
 def test_the_asked_dtype_is_obeyed_and_the_default_one_left_alone(folder):
