@@ -95,42 +95,6 @@ def test_router_gradients_at_step_0_are_those_of_the_fact_sheet(host, batch):
     assert largest(combine="renormalised", top_k=1, noise=0.1) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
-def test_implementations_of_the_registry_give_the_same_outputs_and_gradients(name, host, batch):
-    grads, outputs = [], []
-    for implementation in ("eager", name):
-        model = apart(made(host(), **MIXED))
-        upcycling.use_experts(model, implementation)
-        output = model(**batch)
-        output.loss.backward()
-        outputs.append(output.logits)
-        grads.append({n: p.grad for n, p in model.named_parameters()})
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    for key, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][key], grad, rtol=1e-3, atol=1e-4, msg=key)
-    with pytest.raises(Refusal, match="E-IMPL"):
-        upcycling.use_experts(model, "abacus")
-
-
-def test_a_registered_implementation_is_called_with_our_experts(host, batch):
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    seen = []
-
-    def nothing(experts, hidden, ids, weights):
-        seen.append((experts.gate_up_proj.shape, tuple(ids.shape), weights.shape))
-        return torch.zeros_like(hidden)
-
-    ALL_EXPERTS_FUNCTIONS.register("nothing", nothing)
-    try:
-        model = made(host())
-        upcycling.use_experts(model, "nothing")
-        model(**batch)
-    finally:
-        del ALL_EXPERTS_FUNCTIONS._global_mapping["nothing"]
-    assert seen == [((4, 80, 32), (27, 1), (27, 1))] * 2
-
-
 def test_balance_loss_is_eq_3_and_4_over_real_tokens_with_a_term_a_layer(host, batch):
     model = apart(made(host(), top_k=2, balance_weight=0.5)).train()
     inputs = {}

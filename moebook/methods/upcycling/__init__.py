@@ -4,9 +4,8 @@
 ``balance_loss`` -> ``export``.
 """
 
-from moebook.methods.upcycling.centroids import crsu, crsu_streamed, trsu
+from moebook.methods.upcycling.centroids import crsu, trsu
 from moebook.methods.upcycling.config import Config
-from moebook.methods.upcycling.experts import FusedExperts, use_experts
 from moebook.methods.upcycling.exporting import export
 from moebook.methods.upcycling.instances import batches, hardest, perplexities
 from moebook.methods.upcycling.representations import Chunk, Representations, collect, sampled
@@ -16,7 +15,6 @@ from moebook.methods.upcycling.upcycling import Origin, balance_loss, origin, up
 __all__ = [
     "Chunk",
     "Config",
-    "FusedExperts",
     "Origin",
     "Representations",
     "Start",
@@ -25,7 +23,6 @@ __all__ = [
     "cheap_embed",
     "collect",
     "crsu",
-    "crsu_streamed",
     "export",
     "hardest",
     "hidden",
@@ -36,5 +33,4 @@ __all__ = [
     "scaled",
     "trsu",
     "upcycle",
-    "use_experts",
 ]

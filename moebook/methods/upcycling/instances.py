@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moebook.data import IGNORED
 from moebook.data.padding import padded
 from moebook.errors import refuse
-from moebook.methods.settings import chosen, real
+from moebook.methods.settings import chosen, real, whole
 from moebook.nn.modes import evaluating
 
 OF = ("answer", "all")
@@ -23,12 +23,16 @@ def batches(rows: Dataset, size: int = 32, *, pad_id: int = 0) -> Iterator[dict[
 
     Args:
         rows: ``input_ids`` and ``labels`` in each, as `moebook.data.encode` makes them.
-        size: B.
+        size: B, at least 1.
         pad_id: Fills short rows; masked, so that its value is irrelevant.
 
     Yields:
         ``input_ids``, ``attention_mask`` and ``labels`` (-100 where masked), each ``[B, T]``.
+
+    Raises:
+        Refusal: E-RANGE or E-TYPE for the size, when the first batch is asked for.
     """
+    whole("size", size, 1)
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
         ids, mask = padded(part["input_ids"], pad_id)
@@ -51,7 +55,8 @@ def perplexities(
         pad_id: Fills short rows.
 
     Raises:
-        Refusal: E-CHOICE; E-DATA for a row with nothing to score; E-NONFINITE.
+        Refusal: E-CHOICE; E-RANGE or E-TYPE for the size; E-DATA for a row with nothing to score;
+            E-NONFINITE.
     """
     chosen("of", of, OF)
     device, found = next(model.parameters()).device, []

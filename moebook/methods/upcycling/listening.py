@@ -53,7 +53,10 @@ def _source(layer: Layer, tensor: str) -> tuple[nn.Module, bool]:
         if layer.attention is None:
             refuse("E-MODEL", f"decoder layer {layer.index} has no attention module")
         return layer.attention, True
-    for name in ("pre_feedforward_layernorm", "post_attention_layernorm"):
+    before, after = (f"{side}_feedforward_layernorm" for side in ("pre", "post"))
+    if hasattr(layer.block, after) and not hasattr(layer.block, before):
+        return layer.mlp, False  # OLMo 2, EXAONE 4: the MLP reads the residual stream as it is
+    for name in (before, "post_attention_layernorm"):
         if isinstance(norm := getattr(layer.block, name, None), nn.Module):
             return norm, False
     refuse("E-MODEL", f"decoder layer {layer.index} has no norm before its feed-forward part")

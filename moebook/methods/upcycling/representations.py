@@ -97,12 +97,15 @@ def sampled(
             ``"mean"``, the mean over the columns of every row, padding averaged in as mergekit's
             ``hidden_avg`` does. For the latter two a draw is made per row.
         share: Probability of a token (or row) to be taken, in (0, 1].
-        seed: Of the draw.
+        seed: Of the draw, 0 or more.
 
     Raises:
-        Refusal: E-CHOICE, E-RANGE; E-MODEL for a host without the tensor.
+        Refusal: E-CHOICE, E-RANGE, E-TYPE; E-MODEL for a host without the tensor.
     """
-    _check(tensor, tokens, share)
+    chosen("tensor", tensor, TENSORS)
+    chosen("tokens", tokens, TOKENS)
+    real("share", share, "(0, 1]")
+    whole("seed", seed, 0)
     host, device = anatomy(model), next(model.parameters()).device
     with evaluating(model):
         for number, batches in enumerate(tasks.values()):
@@ -140,7 +143,7 @@ def collect(
         tensor: Which tensor.
         tokens: What a sample is.
         share: Probability of a token to be taken, in (0, 1].
-        seed: Of the draw.
+        seed: Of the draw, 0 or more.
         limit: Samples kept per task, at least 1.
 
     Raises:
@@ -169,12 +172,6 @@ def collect(
     return Representations(
         points[:, : len(slots)], labels, names, places, tensor, fingerprint(model)
     )
-
-
-def _check(tensor: str, tokens: str, share: float) -> None:
-    chosen("tensor", tensor, TENSORS)
-    chosen("tokens", tokens, TOKENS)
-    real("share", share, "(0, 1]")
 
 
 def _survivors(held: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:

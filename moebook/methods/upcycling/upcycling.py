@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config
-from moebook.methods.upcycling.experts import FusedExperts, disturb, use_experts
 from moebook.methods.upcycling.starts import Start, random
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.models.fingerprint import fingerprint
@@ -37,8 +36,7 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     router that reads the FFN's (normed) input. At step 0 the model is the dense one for
     ``combine="renormalised"`` and not for ``"probability"``: see `Config`. Routers are float32
     (float64 in a float64 host). Everything new requires a gradient; the rest is left as it was
-    (the paper trains it all). The experts are run by our own implementation; `use_experts` changes
-    that. The model is checked first and left untouched when it is refused.
+    (the paper trains it all). The model is checked first and left untouched when it is refused.
 
     Args:
         model: A causal language model with gated MLPs without biases (Llama, Mistral, Qwen ...).
@@ -62,7 +60,6 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     blocks = _build(host, layers, weights, config)
     for layer, block in zip(layers, blocks, strict=True):
         layer.replace(block)
-    use_experts(model, "eager")
     model.upcycling = Origin(config, base)
     return model
 
@@ -129,9 +126,9 @@ def _build(
     """Make all blocks, before any of them is put in."""
     trace, blocks = mnn.Trace(), []
     for layer, weight in zip(layers, weights, strict=True):
-        experts = FusedExperts(host.decoder.config, layer.mlp, config.experts)
+        experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
-            disturb(experts, config.noise, config.seed + layer.index)
+            _disturb(experts, config.noise, config.seed + layer.index)
         dense = experts.down_proj
         router = mnn.Router(
             host.hidden,
@@ -148,3 +145,16 @@ def _build(
         blocks.append(mnn.ExpertMoE(router, experts).train(layer.block.training))
     trace.follow(host.decoder)
     return blocks
+
+
+@torch.no_grad()
+def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
+    """Add Gaussian noise to every expert, of ``noise`` times each fused tensor's own deviation.
+
+    The standard deviation is that of the dense tensor (all experts are still copies of it), gate
+    and up projection taken together. Drawn on the CPU, so equal on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+        weight.add_((drawn * (noise * weight[0].float().std().item())).to(weight))
