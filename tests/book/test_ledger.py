@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,15 @@ def test_a_row_links_to_the_cell_and_to_the_code(folder: Path) -> None:
         [_record(0.8)], folder
     )
     assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
+
+
+@pytest.mark.parametrize("name", sorted({claim.function for claim in papers.claims()}))
+def test_a_claims_code_link_leads_to_the_function_that_python_finds_there(name: str) -> None:
+    root = Path(__file__).parents[2]
+    found = inspect.unwrap(pkgutil.resolve_name(name))
+    file = Path(inspect.getsourcefile(found) or "").relative_to(root).as_posix()
+    claim = next(claim for claim in papers.claims() if claim.function == name)
+    assert (ledger.Places(root)._code(claim) or "").partition("#")[0].endswith(f"/{file}")
 
 
 def test_the_summary_counts_every_claim_once(folder: Path) -> None:
