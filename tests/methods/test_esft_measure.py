@@ -1,5 +1,6 @@
 """ESFT's scores: naive loops on tiny mixtures, and the published scores from the raw routing."""
 
+import gzip
 import json
 
 import pytest
@@ -184,3 +185,31 @@ def test_damaged_published_routing_is_refused_with_its_line(tmp_path, line, mess
         esft.replay(path, experts=3, top_k=2)
     with pytest.raises(Refusal, match="E-NOFILE"):
         esft.replay(tmp_path / "none.txt")
+
+
+GOOD_LINE = b"1\t0\t0\t1\t\t.5\t.5\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("toy.txt.gz", GOOD_LINE),
+        ("toy.txt.gz", gzip.compress(GOOD_LINE * 1000)[:-12]),
+        ("toy.txt.gz", gzip.compress(GOOD_LINE)[:10] + b"\xff" * 40),
+        ("toy.txt", GOOD_LINE + b"\xff\xfe"),
+    ],
+    ids=["not gzip", "cut", "damaged", "not UTF-8"],
+)
+def test_published_routing_that_cannot_be_read_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refusal, match=f"E-FORMAT: .*{name} cannot be read to its end"):
+        esft.replay(tmp_path / name, experts=3, top_k=2)
+
+
+def test_replaying_with_unknown_settings_is_refused(tmp_path):
+    path = tmp_path / "toy.txt"
+    path.write_bytes(GOOD_LINE)
+    with pytest.raises(Refusal, match="E-CHOICE: pooling is 'tokns'; did you mean 'tokens'"):
+        esft.replay(path, experts=3, top_k=2, pooling="tokns")
+    with pytest.raises(Refusal, match="E-RANGE: top_k is 0, expected 1 to 3"):
+        esft.replay(path, experts=3, top_k=0)

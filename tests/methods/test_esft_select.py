@@ -149,7 +149,12 @@ BAD_SCORES = {
     "a string": (lambda c: c["token_scores"]["2"].update({"0": "high"}), "E-TYPE: .*layer 2"),
     "one kind alone": (lambda c: c.pop("gate_scores"), "E-FORMAT: .*token_scores and gate"),
     "a layer's name": (lambda c: c["token_scores"].update({"x": {}}), "E-FORMAT: .*'x'"),
-    "a list": (lambda c: c["token_scores"].update({"3": [1.0]}), "E-FORMAT: .*'3'"),
+    "a list": (lambda c: c["token_scores"].update({"3": [1.0]}), "E-FORMAT: .*layer 3"),
+    "a number": (lambda c: c["token_scores"].update({"1": 0.5}), "E-FORMAT: .*layer 1 holds no"),
+    "no expert": (lambda c: [c[kind].update({"1": {}}) for kind in c], "E-FORMAT: .*layer 1 holds"),
+    "400 digits": (lambda c: c["gate_scores"]["1"].update({"0": 10**400}), "E-RANGE: .*too large"),
+    "a layer twice": (lambda c: c["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*'01'"),
+    "a layer of 5,000 digits": (lambda c: c["gate_scores"].update({"9" * 5000: {}}), "not a layer"),
 }
 
 
@@ -176,7 +181,9 @@ BAD_SELECTIONS = {
     '{"experts": {"1": [1.5]}}': "E-TYPE: layer 1: expert 1.5",
     '{"experts": {"1": []}}': "E-DATA: layer 1: no expert is selected",
     '{"experts": {}}': "E-DATA: the selection names no layer",
-    '{"experts": {"1": 3}}': "E-FORMAT: .*'1'",
+    '{"experts": {"1": 3}}': "E-FORMAT: .*layer 1",
+    '{"experts": {"1": [3], "01": [4]}}': "E-FORMAT: .*'01' is not a layer",
+    '{"experts": ' + "[" * 100_000: "E-FORMAT: .*nested too deeply",
     '{"experts": {"one": [3]}}': "E-FORMAT: .*'one'",
     '{"experts": {"1": [3], "1": [2]}}': "E-FORMAT: .*twice",
     '{"experts": {"1": [3]}, "shared_experts": "no"}': "E-FORMAT: .*true or false",
@@ -186,7 +193,7 @@ BAD_SELECTIONS = {
 }
 
 
-@pytest.mark.parametrize("text", BAD_SELECTIONS)
+@pytest.mark.parametrize("text", BAD_SELECTIONS, ids=lambda text: text[:50])
 def test_a_bad_expert_file_is_refused(text, tmp_path):
     (tmp_path / "experts.json").write_text(text)
     with pytest.raises(Refusal, match=BAD_SELECTIONS[text]):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from moebook import results
 from moebook.errors import refuse
-from moebook.methods.esft.config import Config
-from moebook.methods.esft.files import read_json
+from moebook.methods.esft.config import CHOICES, Config
+from moebook.methods.esft.files import layer_of, read_json
 from moebook.methods.esft.routing import (
     Decisions,
     check_layers,
@@ -23,6 +23,7 @@ from moebook.methods.esft.routing import (
     observe,
     sparse_layers,
 )
+from moebook.methods.settings import chosen
 
 KINDS = ("token", "gate")
 
@@ -133,7 +134,12 @@ class Tally:
         self._sums[1] += (rows / lengths.clamp(min=1)[:, None, None]).sum(0).cpu()
 
     def scores(self, pooling: str = "tokens") -> tuple[Tensor, Tensor]:
-        """Return token score and gate score, ``[E]`` each, averaged as ``pooling`` says."""
+        """Return token score and gate score, ``[E]`` each, averaged as ``pooling`` says.
+
+        Raises:
+            Refusal: E-CHOICE for an unknown pooling, E-DATA when nothing was counted.
+        """
+        chosen("pooling", pooling, CHOICES["pooling"])
         if not self.tokens:
             refuse("E-DATA", "no real token was counted: the scores would be 0/0")
         token, gate = self._sums[0 if pooling == "tokens" else 1]
@@ -180,15 +186,19 @@ def _rows(layers: Any, path: Path) -> dict[int, Tensor]:
     if not isinstance(layers, dict) or not layers:
         refuse("E-FORMAT", f"{path}: expected layer -> expert -> score")
     rows = {}
-    for layer, scores in layers.items():
+    for key, scores in layers.items():
+        layer = layer_of(key, path)
+        if not isinstance(scores, dict) or not scores:
+            refuse("E-FORMAT", f"{path}: layer {layer} holds no experts with their scores")
         wanted = [str(expert) for expert in range(len(scores))]
-        if not layer.isdecimal() or not isinstance(scores, dict):
-            refuse("E-FORMAT", f"{path}: '{layer}' is not a layer with its experts' scores")
         if set(scores) != set(wanted):
             odd = sorted(set(scores) ^ set(wanted))[0]
             refuse("E-KEYS", f"{path}: layer {layer} lacks an expert of 0 to E - 1, see '{odd}'")
         if not all(isinstance(s, int | float) and not isinstance(s, bool) for s in scores.values()):
             refuse("E-TYPE", f"{path}: layer {layer} holds a score that is not a number")
-        row = [float(scores[expert]) for expert in wanted]
-        rows[int(layer)] = torch.tensor(row, dtype=torch.float64)
+        try:
+            row = [float(scores[expert]) for expert in wanted]
+        except OverflowError:
+            refuse("E-RANGE", f"{path}: layer {layer} holds a score too large for a float")
+        rows[layer] = torch.tensor(row, dtype=torch.float64)
     return rows

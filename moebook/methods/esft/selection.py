@@ -15,7 +15,7 @@ from torch import Tensor
 from moebook import results
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.files import read_json
+from moebook.methods.esft.files import layer_of, read_json
 from moebook.methods.esft.scoring import Scores
 
 Groups = Mapping[int, Sequence[Sequence[int]]]
@@ -82,14 +82,14 @@ class Selection:
         experts = found.get("experts")
         if not {"experts"} <= set(found) <= {"experts", *FLAGS} or not isinstance(experts, dict):
             refuse("E-FORMAT", f"{path}: expected experts (layer -> numbers), {', '.join(FLAGS)}")
-        for layer, ids in experts.items():
-            if not layer.isdecimal() or not isinstance(ids, list):
-                refuse("E-FORMAT", f"{path}: '{layer}' is not a layer with its list of experts")
+        layers = {layer_of(key, Path(path)): ids for key, ids in experts.items()}
+        for layer, ids in layers.items():
+            if not isinstance(ids, list):
+                refuse("E-FORMAT", f"{path}: layer {layer} holds no list of experts")
         flags = {name: value for name, value in found.items() if name != "experts"}
         if not all(isinstance(value, bool) for value in flags.values()):
             refuse("E-FORMAT", f"{path}: {', '.join(flags)} must be true or false")
-        return cls({int(layer): tuple(ids) for layer, ids in sorted(experts.items(), key=_number)},
-                   **flags)  # fmt: skip
+        return cls({layer: tuple(layers[layer]) for layer in sorted(layers)}, **flags)
 
 
 def select(scores: Scores, config: Config, *, groups: Groups | None = None) -> Selection:
@@ -121,13 +121,13 @@ def select(scores: Scores, config: Config, *, groups: Groups | None = None) -> S
     return Selection(chosen, **{name: getattr(config, name) for name in FLAGS})
 
 
-def random_selection(selection: Selection, experts: int, seed: int) -> Selection:
+def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
     """Replace the experts by random ones, as many in each layer (Table 3).
 
     Args:
         selection: Gives the counts and the options.
         experts: E, routed experts a layer.
-        seed: Any whole number.
+        seed: Any whole number or text.
 
     Raises:
         Refusal: E-RANGE when a layer of the selection has more experts than the model.
@@ -163,7 +163,3 @@ def _taken(
         )
     count = min(int((reached < config.threshold - SLACK).sum()) + 1, len(order))
     return [units[unit] for unit in order[:count].tolist()]
-
-
-def _number(item: tuple[str, object]) -> int:
-    return int(item[0])
