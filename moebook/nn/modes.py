@@ -10,10 +10,15 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for the length of the block; gradients are left as they are."""
-    training = model.training
+    """Switch dropout off for the length of the block; gradients are left as they are.
+
+    Every module gets its own mode back: one that was in evaluation inside a training model is in
+    evaluation again.
+    """
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
