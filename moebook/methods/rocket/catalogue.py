@@ -25,6 +25,19 @@ EMBEDDED = (
 """The tasks of the embedded bank, one LoRA each."""
 
 
+QUESTIONS = ("ARC-c", "ARC-e", "BoolQ", "PIQA")
+"""Four of the paper's six target tasks: those of multiple choice, which share one pool."""
+HELD_OUT = {
+    "ARC-c": "test",
+    "ARC-e": "test",
+    "BoolQ": "validation",
+    "PIQA": "validation",
+    "GSM8K": "test",
+    "MBPP": "test",
+}
+"""The split that each target task's benchmark in lm-eval asks; test answers may be kept secret."""
+
+
 def _collected(pattern: str) -> hub.Source:
     """A set of the collection whose templates the paper follows (Sec. 3.1.2)."""
     return hub.Source(repo="QingyiSi/Alpaca-CoT", files=pattern, row=raw.instruction)
@@ -111,6 +124,19 @@ def load(
     source = SOURCES[name]
     rows = hub.pinned(source, revision, split) if path is None else hub.local(Path(path))
     return [{"task": name} | source.row(row, where) for where, row in rows]
+
+
+def held_out(
+    name: str, *, revision: str | None = None, path: str | Path | None = None
+) -> list[Row]:
+    """Load the rows that evaluate a target task of the paper; arguments as in `load`.
+
+    Raises:
+        Refusal: E-DATA for a set that is none of `HELD_OUT`; those of `load`.
+    """
+    if name not in HELD_OUT:
+        refuse("E-DATA", f"no test rows are known for '{name}'; {nearest(name, HELD_OUT)}")
+    return load(name, revision=revision, path=path, split=HELD_OUT[name])
 
 
 def embedded(size: int, *, seed: int = 0, without: Iterable[str] = ()) -> dict[str, list[Row]]:

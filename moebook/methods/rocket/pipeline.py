@@ -77,6 +77,21 @@ class Arm:
     open_data: bool = True
 
 
+def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
+    """Return what evaluates each target: the benchmarks in their order, or itself without any.
+
+    Raises:
+        Refusal: E-RANGE for another number of benchmarks than targets.
+    """
+    if benchmarks and len(benchmarks) != len(targets):
+        refuse(
+            "E-RANGE",
+            f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)}), targets has"
+            f" {len(targets)} ({', '.join(targets)}): give one a target, in the targets' order",
+        )
+    return dict(zip(targets, benchmarks or targets, strict=True))
+
+
 def meet(
     model: nn.Module,
     tokenizer: Any,
@@ -91,9 +106,11 @@ def meet(
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
     Args:
-        model: The base, unaltered. It writes the rationales itself where the rows carry none.
+        model: The base, unaltered. It writes the rationale itself where a row carries none (the
+            paper has WizardLM2-8x22B write them).
         tokenizer: Its tokenizer.
-        bank: LoRAs by name, after the guard against leaks.
+        bank: LoRAs by name: those that passed the guard against leaks (`bank.guarded`), and any
+            other that is to be scored along.
         encoder: Of the open data.
         annotated: What the shots are drawn from, the task's training rows.
         config: K, ``reduction`` and ``rationale``.
@@ -104,8 +121,11 @@ def meet(
         Refusal: E-KSHOT for fewer rows than K; those of the scoring and of `rationales.write`.
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
-    if not all(row.get("rationale") for row in shots):
-        shots = [*rationales.write(shots, model, tokenizer, order=order)]
+    bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
+    if bare:
+        told = rationales.write([shots[place] for place in bare], model, tokenizer, order=order)
+        for place, row in zip(bare, told, strict=True):
+            shots[place] = row
     nats = partial(scoring.perplexity, model, tokenizer, bank, reduction=config.reduction)
     return Case(
         task,
@@ -139,7 +159,8 @@ def experts(
     if arm.by == ("random",):
         whole("experts (N)", arm.config.experts, 1, len(bank))
         names = sorted(bank)
-        return tuple(random.Random(f"rocket/drawn/{case.seed}").sample(names, arm.config.experts))
+        draw = random.Random(f"rocket/drawn/{case.task}/{case.seed}")
+        return tuple(draw.sample(names, arm.config.experts))
     odd = [name for name in arm.by if name not in selecting.RANKINGS]
     if odd:
         refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], (*selecting.RANKINGS, *OTHERS))}")

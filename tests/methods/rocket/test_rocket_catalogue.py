@@ -1,7 +1,10 @@
 """The 38 sets with their templates on rows of the hub's own form; rationales in both orders."""
 
 import json
+import re
+from pathlib import Path
 
+import lm_eval.tasks
 import pytest
 from transformers import BertConfig, BertModel
 
@@ -83,6 +86,30 @@ def test_sets_that_cannot_be_loaded_are_refused(tmp_path):
     bad.write_text(json.dumps({"ctx": "a", "endings": ["b"], "label": ""}) + "\n")
     with pytest.raises(Refusal, match=r"E-DATA: .*bad.jsonl:1: answer '' is none of"):
         catalogue.load("HellaSwag", path=bad)
+
+
+BENCHMARKS = {
+    "ARC-c": "arc/arc_easy.yaml",  # which arc_challenge.yaml includes
+    "ARC-e": "arc/arc_easy.yaml",
+    "BoolQ": "super_glue/boolq/default.yaml",
+    "PIQA": "piqa/piqa.yaml",
+    "GSM8K": "gsm8k/gsm8k.yaml",
+    "MBPP": "mbpp/mbpp.yaml",
+}
+
+
+def test_held_out_rows_are_of_the_split_that_the_benchmark_asks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(catalogue.hub, "pinned", lambda *args: asked.append(args[2]) or [])
+    assert set(catalogue.QUESTIONS) < set(catalogue.HELD_OUT)
+    for name, split in catalogue.HELD_OUT.items():
+        text = (Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name]).read_text(encoding="utf-8")
+        splits = dict(re.findall(r"^(test|validation)_split: (?!null)(\w+)", text, re.MULTILINE))
+        assert splits.get("test", splits.get("validation")) == split
+        assert catalogue.held_out(name, revision="a" * 40) == []
+    assert asked == list(catalogue.HELD_OUT.values())
+    with pytest.raises(Refusal, match=r"E-DATA: no test rows are known for 'SiQA'; .*PIQA"):
+        catalogue.held_out("SiQA")
 
 
 def test_the_embedded_bank_has_twelve_tasks_and_can_leave_the_target_out():

@@ -70,8 +70,41 @@ def test_random_experts_are_a_function_of_names_and_seed(world):
     assert draws == [drawn(dict(reversed(bank.items())), seed) for seed in range(5)]
     assert len(set(draws)) > 1
     assert all(len(set(names)) == 2 and set(names) <= set(bank) for names in draws)
+    others = [
+        pipeline.experts(replace(case, task="b", seed=seed), arm, bank, None, best="")
+        for seed in range(5)
+    ]
+    assert others != draws
     with pytest.raises(Refusal, match=r"E-RANGE: experts \(N\) is 2, expected 1 to 1"):
         drawn({"a": bank["a"]}, 0)
+
+
+def test_only_missing_rationales_are_written(world, shots, monkeypatch):
+    model, tokenizer, bank, _, config = world
+    asked = []
+
+    def written(model, tok, contexts, *, limit):
+        asked.extend(contexts)
+        return ["Because."] * len(contexts)
+
+    mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
+    monkeypatch.setattr(rocket.rationales.generation, "greedy", written)
+    accuracy = rocket.scoring.accuracy(model, tokenizer, bank, mixed, post=len, limit=1)
+    monkeypatch.setattr(rocket.scoring, "accuracy", lambda *args: accuracy)
+    asked.clear()
+    case = pipeline.meet(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
+    assert len(asked) == 1
+    told = {row["prompt"]: row["rationale"] for row in case.shots}
+    assert told == {row["prompt"]: row["rationale"] for row in shots[1:3]} | {
+        shots[0]["prompt"]: "Because."
+    }
+
+
+def test_targets_are_paired_with_as_many_benchmarks():
+    assert pipeline.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
+    assert pipeline.tested(["a", "b"], []) == {"a": "a", "b": "b"}
+    with pytest.raises(Refusal, match=r"E-RANGE: benchmarks has 1 names \(c\), targets has 2"):
+        pipeline.tested(["a", "b"], ["c"])
 
 
 def test_rows_are_the_shots_and_the_nearest_open_ones(world, shots):
