@@ -1,20 +1,67 @@
-"""What the notebook sets, against the paper's settings."""
+"""What the notebook sets and does, against the paper's settings and at the tiers of the hub."""
 
 import json
 from pathlib import Path
 
-from moebook import papers
+import pandas as pd
+import pytest
+
+from moebook import models, papers
+from moebook.data import tasks
+from moebook.errors import Refusal
+from moebook.methods import rocket
 from moebook.notebook import sources
 
 ROOT = Path(__file__).parents[3]
+BOOK = sources.find(ROOT, "rocket")
+CELLS = ["".join(cell["source"]) for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]]
+TOLD = {"rocket": rocket, "tasks": tasks, "pd": pd}
+
+
+def cell(start):
+    (found,) = (text for text in CELLS if text.startswith(start))
+    return found
+
+
+def values(tier):
+    return {name: p.default for name, p in BOOK.parameters.items()} | BOOK.settings(tier)
 
 
 def test_the_tier_paper_tunes_as_table_12_says():
-    book, stated = sources.find(ROOT, "rocket"), papers.hyperparameters("rocket", "paper")
-    used = {name: p.default for name, p in book.parameters.items()} | book.settings("paper")
+    used, stated = values("paper"), papers.hyperparameters("rocket", "paper")
     for name in ("lr", "schedule", "weight_decay", "shots", "candidates", "experts"):
         assert used[name] == stated[name]["value"]
     assert used["batch"] == stated["batch"]["value"] * stated["accumulation"]["value"]
-    cells = json.loads(book.path.read_text(encoding="utf-8"))["cells"]
-    (fitting,) = (text for cell in cells if (text := "".join(cell["source"])).startswith("fitting"))
-    assert '"weight_decay": weight_decay' in fitting
+    assert '"weight_decay": weight_decay' in cell("fitting = ")
+
+
+@pytest.mark.parametrize("tier", ["gpu", "paper"])
+def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(tier, monkeypatch):
+    def load(name, *, revision, path=None, split="train"):
+        return [{"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)]
+
+    monkeypatch.setattr(rocket.catalogue, "load", load)
+    space = values(tier) | TOLD
+    exec(cell("names, pins"), space)
+    for name, split in rocket.catalogue.HELD_OUT.items():
+        if name in space["names"]:
+            assert [row["prompt"] for row in space["annotated"][name]] == [
+                f"train {n}" for n in range(3)
+            ]
+            assert space["held_out"][name][0]["prompt"] == f"{split} 0"
+
+
+@pytest.mark.parametrize("tier", ["gpu", "paper"])
+def test_a_set_of_the_hub_without_a_commit_is_refused_in_a_line(tier):
+    with pytest.raises(Refusal, match="E-PIN: allenai/ai2_arc: revision is None"):
+        exec(cell("names, pins"), values(tier) | TOLD)
+
+
+def test_every_arm_meets_the_guarded_bank_and_the_guard_leaves_the_shipped_one_whole():
+    assert "rocket.pipeline.experts(case, how, clean[t]," in cell("chosen, tables")
+    assert "clean[t] |" in cell("main = ")
+    bank = rocket.embedded.load(*models.load("nano"))
+    for name in values("study")["targets"].split(","):
+        known = tasks.rows(name, "train", tasks.find(name).available("train"))
+        known += tasks.rows(name, "test", tasks.TEST)
+        assert list(rocket.bank.guarded(bank, known, task=name)) == list(bank)
