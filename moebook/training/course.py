@@ -17,6 +17,7 @@ from moebook import runtime
 from moebook.errors import refuse
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
+from moebook.training.milestones import reached
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Course(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **now: Any) -> None:  # type: ignore[no-untyped-def]
         """Make all chance of the step a function of the seed and the step (and the process)."""
+        reached(now["model"], state.global_step)
         others = [args.process_index] if args.process_index else []
         sequence = np.random.SeedSequence([self.seed, state.global_step, *others])
         torch.manual_seed(int(sequence.generate_state(1)[0]))

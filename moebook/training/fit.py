@@ -17,6 +17,7 @@ from moebook.models import fingerprint
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.course import Course, History
+from moebook.training.milestones import reached
 from moebook.training.trainer import OPTIMIZERS, SCHEDULES, Penalty, run
 
 
@@ -106,14 +107,15 @@ def fit(
     course = Course(batches, total, seed, label)
     if output is None:
         run(model, course, penalty, settings)
-        return course.history
-    with checkpoints.locked(Path(output)) if rank == 0 else nullcontext():
-        identity = {"steps": total, "data": batches.digest(), "model": fingerprint(model)}
-        course.keep(Path(output), every, settings | identity | {"processes": processes})
-        if course.done == total:
-            checkpoints.restore(model, course.tensors)
-        else:
-            run(model, course, penalty, settings)
+    else:
+        with checkpoints.locked(Path(output)) if rank == 0 else nullcontext():
+            identity = {"steps": total, "data": batches.digest(), "model": fingerprint(model)}
+            course.keep(Path(output), every, settings | identity | {"processes": processes})
+            if course.done == total:
+                checkpoints.restore(model, course.tensors)
+            else:
+                run(model, course, penalty, settings)
+    reached(model, total)
     return course.history
 
 
