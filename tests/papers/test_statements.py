@@ -43,7 +43,8 @@ def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook(paper: str) -> N
 
 def test_ids_are_unique_and_every_claim_can_be_tested_at_the_papers_scale() -> None:
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
-    assert all("paper" in claim.scales for claim in CLAIMS)
+    nowhere = {claim.id for claim in CLAIMS if "paper" not in claim.scales}
+    assert nowhere == {"pesc.gain-code"}  # its benchmarks run code that the model wrote
     assert all(set(claim.scales) <= set(TIERS) and claim.unit in UNITS for claim in CLAIMS)
 
 

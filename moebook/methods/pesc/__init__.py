@@ -5,6 +5,7 @@
 
 from moebook.methods.pesc.approximation import Approximation, approximation_error, full_experts
 from moebook.methods.pesc.balance import balance_loss
+from moebook.methods.pesc.benchmarks import GROUPS, by_benchmark, root
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.counting import Counts, counts, implied_width
 from moebook.methods.pesc.crafting import craft
@@ -12,11 +13,13 @@ from moebook.methods.pesc.storage import load, save
 from moebook.methods.pesc.tuning import merge_lora, prepare, trained
 
 __all__ = [
+    "GROUPS",
     "Approximation",
     "Config",
     "Counts",
     "approximation_error",
     "balance_loss",
+    "by_benchmark",
     "counts",
     "craft",
     "full_experts",
@@ -24,6 +27,7 @@ __all__ = [
     "load",
     "merge_lora",
     "prepare",
+    "root",
     "save",
     "trained",
 ]

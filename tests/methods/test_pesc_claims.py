@@ -1,0 +1,87 @@
+"""Each claim's value is written by a cell of the notebook at each scale that the claim lists."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from moebook import papers
+from moebook.data.tasks import KNOWN
+from moebook.methods import pesc
+from moebook.notebook import sources
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = sources.find(ROOT, "pesc")
+CELLS = [
+    "".join(cell["source"])
+    for cell in json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
+    if cell["cell_type"] == "code"
+]
+ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
+BASES = {"13b": "meta-llama/Llama-2-13b-hf", "34b": "01-ai/Yi-34B"}
+CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
+
+
+def settings(scale: str, said: str) -> dict[str, Any]:
+    """A tier's parameters, with those switched on or chosen that the claim says to set."""
+    found = {name: value.default for name, value in NOTEBOOK.parameters.items()}
+    found |= NOTEBOOK.settings(scale)
+    named = re.findall(r"`(\w+)`", said)
+    assert set(named) <= set(found), f"no such parameter: {named}"
+    found |= {name: True for name in named if name.startswith("compare_")}
+    if "base" in named:
+        found["base"] = next(base for size, base in BASES.items() if f"{size.upper()} base" in said)
+    return found | ({"mix": "idae-720k"} if "mix" in named else {})
+
+
+def arms(chosen: dict[str, Any]) -> list[str]:
+    """The arms that the notebook's own cell makes of the parameters."""
+    space = {"pesc": pesc, "replace": replace, "pd": pd, **chosen}
+    exec(ARMS, space)
+    return list(space["arms"])
+
+
+def domains(tasks: str) -> list[str]:
+    """What accuracy is split into: the domains of the tasks, and one benchmark by itself."""
+    names = tasks.split(",")
+    kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in names]
+    table = pd.DataFrame({"task": names, "domain": kinds, "correct": 1})
+    return [*pesc.by_benchmark(table).domain.unique(), *({"gsm8k"} & set(names))]
+
+
+def written(chosen: dict[str, Any]) -> str:
+    """A pattern of all names that the notebook's cells record under these parameters."""
+    names = re.findall(r'run\.record\(f?"([^"]+)"', "\n".join(CELLS))
+    filled = {
+        "{root}": [pesc.root(chosen["base"], chosen["mix"])],
+        "{arm}": arms(chosen),
+        "accuracy/{name}": [f"accuracy/{domain}" for domain in domains(chosen["tasks"])],
+    }
+    patterns = []
+    for name in map(re.escape, names):
+        for place, choices in filled.items():
+            name = name.replace(re.escape(place), f"(?:{'|'.join(map(re.escape, choices))})")
+        patterns.append(re.sub(r"\\{\w+\\}", r"[\\w-]+", name))
+    return "|".join(patterns)
+
+
+@pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])
+def test_a_cell_writes_the_value_at_the_scale(claim: papers.Claim, scale: str) -> None:
+    chosen = settings(scale, claim.why)
+    assert re.fullmatch(written(chosen), claim.value), "no cell records it"
+    if isinstance(claim.reference, str):
+        smaller = {**chosen, "mix": settings(scale, "")["mix"]}
+        pattern = f"{written(chosen)}|{written(smaller)}"  # of two runs, where `mix` is named
+        assert re.fullmatch(pattern, claim.reference), "no cell records what it is compared with"
+
+
+def test_a_larger_base_or_mixture_writes_no_value_of_the_7b_claims() -> None:
+    other = settings("paper", "The parameter `base` names the 13B base.")
+    assert not re.fullmatch(written(other), "pesc/sparse/accuracy")
+    assert re.fullmatch(written(settings("paper", "")), "pesc/sparse/accuracy")
