@@ -63,6 +63,17 @@ def test_wide_adapters_come_nearer_to_full_experts_when_they_train(host, batch):
     assert end.loss_gap < start.loss_gap
 
 
+def test_models_keep_their_modes_and_an_empty_list_is_refused(host, batch):
+    crafted, full = pesc.craft(host(), pesc.Config(**SMALL)), host(initializer_range=0.5)
+    dense = host().eval()
+    for model in (crafted, full):
+        model.train()
+    pesc.approximation_error(crafted, full, dense, [batch])
+    assert [model.training for model in (crafted, full, dense)] == [True, True, False]
+    with pytest.raises(Refusal, match="E-DATA: no batch to measure"):
+        pesc.approximation_error(crafted, full, dense, [])
+
+
 def test_other_host_tuning_is_refused(host):
     with pytest.raises(Refusal, match="E-CHOICE: host is 'lora'"):
         pesc.full_experts(host(), pesc.Config(**{**SMALL, "host": "lora"}))

@@ -17,6 +17,7 @@ from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, checked, graft
 from moebook.models.anatomy import anatomy
 from moebook.models.fingerprint import fingerprint
+from moebook.nn.modes import evaluating
 
 
 def full_experts(model: nn.Module, config: Config) -> nn.Module:
@@ -79,18 +80,26 @@ def approximation_error(
         dense: The base both started from.
         batches: Each with ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``, as the model
             takes them (also with ``logits_to_keep`` and the labels' last columns alone).
+
+    All three are measured without dropout and get the mode back in which they came.
+
+    Raises:
+        Refusal: E-DATA without a batch.
     """
     gaps: list[float] = []
     distance = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
-    models = [pesc.eval(), full.eval(), dense.eval()]
-    for given in batches:
-        batch = {
-            key: value.to(models[0].device) if isinstance(value, Tensor) else value
-            for key, value in given.items()
-        }
-        losses = [_row_losses(model, batch) for model in models[:2]]
-        gaps += (losses[0] - losses[1]).abs().tolist()
-        distance += _distances(models, batch)
+    models = [pesc, full, dense]
+    with evaluating(pesc), evaluating(full), evaluating(dense):
+        for given in batches:
+            batch = {
+                key: value.to(models[0].device) if isinstance(value, Tensor) else value
+                for key, value in given.items()
+            }
+            losses = [_row_losses(model, batch) for model in models[:2]]
+            gaps += (losses[0] - losses[1]).abs().tolist()
+            distance += _distances(models, batch)
+    if not gaps:
+        refuse("E-DATA", "no batch to measure the approximation error on; give one or more")
     moved = distance[1] > 0
     ratio = (distance[0][moved] / distance[1][moved]).sqrt()
     return Approximation(sum(gaps) / len(gaps), gaps, float(ratio.mean()))
