@@ -41,7 +41,7 @@ def whole(op: str, tensors: Named) -> None:
 
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
     """Refuse, with E-TYPE or E-RANGE, what is no whole number from 1 to ``most``, of ``what``."""
-    if not isinstance(value, Integral):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         refuse("E-TYPE", f"{op}: {name} is {value!r}, expected a whole number")
     if value < 1 or (most is not None and value > most):
         expected = "at least 1" if most is None else f"1 to {most} ({what})"

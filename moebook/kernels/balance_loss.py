@@ -47,9 +47,12 @@ def balance_loss(
         Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot
             be used.
     """
-    if logits.dim() != 2 or ids.dim() != 2 or len(ids) != len(logits):
-        shapes = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
-        refuse("E-SHAPE", f"balance_loss: expected logits [T, E] and ids [T, K], got {shapes}")
+    fits = logits.dim() == ids.dim() == 2 and len(ids) == len(logits)
+    if not fits or not logits.shape[1] or not ids.shape[1]:
+        got = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
+        refuse(
+            "E-SHAPE", f"balance_loss: expected logits [T, E >= 1] and ids [T, K >= 1], got {got}"
+        )
     if mask is not None and mask.shape != logits.shape[:1]:
         shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
         refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")

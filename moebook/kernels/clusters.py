@@ -53,8 +53,9 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
             at once).
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the two do not fit, E-IMPL for an ``impl`` that
-            is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the two do not fit, E-NONFINITE for squared
+            distances on a CPU that are not finite (elsewhere to look would wait for the GPU),
+            E-IMPL for an ``impl`` that is unknown or cannot run.
     """
     fits = points.dim() == centres.dim() == 3 and points.shape[::2] == centres.shape[::2]
     if not fits or not centres.shape[1] or not centres.shape[2]:
@@ -73,6 +74,12 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
     with torch.no_grad():
         run = implementation("clusters", impl, _IMPLEMENTATIONS, points)
         found: Clusters = run(points.detach(), centres.detach())
+    if found.inertia.device.type == "cpu" and not found.inertia.isfinite().all():
+        layer = int(found.inertia.isfinite().logical_not().int().argmax())
+        refuse(
+            "E-NONFINITE", f"clusters: points or centres of layer {layer} hold NaN or infinity, or"
+            " distances too large to be squared",
+        )  # fmt: skip
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moebook.errors import nearest, refuse
 from moebook.kernels.arguments import floating, real, together, valued
 from moebook.kernels.dispatch import implementation
-from moebook.kernels.nearest import unit
+from moebook.kernels.nearest import WRONG, lengths, unit, wide
 from moebook.kernels.products import product
 
 RULES = ("standing", "any")
@@ -62,9 +62,10 @@ def duplicates(
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
     if rule not in RULES:
         refuse("E-CHOICE", f"duplicates: unknown rule '{rule}'; {nearest(rule, RULES)}")
-    for name, values in (("vectors", vectors), ("key", key)):
-        if not values.isfinite().all():
-            refuse("E-NONFINITE", f"duplicates: {name} holds NaN or infinity")
+    if not lengths(vectors).isfinite().all():
+        refuse("E-NONFINITE", f"duplicates: vectors hold {WRONG}")
+    if not key.isfinite().all():
+        refuse("E-NONFINITE", "duplicates: key holds NaN or infinity")
     run = implementation("duplicates", impl, _IMPLEMENTATIONS, vectors)
     with torch.no_grad():
         alive: Tensor = run(vectors, key, threshold, rule == "standing")
@@ -73,7 +74,7 @@ def duplicates(
 
 def reference(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
     """Run the two loops of Alg. 2 as they are printed; without ``standing``, each pair once."""
-    rows = unit(vectors)
+    rows = unit(wide(vectors))
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for i in range(len(rows)):
         for j in range(0 if standing else i + 1, len(rows)):
@@ -85,8 +86,7 @@ def reference(vectors: Tensor, key: Tensor, threshold: float, standing: bool) ->
 
 
 def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
-    """Compare unit rows, in float32 at least: a cosine rounded to fewer bits is another."""
-    rows = unit(vectors if vectors.element_size() >= 4 else vectors.float())
+    rows = unit(wide(vectors))
     return through(rows, key, threshold, standing, ROWS[rows.device.type], near)
 
 

@@ -60,10 +60,12 @@ def experts(
         ``[T, D]`` in the dtype of ``x``; the bank is used in that dtype.
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-IMPL for
-            an ``impl`` that is unknown or cannot run.
+        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-TYPE for
+            an activation with parameters or in place, E-IMPL for an ``impl`` that is unknown or
+            cannot run.
     """
     check_bank("experts", x, bank)
+    check_act("experts", act)
     check_routing("experts", routing, x, len(bank.down))
     run = implementation("experts", impl, {"torch": _segments, "reference": reference}, x)
     y: Tensor = run(x, routing, bank.to(x.dtype), act)
@@ -108,6 +110,16 @@ def check_bank(op: str, x: Tensor, bank: Bank, label: str = "") -> None:
         )
     floating(op, named)
     together(op, named)
+
+
+def check_act(op: str, act: Activation) -> None:
+    """Refuse, with E-TYPE, an activation that an op's own backward pass cannot go through."""
+    if not callable(act):
+        refuse("E-TYPE", f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()")
+    if isinstance(act, torch.nn.Module) and any(part.requires_grad for part in act.parameters()):
+        refuse("E-TYPE", f"{op}: act is {act}, whose parameters would get no gradient: freeze them")
+    if getattr(act, "inplace", False):
+        refuse("E-TYPE", f"{op}: act is {act}, expected one that is not in place")
 
 
 def _segments(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:

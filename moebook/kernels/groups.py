@@ -167,7 +167,9 @@ def groups(
         if not values.isfinite().all():
             refuse("E-NONFINITE", f"groups: {name} holds NaN or infinity")
     value = worth.detach().double()
-    keep = 2 * best + math.ceil(_range(value, size))
+    if not math.isfinite(apart := _range(value, size)):
+        refuse("E-NONFINITE", f"groups: worth adds up beyond float64 over {size}: ranks for worth")
+    keep = 2 * best + math.ceil(apart)
     if number > 10**7 and number <= keep:
         span = f"{float(worth.min()):g} to {float(worth.max()):g}"
         refuse(

@@ -24,6 +24,7 @@ HELD = 3
 """Times C rows are held before those that fell behind go."""
 SIEVED = 32
 """Fewest shots for which a product in bfloat16 saves more than rounding the rows costs."""
+WRONG = "NaN, infinity or numbers too large to be squared"
 Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
 
@@ -79,15 +80,15 @@ def nearest(
     if form not in FORMS:
         refuse("E-CHOICE", f"nearest: unknown form '{form}'; {errors.nearest(form, FORMS)}")
     floating("nearest", {"shots": shots})
-    if not shots.isfinite().all():
-        refuse("E-NONFINITE", "nearest: shots hold NaN or infinity")
-    score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)
     targets = unit(shots)
+    if not targets.isfinite().all():
+        refuse("E-NONFINITE", f"nearest: shots hold {WRONG}")
+    score = implementation("nearest", impl, _IMPLEMENTATIONS, shots)
     if form == "mean":
         targets = targets.mean(0, keepdim=True)
 
     def key(rows: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-        if rows.shape[1:] != shots.shape[1:] or rows.dim() != 2:
+        if rows.shape[1] != shots.shape[1]:
             got = f"{tuple(rows.shape)} and {tuple(shots.shape)}"
             refuse("E-SHAPE", f"nearest: expected pool [S, D] and shots [K, D], got {got}")
         alike("nearest", {"shots": shots, "pool": rows})
@@ -111,18 +112,21 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
         count: C.
 
     Raises:
-        Refusal: E-TYPE or E-RANGE for a count that is no whole number from 1, E-DATA without a
-            block, E-NONFINITE for a key NaN.
+        Refusal: E-TYPE or E-RANGE for a count that is no whole number from 1, E-SHAPE for a block
+            that is no matrix, E-DATA without a block, E-NONFINITE for a key NaN.
     """
     natural("nearest", "count", count)
     held: list[Largest] = []
     seen, floor = 0, -torch.inf
     for block in blocks:
+        if not isinstance(block, Tensor) or block.dim() != 2:
+            got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
+            refuse("E-SHAPE", f"nearest: expected blocks of the pool [b, D], got {got}")
         for rows in block.split(ROWS if block.device.type == "cpu" else max(len(block), 1)):
             places, keys = key(rows, floor)
             if keys.isnan().any():
                 row = seen + int(places[keys.isnan()][0])
-                refuse("E-NONFINITE", f"nearest: row {row} of the pool holds NaN or infinity")
+                refuse("E-NONFINITE", f"nearest: row {row} of the pool holds {WRONG}")
             above = keys > floor
             places, keys = places[above], keys[above]
             if len(keys) > HELD * count:  # so that no more rows are copied
@@ -156,29 +160,37 @@ def _cut(held: list[Largest], count: int) -> Largest:
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Scale rows to length 1; a zero row stays zero."""
-    return rows / _lengths(rows)[:, None]
+    """Scale rows to length 1; a zero row stays zero, and one without a finite length is NaN."""
+    return (rows / lengths(rows)[:, None]).to(rows.dtype)
 
 
-def _lengths(rows: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(rows, dim=1)
-    return norms.masked_fill_(norms == 0, 1)
+def wide(rows: Tensor) -> Tensor:
+    """Return rows in float32 at least: a cosine rounded to fewer bits is another."""
+    return rows if rows.element_size() >= 4 else rows.float()
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Return the lengths of rows, in float32 at least: 1 of a zero row, NaN where not finite."""
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=kind)
+    return norms.masked_fill_(norms == 0, 1).masked_fill_(norms.isinf(), torch.nan)
 
 
 def reference(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Compare unit rows with each target and take the largest cosine."""
-    return _all(rows), (unit(rows) @ targets.T).amax(1)
+    return _all(rows), (unit(wide(rows)) @ wide(targets).T).amax(1)
 
 
 def _blocked(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Divide the largest product by the row's length; where it pays, only for rows in question."""
-    lengths = _lengths(rows)
+    rows, targets = wide(rows), wide(targets)
+    long = lengths(rows)
     if not (floor > -torch.inf and len(targets) >= SIEVED and _sieves(rows)):
-        return _all(rows), product(targets, rows.T).amax(0) / lengths
+        return _all(rows), product(targets, rows.T).amax(0) / long
     half = targets.bfloat16()
-    rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / lengths
+    rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / long
     places = (~(rough <= floor - SLACK)).nonzero().squeeze(1)  # NaN stays
-    return places, (targets @ rows[places].T).amax(0) / lengths[places]
+    return places, (targets @ rows[places].T).amax(0) / long[places]
 
 
 def _all(rows: Tensor) -> Tensor:

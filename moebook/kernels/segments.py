@@ -79,7 +79,8 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     place = torch.full_like(order, -1)
     place[order] = row
     if place.numel() and place.min() < 0:
-        refuse("E-RANGE", "the routing's order names a slot twice, and another not at all")
+        twice = int(order.bincount().argmax())
+        refuse("E-RANGE", f"the routing's order names slot {twice} twice, and another not at all")
     return Layout(segments, token, place.view(routing.ids.shape))
 
 

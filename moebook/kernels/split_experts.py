@@ -8,7 +8,7 @@ from torch import Tensor
 from moebook.errors import refuse
 from moebook.kernels.arguments import together, whole
 from moebook.kernels.dispatch import implementation
-from moebook.kernels.experts import Activation, Bank, check_bank, gated_ffn
+from moebook.kernels.experts import Activation, Bank, check_act, check_bank, gated_ffn
 from moebook.kernels.experts import reference as one_bank
 from moebook.kernels.route import Routing, check_routing
 
@@ -43,7 +43,8 @@ def split_experts(
 
     Raises:
         Refusal: E-SHAPE, E-DTYPE, E-DEVICE or E-RANGE when the arguments do not fit one another,
-            E-IMPL for an ``impl`` that is unknown or cannot run.
+            E-TYPE for an activation with parameters or in place, E-IMPL for an ``impl`` that is
+            unknown or cannot run.
     """
     check_bank("split_experts", x, frozen, "frozen ")
     check_bank("split_experts", x, trained, "trained ")
@@ -61,8 +62,9 @@ def split_experts(
         refuse("E-RANGE", f"split_experts: slots go up to {got}")
     if slots.device.type == "cpu" and len(slots) and slots.min() < -1:
         refuse("E-RANGE", f"split_experts: slots hold {int(slots.min())}, expected -1 or a place")
-    if slots.device.type == "cpu" and slots[slots >= 0].unique().numel() < int((slots >= 0).sum()):
-        refuse("E-RANGE", "split_experts: two experts have one slot, expected one each")
+    if slots.device.type == "cpu" and (uses := slots[slots >= 0].bincount()).gt(1).any():
+        refuse("E-RANGE", f"split_experts: slots hold {int(uses.argmax())} twice, expected it once")
+    check_act("split_experts", act)
     check_routing("split_experts", routing, x, len(frozen.down))
     table = {"torch": _segments, "reference": reference}
     still = Bank(frozen.gate_up.detach(), frozen.down.detach()).to(x.dtype)

@@ -134,8 +134,10 @@ def stack(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    return sum(int(found) for found in re.findall(r"STACK:(\d+)", told.stdout))
+        told = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    found = re.findall(r"STACK:(\d+)", told)
+    assert found, f"cuobjdump tells no stack: {told}"
+    return sum(map(int, found))
 
 
 if __name__ == "__main__":

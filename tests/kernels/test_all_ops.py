@@ -230,7 +230,7 @@ def test_a_slot_beyond_the_trained_bank_is_refused(slots):
         kernels.split_experts(*given, torch.tensor(slots), F.silu)
 
 
-@pytest.mark.parametrize(("slots", "why"), [([-2, 0, -1], "hold -2"), ([0, 0, -1], "two experts")])
+@pytest.mark.parametrize(("slots", "why"), [([-2, 0, -1], "hold -2"), ([0, 0, -1], "hold 0 twice")])
 def test_slots_that_are_no_places_or_shared_are_refused(slots, why):
     given = drawn(5, 6), routing(torch.float32), bank(3, torch.float32), bank(1, torch.float32)
     with pytest.raises(Refusal, match=f"E-RANGE: split_experts: .*{why}"):
@@ -281,7 +281,7 @@ def test_an_order_that_does_not_group_the_slots_is_refused(op):
             call(op, order=wrong)
     twice = torch.arange(10) // 2 * 2
     same = Routing(torch.zeros_like(good.ids), good.weights, twice, torch.tensor([10, 0, 0]))
-    with pytest.raises(Refusal, match=r"^E-RANGE: the routing's order names a slot twice"):
+    with pytest.raises(Refusal, match=r"^E-RANGE: the routing's order names slot 0 twice"):
         call(op, **same._asdict())
 
 

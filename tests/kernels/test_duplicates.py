@@ -212,6 +212,7 @@ def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch):
         ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
         ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
         ({"vectors": torch.full((4, 2), torch.nan)}, "E-NONFINITE: duplicates: vectors"),
+        ({"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: duplicates: vectors .* too large"),
         ({"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
         ({"impl": "cuda"}, "E-IMPL: duplicates: no implementation impl='cuda'"),
     ],

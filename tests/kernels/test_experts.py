@@ -175,6 +175,21 @@ def test_grouping_a_given_routing_equals_what_route_says():
         grouped(want.ids, want.weights[:, :1], 5)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        ("silu", "act is 'silu', expected a function"),
+        (torch.nn.PReLU(), r"act is PReLU\(.*\), whose parameters would get no gradient"),
+        (torch.nn.SiLU(inplace=True), r"act is SiLU\(inplace=True\), expected one that is not"),
+    ],
+)
+def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
+    x, logits, *bank = (tensor.detach() for tensor in case(5, 4, 2, 3, 2))
+    with pytest.raises(Refusal, match=f"E-TYPE: experts: {why}"):
+        experts(x, route(logits, 2), Bank(*bank), act, impl=impl)
+
+
 def test_arguments_that_do_not_fit_are_refused():
     x, logits, gate_up, down = (tensor.detach() for tensor in case(5, 4, 2, 3, 2))
     routing, bank = route(logits, 2), Bank(gate_up, down)

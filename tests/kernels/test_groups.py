@@ -137,6 +137,8 @@ def test_the_diagonal_and_what_lies_below_it_are_not_read():
         ({"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
         ({"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity holds"),
         ({"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
+        ({"worth": torch.full((4,), 1e308, dtype=torch.float64)},
+         "E-NONFINITE: groups: worth adds up beyond float64"),
         ({"similarity": torch.zeros(40, 40), "worth": torch.zeros(40), "size": 20},
          "E-RANGE: groups: 40 candidates have 137,846,528,820 groups of 20"),
     ],

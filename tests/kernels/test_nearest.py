@@ -3,6 +3,7 @@
 import os
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -119,6 +120,14 @@ def test_an_empty_pool_has_no_rows():
         nearest([], drawn(2, 4), 3)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_in_16_bits_may_be_longer_than_these_can_say(impl):
+    rows = (drawn(6, 4096) * 2000).half()
+    found = nearest(rows, rows[:2], 2, impl=impl)
+    assert sorted(found.index.tolist()) == [0, 1]
+    assert found.key.tolist() == pytest.approx([1, 1], abs=1e-3)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_that_is_not_finite_is_named(impl, bad):
@@ -153,6 +162,10 @@ def test_triton_takes_the_earlier_of_equal_rows_and_names_a_row_that_is_not_fini
         ({"shots": torch.ones(2, 4).int()}, "E-DTYPE: nearest: shots is torch.int32"),
         ({"pool": torch.ones(9, 4, device="meta")}, "E-DEVICE: .* pool lies on meta, shots on cpu"),
         ({"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: nearest: shots"),
+        ({"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: nearest: shots hold .* too large"),
+        ({"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: nearest: row 0 of the pool"),
+        ({"pool": [torch.tensor(1.0)]}, r"E-SHAPE: nearest: expected blocks .*, got \(\)"),
+        ({"pool": np.ones((9, 4))}, "E-SHAPE: nearest: expected blocks .*, got ndarray"),
         ({"count": 0}, "E-RANGE: nearest: count is 0, expected at least 1"),
         ({"count": 2.0}, "E-TYPE: nearest: count is 2.0, expected a whole number"),
         ({"form": "max"}, "E-CHOICE: nearest: unknown form 'max'; did you mean 'maximum'"),

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moebook import models
 from moebook.errors import Refusal
+from moebook.kernels import experts
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0,
@@ -32,7 +33,14 @@ def tiny(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_and_generation_equal_those_of_transformers(family):
+def test_training_and_generation_equal_those_of_transformers(family, monkeypatch):
+    rows = []
+
+    def counted(x, *args):
+        rows.append(len(x))
+        return experts(x, *args)
+
+    monkeypatch.setattr(models.registry, "experts", counted)
     models.register_experts()
     model = tiny(family).train()
     ids = torch.randint(2, 64, (2, 9))
@@ -52,6 +60,8 @@ def test_training_and_generation_equal_those_of_transformers(family):
         torch.testing.assert_close(own_grads[name], grad, rtol=1e-8, atol=1e-10)
     assert any("experts" in name and grad.abs().sum() > 0 for name, grad in grads.items())
     assert torch.equal(own_tokens, tokens)
+    # Ours ran: all 18 tokens in training, then two prompts of four, then two tokens at a time.
+    assert {18, 8, 2} == set(rows)
 
 
 def test_experts_of_another_form_are_refused():

@@ -15,6 +15,9 @@ from moebook.kernels.route import Routing, weights_of
 
 ROWS = 32
 """Tokens of one program."""
+FIRST = tl.constexpr(2**31 - 1)
+LAST = tl.constexpr(-(2**31))
+"""The largest and the smallest number of 32 bits; no logit has the bits of either."""
 
 
 @placed
@@ -38,10 +41,12 @@ def _choose(
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     expert = tl.arange(0, BE)[None, :]
     inside = (row < T)[:, None] & (expert < E)
-    left = tl.load(logits + row[:, None] * E + expert, mask=inside, other=float("-inf"))
-    # Logits of minus infinity come after all others, but before what was taken.
-    left = tl.where(inside, tl.maximum(left.to(tl.float32), -3.4e38), float("-inf"))
+    logit = tl.load(logits + row[:, None] * E + expert, mask=inside, other=0).to(tl.float32)
+    # Whole numbers in the order of the logits, NaN first as in a sort; what was taken comes last.
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    rank = tl.where(logit != logit, FIRST, bits ^ ((bits >> 31) & FIRST))
+    rank = tl.where(inside, rank, LAST)
     for k in tl.static_range(K):
-        best = tl.argmax(left, axis=1)
+        best = tl.argmax(rank, axis=1)
         tl.store(ids + row * K + k, best.to(tl.int64), mask=row < T)
-        left = tl.where(expert == best[:, None], float("-inf"), left)
+        rank = tl.where(expert == best[:, None], LAST, rank)
