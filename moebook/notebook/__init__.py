@@ -6,6 +6,7 @@ Inside a notebook only this is needed::
     run.record("pesc/dense/accuracy", 0.43, "share", seed=0)
 """
 
+from moebook.notebook.parameters import listed
 from moebook.notebook.session import Run, begin
 
-__all__ = ["Run", "begin"]
+__all__ = ["Run", "begin", "listed"]

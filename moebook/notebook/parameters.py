@@ -143,6 +143,26 @@ def parse(source: str, where: str) -> dict[str, Parameter]:
     return declared
 
 
+def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
+    """Split a parameter that lists names, with commas and without spaces; empty for none.
+
+    Args:
+        name: The parameter.
+        text: Its value.
+        known: The names that it may list, each once.
+
+    Raises:
+        Refusal: ``E-RANGE`` for a name that is unknown or stands twice.
+    """
+    names, choices = [part for part in text.split(",") if part], list(known)
+    for place, one in enumerate(names):
+        if one not in choices:
+            refuse("E-RANGE", f"{name} lists '{one}': {nearest(one, choices)}")
+        if one in names[:place]:
+            refuse("E-RANGE", f"{name} lists '{one}' twice")
+    return names
+
+
 def _declaration(statement: ast.stmt, comments: Mapping[int, str], place: str) -> Parameter:
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         refuse("E-NOTEBOOK", f"{place}: expected name: type = default  # help, unit, range")

@@ -219,3 +219,13 @@ def test_the_kernels_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch)
     found = privacy.environment()
     assert not {"HF_TOKEN", "WANDB_API_KEY", "INNOCENT"} & set(found)
     assert {"TOKENIZERS_PARALLELISM", "PATH"} <= set(found)
+
+
+def test_listed_names_are_known_and_stand_once() -> None:
+    known = {"wide": 1, "kaiming": 2}
+    assert parameters.listed("laboratory", "wide,kaiming", known) == ["wide", "kaiming"]
+    assert parameters.listed("laboratory", "", known) == []
+    with pytest.raises(Refusal, match="E-RANGE: laboratory lists 'wid': did you mean 'wide'"):
+        parameters.listed("laboratory", "kaiming,wid", known)
+    with pytest.raises(Refusal, match="E-RANGE: laboratory lists 'wide' twice"):
+        parameters.listed("laboratory", "wide,wide", known)
