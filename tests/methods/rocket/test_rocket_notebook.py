@@ -35,6 +35,41 @@ def test_the_tier_paper_tunes_as_table_12_says():
     assert '"weight_decay": weight_decay' in cell("fitting = ")
 
 
+def test_the_claimed_average_is_that_of_the_tasks_that_the_notebook_meets():
+    printed = papers.table("rocket", 1).query("row == 'Ours' and model == 'Mistral-7B'")
+    printed = (
+        printed.assign(column=printed.column.replace("PiQA", "PIQA")).set_index("column").value
+    )
+    met = list(rocket.catalogue.QUESTIONS)
+    assert papers.claim("rocket.average").claimed == pytest.approx(printed[met].mean() / 100)
+    for tier in ("gpu", "paper"):
+        assert set(values(tier)["targets"].split(",")) == set(met)
+
+
+def test_an_average_is_one_over_tasks_whatever_their_rows():
+    numbers = {"a": [True, False, False, False], "b": [True, True]}
+    everything = pd.concat(
+        pd.DataFrame(
+            {"arm": "mixture", "seed": 0, "target": t, "correct": c, "nll": [1.0] * len(c)}
+        )
+        for t, c in numbers.items()
+    )
+    kept = {}
+
+    class Run:
+        def record(self, name, value, unit, seed=None, items=None):
+            kept[name] = value
+            assert items is None or sum(items) / len(items) == pytest.approx(value)
+
+    score = pd.Series({("mixture", 0): 0.625})
+    paired = pd.DataFrame({"seed": [0], "after": [0.5]})
+    space = {"everything": everything, "run": Run(), "paired": paired, "names": ["a", "b"]}
+    exec(cell("rounded = "), space | TOLD | {"score": score, "run_seeds": [0], "benchmarks": ""})
+    assert kept["rocket/mixture/accuracy"] == pytest.approx(0.625)
+    assert kept["rocket/mixture/nll"] == pytest.approx(1.0)
+    assert "rocket/mixture/benchmark_average" not in kept
+
+
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
 def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(tier, monkeypatch):
     def load(name, *, revision, path=None, split="train"):
