@@ -171,6 +171,19 @@ def load(
     return _draw(f"{name}/{split}", [(name, rows)], size, seed)
 
 
+def pins(text: str) -> dict[str, str]:
+    """Read commits by data set from ``name=commit,name=commit``; an empty text names none.
+
+    Raises:
+        Refusal: E-PIN for a part of another form, or a name that stands twice.
+    """
+    pairs = [pair.split("=") for pair in text.split(",") if pair]
+    found = {pair[0]: pair[-1] for pair in pairs}
+    if any(len(pair) != 2 for pair in pairs) or len(found) < len(pairs):
+        refuse("E-PIN", f"revisions is '{text}', expected name=commit,name=commit, each name once")
+    return found
+
+
 def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 0) -> list[Row]:
     """Draw training rows of several data sets and shuffle them together.
 

@@ -231,6 +231,14 @@ def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
     assert raw.final_number(text) == number
 
 
+def test_commits_are_read_from_text_or_refused():
+    assert hub.pins("") == {}
+    assert hub.pins(f"gsm8k={COMMIT},ARC-c=1") == {"gsm8k": COMMIT, "ARC-c": "1"}
+    for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
+        with pytest.raises(Refusal, match=f"E-PIN: revisions is '{text}', expected name=commit"):
+            hub.pins(text)
+
+
 def test_an_unknown_data_set_names_the_nearest():
     with pytest.raises(Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"):
         hub.load("gsm8", revision=COMMIT)

@@ -153,6 +153,8 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
     for size in (0, 2, 3, 5):
         with pytest.raises(Refusal, match=f"E-RANGE: layer 1: the group size is {size}"):
             esft.group(model, found, size)
+        with pytest.raises(Refusal, match=f"E-RANGE: layer 1: the group size is {size}"):
+            esft.grouping.check(model, [1, size])
     with pytest.raises(Refusal, match=r"E-KEYS: .*missing \[2\]"):
         esft.group(model, {1: found[1]}, 1)
     with pytest.raises(Refusal, match="E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more"):

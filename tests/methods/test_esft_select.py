@@ -77,6 +77,7 @@ def test_random_experts_keep_the_counts_and_depend_on_the_seed():
     selection = esft.Selection({1: (5, 2, 9), 4: (0,)}, shared_experts=True)
     drawn = [esft.random_selection(selection, 64, seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert esft.random_selection(selection, 64, "gate/law/0") not in drawn
     assert [len(ids) for ids in drawn[0].experts.values()] == [3, 1]
     assert drawn[0].shared_experts
     with pytest.raises(Refusal, match="E-RANGE: layer 1: 3 experts selected of 2"):

@@ -14,6 +14,7 @@ from moebook.methods.esft.selection import Selection, random_selection, select
 from moebook.methods.esft.specialising import merge, restore, specialise, trained
 from moebook.methods.esft.storage import load, save
 from moebook.methods.esft.subsets import partition
+from moebook.methods.esft.sweeping import sweep
 
 __all__ = [
     "Config",
@@ -38,6 +39,7 @@ __all__ = [
     "select",
     "shared_top",
     "specialise",
+    "sweep",
     "trained",
     "ungroup",
 ]

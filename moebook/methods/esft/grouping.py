@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,13 +81,23 @@ def group(
     if origin_or_none(model) is not None:
         refuse("E-MODEL", "the model is specialised: group it first, then specialise")
     check_layers("the co-occurrence counts", counts, layers)
-    for layer in layers:
-        _check_router(layer, size)
+    check(model, [size])
     groups = {layer.index: partition(counts[layer.index], size) for layer in layers}
     for layer in layers:
         gate = _SharedGate(groups[layer.index])
         parametrize.register_parametrization(layer.router, "weight", gate)
     return groups
+
+
+def check(model: nn.Module, sizes: Iterable[float]) -> None:
+    """Refuse a model whose experts `group` cannot bind in groups of these sizes, before any count.
+
+    Raises:
+        Refusal: E-RANGE for a size that does not fit, E-MODEL for a dense model, another router or
+            one that is grouped already.
+    """
+    for size, layer in product(sizes, sparse_layers(model)):
+        _check_router(layer, size)
 
 
 def ungroup(model: nn.Module) -> nn.Module:
@@ -124,7 +135,7 @@ class _SharedGate(nn.Module):
         return torch.stack([weight[list(members)].mean(0) for members in self.groups])
 
 
-def _check_router(layer: Sparse, size: int) -> None:
+def _check_router(layer: Sparse, size: float) -> None:
     router, where = layer.router, f"layer {layer.index}"
     if parametrize.is_parametrized(router, "weight"):
         refuse("E-MODEL", f"{where}: its experts are grouped already")
