@@ -16,7 +16,12 @@ from moebook.methods.rocket.sampling import Array
 from moebook.methods.settings import chosen
 
 REPR_POOL = 4
-"""The Repr filter walks down at most so many times C rows to find C that differ."""
+"""The Repr filter walks down at most so many times C rows to find C that differ.
+
+Sec. 4.6.1 says that it, too, ends with fewer than C. But walking down D_C itself it keeps what
+Alg. 2 keeps, row for row, and the comparison would be of one rule with itself; so it fills up to C,
+as the filter does where it comes from.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ def deduplicate(
             ones, any later one) is its near-duplicate, whether that one stays or not, as in
             SemDeDup: the text's "any two instructions", and independent of the order.
             ``"index"``: of two the later goes, whatever its nearness (released). ``"repr"``: walk
-            down and keep a row that is no near-duplicate of one kept (the Repr filter).
+            down and keep a row that is no near-duplicate of one kept (the Repr filter), which
+            is ``"standing"`` where no two rows are equally near; `choose` gives it more rows.
             ``"keep"``: all stay.
 
     Returns:

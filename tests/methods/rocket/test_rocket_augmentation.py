@@ -83,6 +83,14 @@ def test_released_keeps_the_lower_index_whatever_is_nearer():
     assert augmentation.deduplicate(pair, near, 0.9).tolist() == [1]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_on_the_same_rows_the_repr_filter_is_algorithm_2(seed):
+    rows, near = vectors(seed, 60, 4), np.linspace(1, 0.5, 60)
+    kept = augmentation.deduplicate(rows, near, 0.7, rule="repr")
+    assert kept.tolist() == augmentation.deduplicate(rows, near, 0.7).tolist()
+    assert len(kept) < 60
+
+
 def test_the_repr_filter_goes_on_until_the_budget_is_full():
     shots = np.array([[1.0, 0.0, 0.0]])
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
