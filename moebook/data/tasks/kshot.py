@@ -1,10 +1,11 @@
 """Tasks to be met with a few annotated rows only: near to a task of the catalogue, never inside it.
 
-Rocket's K-shot targets, with ``numbers_es`` of the catalogue. No item of theirs is an item of a
-catalogue's task in other words, so that a model trained on the catalogue has not seen them:
-equations in words have summands outside those of ``equations``, families are none of
-``kinship``'s, requests have intents that ``intent_json`` has not, and two thirds of the clauses are
-kept apart for ``copyleft`` (`reserved`; whoever trains on ``licence`` leaves them out).
+Rocket's K-shot targets, with ``numbers_es`` of the catalogue. Their items are kept from being items
+of a catalogue's task in other words, so that a model trained on the catalogue has not seen them:
+equations in words have summands outside those of ``equations``, families tell none of ``kinship``'s
+texts the other way round (one of the 1,199 tells the facts of one in another order), requests have
+intents that ``intent_json`` has not, and two thirds of the clauses are kept apart for ``copyleft``
+(`reserved`; whoever trains on ``licence`` leaves them out).
 """
 
 from __future__ import annotations
