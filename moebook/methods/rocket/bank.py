@@ -14,7 +14,7 @@ from torch import nn
 
 from moebook import training
 from moebook.data import encode, mixtures
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.fingerprint import fingerprint
@@ -245,20 +245,6 @@ def leaks(bank: Mapping[str, Lora], rows: Sequence[Row], *, task: str) -> pd.Dat
         status = "leak" if leak else "unknown" if prompts is None else "clean"
         found[name] = {"status": status, "shared": shared, "data": data}
     return pd.DataFrame.from_dict(found, orient="index")
-
-
-def only(bank: Mapping[str, Lora], names: Sequence[str]) -> dict[str, Lora]:
-    """Return the named LoRAs of a bank, in the order of the names.
-
-    Raises:
-        Refusal: E-BANK for a name that the bank lacks, and as in `check`.
-    """
-    for name in names:
-        if name not in bank:
-            refuse("E-BANK", f"the bank holds no LoRA '{name}'; {nearest(name, bank)}")
-    kept = {name: bank[name] for name in names}
-    check(kept)
-    return kept
 
 
 def guarded(bank: Mapping[str, Lora], rows: Sequence[Row], *, task: str) -> dict[str, Lora]:

@@ -89,12 +89,3 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, base, lora):
     assert by_name["clean"] == "leak"
     with pytest.raises(Refusal, match="E-BANK"):
         bank.guarded({name: made[name] for name in ("gcd", "clean")}, target, task="gcd")
-
-
-def test_a_part_of_a_bank_is_taken_by_names_that_it_holds(base, make_bank):
-    made = make_bank(base())
-    assert list(bank.only(made, ["c", "a"])) == ["c", "a"]
-    with pytest.raises(Refusal, match="E-BANK: the bank holds no LoRA 'foo'; one of: a, b, c, d"):
-        bank.only(made, ["a", "foo"])
-    with pytest.raises(Refusal, match=r"E-BANK: the bank holds 1 LoRAs \(a\); expected 2 or more"):
-        bank.only(made, ["a"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from moebook import models, papers
+from moebook import models, notebook, papers, runtime
 from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
@@ -15,7 +15,7 @@ from moebook.notebook import sources
 ROOT = Path(__file__).parents[3]
 BOOK = sources.find(ROOT, "rocket")
 CELLS = ["".join(cell["source"]) for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]]
-TOLD = {"rocket": rocket, "tasks": tasks, "pd": pd}
+TOLD = {"rocket": rocket, "tasks": tasks, "pd": pd, "notebook": notebook, "models": models}
 
 
 def cell(start):
@@ -84,6 +84,14 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
                 f"train {n}" for n in range(3)
             ]
             assert space["held_out"][name][0]["prompt"] == f"{split} 0"
+
+
+def test_members_and_loras_to_retrain_are_names_of_the_bank():
+    space = values("cpu") | TOLD | {"losses": {}, "bank": {"gcd": None, "sums": None}}
+    with pytest.raises(Refusal, match="E-RANGE: retrain lists 'licence': one of: gcd, sums"):
+        exec(cell("again = "), space)
+    with pytest.raises(Refusal, match="E-RANGE: members lists 'foo'"):
+        exec(cell("device, run_seeds"), space | {"runtime": runtime, "members": "gcd,foo"})
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
