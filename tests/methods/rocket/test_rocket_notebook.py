@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from moebook import models, notebook, papers, runtime
-from moebook.data import tasks
+from moebook.data import hub, tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.notebook import sources
@@ -15,7 +15,14 @@ from moebook.notebook import sources
 ROOT = Path(__file__).parents[3]
 BOOK = sources.find(ROOT, "rocket")
 CELLS = ["".join(cell["source"]) for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]]
-TOLD = {"rocket": rocket, "tasks": tasks, "pd": pd, "notebook": notebook, "models": models}
+TOLD = {
+    "rocket": rocket,
+    "hub": hub,
+    "tasks": tasks,
+    "pd": pd,
+    "notebook": notebook,
+    "models": models,
+}
 
 
 def cell(start):
