@@ -1,21 +1,23 @@
-"""The interval of a mean effect: a bootstrap over seeds and test items, scipy's."""
+"""The interval of a mean effect: Student's, over seeds and test items."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.95
-RESAMPLES = 2000
-BATCH = 200_000
-"""Numbers drawn at a time: bounds the memory to a few megabytes."""
 
 
 def interval(effects: np.ndarray) -> tuple[float, float] | None:
-    """Percentile interval of the mean at 95 %.
+    """Interval of the mean at 95 %.
 
-    Every seed is tested on the same items, so seeds and items are crossed: each is resampled for
-    itself. With one seed only items are resampled, with one column only seeds.
+    Every seed is tested on the same items, so seeds and items are crossed, and the variance of the
+    mean is that of the mean over seeds plus that of the mean over items (what is of neither is
+    counted twice, which errs on the wide side). Its degrees of freedom are Satterthwaite's: few
+    where seeds differ more than items, when three of them say little. A bootstrap would know no
+    more than the range of three seeds and call 75 % of that 95.
 
     Args:
         effects: Effects by seed and test item, [S, I]; I is 1 where only means are known.
@@ -25,20 +27,12 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     """
     if effects.size == 1:
         return None
-    crossed = min(effects.shape) > 1
-
-    def mean(seeds: np.ndarray, items: np.ndarray, axis: int = -1) -> np.ndarray:
-        means = effects[seeds.astype(int)].mean(axis=-2)
-        return np.take_along_axis(means, items.astype(int), axis=-1).mean(axis=axis)
-
-    found = stats.bootstrap(
-        tuple(map(np.arange, effects.shape)) if crossed else (effects.ravel(),),
-        mean if crossed else np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        vectorized=True,
-        batch=max(1, BATCH // effects.size),
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return float(found.low), float(found.high)
+    middle, variance, parts = float(effects.mean()), 0.0, 0.0
+    for means in (effects.mean(axis=1), effects.mean(axis=0)):
+        if len(means) > 1:
+            share = float(means.var(ddof=1)) / len(means)
+            variance, parts = variance + share, parts + share**2 / (len(means) - 1)
+    if not parts:
+        return middle, middle
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, variance**2 / parts)) * math.sqrt(variance)
+    return middle - half, middle + half

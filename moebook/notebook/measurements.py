@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,7 +62,7 @@ class Measurement:
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:
-        """Bootstrap interval of the effect at 95 %; None for exact claims and single numbers."""
+        """Interval of the effect at 95 %; None for exact claims and single numbers."""
         return None if self.claim.exact else interval(np.array(self.effects))
 
     @property
@@ -122,12 +123,17 @@ def _pairs(claim: Claim, values: Seeded, base: Seeded) -> list[tuple[Value, Valu
 def _minus(value: Value, other: Value) -> tuple[float, ...]:
     """Subtract item by item where both arms carry the same items, else the means."""
     if value.items and other.items and len(value.items) == len(other.items):
-        return tuple(a - b for a, b in zip(value.items, other.items, strict=True))
-    return (value.value - other.value,)
+        return tuple(_gap(a, b) for a, b in zip(value.items, other.items, strict=True))
+    return (_gap(value.value, other.value),)
 
 
 def _items(value: Value, reference: float) -> tuple[float, ...]:
-    return tuple(item - reference for item in value.items or (value.value,))
+    return tuple(_gap(item, reference) for item in value.items or (value.value,))
+
+
+def _gap(number: float, other: float) -> float:
+    """Subtract; numbers that differ by rounding alone are equal."""
+    return 0.0 if math.isclose(number, other, rel_tol=1e-12, abs_tol=1e-12) else number - other
 
 
 def side(claim: Claim, low: float, high: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def _write_cells(axes: Axes, table: npt.NDArray[Any], border: float, *, size: fl
         axes.text(
             column,
             row,
-            f"{number:.2f}".replace("0.", ".", 1),
+            re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}"),
             ha="center",
             va="center",
             fontsize=size,

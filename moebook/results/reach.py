@@ -25,6 +25,9 @@ PACKAGE = Path(__file__).parents[1]
 FILTER = "moebook.notebook.publish"
 """Reached by every notebook, since it decides what of the outputs is kept."""
 
+CASES = "bench/running.py"
+"""Imports the benchmark's other modules by name."""
+
 TRITON = "kernels/_triton"
 """The folder of the Triton kernels. `moebook.kernels.dispatch` imports them by name."""
 
@@ -92,6 +95,8 @@ def reached(notebook: Path, *, accelerator: bool = False) -> set[Path]:
         path = _file(name)
         if path is not None and path not in files:
             files.add(path)
+            if path == PACKAGE / CASES:
+                todo |= {f"moebook.bench.{other.stem}" for other in path.parent.glob("*.py")}
             todo |= _imports(path.read_text(encoding="utf-8")) | {name.rpartition(".")[0]}
     kernels = PACKAGE / TRITON
     if accelerator and kernels.parent / "__init__.py" in files:

@@ -42,7 +42,7 @@ class Value:
         value: A finite number inside its unit's bounds.
         unit: One of `UNITS`.
         seed: The seed that gave it, where a notebook runs several.
-        items: Per-item numbers (one per test row) whose mean is ``value``, for the bootstrap. They
+        items: Per-item numbers (one per test row) whose mean is ``value``, for intervals. They
             may have been `rounded`: their mean is off by at most 5e-4 of their mean size then, and
             as much is allowed.
 

@@ -317,13 +317,15 @@ def pretrain(
     recipe = Recipe.read(recipe_file)
     if out.exists():
         refuse("E-EXISTS", f"{out} exists already; name a new folder for the finished base")
+    if steps is not None and steps < 1:
+        refuse("E-RANGE", f"steps is {steps}, expected at least 1, or none for the whole recipe")
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, described = prepare(recipe, work)
     run, checkpoint = _Run(recipe, dtype), work / "checkpoint.safetensors"
     if checkpoint.is_file():
         run.restore(checkpoint)
     parts = streams(work, "train")
-    end = min(steps or recipe.steps, recipe.steps)
+    end = recipe.steps if steps is None else min(steps, recipe.steps)
     torch.set_num_threads(1)  # the run has its own
     try:
         for _ in progress(range(run.step, end), desc="pretrain", total=end - run.step):
