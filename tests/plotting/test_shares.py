@@ -23,6 +23,16 @@ def test_every_panel_of_a_heat_map_has_the_same_colour_scale() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == [".10", ".90"]
 
 
+def test_the_cells_of_a_heat_map_tell_counts_and_negative_numbers_too() -> None:
+    figure = plotting.heatmap(
+        {"": np.array([[10.0, 20.33, -0.5]])},
+        rows=["law"],
+        columns=["0", "1", "2"],
+        label="experts",
+    )
+    assert [text.get_text() for text in figure.axes[0].texts] == ["10.00", "20.33", "-.50"]
+
+
 @pytest.mark.parametrize("panels", [{}, {"layer 0": np.zeros((2, 3))}])
 def test_a_heat_map_of_another_shape_is_refused(panels: dict[str, np.ndarray]) -> None:
     with pytest.raises(Refusal, match="heatmap"):

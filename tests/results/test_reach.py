@@ -146,3 +146,10 @@ def test_a_notebook_of_the_book_reaches_its_method_and_the_weights_it_runs_on() 
     assert {"methods/pesc/crafting.py", "models/nano/model.safetensors", "data/isa.jsonl",
             "notebook/publish.py", "training/fit.py"} <= found  # fmt: skip
     assert not {"cli.py", "notebook/runner.py", "papers/pesc/claims.yaml"} & found
+
+
+def test_the_kernels_notebook_reaches_the_cases_of_the_benchmark() -> None:
+    root = Path(__file__).parents[2]
+    found = reach.reached(root / "notebooks" / "05_kernels.ipynb")
+    assert set((reach.PACKAGE / "bench").glob("*.py")) <= found
+    assert reach.PACKAGE / "methods" / "rocket" / "scoring.py" in found

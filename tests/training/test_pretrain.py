@@ -103,6 +103,12 @@ def test_rate_rises_over_the_warm_up_and_falls_to_zero(recipe: Path) -> None:
     assert made.rate(9) == pytest.approx(1e-2 / 8)
 
 
+@pytest.mark.parametrize("steps", [0, -3])
+def test_fewer_steps_than_one_are_refused(recipe: Path, steps: int) -> None:
+    with pytest.raises(Refusal, match=f"E-RANGE: steps is {steps}, expected at least 1"):
+        run(recipe, "whole", steps=steps)
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
