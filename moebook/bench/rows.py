@@ -125,7 +125,11 @@ def literal_groups(pairs: Array, worth: Array, N: int) -> list[tuple[int, tuple[
 
 
 def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
-    """One step of Lloyd's in all layers (the end of CRSU), from the same centres for everyone."""
+    """One step of Lloyd's in all layers (the end of CRSU), from the same centres for everyone.
+
+    scikit-learn's KMeans cannot be asked for the step alone: it centres the points before it, and
+    assigns them once more behind it. Its MiniBatchKMeans can: its one batch are all points.
+    """
     torch.manual_seed(0)
     centres = torch.randn(L, E, D)
     points = centres[:, torch.arange(S) % E] + torch.randn(L, S, D)
@@ -133,15 +137,20 @@ def _clusters(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
     held, asked = points.to(device, dtype), centres.to(device, dtype)
     layers = [(rows.numpy(), own.numpy()) for rows, own in zip(points, centres, strict=True)]
 
-    def by_sklearn(name: str, step: str) -> Run:
-        make = partial(getattr(peers.module("sklearn.cluster"), name), E, n_init=1, max_iter=1)
-        return lambda: [getattr(make(init=own), step)(rows) for rows, own in layers]
+    def by_kmeans() -> Run:
+        make = partial(peers.module("sklearn.cluster").KMeans, E, n_init=1, max_iter=1)
+        return lambda: [make(init=own).fit(rows) for rows, own in layers]
+
+    def by_batches() -> Run:
+        kind = peers.module("sklearn.cluster").MiniBatchKMeans
+        make = partial(kind, E, n_init=1, compute_labels=False)  # behind the step, once more
+        return lambda: [make(init=own).partial_fit(rows) for rows, own in layers]
 
     case = Case(size_of(held))
     case.add("ours", lambda: kernels.clusters(held, asked))
     case.floor([Product(S, D, E, L)], device, dtype)
-    case.invite("KMeans", partial(by_sklearn, "KMeans", "fit"), host=True)
-    case.invite("MiniBatchKMeans", partial(by_sklearn, "MiniBatchKMeans", "partial_fit"), host=True)
+    case.invite("KMeans, one step and labels", by_kmeans, host=True)
+    case.invite("MiniBatchKMeans", by_batches, host=True)
     return case
 
 
