@@ -98,8 +98,10 @@ def write(
         roof: From `running.ceilings`.
     """
     environment = runtime.environment()
+    if frame.attrs["device"] == "cpu":  # of a GPU that is there but was not used
+        environment |= {"accelerator": None, "accelerator_memory": None}
     ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
-    gpu = environment["accelerator"] if frame.attrs["device"] == "cuda" else None
+    gpu = environment["accelerator"]
     record = Record(RUN, "gpu" if gpu else "cpu", tuple(_values(frame, growth, roof)))
     text = record.to_text()
     hashes = results.current(RUN, folder, accelerator=gpu is not None)

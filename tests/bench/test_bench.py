@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moebook import bench, cli, results
-from moebook.bench import bank, goals, low_rank, peers, rows, running
+from moebook.bench import bank, goals, low_rank, peers, routers, rows, running
 from moebook.bench.case import SCALES, Case, Run
 from moebook.errors import Refusal
 
@@ -83,6 +83,25 @@ def test_every_op_has_cases_at_every_scale_and_letters_to_sweep() -> None:
 def test_every_op_answers_rightly(name: str) -> None:
     found = bench.errors([name], device="cpu")
     assert len(found) and found["right"].all(), found.to_string()
+
+
+def test_everyone_takes_the_top_k_of_a_balance_loss_inside_the_clock() -> None:
+    for contender in routers.BALANCE.build(torch.device("cpu"), T=16, E=4, K=2).contenders:
+        with torch.profiler.profile() as seen:
+            contender.run()
+        chosen = "aten::topk" in {event.key for event in seen.key_averages()}
+        assert chosen == (contender.name != "floor"), contender.name
+
+
+def test_who_assigns_points_behind_the_step_of_k_means_too_says_so() -> None:
+    case = rows.CLUSTERS.build(torch.device("cpu"), S=64, D=8, E=2, L=2)
+    runs = {contender.name: contender.run for contender in case.contenders}
+    ours = runs["ours"]().means
+    for name, labels in {"KMeans, one step and labels": True, "MiniBatchKMeans": False}.items():
+        found = runs[name]()
+        assert [hasattr(layer, "labels_") for layer in found] == [labels] * 2
+        means = np.stack([layer.cluster_centers_ for layer in found])
+        assert means == pytest.approx(ours.numpy(), abs=1e-5)
 
 
 def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +274,19 @@ def test_a_gpus_record_has_its_name(
     path = bench.write(tmp_path, frame, pd.DataFrame(), {})
     assert path.parent.name == "nvidia_h200"
     assert json.loads(path.read_text())["scale"] == "gpu"
+
+
+def test_a_cpus_record_on_a_machine_with_a_gpu_is_of_no_gpu(
+    tiny: pd.DataFrame, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"accelerator": "NVIDIA H200", "accelerator_memory": 10**9, "versions": {}}
+    monkeypatch.setattr("moebook.runtime.environment", lambda: seen)
+    notebook = Path(__file__).parents[2] / "notebooks" / "05_kernels.ipynb"
+    results.write(project / "notebooks" / notebook.name, notebook.read_text())
+    record = results.read(bench.write(project, tiny, pd.DataFrame(), {}))
+    used = record.manifest["environment"]
+    assert (used["accelerator"], used["accelerator_memory"], record.scale) == (None, None, "cpu")
+    assert results.changed(record, project) == ()
 
 
 @pytest.mark.parametrize(
