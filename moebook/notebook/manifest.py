@@ -11,8 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from moebook import results, runtime
+from moebook.errors import refuse
 from moebook.notebook.parameters import Scalar
 from moebook.results import Value
+
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "hashes": dict,
+    "parameters": dict,
+    "overrides": dict,
+    "environment": dict,
+    "seconds": (int, float),
+}
+"""What those parts of a manifest are that are read again."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,23 @@ def manifest(
         "values": {value.key: value.value for value in values},
         "stripped": dict(stripped),
     }
+
+
+def check(manifest: Mapping[str, Any], where: str) -> None:
+    """Refuse a manifest with a part that is not what `manifest` writes; parts may be missing.
+
+    Args:
+        manifest: A JSON object.
+        where: Names its file in a refusal.
+
+    Raises:
+        Refusal: ``E-RECORD``.
+    """
+    wrong = [p for p, kind in KINDS.items() if p in manifest and not isinstance(manifest[p], kind)]
+    if not wrong and not isinstance(manifest.get("environment", {}).get("versions", {}), dict):
+        wrong = ["versions of the environment"]
+    if wrong:
+        refuse("E-RECORD", f"{where}: malformed {wrong[0]}; run the notebook again with --force")
 
 
 def executed(record: Path) -> Path:

@@ -132,7 +132,14 @@ def _cells(path: Path, where: str) -> list[dict[str, Any]]:
     if not isinstance(data, dict) or data.get("nbformat") != 4 or "cells" not in data:
         refuse("E-NOTEBOOK", f"{where}: expected nbformat 4; convert it with jupyter nbconvert")
     cells: list[dict[str, Any]] = data["cells"]
+    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
+        refuse("E-NOTEBOOK", f"{where}: malformed cells; open and save it in Jupyter")
     return cells
+
+
+def _is_cell(cell: object) -> bool:
+    metadata = cell.get("metadata", {}) if isinstance(cell, dict) else None
+    return isinstance(metadata, dict) and isinstance(metadata.get("tags", []), list)
 
 
 def _text(cell: dict[str, Any]) -> str:

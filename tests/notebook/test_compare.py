@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moebook import results
 from moebook.errors import Refusal
 from moebook.notebook.compare import compare, read
 from moebook.notebook.session import ENVIRONMENT, VALUE
@@ -106,12 +107,69 @@ def test_what_a_notebook_does_not_say_is_unknown_and_nonsense_is_refused(project
 def test_a_manifest_beside_the_notebook_is_read(project: Path) -> None:
     path = reader(project, values(0.42, 0.40))
     environment = {"python": "3.11.2", "cpu": "Y 1", "versions": {"torch": "2.13.0"}}
-    manifest = {"parameters": {"tier": "study", "steps": 600}, "environment": environment}
+    manifest = {
+        "parameters": {"tier": "study", "steps": 600},
+        "environment": environment,
+        "hashes": {"executed": results.digest(path)},
+    }
     path.with_suffix(".manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     text = compare(path, project)
     differences = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
     assert differences == ["  cpu: Y 1 | X 9000"]
     assert read(path).scale == "study"
+    committed = path.rename(path.with_name("notebook.ipynb"))
+    path.with_suffix(".manifest.json").rename(path.with_name("manifest.json"))
+    assert read(committed).manifest["parameters"]["steps"] == 600
+
+
+def test_the_manifest_of_another_run_is_left_aside(project: Path) -> None:
+    path = reader(project, values(0.42, 0.40), {"parameters": {"steps": 50}})
+    manifest = {"parameters": {"tier": "study", "steps": 600}, "hashes": {"executed": "0" * 64}}
+    path.with_suffix(".manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert read(path).manifest["parameters"] == {"tier": "cpu", "steps": 50}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"hashes": {', "E-RECORD: .*my_run.manifest.json is not JSON"),
+        ("[]", "E-RECORD: .*my_run.manifest.json is no JSON object"),
+        ('{"hashes": []}', "E-RECORD: .*my_run.manifest.json: malformed hashes"),
+        ('{"environment": {"versions": 3}}', "E-RECORD: .*malformed versions"),
+    ],
+)
+def test_a_malformed_manifest_is_refused(project: Path, text: str, message: str) -> None:
+    path = reader(project, values(0.42, 0.40))
+    path.with_suffix(".manifest.json").write_text(text, encoding="utf-8")
+    with pytest.raises(Refusal, match=message):
+        compare(path, project)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("# Parameters", "steps = = 5", "E-PARAMETER: my_run.ipynb: the injected cell is not name"),
+        ('"outputs": []', '"output": []', "E-NOTEBOOK: my_run.ipynb has a cell without outputs"),
+        ('"outputs": [{', '"outputs": [3, {', "E-NOTEBOOK: my_run.ipynb has a cell without"),
+        ('"metadata": {"tags"', '"metadata": [], "m": {"tags"', "E-NOTEBOOK: .*malformed cells"),
+    ],
+)
+def test_a_notebook_that_was_edited_by_hand_is_refused(
+    project: Path, old: str, new: str, message: str
+) -> None:
+    path = reader(project, values(0.42, 0.40))
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(Refusal, match=message):
+        compare(path, project)
+
+
+def test_a_malformed_manifest_of_the_book_is_refused(project: Path) -> None:
+    place = project / "results" / "pesc" / "study" / "manifest.json"
+    place.write_text('{"parameters": [1]}', encoding="utf-8")
+    with pytest.raises(Refusal, match=r"E-RECORD: manifest of pesc .study.: malformed"):
+        compare(reader(project, values(0.42, 0.40)), project)
 
 
 def test_without_a_record_of_the_book_the_readers_ledger_is_shown_alone(tmp_path: Path) -> None:
