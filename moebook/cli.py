@@ -35,18 +35,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 when a check failed, 2 for a refusal, 130 after Ctrl-C."""
+    """Run one command and return the exit code.
+
+    0, 1 when a check failed, 2 for a refusal or what the system refused (a file, the network), 130
+    after Ctrl-C, 141 when whoever reads the output has gone, as ``head`` does.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     try:
         options = _parse(arguments)
         command: Callable[[argparse.Namespace], int] = options.command
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()  # a reader that has gone is noticed here, and not when Python ends
+        return code
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(Refusal("E-OS", f"{type(error).__name__}: {error}"), file=sys.stderr)
+        return 2
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

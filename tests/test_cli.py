@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
         ("audit pesk", "E-NAME"),
         ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
+        ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected at least 1"),
+        ("pretrain nano --steps -3", "E-RANGE: steps is -3, expected at least 1"),
         ("verify toy", "E-NOTEBOOK: 'toy' has no records"),
     ],
 )
@@ -57,6 +60,27 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
     told = capsys.readouterr()
     assert told.err.startswith(message)
     assert told.err.count("\n") == 1 and told.out == ""
+
+
+def test_what_the_system_refuses_is_told_in_one_line(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "notebooks" / "02_folder.ipynb").mkdir()
+    assert cli.main(["list"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("E-OS: IsADirectoryError: ") and "02_folder.ipynb" in told.err
+    assert told.err.count("\n") == 1 and told.out == ""
+
+
+def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    code = "import sys; from moebook.cli import main; sys.exit(main(['audit', '--all']))"
+    command = [sys.executable, "-c", code]
+    folder = Path(cli.__file__).parents[1]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=folder)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_outside_a_project_the_command_says_so(
