@@ -107,7 +107,7 @@ def _add_book(commands: Any) -> None:
 
 def _add_verify(commands: Any) -> None:
     parser = _add(commands, "verify", verify, "recompute hashes and values of all records")
-    parser.add_argument("notebook", nargs="?", help="short name; all by default")
+    parser.add_argument("notebook", nargs="?", help="short name, or bench; all by default")
 
 
 def _add_audit(commands: Any) -> None:

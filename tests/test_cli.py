@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -108,6 +109,39 @@ def test_verify_exits_with_1_when_something_fails(
     record.write_text('{"notebook": "toy", "scale": "study", "values": []}')
     assert cli.main(["verify"]) == 1
     assert "FAILS results/toy/study/record.json: E-RECORD" in capsys.readouterr().out
+
+
+def test_verify_checks_the_records_of_the_benchmark_too(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = project / "results" / "bench" / "cpu" / "record.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"notebook": "kernels", "scale": "cpu", "values": []}')
+    hashes = {"record": hashlib.sha256(record.read_bytes()).hexdigest()}
+    manifest = {"notebook": "kernels", "tier": "cpu", "hashes": hashes}
+    record.with_name("manifest.json").write_text(json.dumps(manifest))
+    assert cli.main(["verify", "bench"]) == 0
+    assert "results/bench/cpu/record.json: hash and tier agree" in capsys.readouterr().out
+    record.write_text(record.read_text() + "\n")
+    assert cli.main(["verify"]) == 1
+    assert "its hash is not the manifest's" in capsys.readouterr().out
+
+
+def test_an_incomplete_manifest_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = project / "notebooks" / "01_toy.ipynb"
+    notebook.write_text(notebook.read_text().replace("smoke, cpu", "smoke, cpu, study"))
+    notebook.with_name("01_toy.study.yaml").write_text("top_k: 1\n")
+    record = project / "results" / "toy" / "study" / "record.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"notebook": "toy", "scale": "study", "values": []}')
+    for text in ("{}", '{"seconds": 1.0}', '{"parameters": [1], "hashes": null}'):
+        record.with_name("manifest.json").write_text(text)
+        assert cli.main(["list"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("E-RECORD: results/toy/study/manifest.json is incomplete (KeyError")
+        assert told.count("\n") == 1
+        assert cli.main(["verify"]) == 1
+        assert "FAILS results/toy/study/record.json: " in capsys.readouterr().out
 
 
 def test_the_audit_of_one_paper_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

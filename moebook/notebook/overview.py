@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moebook import results
+from moebook.errors import refuse
 from moebook.notebook import sources
 from moebook.notebook.parameters import Parameter
 from moebook.notebook.sources import Notebook
@@ -22,7 +23,10 @@ def _block(notebook: Notebook, folder: Path) -> str:
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
     lines += [f"  {_parameter(p, width)}" for p in notebook.parameters.values()]
-    lines += [f"  --tier {tier:<7}{cost(records.get(tier))}" for tier in notebook.tiers]
+    for tier in notebook.tiers:
+        path = results.record_path(folder, notebook.path.stem, tier).relative_to(folder)
+        where = str(path).replace("record.json", "manifest.json")
+        lines.append(f"  --tier {tier:<7}{cost(records.get(tier), where)}")
     return "\n".join(lines)
 
 
@@ -31,15 +35,27 @@ def _parameter(parameter: Parameter, width: int) -> str:
     return f"{start}  {parameter.help} {parameter.rule}".rstrip()
 
 
-def cost(record: Record | None) -> str:
-    """Say what a record's run cost, from its manifest: time, peak memory, and on what."""
+def cost(record: Record | None, where: str) -> str:
+    """Say what a record's run cost, from its manifest: time, peak memory, and on what.
+
+    Args:
+        record: With its manifest; None for what never ran.
+        where: Names the manifest's file in a refusal.
+
+    Raises:
+        Refusal: ``E-RECORD`` when the manifest does not say what it cost.
+    """
     if record is None:
         return "not measured"
-    spent, memory = record.manifest["seconds"], record.manifest["peak_memory"]
-    machine = record.manifest["environment"]
-    hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-    overrides = " ".join(f"-p {k}={v}" for k, v in record.manifest["overrides"].items())
-    return f"{duration(spent)}, {size(memory)} on {hardware} {overrides}".rstrip()
+    try:
+        spent, memory = record.manifest["seconds"], record.manifest["peak_memory"]
+        machine = record.manifest["environment"]
+        hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
+        overrides = " ".join(f"-p {k}={v}" for k, v in record.manifest["overrides"].items())
+        return f"{duration(spent)}, {size(memory)} on {hardware} {overrides}".rstrip()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        refuse("E-RECORD", f"{where} is incomplete ({what}); run the notebook again with --force")
 
 
 def duration(seconds: float) -> str:
