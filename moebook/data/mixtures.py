@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from moebook.data import tasks
 from moebook.errors import refuse
@@ -32,6 +32,19 @@ def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
     plain = (" ".join(row["prompt"].casefold().split()) for row in rows)
     return {hashlib.sha256(prompt.encode()).hexdigest() for prompt in plain}
+
+
+def hold_out(
+    rows: Sequence[dict[str, str]], size: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Split shuffled rows in those to train on and the first `size`, which are held out.
+
+    Data sets that answer a prompt several times, as MetaMathQA does, have some of their prompts on
+    both sides of any split of rows: what shares its prompt with a held-out row is left out.
+    """
+    held_out = list(rows[:size])
+    asked = hashes(held_out)
+    return [row for row in rows[size:] if not hashes([row]) & asked], held_out
 
 
 def refuse_leak(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from moebook.data import chat, files
@@ -92,9 +93,9 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
 
 def final_number(text: str) -> str:
     """Return the last number of a text, plainly written (-1,080.50 as -1080.5); "" without one."""
-    found = re.findall(r"(?:(?<!\w)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
-    number = found[-1].replace(",", "") if found else ""
-    return number.rstrip("0").removesuffix(".") if "." in number else number
+    whole = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+    found = re.findall(rf"(?:(?<!\w)-)?(?:{whole}(?:\.\d+)?|\.\d+)", text.replace("\u2212", "-"))
+    return format(Decimal(found[-1].replace(",", "")).normalize(), "f") if found else ""
 
 
 def instruction(raw: Mapping[str, Any], where: str) -> Row:

@@ -74,12 +74,13 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
     with torch.no_grad():
         run = implementation("clusters", impl, _IMPLEMENTATIONS, points)
         found: Clusters = run(points.detach(), centres.detach())
-    if found.inertia.device.type == "cpu" and not found.inertia.isfinite().all():
-        layer = int(found.inertia.isfinite().logical_not().int().argmax())
-        refuse(
-            "E-NONFINITE", f"clusters: points or centres of layer {layer} hold NaN or infinity, or"
-            " distances too large to be squared",
-        )  # fmt: skip
+    if points.device.type == "cpu":
+        finite = found.inertia.isfinite() & centres.isfinite().flatten(1).all(1)
+        if not finite.all():
+            refuse(
+                "E-NONFINITE", f"clusters: points or centres of layer {int(finite.int().argmin())}"
+                " hold NaN or infinity, or distances too large to be squared",
+            )  # fmt: skip
     return found
 
 

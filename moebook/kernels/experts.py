@@ -116,10 +116,14 @@ def check_act(op: str, act: Activation) -> None:
     """Refuse, with E-TYPE, an activation that an op's own backward pass cannot go through."""
     if not callable(act):
         refuse("E-TYPE", f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()")
-    if isinstance(act, torch.nn.Module) and any(part.requires_grad for part in act.parameters()):
-        refuse("E-TYPE", f"{op}: act is {act}, whose parameters would get no gradient: freeze them")
-    if getattr(act, "inplace", False):
-        refuse("E-TYPE", f"{op}: act is {act}, expected one that is not in place")
+    name = type(act).__name__
+    module = act if isinstance(act, torch.nn.Module) else torch.nn.Module()
+    if torch.is_grad_enabled() and any(part.requires_grad for part in module.parameters()):
+        refuse(
+            "E-TYPE", f"{op}: act is {name}, whose parameters would get no gradient: freeze them"
+        )
+    if any(getattr(part, "inplace", False) for part in module.modules()):
+        refuse("E-TYPE", f"{op}: act is {name}, expected one that is not in place")
 
 
 def _segments(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:

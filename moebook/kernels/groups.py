@@ -15,7 +15,6 @@ from torch.nn.functional import embedding_bag
 from moebook.errors import nearest, refuse
 from moebook.kernels.arguments import natural, real, together, valued
 from moebook.kernels.dispatch import implementation
-from moebook.kernels.products import product
 
 DIVERSITY = ("ordered", "inverse")
 MOST = 10**9
@@ -276,8 +275,10 @@ def _tiles(steps: Tensor, size: int) -> Iterator[tuple[Array, Array, Array]]:
             columns = np.ascontiguousarray(joined[last + 1 :, at : min(at + TILE[1], above)])
             for top in range(0, end - first, TILE[0]):
                 part = slice(first + top, min(first + top + TILE[0], end))
-                piece = torch.from_numpy(rows[top : top + TILE[0]])
-                sums = product(piece, torch.from_numpy(columns)).numpy()
+                # OpenBLAS may raise a flag on numbers of no product. PyTorch's own product would
+                # round to bfloat16 for whoever allows that (`slack` is that of float32).
+                with np.errstate(all="ignore"):
+                    sums = rows[top : top + TILE[0]] @ columns
                 yield sums, left[part], right[at : at + columns.shape[1]]
 
 

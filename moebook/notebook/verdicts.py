@@ -119,7 +119,7 @@ def verdict(claim: Claim, records: Iterable[Record]) -> Verdict:
     """Give a claim its verdict from records: the highest scale that may decide, else the highest.
 
     Raises:
-        Refusal: E-VERDICT for a value whose unit or scale the claim does not allow.
+        Refusal: E-VERDICT for a value in another unit than the claim's.
     """
     return row(claim, records).verdict
 

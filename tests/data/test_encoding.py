@@ -116,6 +116,14 @@ def test_an_empty_mixture_and_an_unknown_task_are_refused():
         data.mixture({"gdc": 1}, "train")
 
 
+def test_held_out_prompts_that_were_answered_several_times_leave_the_training_rows():
+    rows = [{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(["a", "b", "A ", "c"])]
+    train, held_out = data.hold_out(rows, 2)
+    assert [row["answer"] for row in held_out] == ["0", "1"]
+    assert [row["answer"] for row in train] == ["3"]
+    data.refuse_leak(train, held_out)
+
+
 def test_an_evaluation_prompt_among_the_training_prompts_is_a_leak():
     train = [{"prompt": "What  is\n1 + 1?"}, {"prompt": "b"}]
     data.refuse_leak(train, [{"prompt": "c"}])

@@ -225,7 +225,8 @@ def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "number"),
     [("It is 24, in all 72.", "72"), ("-1,080.50", "-1080.5"), ("10-3=7", "7"), ("none", ""),
-     ("from 5 to 12,000,", "12000"), ("$18.00", "18"), ("May 2-3", "3")],
+     ("from 5 to 12,000,", "12000"), ("$18.00", "18"), ("May 2-3", "3"),
+     ("\u22127", "-7"), ("it is .50", "0.5"), ("1000", "1000")],
 )  # fmt: skip
 def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
     assert raw.final_number(text) == number

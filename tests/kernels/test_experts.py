@@ -180,14 +180,26 @@ def test_grouping_a_given_routing_equals_what_route_says():
     ("act", "why"),
     [
         ("silu", "act is 'silu', expected a function"),
-        (torch.nn.PReLU(), r"act is PReLU\(.*\), whose parameters would get no gradient"),
-        (torch.nn.SiLU(inplace=True), r"act is SiLU\(inplace=True\), expected one that is not"),
+        (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
+        (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
+        (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
     ],
 )
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
     x, logits, *bank = (tensor.detach() for tensor in case(5, 4, 2, 3, 2))
     with pytest.raises(Refusal, match=f"E-TYPE: experts: {why}"):
         experts(x, route(logits, 2), Bank(*bank), act, impl=impl)
+
+
+def test_without_gradients_an_activation_may_have_parameters():
+    x, logits, *bank = (tensor.detach() for tensor in case(5, 4, 2, 3, 2))
+    act = torch.nn.PReLU().to(x)
+    with torch.no_grad():
+        found, wanted = (
+            experts(x, route(logits, 2), Bank(*bank), act, impl=impl)
+            for impl in ("torch", "reference")
+        )
+    torch.testing.assert_close(found, wanted)
 
 
 def test_arguments_that_do_not_fit_are_refused():

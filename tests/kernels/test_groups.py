@@ -91,6 +91,21 @@ def test_groups_of_nearly_all_candidates_are_few_and_so_are_their_halves(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_products_in_less_than_float32_which_a_user_may_allow_change_no_group(impl):
+    torch.manual_seed(0)
+    similarity = (0.9 + 0.005 * torch.randn(30, 30)).to(DEVICE)
+    worth = torch.arange(30).to(DEVICE)
+    wanted = groups(similarity, worth, 8, best=10, impl=impl)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found = groups(similarity, worth, 8, best=10, impl=impl)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_where_all_is_equal_the_first_groups_come_first(impl):
     made = torch.full((12, 12), 0.1, device=DEVICE), torch.ones(12, device=DEVICE)
     found = groups(*made, 6, best=2, impl=impl)
