@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         command: Callable[[argparse.Namespace], int] = options.command
         code = command(options)
-        sys.stdout.flush()  # a reader that has gone is noticed here, and not when Python ends
+        print(end="", flush=True)  # a reader that has gone is noticed here, not when Python ends
         return code
     except Refusal as refusal:
         print(refusal, file=sys.stderr)

@@ -67,6 +67,7 @@ def _closest(
             squares += tl.sum(wide * wide, 1)
         total = tl.where((shot < many)[None, :], total, float("-inf"))
         best = tl.maximum(best, tl.max(total, 1))
-    # A row that is not finite has a length that is not, and inf / inf is NaN as for PyTorch.
+    # A row that is not finite, or too large to be squared, has no length: its score is NaN.
     length = tl.where(squares == 0, 1.0, tl.sqrt(squares))
+    length = tl.where(squares == float("inf"), float("nan"), length)
     tl.store(scores + row, best / length, mask=row < S)
