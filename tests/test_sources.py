@@ -170,7 +170,7 @@ def test_a_faultless_notebook_has_no_problems() -> None:
         ("class A: pass", "defines a function"),
         ("import os", "imports after"),
         ("if steps:\n    from os import path", "imports after"),
-        ("\n".join(f"x{i} = {i}" for i in range(13)), "13 lines of code"),
+        ("\n".join(f"x{i} = {i}" for i in range(14)), "14 lines of code"),
         ("figure = plotting.curves(history)", "no alt"),
         ("figure = plotting.curves(history)", "no caption"),
         ("figure = plotting.curves(history)", "no name"),
