@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook.errors import Refusal, nearest, refuse
-from moebook.results import TIERS
+
+LIVE = ("smoke", "cpu", "gpu", "paper")
+"""The tiers at which a whole book can be executed; the others are of pools."""
 
 MODELS = Path(__file__).parent / "models"
 
@@ -71,7 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     checks = (_add_verify, _add_audit, _add_compare)
-    for add in (_add_run, _add_list, _add_book, *checks, _add_bench, _add_pretrain):
+    for add in (_add_run, _add_study, _add_list, _add_book, *checks, _add_bench, _add_pretrain):
         add(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest:
@@ -86,27 +88,43 @@ def _add(commands: Any, name: str, command: Callable[[Any], int], text: str) -> 
 
 
 def _add_run(commands: Any) -> None:
-    parser = _add(commands, "run", run, "execute one notebook and publish what it left")
+    parser = _add(commands, "run", run, "execute one notebook for yourself, into runs/mine/")
     parser.add_argument("notebook", help="short name, such as pesc")
-    parser.add_argument("--tier", default="cpu", choices=TIERS, help="scale (default: cpu)")
+    parser.add_argument(
+        "--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL",
+        help="parameter file beside the notebook: a tier, or a study's such as nano (default: cpu)",
+    )  # fmt: skip
     parser.add_argument(
         "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
     )
     parser.add_argument("--force", action="store_true", help="run even if nothing has changed")
 
 
+def _add_study(commands: Any) -> None:
+    parser = _add(commands, "study", study, "add runs to a pool, one seed a run")
+    parser.add_argument("notebook", nargs="?", help="short name, such as pesc")
+    parser.add_argument("--on", dest="protocol", metavar="PROTOCOL", help="such as nano")
+    parser.add_argument("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5")
+    parser.add_argument("--arms", default="all", help="names with commas (default: all)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: cores)")
+    parser.add_argument(
+        "--engine", default="local", choices=("local", "ray"), help="where (default: local)"
+    )
+    parser.add_argument("--add", metavar="FILE", help="take in an executed notebook instead")
+
+
 def _add_list(commands: Any) -> None:
-    _add(commands, "list", list_notebooks, "show notebooks, parameters, tiers and measured costs")
+    _add(commands, "list", list_notebooks, "show notebooks, parameters, protocols and their costs")
 
 
 def _add_book(commands: Any) -> None:
     parser = _add(commands, "book", book, "execute the notebooks and render the book")
-    parser.add_argument("--tier", default="cpu", choices=TIERS, help="scale (default: cpu)")
+    parser.add_argument("--tier", default="cpu", choices=LIVE, help="scale (default: cpu)")
     parser.add_argument("--only", metavar="NOTEBOOK", help="execute this one, render everything")
 
 
 def _add_verify(commands: Any) -> None:
-    parser = _add(commands, "verify", verify, "recompute hashes and values of all records")
+    parser = _add(commands, "verify", verify, "recompute hashes and values of all runs")
     parser.add_argument("notebook", nargs="?", help="short name, or bench; all by default")
 
 
@@ -148,11 +166,35 @@ def run(options: argparse.Namespace) -> int:
     declared = sources.find(folder, options.notebook).parameters
     overrides = parameters.read_options(declared, options.p)
     outcome = run_notebook(
-        options.notebook, options.tier, overrides, folder=folder, force=options.force
+        options.notebook, options.protocol, overrides, folder=folder, force=options.force
     )
     if outcome:
         print(outcome.describe(folder))
     return 0
+
+
+def study(options: argparse.Namespace) -> int:
+    """``moebook study``: fill a pool; exit 1 when a run failed."""
+    from moebook import results
+    from moebook.notebook import study as studies
+
+    folder = results.root()
+    given = (options.notebook, options.protocol, options.seeds)
+    if options.add:
+        if given != (None, None, None):
+            refuse("E-USAGE", "moebook study: --add takes a file and nothing else")
+        run, path = studies.add_notebook(Path(options.add), folder)
+        print(f"{run.notebook} at {run.protocol}, seed {run.seed}: {path.relative_to(folder)}")
+        return 0
+    if None in given:
+        refuse("E-USAGE", "moebook study: expected NAME --on PROTOCOL --seeds 0-9, or --add FILE")
+    if options.jobs is not None and (options.jobs < 1 or options.engine == "ray"):
+        rule = "a cluster decides by itself" if options.jobs > 0 else "expected at least 1"
+        refuse("E-RANGE", f"--jobs is {options.jobs}: {rule}")
+    wanted = studies.seeds(options.seeds)
+    settings = {"arms": options.arms, "jobs": options.jobs, "engine": options.engine}
+    failed = studies.study(options.notebook, options.protocol, wanted, **settings, folder=folder)
+    return int(failed > 0)
 
 
 def list_notebooks(options: argparse.Namespace) -> int:
@@ -167,25 +209,20 @@ def list_notebooks(options: argparse.Namespace) -> int:
 def book(options: argparse.Namespace) -> int:
     """``moebook book``: execute what has changed, then render."""
     from moebook import results
-    from moebook.notebook import sources
-    from moebook.notebook.runner import run_notebook
+    from moebook.notebook import book as books
 
     folder = results.root()
-    for name in [options.only] if options.only else sources.notebooks(folder):
-        if outcome := run_notebook(name, options.tier, folder=folder):
-            print(outcome.describe(folder), flush=True)
-    from moebook.notebook.book import build
-
-    build(options.tier, folder)
+    books.execute(options.tier, options.only, folder)
+    books.build(options.tier, folder)
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
-    """``moebook verify``: exit 1 when a record, manifest and executed copy do not agree."""
+    """``moebook verify``: exit 1 when a run, its pool and its executed copy do not agree."""
     from moebook.notebook.verify import verify as findings
 
     found = findings(options.notebook)
-    print("\n".join(map(str, found)) or "no records: nothing was run yet")
+    print("\n".join(map(str, found)) or "no runs: nothing was run yet")
     return int(any(finding.failures for finding in found))
 
 

@@ -76,6 +76,16 @@ def consistency(checkpoints: Sequence[Tensor], *, over: str = "pairs") -> pd.Dat
     return pd.DataFrame({"layer": range(len(scores)), "consistency": scores.tolist()})
 
 
+def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
+    """Average `consistency` over layers, of the checkpoints after some steps (Table 6).
+
+    Args:
+        watched: Step to `activated`.
+        steps: At least two of them.
+    """
+    return float(consistency([watched[step] for step in steps]).consistency.mean())
+
+
 def _jaccard(group: Tensor) -> Tensor:
     """Return the mean index over tokens by layer ``[L]`` of sets ``[checkpoints, L, T, E]``."""
     shared, either = group.all(0).sum(-1), group.any(0).sum(-1)

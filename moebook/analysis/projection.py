@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,31 @@ def project(points: Tensor, method: str = "umap", *, seed: int = 0) -> npt.NDArr
     finally:
         torch.set_num_threads(threads)  # numba, started by UMAP, sets OpenMP's and so torch's
     return np.stack(planes).astype(np.float32)
+
+
+def panels(
+    points: Tensor, labels: Tensor, names: Sequence[str], method: str = "umap", *, seed: int = 0
+) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+    """Arrange a cloud for `plotting.points`: the first, the middle and the last layer.
+
+    Args:
+        points: ``[L, S, D]``, see `project`.
+        labels: ``[S]`` number of each point's group.
+        names: The groups' names.
+        method: See `project`, also for what is refused.
+        seed: Of the layout.
+
+    Returns:
+        ``layer 0`` and so on, each with the points ``[n, 2]`` of each group.
+    """
+    layers = sorted({0, len(points) // 2, len(points) - 1})
+    planes = project(points[layers], method, seed=seed)
+    return {
+        f"layer {layer}": {
+            name: plane[labels.numpy() == number] for number, name in enumerate(names)
+        }
+        for layer, plane in zip(layers, planes, strict=True)
+    }
 
 
 def _umap(seed: int) -> Plane:

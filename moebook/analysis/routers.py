@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,22 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
         found = torch.autograd.grad(model(**read).loss, weights, allow_unused=True)
     norms = [0.0 if grad is None else float(grad.norm()) for grad in found]
     return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
+
+
+def summary(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], batch: Mapping[str, Any]
+) -> dict[str, float]:
+    """Summarise all routers of a model together.
+
+    Args:
+        model: A routed causal language model whose routers require a gradient.
+        batches: For `statistics`, whose ``scale``, ``entropy`` and ``load_entropy`` are averaged
+            over layers.
+        batch: For `gradients`: ``gradient`` is the norm over all routers' weights.
+    """
+    means = statistics(model, batches)[["scale", "entropy", "load_entropy"]].mean()
+    norm = np.linalg.norm(gradients(model, batch).gradient)
+    return {"gradient": float(norm), **means.to_dict()}
 
 
 @torch.no_grad()

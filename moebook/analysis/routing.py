@@ -96,6 +96,69 @@ def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
     return distance.rename("distance").reset_index()
 
 
+def contrast(shares: pd.DataFrame, one: str, other: str) -> tuple[float, float]:
+    """Measure how differently two domains are routed, in the paper's way and layer by layer.
+
+    Args:
+        shares: From `shares`.
+        one: A domain.
+        other: Another one.
+
+    Returns:
+        Two total variations in [0, 1]: that of shares averaged over the routers (router
+        initialisation, Table 7), in which preferences cancel where an expert's number has no common
+        meaning through the layers; and the mean of each router's own.
+    """
+    wide = shares.pivot(index=KEYS, columns=["domain", "expert"], values="share")
+    gap = wide[one] - wide[other]
+    return float(gap.mean().abs().sum() / 2), float(gap.abs().sum(axis=1).mean() / 2)
+
+
+def panels(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.DataFrame]:
+    """Arrange `shares` for a heat map: a table of domains by experts for each of a few layers.
+
+    Args:
+        shares: From `shares`.
+        most: At most so many layers, spread from the first to the last.
+    """
+    layers = set(np.linspace(0, shares.layer.max(), most).astype(int))
+    return {
+        f"layer {layer}": part.pivot_table(index="domain", columns="expert", values="share")
+        for layer, part in shares.groupby("layer")
+        if layer in layers
+    }
+
+
+def stacks(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.Series]:
+    """Arrange `shares` for stacked bars: each expert's share over all domains, for a few layers.
+
+    Args:
+        shares: From `shares`.
+        most: At most so many layers, the same as those of `panels`.
+
+    Returns:
+        Layer's name to shares by expert ``[E]``, which sum to 1.
+    """
+    slots = shares.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
+    spread = slots.div(slots.sum(axis=1), axis=0).rename(index="layer {}".format)
+    return {name: spread.loc[name] for name in panels(shares, most)}
+
+
+def summary(shares: pd.DataFrame) -> dict[str, float]:
+    """Sum `shares` up in three numbers in [0, 1], means over routers and domains.
+
+    Args:
+        shares: From `shares`.
+
+    Returns:
+        ``load_entropy`` and ``largest_share`` from `load`, ``specialisation`` from
+        `specialisation`.
+    """
+    loads, distances = load(shares), specialisation(shares).distance
+    means = loads.entropy.mean(), loads.largest.mean(), distances.mean()
+    return dict(zip(("load_entropy", "largest_share", "specialisation"), means, strict=True))
+
+
 def _counts(router: nn.Module) -> Tensor:
     """Return the slots that each expert ``[E]`` got in the last pass, without padding."""
     ids = router.trace.decisions[router.layer].ids

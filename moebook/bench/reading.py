@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 
 from moebook import results
-from moebook.bench.report import COUNTS, UNITS
-from moebook.errors import refuse
-from moebook.results import Record
+from moebook.bench.report import BENCH, COUNTS, UNITS
+from moebook.results import Run
 
 
-def recorded(start: Path | None = None) -> dict[str, Record]:
+def recorded(start: Path | None = None) -> dict[str, Run]:
     """Read the committed runs by the machine's name: ``cpu`` and those of GPUs.
 
     Args:
@@ -25,19 +24,15 @@ def recorded(start: Path | None = None) -> dict[str, Record]:
             Without a project there are no runs.
 
     Raises:
-        Refusal: E-RECORD for a record that is not its manifest's.
+        Refusal: E-RUN for a file that is no run, or was altered.
     """
-    begin, found = (start or Path.cwd()).resolve(), {}
+    begin = (start or Path.cwd()).resolve()
     folders = [folder for folder in (begin, *begin.parents) if (folder / "_config.yml").is_file()]
-    for path in sorted(path for f in folders[:1] for path in f.glob("results/bench/*/record.json")):
-        record = results.read(path)
-        if record.manifest.get("hashes", {}).get("record") != results.digest(path):
-            refuse("E-RECORD", f"{path} is not the record of its manifest; run moebook bench")
-        found[path.parent.name] = record
-    return found
+    pools = results.pools(BENCH, folders[0]) if folders else {}
+    return {machine: pool.runs[0] for machine, pool in pools.items()}
 
 
-def remeasured(records: Mapping[str, Record]) -> pd.DataFrame:
+def remeasured(records: Mapping[str, Run]) -> pd.DataFrame:
     """Read runs back: a line a contender, by its slug, with the machine and what is recorded."""
     found: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for machine, record in records.items():
@@ -54,7 +49,7 @@ def remeasured(records: Mapping[str, Record]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*names, *UNITS, *COUNTS])
 
 
-def regrown(records: Mapping[str, Record]) -> pd.DataFrame:
+def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
     """Read sweeps back: ``machine``, ``op``, ``letter``, ``value``, ``contender``, ``seconds``."""
     found = [
         (machine, *match.groups(), value.value)

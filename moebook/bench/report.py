@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -16,10 +15,10 @@ from moebook import results, runtime
 from moebook.bench.goals import judge
 from moebook.bench.peers import installed
 from moebook.bench.running import find, slug
-from moebook.results import Record, Value
+from moebook.results import Run, Value
 
-RUN = "kernels"
-"""Name of the record's notebook: the one that shows it, whose hashes tell what it depends on."""
+BENCH = "bench"
+"""Folder of the runs of all ops, one a machine."""
 
 UNITS = {
     "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
@@ -87,9 +86,7 @@ def growth_table(frame: pd.DataFrame) -> str:
 def write(
     folder: Path, frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
 ) -> Path:
-    """Write the record of a whole run to ``results/bench/<cpu or the GPU's name>/``.
-
-    The manifest goes last and holds the record's hash, so that half a pair is never taken for one.
+    """Write a whole run to ``results/bench/<cpu or the GPU's name>/``, in place of the last one.
 
     Args:
         folder: The project.
@@ -102,26 +99,28 @@ def write(
         environment |= {"accelerator": None, "accelerator_memory": None}
     ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
     gpu = environment["accelerator"]
-    record = Record(RUN, "gpu" if gpu else "cpu", tuple(_values(frame, growth, roof)))
-    text = record.to_text()
-    hashes = results.current(RUN, folder, accelerator=gpu is not None)
-    manifest = {
-        "notebook": RUN,
-        "tier": record.scale,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hashes": {**hashes, "record": hashlib.sha256(text.encode()).hexdigest()},
-        "parameters": frame.attrs,
-        "environment": environment,
-        "commit": results.commit(folder),
-        "peers": installed()["version"].to_dict(),
-        "goals": json.loads(judge(frame).to_json(orient="records")),
-        "profiles": (ran.set_index(ran["op"] + "/" + ran["case"])["profile"].dropna()).to_dict(),
-        "absent": absent[["op", "case", "contender", "note"]].to_dict("records"),
-    }
-    place = folder / "results" / "bench" / slug(gpu or "cpu").lower()
-    results.write(place / "record.json", text)
-    results.write(place / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    return place / "record.json"
+    lock = results.digest(folder / "requirements.lock")
+    run = Run(
+        notebook=BENCH,
+        protocol=slug(gpu or "cpu").lower(),
+        tier="gpu" if gpu else "cpu",
+        seed=0,
+        values=tuple(_values(frame, growth, roof)),
+        code={"lock": lock, "modules": results.loaded()},
+        manifest={
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "parameters": frame.attrs,
+            "environment": environment,
+            "commit": results.commit(folder),
+            "peers": installed()["version"].to_dict(),
+            "goals": json.loads(judge(frame).to_json(orient="records")),
+            "profiles": ran.set_index(ran["op"] + "/" + ran["case"])["profile"].dropna().to_dict(),
+            "absent": absent[["op", "case", "contender", "note"]].to_dict("records"),
+        },
+    )
+    path = folder / "results" / BENCH / run.protocol / "0.parquet"
+    results.write_run(path, run)
+    return path
 
 
 def _values(

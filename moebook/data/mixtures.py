@@ -28,6 +28,20 @@ def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[dict[st
     return rows
 
 
+def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[dict[str, str]]:
+    """Draw a `mixture` of up to `most` rows a task, fewer where its split holds fewer."""
+    sizes = {name: min(most, tasks.find(name).available(split)) for name in names}
+    return mixture(sizes, split, seed)
+
+
+def by_domain(rows: Iterable[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """Sort rows into their domains, in the order of the domains' names."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        found.setdefault(row["domain"], []).append(row)
+    return dict(sorted(found.items()))
+
+
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
     plain = (" ".join(row["prompt"].casefold().split()) for row in rows)

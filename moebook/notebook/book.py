@@ -1,4 +1,4 @@
-"""Render the book from executed notebooks and recorded results; nothing is executed here."""
+"""The book: execute its notebooks side by side, publish them, and render the pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,72 @@ from typing import Any
 
 import yaml
 
-from moebook import papers, results
-from moebook.errors import refuse
-from moebook.notebook import fragments, ledger, verdicts
+from moebook import papers, plotting, results
+from moebook.errors import Refusal, refuse
+from moebook.notebook import findings, fragments, ledger, processes, sources, verdicts
+from moebook.notebook.processes import Job
+from moebook.notebook.sources import Notebook
 
 COMMAND = "from jupyter_book.cli.main import main; main()"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def execute(tier: str, only: str | None = None, folder: Path | None = None) -> list[str]:
+    """Execute the notebooks side by side and publish each that ran; return a line each.
+
+    Findings notebooks come last and are executed at every build: they read pools and train nothing.
+
+    Args:
+        tier: The protocol of all of them, such as ``cpu``.
+        only: Short name of the one to execute; all by default.
+        folder: The project; found from the working directory by default.
+
+    Raises:
+        Refusal: That of the first run that failed, when all have ended; the others are published.
+    """
+    folder = folder or results.root()
+    notebooks = sources.notebooks(folder)
+    chosen = {only: sources.find(folder, only)} if only else notebooks
+    jobs = [
+        Job(name, "cpu" if notebook.findings else tier)
+        for name, notebook in sorted(chosen.items(), key=lambda pair: _cost(pair[1], folder))
+    ]
+    workers = 1 if tier in ("gpu", "paper") else min(processes.cores(), len(jobs))
+    failures: list[Refusal] = []
+    with processes.Processes() as started:
+        for job, outcome in started.side_by_side(jobs, folder, workers):
+            if isinstance(outcome, Refusal):
+                failures.append(outcome)
+                line = f"failed: {outcome}"
+            else:
+                _publish(outcome, notebooks[job.notebook].path.stem, folder)
+                seconds = results.read_run(outcome.with_suffix(".parquet")).manifest["seconds"]
+                line = f"{seconds:.1f} s"
+            print(f"{job.notebook} at {job.protocol}: {line}", flush=True)
+    if failures:
+        raise failures[0]
+    return [job.notebook for job in jobs]
+
+
+def _cost(notebook: Notebook, folder: Path) -> float:
+    """Longest first, so that the last one to end is a short one; findings after all others."""
+    shown = results.live(notebook.name, folder)
+    return -(shown.runs[0].manifest["seconds"] or 0) if shown else float(notebook.findings)
+
+
+def _publish(executed: Path, stem: str, folder: Path) -> None:
+    """Copy a run to where the book reads it; the run's file, which is checked, comes last."""
+    target = folder / "book" / "notebooks" / f"{stem}.ipynb"
+    results.write(target, executed.read_text(encoding="utf-8"))
+    with results.replacing(target.with_suffix(".parquet")) as temporary:
+        shutil.copyfile(executed.with_suffix(".parquet"), temporary)
 
 
 def build(tier: str, folder: Path | None = None) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
     A notebook's page shows the live run that is there, whatever its tier: one notebook may be run
-    again without the others. A page such as ``01_pesc-study`` shows a committed run.
+    again without the others.
 
     Args:
         tier: The tier just run; a refusal names the command that makes a missing page at it.
@@ -39,10 +93,7 @@ def build(tier: str, folder: Path | None = None) -> Path:
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in pages(folder):
-        if "-" in page:
-            _place_recorded(folder, *page.split("-"))
-        else:
-            _check(folder, page, "cpu" if tier in results.COMMITTED else tier)
+        _check(folder, page, tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
     _render(folder)
@@ -52,51 +103,53 @@ def build(tier: str, folder: Path | None = None) -> Path:
 
 
 def pages(folder: Path) -> list[str]:
-    """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc-study``."""
+    """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
     toc = yaml.safe_load((folder / "book" / "_toc.yml").read_text(encoding="utf-8"))
     files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
     return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
 
 
 def generated(folder: Path) -> dict[str, str]:
-    """Return the text of every file in ``book/_generated``, by name."""
+    """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows, places = verdicts.ledger(folder), ledger.Places(folder)
-    by_paper = {
-        f"ledger_{paper}": ledger.ledger([row for row in rows if row.claim.paper == paper], places)
-        for paper in papers.PAPERS
-    }
+    mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
+    by_paper = {f"ledger_{paper}": ledger.ledger(some, places) for paper, some in mine.items()}
+    pictures = {paper: _forest(paper, some, folder) for paper, some in mine.items()}
+    shown = {paper: file for paper, file in pictures.items() if file}
     return by_paper | {
         "summary": ledger.summary(rows),
         "ledger": ledger.ledger(rows, places),
+        "chance": ledger.corrections(rows),
+        "found": ledger.found(rows, shown),
+        "front": ledger.front(rows),
         "audit": fragments.audit(papers.audit()),
         "records": fragments.records(folder),
     }
 
 
+def _forest(paper: str, rows: list[verdicts.Row], folder: Path) -> str | None:
+    """Draw a paper's claims at the committed scales; return the picture's name beside the pages."""
+    plotting.style()
+    committed = [row.committed for row in rows]
+    figure = findings.forest(committed, f"What was found: {fragments.TITLES[paper]}")
+    if figure is None:
+        return None
+    path = folder / "book" / "_generated" / f"found_{paper}.svg"
+    with results.replacing(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    return f"_generated/{path.name}"
+
+
 def _check(folder: Path, page: str, tier: str) -> None:
-    """Refuse an executed copy that is missing, has no manifest, or holds an error."""
-    copy, fix = f"book/notebooks/{page}.ipynb", f"moebook run {page[3:]} --tier {tier}"
+    """Refuse an executed copy that is missing, has no run, or holds an error."""
+    copy, fix = f"book/notebooks/{page}.ipynb", f"moebook book --tier {tier} --only {page[3:]}"
     notebook = _json(folder / copy, fix)
-    _json(folder / "book" / "notebooks" / f"{page}.manifest.json", fix)
+    if not (folder / copy).with_suffix(".parquet").is_file():
+        refuse("E-BOOK", f"{copy} has no run beside it; run: {fix}")
     for number, cell in enumerate(notebook["cells"], start=1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
                 refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
-
-
-def _place_recorded(folder: Path, stem: str, tier: str) -> None:
-    """Make the page of a committed run: its title names the tier, its figures have other names."""
-    source, fix = folder / "results" / stem[3:] / tier, f"moebook run {stem[3:]} --tier {tier}"
-    notebook = _json(source / "notebook.ipynb", fix)
-    title, *text = "".join(notebook["cells"][0]["source"]).split("\n", 1)
-    notebook["cells"][0]["source"] = "\n".join([f"{title}: the recorded {tier}", *text])
-    for cell in notebook["cells"]:
-        if figure := cell["metadata"].get("mystnb", {}).get("figure"):
-            figure["name"] += f"-{tier}"
-    page = folder / "book" / "notebooks" / f"{stem}-{tier}"
-    results.write(page.with_suffix(".ipynb"), json.dumps(notebook))
-    manifest = (source / "manifest.json").read_text(encoding="utf-8")
-    results.write(page.with_suffix(".manifest.json"), manifest)
 
 
 def _json(path: Path, fix: str) -> Any:
@@ -105,7 +158,7 @@ def _json(path: Path, fix: str) -> Any:
     except FileNotFoundError:
         refuse("E-BOOK", f"{path} is missing, so its page would be empty; run: {fix}")
     except ValueError as error:
-        refuse("E-BOOK", f"{path} is not JSON ({error}); run: {fix} --force")
+        refuse("E-BOOK", f"{path} is not JSON ({error}); remove it, then run: {fix}")
 
 
 def _render(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from moebook import results
 from moebook.notebook import badge, overview, sources
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import Record
+from moebook.results import Pool
 
 TITLES = {
     "bases": "Base and tasks",
@@ -122,30 +122,32 @@ def _findings(fold: Sequence[Finding]) -> str:
 
 
 def records(folder: Path) -> str:
-    """Return the list of recorded runs: what they cost, how old they are, what changed since."""
-    names = sources.notebooks(folder)
-    found = [record for name in names for record in results.records(name, folder).values()]
-    if not found:
+    """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
+    names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
+    pools = [pool for name in names for pool in results.pools(name, folder).values()]
+    pools += [pool for name in names if (pool := results.live(name, folder))]
+    if not pools:
         return "No run has been recorded yet.\n"
     return table(
-        ("notebook", "values", "cost", "machine", "code since"),
-        (_record(record, folder) for record in found),
+        ("notebook", "runs", "cost of a run", "machine", "code since"),
+        (_record(pool, folder) for pool in pools),
         caption="All runs that this book draws on",
     )
 
 
-def _record(record: Record, folder: Path) -> str:
-    manifest, machine = record.manifest, record.manifest["environment"]
-    seeds = manifest["parameters"].get("seeds", 0)
+def _record(pool: Pool, folder: Path) -> str:
+    last = max(pool.runs, key=results.day)
+    manifest, machine = last.manifest, last.manifest["environment"]
     peak = manifest["peak_memory"]
-    shown = "live, on its page" if record.scale not in results.COMMITTED else "committed"
+    shown = "live, on its page" if pool.tier not in results.COMMITTED else "committed"
     accelerator = f"<br>{escape(machine['accelerator'])}" if machine["accelerator"] else ""
+    seeds = ", ".join(map(str, pool.seeds))
     return row({
-        "notebook": f"<b>{escape(TITLES[record.notebook])}</b><br>{record.scale} ({shown})",
-        "values": f"{len(record.values)}<br>{seeds} seed{'s' * (seeds != 1)}",
-        "cost": escape(overview.duration(manifest["seconds"]))
+        "notebook": f"<b>{escape(TITLES[pool.notebook])}</b><br>{pool.protocol} ({shown})",
+        "runs": f"{badge.seeds(len(pool.seeds))}: {seeds}<br>{len(last.values)} values each",
+        "cost of a run": escape(overview.duration(manifest["seconds"]))
         + (f"<br>{escape(overview.size(peak))} at most" if peak else ""),
         "machine": f"{machine['cores']} × {escape(machine['cpu'])}{accelerator}",
-        "code since": f"{escape(badge.evidence(record, folder))}"
-        f'<span class="note">commit {escape(badge.commit(manifest))}</span>',
+        "code since": escape(results.since(last, folder))
+        + f'<span class="note">commit {escape(badge.commit(last))}</span>',
     })  # fmt: skip

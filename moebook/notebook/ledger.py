@@ -1,4 +1,4 @@
-"""The ledger as parts of pages: every claim with the paper's number, ours, and the verdict."""
+"""The ledger as parts of pages: every claim with the paper's number, ours by scale, the verdict."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from urllib.parse import urlencode
 
 import yaml
 
+from moebook.notebook import findings
 from moebook.notebook.fragments import TITLES, mark, row, table
-from moebook.notebook.measurements import describe
 from moebook.notebook.session import VALUE
-from moebook.notebook.verdicts import LABELS, Row
+from moebook.notebook.verdicts import LABELS, SO_FAR, Measurement, Row, amount, chance, side
 from moebook.papers import Claim
+from moebook.results import COMMITTED
 
 KINDS = {
     "reproduced": "reproduced",
@@ -29,10 +30,13 @@ KINDS = {
 }
 """Label to the badge's class in ``_static/moebook.css``."""
 
+LIVE = "this build"
+"""The column of the runs that the notebooks' pages show."""
+
 
 @dataclass(frozen=True)
 class Places:
-    """Where the ledger's links lead: the cell that records a value, and the code behind a claim.
+    """Where the ledger's links lead: what was found, the cell that records it, and the code.
 
     Args:
         folder: The project.
@@ -41,22 +45,22 @@ class Places:
     folder: Path
 
     def links(self, one: Row) -> str:
-        """Return the links of a row as HTML; empty while neither page nor function exist."""
-        claim, measured = one.claim, one.verdict.measurement
+        """Return the links of a row as HTML; empty while there is nothing to link to."""
+        claim, best = one.claim, one.best
         short = claim.function.removeprefix("moebook.").removeprefix("methods.")
+        findings_page = f"{claim.notebook}_findings"
+        pooled = best is not None and best.pool.tier in COMMITTED
         targets = {
-            "notebook": self._page(claim, measured.scale if measured else ""),
+            "findings": self._page(findings_page) if pooled else None,
+            "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
             f"<code>{escape(short)}</code>": self._code(claim),
         }
         found = [f'<a href="{escape(url)}">{text}</a>' for text, url in targets.items() if url]
         return f'<span class="note">{" · ".join(found)}</span>' if found else ""
 
-    def _page(self, claim: Claim, scale: str) -> str | None:
-        """Return the page of the run that the verdict rests on, else the live one."""
-        for name in (f"{claim.notebook}-{scale}", claim.notebook):
-            if (self.folder / "book" / "notebooks" / f"{name}.ipynb").is_file():
-                return f"notebooks/{name}.html{self._anchors.get(claim.value, '')}"
-        return None
+    def _page(self, name: str, anchor: str = "") -> str | None:
+        copy = self.folder / "book" / "notebooks" / f"{name}.ipynb"
+        return f"notebooks/{name}.html{anchor}" if copy.is_file() else None
 
     @cached_property
     def _anchors(self) -> dict[str, str]:
@@ -96,7 +100,7 @@ def summary(rows: Sequence[Row]) -> str:
     """Return how many claims of each paper have which verdict; every number leads to its rows."""
     counts = {paper: Counter[str]() for paper in TITLES}
     for one in rows:
-        counts[one.claim.paper][str(one.verdict.label)] += 1
+        counts[one.claim.paper][str(one.label)] += 1
     lines = [
         row({
             "paper": escape(TITLES[paper]),
@@ -114,30 +118,114 @@ def _count(count: int, **filters: str) -> str:
 
 
 def ledger(rows: Sequence[Row], places: Places) -> str:
-    """Return one row a claim, with filters by verdict and, where there are several, by paper."""
+    """Return one row a claim, a column a scale, with filters by verdict and, if several, paper."""
     several = len({one.claim.paper for one in rows}) > 1
+    ordered = sorted((m.pool.rank, _scale(m)) for one in rows for m in one.measurements)
+    scales = list(dict.fromkeys(name for _, name in ordered))
     return table(
-        ("claim", "the paper", "ours", "verdict"),
-        (_row(one, places) for one in rows),
+        ("claim", "the paper", *scales, "verdict"),
+        (_row(one, scales, places) for one in rows),
         caption="An effect is value minus reference; intervals are at 95 %",
         filters=("paper", "verdict") if several else ("verdict",),
     )
 
 
-def _where(text: str) -> str:
-    return f'<span class="where">{escape(text)}</span>'
+def _scale(measured: Measurement) -> str:
+    """The column of a measurement."""
+    return measured.pool.protocol if measured.pool.tier in COMMITTED else LIVE
 
 
-def _row(one: Row, places: Places) -> str:
-    claim, label = one.claim, str(one.verdict.label)
+def _row(one: Row, scales: Sequence[str], places: Places) -> str:
+    claim, label = one.claim, str(one.label)
     number = isinstance(claim.reference, (int, float)) and claim.reference
     bound = f", less {number:g}" if number else ""
     notes = (claim.where, f"measure: {claim.quantity}{bound}")
-    measured = [describe(found) for found in (one.recorded, one.live) if found is not None]
+    where = "".join(f'<span class="where">{escape(text)}</span>' for text in notes)
+    ours = {_scale(measured): _cell(measured) for measured in one.measurements}
     cells = {
-        "claim": escape(claim.sentence) + "".join(map(_where, notes)),
+        "claim": escape(claim.sentence) + where,
         "the paper": escape(claim.printed),
-        "ours": "".join(f'<span class="note">{escape(text)}</span>' for text in measured) or "–",
+        **{scale: ours.get(scale, "–") for scale in scales},
         "verdict": mark(label, KINDS[label]) + places.links(one),
     }
     return row(cells, {"paper": TITLES[claim.paper], "verdict": label}, claim.id)
+
+
+def _cell(measured: Measurement) -> str:
+    """The effect at one scale, with its interval and seeds."""
+    claim = measured.claim
+    notes = []
+    if measured.interval:
+        low, high = (amount(claim, end) for end in measured.interval)
+        notes.append(f"95 %: {low} to {high}")
+    if not claim.exact:
+        notes.append(f"{measured.seeds} seed" + "s" * (measured.seeds > 1))
+    if not measured.decides:
+        notes.append(SO_FAR[side(claim, measured.effect, measured.effect)])
+    told = "".join(f'<span class="note">{escape(text)}</span>' for text in notes)
+    return f"<b>{escape(amount(claim, measured.effect))}</b>{told}"
+
+
+def corrections(rows: Sequence[Row]) -> str:
+    """Say how many verdicts chance alone would give, and which survive a correction for that."""
+    told = chance(rows)
+    if not told.tested:
+        return "No claim has been tested yet by runs that decide.\n"
+    lines = [
+        f"Of the {len(rows)} claims, {len(told.tested)} about a direction were tested by runs that"
+        f" may decide; {len(told.decided)} of these have a verdict, *holds* or *fails*. If there"
+        f" were no effect anywhere, chance alone would give about {told.expected:.1f}.",
+        _surviving("Holm's correction (in 95 of 100 such ledgers none is false)", told.holm),
+        _surviving("Benjamini and Hochberg's (of those named one in twenty is false, on average)",
+                   told.hochberg),
+    ]  # fmt: skip
+    return "\n\n".join(lines) + "\n"
+
+
+def _surviving(rule: str, names: Sequence[str]) -> str:
+    links = ", ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names) or "none"
+    return f"{len(names)} survive {rule}: {links}."
+
+
+def found(rows: Sequence[Row], pictures: dict[str, str]) -> str:
+    """Return the page of what was found: a sentence a claim, paper by paper, surprises first.
+
+    Args:
+        rows: The ledger.
+        pictures: Paper to the file of its forest plot, beside the generated text.
+    """
+    parts = []
+    for paper in dict.fromkeys(one.claim.paper for one in rows):
+        mine = findings.ordered(one for one in rows if one.claim.paper == paper)
+        told = [one for one in mine if one.best]
+        open_ = [one for one in mine if not one.best]
+        parts.append(f"## {TITLES[paper]}\n")
+        if paper in pictures:
+            parts.append(picture(pictures[paper], f"fig-found-{paper.replace('_', '-')}", paper))
+        parts.append("\n".join(f"- {_linked(one)}" for one in told) + "\n")
+        if open_:
+            lines = "\n".join(f"- {_linked(one)}" for one in open_)
+            parts.append(f":::{{dropdown}} Not run yet: {len(open_)} claims\n{lines}\n:::\n")
+    return "\n".join(parts)
+
+
+def front(rows: Sequence[Row], most: int = 5) -> str:
+    """Return the strongest lines of what was found, a list."""
+    decided = [one for one in rows if one.best and one.best.interval and one.best.decides]
+    decided = [one for one in decided if one.best and one.best.side]
+    strongest = sorted(decided, key=findings.strength, reverse=True)[:most]
+    return "\n".join(f"- {TITLES[one.claim.paper]}: {_linked(one)}" for one in strongest) + "\n"
+
+
+def _linked(one: Row) -> str:
+    return f'{findings.sentence(one)} <a href="ledger.html#{escape(one.claim.id)}">ledger</a>'
+
+
+def picture(file: str, name: str, paper: str) -> str:
+    """Return the directive that shows a forest plot."""
+    caption = (
+        "Effects with 95 % intervals over seeds and test items; to the right of zero is as the"
+        " paper says. Filled markers are decided, hollow ones are not."
+    )
+    alt = f"Forest plot of the claims of {TITLES[paper]}: a point and an interval for each claim."
+    return f":::{{figure}} {file}\n:name: {name}\n:alt: {alt}\n\n{caption}\n:::\n"

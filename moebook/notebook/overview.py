@@ -1,4 +1,4 @@
-"""The text of ``moebook list``: notebooks, parameters, tiers and what they cost when measured."""
+"""The text of ``moebook list``: notebooks, parameters, protocols and what they cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moebook.errors import refuse
 from moebook.notebook import sources
 from moebook.notebook.parameters import Parameter
 from moebook.notebook.sources import Notebook
-from moebook.results import Record
+from moebook.results import Pool, Run
 
 
 def text(folder: Path) -> str:
@@ -19,15 +19,22 @@ def text(folder: Path) -> str:
 
 
 def _block(notebook: Notebook, folder: Path) -> str:
-    records = results.records(notebook.name, folder)
+    shown = results.live(notebook.name, folder)
+    pools = results.pools(notebook.name, folder) | ({shown.protocol: shown} if shown else {})
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
     lines += [f"  {_parameter(p, width)}" for p in notebook.parameters.values()]
-    for tier in notebook.tiers:
-        path = results.record_path(folder, notebook.path.stem, tier).relative_to(folder)
-        where = str(path).replace("record.json", "manifest.json")
-        lines.append(f"  --tier {tier:<7}{cost(records.get(tier), where)}")
+    for protocol in notebook.protocols:
+        lines.append(f"  --on {protocol:<8} {_pool(pools.get(protocol))}")
     return "\n".join(lines)
+
+
+def _pool(pool: Pool | None) -> str:
+    """Say which runs a pool has, and what one of them cost."""
+    if pool is None:
+        return "not measured"
+    seeds = f"seeds {', '.join(map(str, pool.seeds))}, each " if len(pool.seeds) > 1 else ""
+    return seeds + cost(pool.runs[-1])
 
 
 def _parameter(parameter: Parameter, width: int) -> str:
@@ -35,27 +42,20 @@ def _parameter(parameter: Parameter, width: int) -> str:
     return f"{start}  {parameter.help} {parameter.rule}".rstrip()
 
 
-def cost(record: Record | None, where: str) -> str:
-    """Say what a record's run cost, from its manifest: time, peak memory, and on what.
-
-    Args:
-        record: With its manifest; None for what never ran.
-        where: Names the manifest's file in a refusal.
+def cost(run: Run) -> str:
+    """Say what a run cost, from its manifest: time, peak memory, and on what.
 
     Raises:
-        Refusal: ``E-RECORD`` when the manifest does not say what it cost.
+        Refusal: ``E-RUN`` when the manifest does not say what it cost.
     """
-    if record is None:
-        return "not measured"
     try:
-        spent, memory = record.manifest["seconds"], record.manifest["peak_memory"]
-        machine = record.manifest["environment"]
+        spent, memory = run.manifest["seconds"], run.manifest["peak_memory"]
+        machine = run.manifest["environment"]
         hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-        overrides = " ".join(f"-p {k}={v}" for k, v in record.manifest["overrides"].items())
-        return f"{duration(spent)}, {size(memory)} on {hardware} {overrides}".rstrip()
+        return f"{duration(spent)}, {size(memory)} on {hardware}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        refuse("E-RECORD", f"{where} is incomplete ({what}); run the notebook again with --force")
+        where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
+        refuse("E-RUN", f"{where} is incomplete ({type(error).__name__}: {error}); run it again")
 
 
 def duration(seconds: float) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 from moebook.errors import refuse
 from moebook.notebook import markup, privacy
-from moebook.notebook.session import ENVIRONMENT, GLUE, VALUE
-from moebook.results import Value
+from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
+from moebook.results import Curve, Value, curve_from, plain, value_from
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -60,20 +60,29 @@ def values(notebook: Any) -> tuple[Value, ...]:
         Refusal: ``E-VALUE`` for an output of that type that is not a value.
     """
     found = _outputs(notebook, VALUE)
-    return tuple(Value.from_json(content, f"In [{number}]") for number, content in found)
+    return tuple(value_from(content, f"In [{number}]") for number, content in found)
 
 
-def environment(notebook: Any) -> dict[str, Any]:
-    """Return the machine and versions that `begin` noted in a notebook; {} where it did not.
+def curves(notebook: Any) -> tuple[Curve, ...]:
+    """Harvest curves, as `values` does values."""
+    found = _outputs(notebook, CURVE)
+    return tuple(curve_from(content, f"In [{number}]") for number, content in found)
+
+
+def notes(notebook: Any) -> dict[str, Any]:
+    """Gather what a notebook notes of its run: environment, modules, arms, rows, as far as known.
 
     Raises:
-        Refusal: ``E-OUTPUT`` for an output of that type that is no JSON object.
+        Refusal: ``E-OUTPUT`` for an output of that type that is not such a part.
     """
-    for number, content in _outputs(notebook, ENVIRONMENT):
-        if not isinstance(content, dict) or not isinstance(content.get("versions"), dict):
-            refuse("E-OUTPUT", f"In [{number}]: malformed environment; execute the notebook again")
-        return content
-    return {}
+    kinds = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
+    found: dict[str, Any] = {}
+    for number, content in _outputs(notebook, NOTE):
+        for part, value in content.items() if isinstance(content, dict) else [("", content)]:
+            if not isinstance(value, kinds.get(part, ())):
+                refuse("E-OUTPUT", f"In [{number}]: malformed note of the run; execute it again")
+            found[part] = found.get(part, {}) | value if isinstance(value, dict) else value
+    return found
 
 
 def _outputs(notebook: Any, mime: str) -> Iterator[tuple[int, Any]]:
@@ -105,7 +114,7 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
     }
     dropped.update(mime for mime, content in kept.items() if content is None)
     kept = {mime: content for mime, content in kept.items() if content is not None}
-    hidden = VALUE in kept or ENVIRONMENT in kept
+    hidden = kept.keys() & {VALUE, CURVE, NOTE}
     tag = output.get("metadata", {}).get("scrapbook") if hidden else None
     return output | {"data": kept, "metadata": {"scrapbook": tag} if tag else {}} if kept else None
 
@@ -125,8 +134,10 @@ def _content(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
         case _ if mime == f"{GLUE}text/plain":
             return _text(content, folder, dropped)
         case _ if mime == VALUE:
-            return Value.from_json(content, "a recorded value").to_json()
-        case _ if mime == ENVIRONMENT:
+            return plain(value_from(content, "a recorded value"))
+        case _ if mime == CURVE:
+            return plain(curve_from(content, "a recorded curve"))
+        case _ if mime == NOTE:
             return json.loads(_text(json.dumps(content), folder, dropped))
     return None
 

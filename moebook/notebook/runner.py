@@ -1,19 +1,21 @@
-"""Execute a notebook through papermill, keep what it left, and publish it: all or nothing.
+"""Execute a notebook through papermill and keep what it left: all of it or nothing.
 
-Every run ends in ``runs/executed/NN_name.<tier>.<key>.*``: the filtered notebook and its manifest,
-which is written last. A run whose key is there already is not repeated. From there its record and
-manifest are copied, with the notebook, to ``results/`` (study, gpu, paper) or to
-``book/notebooks/``. A failed copy goes to ``runs/failed/`` and nowhere else.
+Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook (``.ipynb``) and its
+run (``.parquet``). One that is there already and that nothing has changed since is not repeated.
+A failed copy goes to ``runs/failed/<name>/`` and nowhere else. Nothing here touches the book:
+`moebook.notebook.book` publishes, `moebook.notebook.study` adds runs to pools.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,13 +26,11 @@ from papermill.exceptions import PapermillExecutionError
 
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse
-from moebook.notebook import manifest as manifests
 from moebook.notebook import parameters, privacy, publish, sources
 from moebook.notebook.kernel import Kernel, kernel
-from moebook.notebook.manifest import Plan
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.sources import Notebook
-from moebook.results import Record
+from moebook.results import Run
 
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}
 """Longest time for one cell; the other tiers have none."""
@@ -38,106 +38,114 @@ CELL_SECONDS = {"smoke": 600, "cpu": 1800}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that is published.
+    """A finished run.
 
     Args:
-        record: Its values and manifest.
-        path: The record's file.
-        notebook: The executed copy beside it.
+        run: Its values and manifest.
+        notebook: The executed copy; the run's file lies beside it under the same name.
         fresh: Whether it was executed now; False when an equal run was there already.
     """
 
-    record: Record
-    path: Path
+    run: Run
     notebook: Path
     fresh: bool
 
+    @property
+    def path(self) -> Path:
+        """The run's file."""
+        return self.notebook.with_suffix(".parquet")
+
     def describe(self, folder: Path) -> str:
         """Say in one line what was done, with paths relative to the project."""
-        spent = self.record.manifest["seconds"]
+        spent = self.run.manifest["seconds"]
         done = f"executed in {spent:.1f} s" if self.fresh else "unchanged, not executed again"
-        count, path = len(self.record.values), self.path.relative_to(folder)
-        name, scale = self.record.notebook, self.record.scale
-        page = self.notebook.relative_to(folder)
-        return f"{name} at tier {scale}: {done}; {count} values in {path}, notebook in {page}"
+        page, run = self.notebook.relative_to(folder), self.run
+        count = f"{len(run.values)} values in {self.path.name}"
+        return f"{run.notebook} at {run.protocol}: {done}; {page}, {count} beside it"
 
 
 def run_notebook(
     name: str,
-    tier: str,
+    protocol: str,
     overrides: Mapping[str, Scalar] | None = None,
     *,
     folder: Path | None = None,
     force: bool = False,
     cell_seconds: float | None = None,
 ) -> Outcome | None:
-    """Run a notebook at a tier, unless an equal run is there, and publish what it left.
+    """Run a notebook under a protocol, unless an equal run is there.
 
     Under ``accelerate launch`` every process runs the notebook, in which they train together, and
-    the first one publishes.
+    the first one keeps what it left.
 
     Args:
         name: Short name, such as ``pesc``.
-        tier: One of the notebook's tiers.
-        overrides: Parameters that go before the tier's.
+        protocol: One of the notebook's protocols, such as ``cpu`` or ``nano``.
+        overrides: Parameters that go before the protocol's.
         folder: The project; found from the working directory by default.
         force: Run even when an equal run is there.
         cell_seconds: Longest time for one cell; `CELL_SECONDS` by default.
 
     Returns:
-        What is published; None in all processes but the first, which leave nothing.
+        What is kept; None in all processes but the first, which leave nothing.
 
     Raises:
-        Refusal: ``E-NOTEBOOK``, ``E-TIER``, ``E-PARAMETER``, ``E-TYPE``, ``E-RANGE`` or
+        Refusal: ``E-NOTEBOOK``, ``E-PROTOCOL``, ``E-PARAMETER``, ``E-TYPE``, ``E-RANGE`` or
             ``E-CONFIG`` before anything runs; ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``,
             ``E-OUTPUT``, ``E-SECRET`` or the notebook's own refusal after a failed run.
     """
     folder = folder or results.root()
     notebook = sources.find(folder, name)
-    settings = _settings(notebook, tier, overrides or {})
+    settings = _settings(notebook, protocol, overrides or {})
     defaults = {p.name: p.default for p in notebook.parameters.values()}
-    plan = manifests.plan(name, tier, defaults | settings, overrides or {}, folder)
-    store = folder / "runs" / "executed" / f"{notebook.path.stem}.{tier}.{plan.key[:16]}.ipynb"
-    fresh = force or not _kept(store, plan)
-    if fresh:
-        limit = cell_seconds or CELL_SECONDS.get(tier)
-        _execute(notebook, plan, settings, folder, store, limit)
+    store = _store(notebook, protocol, defaults | settings, folder)
+    found = None if force or notebook.findings else _found(store, folder)
+    if found is None:
+        limit = cell_seconds or CELL_SECONDS.get(str(settings["tier"]))
+        given = {"parameters": defaults | settings, "overrides": dict(overrides or {})}
+        _execute(notebook, protocol, settings, given, folder, store, limit)
     if runtime.processes()[0]:
         return None
-    path, page = _publish(store, notebook, tier, folder)
-    return Outcome(results.read(path), path, page, fresh)
+    run = found or results.read_run(store.with_suffix(".parquet"))
+    return Outcome(run, store, found is None)
 
 
-def _settings(notebook: Notebook, tier: str, overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Merge the tier's parameters with the reader's, checked."""
+def _settings(
+    notebook: Notebook, protocol: str, overrides: Mapping[str, Scalar]
+) -> dict[str, Scalar]:
+    """Merge the protocol's parameters with the reader's, checked."""
     if "tier" in overrides:
-        refuse("E-USAGE", "the parameter tier is set by --tier")
+        refuse("E-USAGE", "the parameter tier is set by the protocol (--on)")
     parameters.check(notebook.parameters, overrides, "-p")
     for name, value in overrides.items():
         if privacy.secret(str(value)):
             refuse("E-SECRET", f"-p {name} looks like a secret; parameters are stored in clear")
-    return notebook.settings(tier) | dict(overrides)
+    return notebook.settings(protocol) | dict(overrides)
 
 
-def _kept(store: Path, plan: Plan) -> bool:
-    """Say whether the run is in the store, whole: its hashes are those of its manifest."""
+def _store(notebook: Notebook, protocol: str, parameters: Mapping[str, Any], folder: Path) -> Path:
+    """Name the executed copy of a run: by its parameters, notebook and lock."""
+    lock = results.digest(folder / "requirements.lock")
+    parts = [dict(parameters), results.digest(notebook.path), lock]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / "runs" / "mine" / notebook.name / f"{protocol}-{key}.ipynb"
+
+
+def _found(store: Path, folder: Path) -> Run | None:
+    """Return the run in the store if it is whole and nothing has changed since, else None."""
     try:
-        manifest = json.loads(_beside(store, "manifest").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    files = {"executed": store, "record": _beside(store, "record")}
-    whole = all(manifest["hashes"][part] == results.digest(path) for part, path in files.items())
-    return whole and manifest["key"] == plan.key
-
-
-def _beside(notebook: Path, kind: str) -> Path:
-    return notebook.with_name(f"{notebook.name.removesuffix('.ipynb')}.{kind}.json")
+        run = results.read_run(store.with_suffix(".parquet"))
+    except Refusal:
+        return None
+    whole = run.manifest.get("executed") == results.digest(store)
+    return run if whole and not results.changed(run, folder) else None
 
 
 def _execute(
     notebook: Notebook,
-    plan: Plan,
+    protocol: str,
     settings: Mapping[str, Scalar],
+    given: Mapping[str, Any],
     folder: Path,
     store: Path,
     limit: float | None,
@@ -152,11 +160,11 @@ def _execute(
         try:
             peak = _papermill(notebook, settings, folder, staged, limit)
             if first:
-                _keep(nbformat.read(staged, as_version=4), peak, plan, folder, store)
+                _keep(staged, notebook, protocol, {**given, "peak_memory": peak}, folder, store)
         except Refusal as refusal:
             if not staged.is_file() or not first:
                 raise
-            failed = folder / "runs" / "failed" / f"{notebook.path.stem}.{plan.tier}.ipynb"
+            failed = folder / "runs" / "failed" / notebook.name / store.name
             results.write(failed, staged.read_text(encoding="utf-8"))
             place = failed.relative_to(folder)
             refuse(refusal.code, f"{refusal.message}; the failed copy is {place}")
@@ -224,38 +232,76 @@ def _place(staged: Path, name: str) -> str:
     return f"cell In [{len(started)}] of notebooks/{name}"
 
 
-def _keep(executed: Any, peak: int | None, plan: Plan, folder: Path, store: Path) -> None:
-    """Filter an executed notebook, harvest its values, and write both to the store."""
+def _keep(
+    staged: Path,
+    notebook: Notebook,
+    protocol: str,
+    given: Mapping[str, Any],
+    folder: Path,
+    store: Path,
+) -> None:
+    """Filter an executed notebook, harvest its run, and write both to the store."""
+    executed = nbformat.read(staged, as_version=4)
     clean, stripped = publish.clean(executed, folder)
-    values = publish.values(clean)
-    record = Record(plan.notebook, plan.tier, values)
-    texts = {"executed": json.dumps(clean, indent=1) + "\n", "record": record.to_text()}
-    cost = _seconds(executed) | {"peak_memory": peak}
-    manifest = manifests.manifest(
-        plan, folder=folder, texts=texts, values=values, cost=cost, stripped=stripped
-    )
-    _beside(store, "manifest").unlink(missing_ok=True)
-    results.write(store, texts["executed"])
-    results.write(_beside(store, "record"), texts["record"])
-    results.write(_beside(store, "manifest"), json.dumps(manifest, indent=1) + "\n")
+    text = json.dumps(clean, indent=1) + "\n"
+    manifest = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **given,
+        **seconds(executed),
+        "commit": results.commit(folder),
+        "stripped": stripped,
+        "executed": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    lock = results.digest(folder / "requirements.lock")
+    code = {"notebook": results.source(notebook.path), "lock": lock}
+    run = harvest(clean, notebook.name, protocol, given["parameters"], code, manifest)
+    store.with_suffix(".parquet").unlink(missing_ok=True)
+    results.write(store, text)
+    results.write_run(store.with_suffix(".parquet"), run)
 
 
-def _seconds(executed: Any) -> dict[str, Any]:
-    """Read the time of the run and of each code cell, as papermill measured them."""
-    cells = [cell for cell in executed.cells if cell.cell_type == "code"]
-    spent = {str(n): c.metadata.papermill.duration for n, c in enumerate(cells, start=1)}
-    return {"seconds": executed.metadata.papermill.duration, "cell_seconds": spent}
+def harvest(
+    executed: Any,
+    name: str,
+    protocol: str,
+    parameters: Mapping[str, Any],
+    code: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+) -> Run:
+    """Make a run of what an executed notebook left in its outputs.
 
-
-def _publish(store: Path, notebook: Notebook, tier: str, folder: Path) -> tuple[Path, Path]:
-    """Copy a run from the store to where it is read; return the paths of record and notebook.
-
-    The manifest goes last: until then it does not agree with the other files, which `verify` sees.
+    Args:
+        executed: The notebook, as JSON.
+        name: Short name of the notebook.
+        protocol: What it ran under.
+        parameters: All of them, with the values they had.
+        code: Hashes of the ``notebook`` and the ``lock``; those of modules are in the outputs.
+        manifest: Everything else that is known.
     """
-    target = results.record_path(folder, notebook.path.stem, tier)
-    page = manifests.executed(target)
-    results.write(page, store.read_text(encoding="utf-8"))
-    results.write(target, _beside(store, "record").read_text(encoding="utf-8"))
-    manifest = target.with_name(target.name.replace("record.json", "manifest.json"))
-    results.write(manifest, _beside(store, "manifest").read_text(encoding="utf-8"))
-    return target, page
+    notes = publish.notes(executed)
+    return Run(
+        notebook=name,
+        protocol=protocol,
+        tier=str(parameters["tier"]),
+        seed=int(parameters.get("seed", 0)),
+        values=publish.values(executed),
+        curves=publish.curves(executed),
+        arms=tuple(notes.get("arms", ())),
+        settings=sources.design(parameters),
+        rows=notes.get("rows", {}),
+        code={**code, "modules": notes.get("modules", {})},
+        manifest={
+            **manifest,
+            "environment": notes.get("environment", {}),
+            "known_arms": notes.get("known", []),
+        },
+    )
+
+
+def seconds(executed: Any) -> dict[str, Any]:
+    """Read the time of the run and of each code cell, as papermill measured them."""
+    cells = [cell for cell in executed["cells"] if cell["cell_type"] == "code"]
+    took = [cell["metadata"].get("papermill", {}).get("duration") for cell in cells]
+    spent = {str(number): duration for number, duration in enumerate(took, start=1)}
+    total = executed["metadata"].get("papermill", {}).get("duration")
+    return {"seconds": total, "cell_seconds": spent}

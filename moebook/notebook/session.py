@@ -1,4 +1,4 @@
-"""What a notebook calls: `begin` after its parameters cell, and `Run.record` for each result.
+"""What a notebook calls: `begin` after its parameters cell, then the methods of its `Run`.
 
 The check happens inside the notebook, so that plain papermill, an interactive session and
 ``moebook run`` refuse the same values: papermill by itself runs on with the defaults when a name
@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import ast
 import gc
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from moebook import runtime
-from moebook.errors import refuse
+import pandas as pd
+
+from moebook import results, runtime
+from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
-from moebook.results import Value, rounded
+from moebook.results import Curve, Value, rounded
 
 VALUE = "application/vnd.moebook.value+json"
-ENVIRONMENT = "application/vnd.moebook.environment+json"
+CURVE = "application/vnd.moebook.curve+json"
+NOTE = "application/vnd.moebook.note+json"
 GLUE = "application/papermill.record/"
-"""MIME types of what no page shows: a recorded value, the machine and versions that it was
-measured with, and the prefix under which the book's {glue} finds either (and hides it)."""
+"""MIME types of what no page shows: a recorded value, a recorded curve, a part of what is known
+about the run (machine, versions, code, arms, rows), and the prefix under which the book's {glue}
+finds any of them (and hides it)."""
+
+ALL = "all"
+"""What the parameter ``arms`` says for all arms of a notebook."""
+
+Arm = TypeVar("Arm")
 
 
 @dataclass(frozen=True)
@@ -36,35 +47,95 @@ class Run:
 
     tier: str
 
-    def record(
-        self,
-        name: str,
-        value: float,
-        unit: str,
-        seed: int | None = None,
-        items: Iterable[float] | None = None,
-    ) -> None:
-        """Keep one result: an output that no page shows and that record.json is made of.
-
-        In the book, {glue} finds it by its name, or by ``name@seed`` where there is a seed.
+    def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
+        """Return the arms that this run has, and note them: of one seed they may be run apart.
 
         Args:
-            name: Slash path such as ``pesc/sparse/accuracy``, once (or once a seed) in a notebook.
+            text: The parameter ``arms``: names with commas between them, or ``all``.
+            known: Every arm of the notebook by name, in its order.
+
+        Raises:
+            Refusal: ``E-RANGE`` for an arm that is unknown (with the nearest) or stands twice, and
+                for none at all.
+        """
+        names = list(known) if text == ALL else parameters.listed("arms", text, known)
+        if not names:
+            refuse("E-RANGE", f"arms is empty; {nearest('', [ALL, *known])}")
+        chosen = {name: known[name] for name in known if name in names}
+        _note(arms=list(chosen), known=list(known))
+        return chosen
+
+    def rows(self, **drawn: Any) -> None:
+        """Note which rows this run trains on and is tested on, as a hash of each.
+
+        Runs of one seed with different arms are only joined where these agree.
+
+        Args:
+            drawn: ``train=``, ``test=``: rows, or anything that JSON can write.
+        """
+        texts = {name: json.dumps(rows, sort_keys=True) for name, rows in drawn.items()}
+        _note(rows={k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
+
+    def record(
+        self, name: str, value: float, unit: str, items: Iterable[float] | None = None
+    ) -> None:
+        """Keep one result: an output that no page shows and that the run's file is made of.
+
+        In the book, {glue} finds it by its name.
+
+        Args:
+            name: Slash path such as ``pesc/sparse/accuracy``, once in a notebook.
             value: A finite number; NumPy's and torch's scalars are taken too.
             unit: One of `results.UNITS`.
-            seed: The seed that gave the value, where the notebook runs several.
             items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
 
         Raises:
             Refusal: ``E-VALUE`` when these do not fit together.
         """
-        numbers = None if items is None else tuple(map(rounded, items))
-        kept = Value(name, float(value), unit, None if seed is None else int(seed), numbers)
-        _leave(kept.key, {VALUE: kept.to_json(), f"{GLUE}text/plain": repr(kept.value)})
+        numbers = None if items is None else rounded(items)
+        made = Value(name, float(value), unit, numbers)
+        bundle = {VALUE: results.plain(made), f"{GLUE}text/plain": repr(made.value)}
+        _leave(made.name, bundle)
+
+    def curve(
+        self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
+    ) -> None:
+        """Keep a line that a figure over seeds needs, such as a training loss.
+
+        Args:
+            name: Slash path such as ``pesc/sparse/loss``, once in a notebook.
+            y: Heights, kept `rounded`.
+            unit: One of `results.UNITS`, of the heights.
+            x: Positions; 1, 2, ... by default.
+
+        Raises:
+            Refusal: ``E-VALUE`` when these do not fit together.
+        """
+        heights = rounded(y)
+        positions = range(1, len(heights) + 1) if x is None else x
+        made = Curve(name, unit, tuple(map(float, positions)), heights)
+        _leave(f"curve/{made.name}", {CURVE: results.plain(made)})
+
+    def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
+        """Record what an evaluation came to: accuracy, likelihood, and accuracy by domain.
+
+        Args:
+            name: Path of the arm, such as ``pesc/sparse``: ``/accuracy``, ``/nll`` and
+                ``/accuracy/<domain>`` are added.
+            table: From `evaluation.by_benchmark`.
+            domains: Whether domains are recorded too.
+        """
+        self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
+        nats = table.nll.dropna()
+        if len(nats):
+            self.record(f"{name}/nll", nats.mean(), "nats", nats)
+        for domain, part in table.groupby("domain") if domains else ():
+            items = part.domain_score
+            self.record(f"{name}/accuracy/{domain}", items.mean(), "share", items)
 
 
 def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
-    """Check a notebook's parameters, seed everything, note the environment, and start its run.
+    """Check a notebook's parameters, seed everything, note machine and code, and start its run.
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters. The
     parameters cell is found among the executed cells: the latest that holds nothing but annotated
@@ -89,9 +160,35 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     parameters.check(declared, {name: names[name] for name in declared}, "parameters")
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
-    _leave("environment", {ENVIRONMENT: runtime.environment()})
+    _note(environment=runtime.environment())
+    _note_code()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
+
+
+def _note_code() -> None:
+    """Note the hashes of the package's files that are loaded now, and of others after each cell."""
+    from IPython import get_ipython
+
+    shell, noted = get_ipython(), dict[str, str]()
+
+    def note(*_: object) -> None:
+        now = results.loaded(noted)
+        if now:
+            noted.update(now)
+            _note(modules=now)
+
+    note()
+    if shell is not None:
+        if previous := getattr(shell, "_moebook_note", None):
+            shell.events.unregister("post_run_cell", previous)
+        shell._moebook_note = note
+        shell.events.register("post_run_cell", note)
+
+
+def _note(**part: Any) -> None:
+    """Leave a part of what is known about the run: environment, modules, arms or rows."""
+    _leave("note", {NOTE: part})
 
 
 def _leave(name: str, bundle: Mapping[str, Any]) -> None:

@@ -1,14 +1,16 @@
-"""The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and tier files.
+"""The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and protocols.
 
-A tier is a YAML file beside the notebook, ``NN_name.<tier>.yaml``: one flat mapping of parameter
-to scalar, which plain ``papermill -f`` reads too. The tier that the parameters cell declares as
-its default needs no file.
+A protocol is a YAML file beside the notebook, ``NN_name.<protocol>.yaml``: one flat mapping of
+parameter to scalar, which plain ``papermill -f`` reads too. Its ``tier`` says which scale it
+belongs to. The tier that the parameters cell declares as its default needs no file. A notebook
+``NN_name_findings.ipynb`` reads pools of runs and trains nothing: it has no protocols.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,33 +50,43 @@ class Notebook:
         return self.path.stem[3:]
 
     @property
-    def tiers(self) -> list[str]:
-        """The tiers it can run at, in the order of `results.TIERS`."""
-        return [tier for tier in results.TIERS if self.file(tier).is_file() or self._default(tier)]
+    def findings(self) -> bool:
+        """Whether it reads the pools of another notebook, and has nothing to run at a scale."""
+        return self.name.endswith("_findings")
 
-    def file(self, tier: str) -> Path:
-        """Name the file that sets a tier's parameters."""
-        return self.path.with_name(f"{self.path.stem}.{tier}.yaml")
+    @property
+    def protocols(self) -> list[str]:
+        """Names of its protocols: the tiers in their order, where `study` stands for its own."""
+        files = self.path.parent.glob(f"{self.path.stem}.*.yaml")
+        names = {path.name.split(".")[1] for path in files} | {str(self.parameters["tier"].default)}
+        order = {tier: place for place, tier in enumerate(results.TIERS)}
+        return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
 
-    def settings(self, tier: str) -> dict[str, Scalar]:
-        """Read and check what a tier sets, the parameter ``tier`` included.
+    def settings(self, protocol: str) -> dict[str, Scalar]:
+        """Read and check what a protocol sets, the parameter ``tier`` included.
 
         Raises:
-            Refusal: ``E-TIER`` for a tier that the notebook lacks, ``E-CONFIG``, ``E-PARAMETER``,
+            Refusal: ``E-PROTOCOL`` for one that the notebook lacks, ``E-CONFIG``, ``E-PARAMETER``,
                 ``E-TYPE`` or ``E-RANGE`` for a file that breaks the rules.
         """
-        if tier not in self.tiers:
-            known = nearest(tier, self.tiers)
-            refuse("E-TIER", f"{self.name} has no tier '{tier}' ({self.file(tier).name}); {known}")
-        found = {} if not self.file(tier).is_file() else read_flat(self.file(tier))
+        file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
+        if protocol not in self.protocols:
+            known = nearest(protocol, self.protocols)
+            refuse("E-PROTOCOL", f"{self.name} has no protocol '{protocol}' ({file.name}); {known}")
+        found = read_flat(file) if file.is_file() else {}
         for name, (value, where) in found.items():
             parameters.check(self.parameters, {name: value}, where)
-            if name == "tier" and value != tier:
-                refuse("E-CONFIG", f"{where}: tier = {value!r} in the file of tier '{tier}'")
-        return {name: value for name, (value, _) in found.items()} | {"tier": tier}
+        settings = {name: value for name, (value, _) in found.items()}
+        tier = settings.setdefault("tier", self.parameters["tier"].default)
+        if tier != protocol and (protocol in results.TIERS or tier not in results.COMMITTED):
+            wanted = protocol if protocol in results.TIERS else ", ".join(results.COMMITTED)
+            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {wanted}")
+        return settings
 
-    def _default(self, tier: str) -> bool:
-        return self.parameters["tier"].default == tier
+
+def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that runs of one protocol share: all but seed, arms and device."""
+    return {k: v for k, v in parameters.items() if k not in ("seed", "arms", "device")}
 
 
 def notebooks(folder: Path) -> dict[str, Notebook]:

@@ -1,101 +1,152 @@
-"""What recorded values say about the papers' claims: pure functions from records to verdicts.
+"""What pools of runs say about the papers' claims: pure functions from pools to verdicts.
 
-A verdict is the label that the best record earns. "reproduced" cannot be made without a record of
-the paper's own scale (`Label` refuses), and a comparison is decided by three seeds of a study or
-better (`Measurement.decides`).
+A claim is measured in each pool that its notebook has. Its verdict is the label of the largest
+scale that may decide. "reproduced" cannot be made without a pool of the paper's own scale (`Label`
+refuses), and a comparison is decided by three seeds of a study or better (`Measurement.decides`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+from scipy import stats
 
 from moebook import papers, results
 from moebook.errors import nearest, refuse
-from moebook.notebook.measurements import Measurement, describe, measure, side
 from moebook.papers import Claim
-from moebook.results import COMMITTED, TIERS, Record
+from moebook.results import COMMITTED, Pool
+from moebook.results.intervals import CONFIDENCE, interval, p_value
+
+SEEDS = 3
+"""How many seeds a comparison needs to be decided."""
 
 LABELS = ("reproduced", "direction holds", "direction fails", "inconclusive", "not run")
+
+SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
+"""What the effect itself says, whatever its interval, by its side."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One claim in one pool.
+
+    Attributes:
+        claim: The claim.
+        pool: Where the values come from.
+        effects: Value minus reference by seed and test item, [S, I], in the claim's unit; I is 1
+            where the values carry no items.
+    """
+
+    claim: Claim
+    pool: Pool = field(repr=False)
+    effects: np.ndarray = field(repr=False)
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds."""
+        return len(self.effects)
+
+    @property
+    def effect(self) -> float:
+        """Mean effect, in the claim's unit."""
+        return float(self.effects[0].mean() if self.claim.exact else self.effects.mean())
+
+    @property
+    def size(self) -> float | None:
+        """Effect size: mean effect over its standard deviation between seeds, None if undefined."""
+        spread = float(np.std(self.effects.mean(axis=1), ddof=1)) if self.seeds > 1 else 0.0
+        return self.effect / spread if spread > 0 else None
+
+    @cached_property
+    def interval(self) -> tuple[float, float] | None:
+        """Interval of the effect at 95 %; None for exact claims and single numbers."""
+        return None if self.claim.exact else interval(self.effects)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Lower and upper end of what is known: the interval, else the effect alone."""
+        return self.interval or (self.effect, self.effect)
+
+    @property
+    def side(self) -> int:
+        """Where the interval lies: 1 as claimed, -1 on the other side, 0 across the border."""
+        return side(self.claim, *self.ends)
+
+    @property
+    def decides(self) -> bool:
+        """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
+        compared = self.claim.kind == "direction" or self.claim.reference is not None
+        enough = self.seeds >= SEEDS or not compared
+        return self.claim.exact or (self.pool.tier in COMMITTED and enough)
+
+    @property
+    def smallest(self) -> float | None:
+        """The smallest effect that this pool could have seen: half the interval's length."""
+        return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
+
+
+def measure(claim: Claim, pool: Pool) -> Measurement | None:
+    """Find a claim's effect in a pool; None when the pool does not hold what it needs.
+
+    A run at a tier that the claim does not name is no evidence for it, nor are two arms that no
+    seed has together.
+
+    Raises:
+        Refusal: E-VERDICT for a value in another unit than the claim's.
+    """
+    if pool.tier not in claim.scales:
+        return None
+    for name in (claim.value, claim.reference):
+        for value in pool.values(name).values() if isinstance(name, str) else ():
+            if value.unit != claim.unit:
+                refuse("E-VERDICT", f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}")
+    effects = pool.effects(claim.value, claim.reference)
+    return Measurement(claim, pool, effects) if len(effects) else None
+
+
+def side(claim: Claim, low: float, high: float) -> int:
+    """Where an interval lies: 1 where the claim says, -1 on the other side, 0 across the border."""
+    if claim.direction == "greater":
+        return int(low > 0) - int(high < 0)
+    if claim.direction == "less":
+        return int(high < 0) - int(low > 0)
+    target, tolerance = claim.claimed or 0.0, claim.tolerance or 0.0
+    if target - tolerance <= low and high <= target + tolerance:
+        return 1
+    return -int(high < target - tolerance or low > target + tolerance)
 
 
 @dataclass(frozen=True)
 class Label:
-    """One of `LABELS`, with the record it rests on.
+    """One of `LABELS`, with the pool it rests on.
 
     Args:
         text: The label.
-        evidence: The record; None for "not run" and only for it.
+        evidence: The pool; None for "not run" and only for it.
 
     Raises:
-        Refusal: E-VERDICT for "reproduced" without a record of scale ``paper``, for a label
-            without its evidence, and for an unknown label.
+        Refusal: E-VERDICT for "reproduced" without a pool of tier ``paper``, for a label without
+            its evidence, and for an unknown label.
     """
 
     text: str
-    evidence: Record | None = field(default=None, repr=False)
+    evidence: Pool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.text not in LABELS:
             refuse("E-VERDICT", f"unknown label '{self.text}'; {nearest(self.text, LABELS)}")
         if (self.evidence is None) != (self.text == "not run"):
-            refuse("E-VERDICT", f"'{self.text}': every label but 'not run' rests on a record")
-        if self.text == "reproduced" and self.evidence and self.evidence.scale != "paper":
-            refuse("E-VERDICT", f"a run at scale {self.evidence.scale} cannot reproduce a claim")
+            refuse("E-VERDICT", f"'{self.text}': every label but 'not run' rests on runs")
+        if self.text == "reproduced" and self.evidence and self.evidence.tier != "paper":
+            refuse("E-VERDICT", f"runs at tier {self.evidence.tier} cannot reproduce a claim")
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim's label and the measurement that earned it (None for "not run")."""
-
-    claim: Claim
-    label: Label
-    measurement: Measurement | None = None
-
-    def __post_init__(self) -> None:
-        record = self.measurement.record if self.measurement else None
-        if self.label.evidence is not record:
-            refuse("E-VERDICT", f"{self.claim.id}: label and measurement rest on different records")
-
-    @property
-    def badge(self) -> str:
-        """The verdict in words, with scale, seeds, effect and interval."""
-        if self.measurement is None:
-            return str(self.label)
-        return f"{self.label} ({describe(self.measurement)})"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the ledger: a verdict and all that was measured for it.
-
-    Attributes:
-        verdict: From the best record.
-        measurements: One for each record that holds the claim's value, in the order of `TIERS`.
-    """
-
-    verdict: Verdict
-    measurements: tuple[Measurement, ...]
-
-    @property
-    def claim(self) -> Claim:
-        """The claim."""
-        return self.verdict.claim
-
-    @property
-    def live(self) -> Measurement | None:
-        """This build's own run (smoke or cpu)."""
-        return next((m for m in self.measurements if m.scale not in COMMITTED), None)
-
-    @property
-    def recorded(self) -> Measurement | None:
-        """The best committed run (study, gpu or paper)."""
-        return next((m for m in reversed(self.measurements) if m.scale in COMMITTED), None)
 
 
 def label(measurement: Measurement) -> Label:
@@ -104,45 +155,148 @@ def label(measurement: Measurement) -> Label:
     "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
     tolerance of the number that the paper prints.
     """
-    claim, record = measurement.claim, measurement.record
+    claim, pool = measurement.claim, measurement.pool
     if not measurement.decides:
-        return Label("inconclusive", record)
-    low, high = measurement.interval or (measurement.effect, measurement.effect)
-    where = side(claim, low, high)
+        return Label("inconclusive", pool)
+    where = measurement.side
     gap = math.inf if claim.claimed is None else abs(measurement.effect - claim.claimed)
-    if where > 0 and gap <= (claim.tolerance or 0.0) and record.scale == "paper":
-        return Label("reproduced", record)
-    return Label({1: "direction holds", 0: "inconclusive", -1: "direction fails"}[where], record)
+    if where > 0 and gap <= (claim.tolerance or 0.0) and pool.tier == "paper":
+        return Label("reproduced", pool)
+    return Label({1: "direction holds", 0: "inconclusive", -1: "direction fails"}[where], pool)
 
 
-def verdict(claim: Claim, records: Iterable[Record]) -> Verdict:
-    """Give a claim its verdict from records: the highest scale that may decide, else the highest.
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger: a claim, all that was measured for it, and its verdict.
+
+    Attributes:
+        claim: The claim.
+        measurements: One for each pool that holds the claim's value, the smallest scale first.
+    """
+
+    claim: Claim
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def best(self) -> Measurement | None:
+        """The measurement that the verdict rests on: of the largest scale that may decide."""
+        keys = [(m.decides, m.pool.rank) for m in self.measurements]
+        return self.measurements[keys.index(max(keys))] if keys else None
+
+    @property
+    def label(self) -> Label:
+        """The verdict."""
+        return label(self.best) if self.best else Label("not run")
+
+    @property
+    def committed(self) -> Row:
+        """The same without the runs that this build's pages show."""
+        kept = tuple(m for m in self.measurements if m.pool.tier in COMMITTED)
+        return Row(self.claim, kept)
+
+    @property
+    def badge(self) -> str:
+        """The verdict in words, with scale, seeds, effect and interval."""
+        return f"{self.label} ({describe(self.best)})" if self.best else str(self.label)
+
+
+def row(claim: Claim, pools: Iterable[Pool]) -> Row:
+    """Measure a claim in pools.
 
     Raises:
         Refusal: E-VERDICT for a value in another unit than the claim's.
     """
-    return row(claim, records).verdict
+    found = [found for pool in pools if (found := measure(claim, pool))]
+    return Row(claim, tuple(sorted(found, key=lambda measured: measured.pool.rank)))
 
 
-def row(claim: Claim, records: Iterable[Record]) -> Row:
-    """Give a claim its verdict together with all measurements behind it."""
-    found = [found for record in records if (found := measure(claim, record))]
-    found.sort(key=lambda measured: TIERS.index(measured.scale))
-    if not found:
-        return Row(Verdict(claim, Label("not run")), ())
-    best = max(found, key=lambda measured: (measured.decides, TIERS.index(measured.scale)))
-    return Row(Verdict(claim, label(best), best), tuple(found))
-
-
-def ledger(folder: Path | None = None) -> list[Row]:
-    """Judge every claim of the four papers from the records in a project.
+def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
+    """Judge every claim of the papers from the runs in a project.
 
     Args:
         folder: The project; found from the working directory by default.
+        paper: Short name of one paper; all four by default.
+        live: Whether the runs that this build's pages show are measured too.
 
     Raises:
         Refusal: E-VERDICT for a recorded value that its claim does not allow.
     """
-    claims = papers.claims()
-    records = {name: results.records(name, folder) for name in {claim.run for claim in claims}}
-    return [row(claim, records[claim.run].values()) for claim in claims]
+    claims = papers.claims(paper)
+    pools: dict[str, list[Pool]] = {}
+    for name in {claim.run for claim in claims}:
+        shown = results.live(name, folder) if live else None
+        pools[name] = [*results.pools(name, folder).values(), *([shown] if shown else [])]
+    return [row(claim, pools[claim.run]) for claim in claims]
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What chance alone would do to the verdicts of a ledger.
+
+    Attributes:
+        tested: Ids of the claims that were tested: of a direction, by seeds, by runs that decide.
+        decided: Those with a verdict (holds or fails).
+        expected: How many would have one if there were no effect anywhere.
+        holm: Those that survive Holm's correction (no false one at all, in 95 % of ledgers).
+        hochberg: Those that survive Benjamini and Hochberg's (5 % of them false on average).
+    """
+
+    tested: tuple[str, ...]
+    decided: tuple[str, ...]
+    expected: float
+    holm: tuple[str, ...]
+    hochberg: tuple[str, ...]
+
+
+def chance(rows: Sequence[Row]) -> Chance:
+    """Ask how many verdicts chance would give, and which survive a correction for their number."""
+    tested = {
+        one.claim.id: p_value(one.best.effects)
+        for one in rows
+        if one.best and one.best.decides and one.best.interval
+        and one.claim.direction in ("greater", "less") and one.best.effects.size > 1
+    }  # fmt: skip
+    ids, limit = tuple(tested), 1 - CONFIDENCE
+    order = sorted(ids, key=lambda name: tested[name])
+    holm: list[str] = []
+    for place, name in enumerate(order):
+        if tested[name] > limit / (len(order) - place):
+            break
+        holm.append(name)
+    adjusted = stats.false_discovery_control(list(tested.values())) if tested else []
+    return Chance(
+        tested=ids,
+        decided=tuple(name for name in ids if tested[name] < limit),
+        expected=limit * len(ids),
+        holm=tuple(name for name in ids if name in holm),
+        hochberg=tuple(n for n, p in zip(ids, adjusted, strict=True) if p <= limit),
+    )
+
+
+def describe(measurement: Measurement) -> str:
+    """Say a measurement in words: scale, seeds, effect, interval and, with several seeds, size."""
+    claim = measurement.claim
+    several = f"{measurement.seeds} seed" + "s" * (measurement.seeds > 1)
+    seeds = "one value" if claim.exact else several
+    parts = [f"{measurement.pool.protocol}, {seeds}: {amount(claim, measurement.effect)}"]
+    if measurement.interval:
+        low, high = (amount(claim, end) for end in measurement.interval)
+        parts.append(f"95 % from {low} to {high}")
+    if measurement.size is not None and not claim.exact:
+        parts.append(f"effect size {measurement.size:.1f}")
+    if not measurement.decides:
+        parts.append(SO_FAR[side(claim, measurement.effect, measurement.effect)])
+    return ", ".join(parts)
+
+
+def amount(claim: Claim, effect: float) -> str:
+    """Format an effect for a reader: shares as points or per cent, counts with commas."""
+    compared = claim.reference is not None
+    if claim.unit == "share":
+        return f"{100 * effect:+.1f} points" if compared else f"{100 * effect:.1f} %"
+    if claim.unit == "percent_points":
+        return f"{effect:+.1f} points"
+    if claim.unit == "count":
+        return f"{effect:+,.0f}" if compared else f"{effect:,.0f}"
+    unit = "" if claim.unit in ("ratio", "number", "correlation") else f" {claim.unit}"
+    return (f"{effect:+.3g}" if compared else f"{effect:.3g}") + unit

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from moebook.errors import refuse
 from moebook.plotting.panels import single
 from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, legend_below, tilt_when_long
+from moebook.results.intervals import interval
 
 
 def curves(
@@ -127,6 +128,33 @@ def bars(
         axes.axhline(chance, color=INK, ls=(0, (4, 3)), lw=1, label="chance")
     legend_below(figure, axes)
     return figure
+
+
+def accuracies(
+    tables: Mapping[str, pd.DataFrame],
+    *,
+    by: str,
+    column: str = "correct",
+    series: str = "arm",
+    title: str = "",
+) -> Figure:
+    """Draw `bars` of accuracy, one for each arm in each group, with intervals over test items.
+
+    Args:
+        tables: Evaluations of one run, by arm.
+        by: Column that groups items, such as ``domain`` or ``task``.
+        column: Column whose mean is the accuracy.
+        series: What the arms are called.
+        title: What the figure shows.
+    """
+    rows = []
+    for arm, table in tables.items():
+        for group, items in table.groupby(by, sort=False)[column]:
+            low, high = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            rows.append([group, arm, items.mean(), low, high])
+    frame = pd.DataFrame(rows, columns=[by, series, "value", "low", "high"])
+    label = "accuracy (share of exact matches)"
+    return bars(frame, group=by, series=series, ylabel=label, title=title)
 
 
 def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:

@@ -1,34 +1,37 @@
-"""Results of executed notebooks: values, records, the files that hold them, and their day."""
+"""Results of executed notebooks: values, runs and pools of them, their files, and their day."""
 
-from moebook.results.files import (
-    COMMITTED,
-    digest,
-    read,
-    record_path,
-    records,
-    root,
-    write,
-)
-from moebook.results.freshness import changed, commit, current, day
-from moebook.results.reach import package_digest
-from moebook.results.values import TIERS, UNITS, Record, Value, rounded
+from moebook.results.files import digest, replacing, root, write
+from moebook.results.freshness import FROZEN, changed, commit, day, loaded, since, source
+from moebook.results.pools import COMMITTED, Pool, live, pool, pools
+from moebook.results.runs import Run, curve_from, plain, read_run, value_from, write_run
+from moebook.results.values import TIERS, UNITS, Curve, Value, rounded
 
 __all__ = [
     "COMMITTED",
+    "FROZEN",
     "TIERS",
     "UNITS",
-    "Record",
+    "Curve",
+    "Pool",
+    "Run",
     "Value",
     "changed",
     "commit",
-    "current",
+    "curve_from",
     "day",
     "digest",
-    "package_digest",
-    "read",
-    "record_path",
-    "records",
+    "live",
+    "loaded",
+    "plain",
+    "pool",
+    "pools",
+    "read_run",
+    "replacing",
     "root",
     "rounded",
+    "since",
+    "source",
+    "value_from",
     "write",
+    "write_run",
 ]

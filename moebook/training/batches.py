@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from datasets import Dataset as Rows
 from torch.utils.data import Dataset
 
-from moebook.data import IGNORED
+from moebook.data import IGNORED, encode
 from moebook.data.padding import padded
 from moebook.errors import refuse
 
@@ -137,3 +138,31 @@ class Batches(Dataset):
                     f"row {row}: every label is masked (-100), so there is nothing to learn from; "
                     "expected an answer after the prompt",
                 )
+
+
+def fixed(
+    parts: Mapping[str, Sequence[Mapping[str, str]]],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    seed: int = 0,
+    size: int = 32,
+) -> dict[str, list[dict[str, Any]]]:
+    """Encode rows and pad them to batches once, for measuring many models on the same tokens.
+
+    Args:
+        parts: Rows by name, a domain's for instance.
+        tokenizer: Of the models.
+        max_length: Longer rows are left out, tokens.
+        seed: Of the batches' order.
+        size: B, rows a batch.
+
+    Returns:
+        The same names, each with its batches ``[B, T]``.
+    """
+    pad_id, found = tokenizer.pad_token_id or 0, {}
+    for name, rows in parts.items():
+        encoded = encode(rows, tokenizer, max_length=max_length)
+        batches = Batches(encoded, size, seed=seed, pad_id=pad_id)
+        found[name] = [batches[place] for place in range(len(batches))]
+    return found

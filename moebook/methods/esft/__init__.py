@@ -4,11 +4,13 @@
 """
 
 from moebook.methods.esft.baselines import full, lora
-from moebook.methods.esft.comparing import half_mass, shared_top
+from moebook.methods.esft.comparing import concentration, half_mass, overlap, shared_top, switches
 from moebook.methods.esft.config import Config
+from moebook.methods.esft.costing import cost
 from moebook.methods.esft.grouping import cooccurrence, group, ungroup
+from moebook.methods.esft.planning import Arm, arms, budget, plan
 from moebook.methods.esft.published import replay
-from moebook.methods.esft.sampling import mix, samples
+from moebook.methods.esft.sampling import mix, rows, samples
 from moebook.methods.esft.scoring import Scores, Tally, measure
 from moebook.methods.esft.selection import Selection, random_selection, select
 from moebook.methods.esft.specialising import merge, restore, specialise, trained
@@ -17,11 +19,16 @@ from moebook.methods.esft.subsets import partition
 from moebook.methods.esft.sweeping import sweep
 
 __all__ = [
+    "Arm",
     "Config",
     "Scores",
     "Selection",
     "Tally",
+    "arms",
+    "budget",
+    "concentration",
     "cooccurrence",
+    "cost",
     "full",
     "group",
     "half_mass",
@@ -30,16 +37,20 @@ __all__ = [
     "measure",
     "merge",
     "mix",
+    "overlap",
     "partition",
+    "plan",
     "random_selection",
     "replay",
     "restore",
+    "rows",
     "samples",
     "save",
     "select",
     "shared_top",
     "specialise",
     "sweep",
+    "switches",
     "trained",
     "ungroup",
 ]

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -69,6 +70,30 @@ def sparse_layers(model: nn.Module) -> list[Sparse]:
     if len(set(counts.values())) > 1:
         refuse("E-MODEL", f"the layers differ in their number of experts: {counts}")
     return layers
+
+
+def layers(model: nn.Module) -> pd.DataFrame:
+    """Describe a mixture layer by layer, as the package sees it.
+
+    Returns:
+        By layer: ``kind``; ``width``, F of the dense MLP or of one expert; ``routed experts``, 0 in
+        a dense layer; ``parameters`` of the whole block.
+
+    Raises:
+        Refusal: Those of `sparse_layers`.
+    """
+    routed = {layer.index: experts_of(layer) for layer in sparse_layers(model)}
+    lines = {
+        layer.index: [
+            layer.kind,
+            layer.width,
+            routed.get(layer.index, 0),
+            sum(p.numel() for p in layer.block.parameters()),
+        ]
+        for layer in anatomy(model).layers
+    }
+    columns = ["kind", "width", "routed experts", "parameters"]
+    return pd.DataFrame.from_dict(lines, "index", columns=columns)
 
 
 def experts_of(layer: Sparse) -> int:

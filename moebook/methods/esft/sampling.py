@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 
+from moebook.data import hub, tasks
 from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.methods.settings import whole
+
+
+def rows(
+    targets: Iterable[str], alignment: Iterable[str], size: int, *, revisions: str = "", seed: int
+) -> dict[str, list[dict[str, str]]]:
+    """Draw the training rows of target tasks and of alignment data.
+
+    Args:
+        targets: Embedded tasks, or data sets of the hub.
+        alignment: The same; of the hub's twice as many rows are drawn, as some prove too long.
+        size: Rows of each; an embedded task may have fewer.
+        revisions: Commits of the hub's data sets, for `hub.pins`.
+        seed: Decides the draws.
+
+    Returns:
+        Rows by name.
+    """
+    pins, found = hub.pins(revisions), {}
+    for times, names in ((2, alignment), (1, targets)):
+        for name in names:
+            if name in tasks.KNOWN:
+                count = min(size, tasks.find(name).available("train"))
+                found[name] = tasks.rows(name, "train", count, seed)
+            else:
+                pin = pins.get(name)
+                found[name] = hub.load(name, revision=pin, size=times * size, seed=seed)
+    return found
 
 
 def samples(

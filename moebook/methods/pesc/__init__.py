@@ -4,22 +4,26 @@
 """
 
 from moebook.methods.pesc.approximation import Approximation, approximation_error, full_experts
-from moebook.methods.pesc.balance import balance_loss
-from moebook.methods.pesc.benchmarks import GROUPS, by_benchmark, root
-from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.counting import Counts, counts, implied_width
+from moebook.methods.pesc.balance import balance_gradient, balance_loss
+from moebook.methods.pesc.benchmarks import GROUPS, root
+from moebook.methods.pesc.config import Config, reading
+from moebook.methods.pesc.cost import Cost, cost
+from moebook.methods.pesc.counting import Counts, counts, implied_width, printed_sizes
 from moebook.methods.pesc.crafting import craft
 from moebook.methods.pesc.storage import load, save
-from moebook.methods.pesc.tuning import merge_lora, prepare, trained
+from moebook.methods.pesc.tuning import adapter_norm, merge_lora, prepare, trained
 
 __all__ = [
     "GROUPS",
     "Approximation",
     "Config",
+    "Cost",
     "Counts",
+    "adapter_norm",
     "approximation_error",
+    "balance_gradient",
     "balance_loss",
-    "by_benchmark",
+    "cost",
     "counts",
     "craft",
     "full_experts",
@@ -27,6 +31,8 @@ __all__ = [
     "load",
     "merge_lora",
     "prepare",
+    "printed_sizes",
+    "reading",
     "root",
     "save",
     "trained",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,3 +38,21 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     if config.balance == "none" or not found:
         return torch.zeros((), device=next(model.parameters()).device)
     return config.balance_weight * balance(found, attention_mask, form=config.balance)
+
+
+def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
+    """Run one batch and return what the balance loss is, and how hard it pulls at the routers.
+
+    Args:
+        model: Crafted, in training mode, with trainable routers; their gradients are changed.
+        batch: What the model is called with, ``input_ids`` and ``attention_mask`` ``[B, T]``.
+
+    Returns:
+        `balance_loss`, mean over sparse layers, and the norm of its gradient over all routers.
+    """
+    model(**batch)
+    found = mnn.routers(model)
+    value = balance_loss(model) / len(found)
+    value.backward()
+    norm = torch.stack([router.weight.grad.norm() for router in found]).norm()
+    return value.item(), norm.item()

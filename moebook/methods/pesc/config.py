@@ -97,6 +97,22 @@ class Config:
         return settings.preset(cls, PRESETS, name, changes)
 
 
+def reading(name: str) -> dict[str, Any]:
+    """Return how a preset reads what the paper leaves open: start, dropout, scales, balance loss.
+
+    Sizes and the host's tuning are left out: ``replace(config, **reading("paper"))`` differs
+    from ``config`` by the reading alone.
+
+    Raises:
+        Refusal: E-CHOICE for an unknown preset.
+    """
+    preset = Config.preset(name)
+    return {field: getattr(preset, field) for field in OPEN}
+
+
+OPEN = (
+    "adapter_scale", "served_scale", "adapter_dropout", "down_init", "balance", "balance_weight",
+)  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"down_init": "zero", "adapter_dropout": 0.0},
     "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
@@ -24,6 +25,8 @@ HOSTS = {
     "llama-2-13b": (32000, 5120, 13824, 40, 40, 40),
     "yi-34b": (64000, 7168, 20480, 60, 56, 8),
 }
+PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}
+"""Billions of parameters that Table 2 prints for the crafted hosts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,24 @@ def implied_width(config: Config, host: str | PreTrainedConfig, total: float) ->
     made = counts(config, host)
     per_width = made.adapters / config.adapter_width
     return (total - made.dense - made.routers) / per_width
+
+
+def printed_sizes() -> pd.DataFrame:
+    """Set the paper's three crafted hosts beside the sizes that Table 2 prints.
+
+    Returns:
+        A line a host, numbers of parameters: ``dense``, ``total`` and ``activated`` at width 512,
+        ``total_64`` at width 64, which the released code trains; and ``implied_width_low`` and
+        ``implied_width_high``, between which the total rounds to what is printed.
+    """
+    wide, released = Config.preset("fixed"), Config.preset("released")
+    lines = {}
+    for host, printed in PRINTED.items():
+        made, narrow = counts(wide, host), counts(released, host)
+        ends = [implied_width(wide, host, (printed + side) * 1e9) for side in (-0.5, 0.5)]
+        lines[host] = [made.dense, made.total, made.activated, narrow.total, *ends]
+    whats = ["dense", "total", "activated", "total_64", "implied_width_low", "implied_width_high"]
+    return pd.DataFrame(lines, index=whats).T
 
 
 def _hollow(host: str | PreTrainedConfig) -> nn.Module:

@@ -84,6 +84,18 @@ def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     return found
 
 
+def adapter_norm(model: nn.Module) -> float:
+    """Return the norm of all upper matrices, which start at zero: how far the adapters moved.
+
+    Raises:
+        Refusal: E-MODEL when the model holds no adapters.
+    """
+    ups = [part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)]
+    if not ups:
+        refuse("E-MODEL", "no adapters to measure: the model is dense or has full experts")
+    return torch.stack([up.norm() for up in ups]).norm().item()
+
+
 def merge_lora(model: nn.Module) -> nn.Module:
     """Fold LoRA into the host's weights in place, so that the layers are plain linear layers again.
 

@@ -6,6 +6,7 @@
 """
 
 from moebook.methods.rocket import (
+    arms,
     attachment,
     augmentation,
     bank,
@@ -20,12 +21,14 @@ from moebook.methods.rocket import (
     sampling,
     scoring,
     selection,
+    studies,
 )
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.storage import load, save
 
 __all__ = [
     "Config",
+    "arms",
     "attachment",
     "augmentation",
     "bank",
@@ -42,4 +45,5 @@ __all__ = [
     "save",
     "scoring",
     "selection",
+    "studies",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model
@@ -220,6 +221,22 @@ def tune(
 def hashes(rows: Sequence[Row]) -> list[str]:
     """Hash the rows' prompts (64 bits of sha256; case and spacing do not count), sorted."""
     return sorted({digest[:_HASH] for digest in mixtures.hashes(rows)})
+
+
+def trainings(bank: Mapping[str, Lora]) -> pd.DataFrame:
+    """Tell how each LoRA was trained, as far as it says.
+
+    Returns:
+        Indexed by name: ``rows`` (prompts), ``steps``, ``first loss`` and ``last loss`` (nats an
+        answer token; the mean of the last twenty steps), NaN where it keeps no losses.
+    """
+    found = {}
+    for name, lora in bank.items():
+        losses = lora.provenance.get("losses") or [np.nan]
+        rows = len(lora.provenance.get("prompts") or ())
+        found[name] = [rows, len(losses), losses[0], np.mean(losses[-20:])]
+    columns = ["rows", "steps", "first loss", "last loss"]
+    return pd.DataFrame.from_dict(found, orient="index", columns=columns)
 
 
 def leaks(bank: Mapping[str, Lora], rows: Sequence[Row], *, task: str) -> pd.DataFrame:

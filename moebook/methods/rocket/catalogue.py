@@ -7,7 +7,7 @@ the ids were never loaded, and one that the hub does not have is refused by its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -160,3 +160,44 @@ def embedded(size: int, *, seed: int = 0, without: Iterable[str] = ()) -> dict[s
             rows = [row for row in rows if not any(c in row["prompt"] for c in kept_apart)]
         found[name] = rows[:size]
     return found
+
+
+def targets(
+    names: Iterable[str], source: str, pins: Mapping[str, str]
+) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
+    """Return what is annotated of each target task, its training rows, and what evaluates it.
+
+    Args:
+        names: Of `data.tasks`, or keys of `HELD_OUT`.
+        source: ``"embedded"`` or ``"hub"``.
+        pins: Commits of the hub's sets, by name.
+
+    Raises:
+        Refusal: Those of `data.tasks.rows`, `load` and `held_out`.
+    """
+    if source == "embedded":
+        sizes = {name: tasks.find(name).available("train") for name in names}
+        annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}
+        return annotated, {name: tasks.rows(name, "test", tasks.TEST) for name in sizes}
+    commits = {name: pins.get(name) for name in names}
+    annotated = {name: load(name, revision=commit) for name, commit in commits.items()}
+    return annotated, {name: held_out(name, revision=commits[name]) for name in commits}
+
+
+def open_data(sets: str, size: int, source: str, pins: Mapping[str, str]) -> list[Row]:
+    """Return the open data: rows of the embedded bank's sets, drawn once for all, or of the hub's.
+
+    Args:
+        sets: Names of the hub's sets, with commas between them.
+        size: Most rows of each set.
+        source: ``"embedded"`` or ``"hub"``.
+        pins: Commits of the hub's sets, by name.
+
+    Raises:
+        Refusal: Those of `embedded` and `load`.
+    """
+    if source == "embedded":
+        found = embedded(size)
+    else:
+        found = {name: load(name, revision=pins.get(name))[:size] for name in sets.split(",")}
+    return [row for rows in found.values() for row in rows]

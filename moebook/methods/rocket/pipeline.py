@@ -1,10 +1,10 @@
 """The whole pipeline, arm by arm: one target task met with K shots, and what each arm does with it.
 
-What an arm changes is its `Arm`; what all arms share is the `Case`, measured once. ``experts`` and
-``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's upper half are
-arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly. The bank's best
-LoRA as it is runs under `attachment.attached`; "Expert LoRA" is `bank.train` on the target's whole
-training set.
+What an arm changes is its `arms.Arm`; what all arms share is the `Case`, measured once.
+``experts`` and ``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's
+upper half are arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly.
+The bank's best LoRA as it is runs under `attachment.attached`; "Expert LoRA" is `bank.train` on the
+target's whole training set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import nn
 
 from moebook import training
@@ -24,14 +25,13 @@ from moebook.data import encode
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import augmentation, mixture, rationales, scoring
 from moebook.methods.rocket import selection as selecting
+from moebook.methods.rocket.arms import OTHERS, Arm
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.settings import whole
 
 Row = Mapping[str, str]
-OTHERS = ("random", "best")
-"""Ways to take experts that look at no ranking: at random, or the one best on the test rows."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,6 @@ class Case:
         """Return `scoring.scores` of the first K shots, their rationales read or not."""
         nats = self.reasoning if rationales else self.plain
         return scoring.scores(nats.iloc[:, :shots], self.solved.iloc[:, :shots])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """How an arm gets its experts and its data.
-
-    Attributes:
-        config: Settings; K of them are the first of the case's shots.
-        by: The rankings that choose the experts, or one of `OTHERS`.
-        open_data: Whether chosen open data join the shots.
-    """
-
-    config: Config
-    by: tuple[str, ...] = selecting.RANKINGS
-    open_data: bool = True
 
 
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
@@ -193,6 +178,7 @@ def tune(
     chosen: Sequence[Row],
     config: Config,
     *,
+    seed: int,
     max_length: int = 1024,
     **settings: Any,
 ) -> training.History:
@@ -206,11 +192,15 @@ def tune(
         loras: The experts.
         chosen: Rows to train on.
         config: Settings of the mixture.
+        seed: Of the gates' start and of the rows' order, so that an arm does not depend on those
+            before it.
         max_length: Longest row in tokens.
-        settings: For `training.fit`, the seed among them.
+        settings: For `training.fit`.
     """
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)
-    mixture.build(model, loras, config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        mixture.build(model, loras, config)
     encoded = encode(chosen, tokenizer, max_length=max_length)
-    return training.fit(model, encoded, pad_id=tokenizer.pad_token_id or 0, **settings)
+    return training.fit(model, encoded, seed=seed, pad_id=tokenizer.pad_token_id or 0, **settings)

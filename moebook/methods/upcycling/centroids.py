@@ -25,12 +25,7 @@ RESTARTS = 3  # seedings tried, the best kept
 SEEDS = 2**32 - 1  # the largest seed that scikit-learn takes
 
 
-def trsu(
-    representations: Representations,
-    *,
-    per_task: int = 1,
-    seed: int = 0,
-) -> Start:
+def trsu(representations: Representations, experts: int | None = None, *, seed: int = 0) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
     The paper's recipe is the default after ``hardest`` and ``collect``: of each task the 5 % of
@@ -40,21 +35,26 @@ def trsu(
     Args:
         representations: With one task for each group of experts. With two experts the paper gives
             it code and mathematics; text has no expert of its own.
-        per_task: Centroids a task: E = tasks x per_task. Expert ``t * per_task + c`` is centroid c
-            of task t, the largest cluster first, in every layer.
+        experts: E, a multiple of the number of tasks; as many as there are tasks by default. With
+            C centroids a task, expert ``t * C + c`` is centroid c of task t, the largest cluster
+            first, in every layer.
         seed: Of k-means++, when a task has several; from 0 to 2^32 - 1.
 
     Raises:
         Refusal: E-DATA when a task has fewer distinct points than centroids, naming it and the
             layer; E-NONFINITE for NaN or infinity; E-RANGE, E-TYPE.
     """
-    whole("per_task", per_task, 1)
+    tasks = len(representations.tasks)
+    experts = tasks if experts is None else experts
+    whole("experts", experts, 1)
     whole("seed", seed, 0, SEEDS)
+    if experts % tasks:
+        refuse("E-RANGE", f"experts is {experts}, expected a multiple of the {tasks} tasks")
     groups = []
     for task, name in enumerate(representations.tasks):
         where = f"task '{name}', "
         points = representations.points[:, representations.labels == task]
-        found, labels = _by_layer(points, representations.layers, per_task, seed, where)
+        found, labels = _by_layer(points, representations.layers, experts // tasks, seed, where)
         groups.append(_by_size(found, labels))
     return Start(torch.cat(groups, dim=1), representations.layers, representations.base)
 

@@ -7,7 +7,7 @@ percent of 200 M tokens x 32 layers x 4,096 numbers would be a terabyte: it neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,20 @@ class Representations:
         """Return the mean of each task's samples by layer, ``[L, tasks, D]``."""
         groups = [self.points[:, self.labels == task] for task in range(len(self.tasks))]
         return torch.stack([group.mean(1) for group in groups], dim=1)
+
+    def only(self, *tasks: str) -> Representations:
+        """Return the samples of some tasks, in the order in which they are held.
+
+        Raises:
+            Refusal: E-DATA for a task that is not there.
+        """
+        if absent := [task for task in tasks if task not in self.tasks]:
+            refuse("E-DATA", f"no task '{absent[0]}' in the representations of {self.tasks}")
+        kept = [number for number, task in enumerate(self.tasks) if task in tasks]
+        rows = torch.isin(self.labels, torch.tensor(kept))
+        labels = torch.searchsorted(torch.tensor(kept), self.labels[rows])
+        names = tuple(self.tasks[number] for number in kept)
+        return replace(self, points=self.points[:, rows], labels=labels, tasks=names)
 
 
 def sampled(

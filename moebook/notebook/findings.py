@@ -1,0 +1,205 @@
+"""What was found: sentences, tables and forest plots made from pools, never typed.
+
+A sentence is a template filled with a claim's own words, its effect, interval, scale and seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moebook import plotting
+from moebook.errors import nearest, refuse
+from moebook.notebook.verdicts import Measurement, Row, amount
+from moebook.results import Pool
+from moebook.results.intervals import interval
+
+ORDER = ("direction fails", "reproduced", "direction holds", "inconclusive", "not run")
+"""Surprises first: what a paper claims and did not come out."""
+
+PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
+"""Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
+
+
+def strength(row: Row) -> float:
+    """The mean effect over the smallest that the pool could have seen: above 1 it is decided."""
+    best = row.best
+    if best is None or not best.smallest:
+        return 0.0
+    return abs(best.effect) / best.smallest
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """Sort rows for a reader: surprises first, of each kind the strongest first."""
+    return sorted(rows, key=lambda row: (ORDER.index(str(row.label)), -strength(row)))
+
+
+def sentence(row: Row) -> str:
+    """Say in words what was found about a claim, in Markdown."""
+    best, said = row.best, row.claim.sentence
+    if best is None:
+        return f"{said} **Not run** at a scale at which this can be tested."
+    found = _found(best)
+    where = f"at scale {best.pool.protocol}"
+    match str(row.label):
+        case "reproduced":
+            return f"{said} **Reproduced** {where}: {found}."
+        case "direction holds":
+            return f"{said} **Holds** {where}: {found}."
+        case "direction fails":
+            return f"{said} **Fails** {where}: {found}."
+    if not best.decides:
+        return f"{said} **Cannot tell**: {found}; no pool of three seeds or more decides it."
+    return f"{said} **Cannot tell** {where}: {found}."
+
+
+def _found(best: Measurement) -> str:
+    """The effect with its interval, the seeds, and what the pool could have seen."""
+    claim, bound = best.claim, ""
+    if isinstance(claim.reference, (int, float)) and claim.reference:
+        bound = f" less the bound {claim.reference:g}"
+    effect = f"{amount(claim, best.effect)}{bound}"
+    if best.interval is None:
+        return f"{effect}, a computed value" if claim.exact else f"{effect}, one value"
+    low, high = (amount(claim, end) for end in best.interval)
+    seeds = f"{best.seeds} seed" + "s" * (best.seeds > 1)
+    return f"{effect} (95 % from {low} to {high}; {seeds})"
+
+
+def summary(rows: Iterable[Row]) -> pd.DataFrame:
+    """Put claims into a table: verdict, effect, interval, and what the pool could have seen.
+
+    ``could see`` is the smallest effect that the runs could have told from none; ``the paper's`` is
+    the effect that the paper prints, where it prints one.
+    """
+    lines = {}
+    for row in ordered(rows):
+        best, claim = row.best, row.claim
+        if best is None:
+            continue
+        low, high = (amount(claim, end) for end in best.interval) if best.interval else ("", "")
+        lines[claim.id.partition(".")[2], best.pool.protocol] = [
+            best.seeds, amount(claim, best.effect), low, high,
+            amount(claim, best.smallest).lstrip("+") if best.smallest else "",
+            "" if claim.claimed is None else amount(claim, claim.claimed), str(row.label),
+        ]  # fmt: skip
+    columns = ["seeds", "effect", "95 % from", "to", "could see", "the paper's", "verdict"]
+    frame = pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+    frame.index = pd.MultiIndex.from_tuples(frame.index, names=["claim", "scale"])
+    return frame
+
+
+def forest(rows: Iterable[Row], title: str) -> Any:
+    """Draw every claim with an interval, scale by scale: to the right is as the paper says.
+
+    A claim that two things are equal, or about a number, is drawn as the distance from what the
+    paper prints. None where nothing was measured.
+    """
+    points = [
+        _point(row, measured)
+        for row in ordered(rows)
+        for measured in row.measurements
+        if measured.interval and (measured.interval[1] > measured.interval[0])
+    ]
+    if not points:
+        return None
+    frame = pd.DataFrame(points)
+    panels = [panel for panel in ("points", "nats") if panel in set(frame.panel)]
+    order = [*panels, *(panel for panel in dict.fromkeys(frame.panel) if panel not in panels)]
+    frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
+    return plotting.forest(frame, xlabel="effect, to the right as claimed", title=title)
+
+
+def _point(row: Row, measured: Measurement) -> dict[str, object]:
+    """One line of a forest plot, turned so that right of zero is as claimed."""
+    claim, (low, high) = row.claim, measured.ends
+    panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
+    shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
+    turn = -factor if claim.direction == "less" else factor
+    ends = sorted(turn * (end - shift) for end in (low, high))
+    return {
+        "panel": panel,
+        "line": claim.id.partition(".")[2],
+        "series": measured.pool.protocol,
+        "value": turn * (measured.effect - shift),
+        "low": ends[0],
+        "high": ends[1],
+        "sure": measured.decides and measured.side != 0,
+    }
+
+
+def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
+    """Put the effects of each claim side by side, a column a scale, and say which way they go.
+
+    Only claims with two scales or more; ``with scale`` compares the largest with the smallest.
+    """
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        sizes = {m.pool.protocol: m for m in row.measurements}
+        if len(sizes) < 2 or row.claim.exact:
+            continue
+        first, *_, last = sizes.values()
+        apart = (last.smallest or 0) + (first.smallest or 0)
+        grows = abs(last.effect) > abs(first.effect)
+        clear = abs(last.effect - first.effect) > apart
+        trend = ("grows" if grows else "shrinks") if clear else "no clear change"
+        effects = {name: amount(row.claim, m.effect) for name, m in sizes.items()}
+        lines[row.claim.id.partition(".")[2]] = effects | {"with scale": trend}
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def arms(pool: Pool, names: dict[str, str], unit: str = "") -> pd.DataFrame:
+    """Put one measure of several arms into a table: mean over seeds and items, interval, seeds.
+
+    Args:
+        pool: Their runs.
+        names: Arm to the name of its value; arms without a run are left out.
+        unit: What the columns are in, for their heading.
+    """
+    lines = {}
+    for arm, name in names.items():
+        effects = pool.effects(name)
+        if len(effects):
+            low, high = interval(effects) or (np.nan, np.nan)
+            lines[arm] = [effects.mean(), low, high, len(effects)]
+    columns = [f"mean {unit}".strip(), "95 % from", "to", "seeds"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns).astype({"seeds": int})
+
+
+def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
+    """Return values of several names by seed, ``[S, T]``, over the seeds that have them all."""
+    found = [pool.values(name) for name in names]
+    seeds = [seed for seed in pool.seeds if all(seed in values for values in found)]
+    return np.array([[values[seed].value for values in found] for seed in seeds])
+
+
+def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
+    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions.
+
+    Args:
+        pool: Their runs.
+        names: Label to the curve's name; those without a run are left out.
+    """
+    found = {label: pool.curves(name) for label, name in names.items()}
+    found = {label: curves for label, curves in found.items() if curves}
+    positions = next((c.x for curves in found.values() for c in curves.values()), ())
+    lines = {
+        label: np.array([curve.y for curve in curves.values() if curve.x == positions])
+        for label, curves in found.items()
+    }
+    return lines, positions
+
+
+def of(pools: dict[str, Pool], protocol: str) -> Pool:
+    """Return the pool of a protocol.
+
+    Raises:
+        Refusal: E-PROTOCOL where there is none, with those that there are.
+    """
+    if protocol not in pools:
+        hint = nearest(protocol, pools) if pools else "there is none yet: see moebook study --help"
+        refuse("E-PROTOCOL", f"no pool of protocol '{protocol}'; {hint}")
+    return pools[protocol]
