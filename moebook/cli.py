@@ -105,7 +105,7 @@ def _add_study(commands: Any) -> None:
     parser.add_argument("notebook", nargs="?", help="short name, such as pesc")
     parser.add_argument("--on", dest="protocol", metavar="PROTOCOL", help="such as nano")
     parser.add_argument("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5")
-    parser.add_argument("--arms", default="all", help="names with commas (default: all)")
+    parser.add_argument("--arms", help="names with commas, or all (default: the protocol's)")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: cores)")
     parser.add_argument(
         "--engine", default="local", choices=("local", "ray"), help="where (default: local)"
@@ -181,7 +181,7 @@ def study(options: argparse.Namespace) -> int:
     folder = results.root()
     given = (options.notebook, options.protocol, options.seeds)
     if options.add:
-        if given != (None, None, None):
+        if {*given, options.arms, options.jobs} != {None} or options.engine != "local":
             refuse("E-USAGE", "moebook study: --add takes a file and nothing else")
         run, path = studies.add_notebook(Path(options.add), folder)
         print(f"{run.notebook} at {run.protocol}, seed {run.seed}: {path.relative_to(folder)}")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moebook import cli
+from moebook import cli, results
+from moebook.results import Run
 
-PARAMETERS = 'tier: str = "cpu"  # scale {smoke, cpu}\ntop_k: int = 2  # experts per token [1, 64]'
+PARAMETERS = (
+    'tier: str = "cpu"  # scale {smoke, cpu, study}\ntop_k: int = 2  # experts per token [1, 64]'
+)
+
+MACHINE = {"accelerator": None, "cpu": "X 9000", "cores": 2}
 
 
 @pytest.fixture
@@ -35,23 +40,27 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("rum", "E-USAGE: moebook: unknown 'rum'; did you mean 'run'?"),
         ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
         ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
-        ("run toy --tier smoky", "E-USAGE: moebook run: unknown 'smoky'; did you mean 'smoke'?"),
+        (
+            "run toy --on cpux",
+            "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you mean",
+        ),
         ("bench route --peers", "E-USAGE: moebook bench: --peers takes neither an op nor"),
         ("bench --rounds 0 --peers", "E-USAGE: moebook bench: --peers takes neither"),
         ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
-        ("run toy --tier gpu", "E-TIER: toy has no tier 'gpu'"),
+        ("run toy --tier gpu", "E-PROTOCOL: toy has no protocol 'gpu'"),
         ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),
         ("run toy -p top_k=0", "E-RANGE: -p: top_k = 0: expected int in [1, 64]"),
         ("run toy -p top_k=two", "E-TYPE: -p: top_k = 'two': expected int, found str"),
         ("run toy -p top_k", "E-USAGE: -p top_k: expected name=value"),
-        ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by --tier"),
+        ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by the protocol (--on)"),
         ("book --only tyo", "E-NOTEBOOK: unknown notebook 'tyo'"),
+        ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
         ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
         ("audit pesk", "E-NAME"),
         ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
         ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected at least 1"),
         ("pretrain nano --steps -3", "E-RANGE: steps is -3, expected at least 1"),
-        ("verify toy", "E-NOTEBOOK: 'toy' has no records"),
+        ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(
@@ -96,7 +105,7 @@ def test_list_and_verify_work_before_anything_was_run(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["list"]) == 0
-    assert "--tier cpu    not measured" in capsys.readouterr().out
+    assert "--on cpu      not measured" in capsys.readouterr().out
     assert cli.main(["verify"]) == 0
     assert "nothing was run yet" in capsys.readouterr().out
 
@@ -104,44 +113,58 @@ def test_list_and_verify_work_before_anything_was_run(
 def test_verify_exits_with_1_when_something_fails(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = project / "results" / "toy" / "study" / "record.json"
-    record.parent.mkdir(parents=True)
-    record.write_text('{"notebook": "toy", "scale": "study", "values": []}')
-    assert cli.main(["verify"]) == 1
-    assert "FAILS results/toy/study/record.json: E-RECORD" in capsys.readouterr().out
-
-
-def test_verify_checks_the_records_of_the_benchmark_too(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = project / "results" / "bench" / "cpu" / "record.json"
-    record.parent.mkdir(parents=True)
-    record.write_text('{"notebook": "kernels", "scale": "cpu", "values": []}')
-    hashes = {"record": hashlib.sha256(record.read_bytes()).hexdigest()}
-    manifest = {"notebook": "kernels", "tier": "cpu", "hashes": hashes}
-    record.with_name("manifest.json").write_text(json.dumps(manifest))
+    manifest = {"date": "2026-01-02T03:04:05+00:00"}
+    for notebook, protocol in (("toy", "nano"), ("bench", "cpu")):
+        run = Run(notebook, protocol, "study", 0, (), manifest=manifest)
+        results.write_run(project / "results" / notebook / protocol / "0.parquet", run)
+    assert cli.main(["verify"]) == 0
+    assert capsys.readouterr().out == (
+        "ok    results/bench/cpu: seeds 0 agree; of 2026-01-02; code unchanged\n"
+        "ok    results/toy/nano: seeds 0 agree; of 2026-01-02; code unchanged\n"
+    )
+    (project / "results" / "toy" / "nano" / "0.parquet").write_bytes(b"PAR1")
     assert cli.main(["verify", "bench"]) == 0
-    assert "results/bench/cpu/record.json: hash and tier agree" in capsys.readouterr().out
-    record.write_text(record.read_text() + "\n")
     assert cli.main(["verify"]) == 1
-    assert "its hash is not the manifest's" in capsys.readouterr().out
+    assert "\nFAILS results/toy/nano: E-RUN" in capsys.readouterr().out
 
 
-def test_an_incomplete_manifest_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    notebook = project / "notebooks" / "01_toy.ipynb"
-    notebook.write_text(notebook.read_text().replace("smoke, cpu", "smoke, cpu, study"))
-    notebook.with_name("01_toy.study.yaml").write_text("top_k: 1\n")
-    record = project / "results" / "toy" / "study" / "record.json"
-    record.parent.mkdir(parents=True)
-    record.write_text('{"notebook": "toy", "scale": "study", "values": []}')
-    for text in ("{}", '{"seconds": 1.0}', '{"parameters": [1], "hashes": null}'):
-        record.with_name("manifest.json").write_text(text)
-        assert cli.main(["list"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("E-RECORD: results/toy/study/manifest.json is incomplete (KeyError")
-        assert told.count("\n") == 1
-        assert cli.main(["verify"]) == 1
-        assert "FAILS results/toy/study/record.json: " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("manifest", "told"),
+    [
+        ({}, "incomplete (KeyError"),
+        ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
+        ({"seconds": 1.0, "peak_memory": 5, "environment": []}, "incomplete (TypeError"),
+        ({"seconds": None, "peak_memory": 5, "environment": MACHINE}, "incomplete (TypeError"),
+        ({"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE}, "1 min 15 s, 5 MB on X 9"),
+        ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
+    ],
+)
+def test_list_says_what_a_run_cost_or_names_an_incomplete_manifest(
+    project: Path, capsys: pytest.CaptureFixture[str], manifest: dict[str, Any], told: str
+) -> None:
+    (project / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\n")
+    for seed in (0, 2):
+        run = Run("toy", "nano", "study", seed, (), manifest=manifest)
+        results.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
+    code, (out, errors) = cli.main(["list"]), capsys.readouterr()
+    assert code == (2 if "incomplete" in told else 0)
+    if code:
+        assert errors.startswith("E-RUN: the manifest of toy, nano, seed 2 is " + told)
+        assert errors.count("\n") == 1
+    else:
+        assert f"  --on nano     seeds 0, 2, each {told}" in out
+
+
+def test_the_book_is_executed_at_a_tier_and_then_rendered(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moebook.notebook import book
+
+    done: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(book, "execute", lambda *given: done.append(given))
+    monkeypatch.setattr(book, "build", lambda *given: done.append(given))
+    assert cli.main(["book", "--tier", "smoke", "--only", "toy"]) == 0
+    assert done == [("smoke", "toy", project), ("smoke", project)]
 
 
 def test_the_audit_of_one_paper_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,8 @@ def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) 
         for task in table.task.unique()
     }
     found = table.assign(benchmark=table.task.map(whole))
-    found["domain"] = found.benchmark.map(dict(domains or {})).fillna(found.domain)
+    pairs = zip(found.benchmark, found.domain, strict=True)
+    found["domain"] = [(domains or {}).get(benchmark, domain) for benchmark, domain in pairs]
     size = found.groupby("benchmark").correct.transform("size")
     inside = found.groupby("domain")
     of_domain = inside.correct.transform("size") / inside.benchmark.transform("nunique")

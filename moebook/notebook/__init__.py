@@ -3,7 +3,7 @@
 Inside a notebook only this is needed::
 
     run = notebook.begin(In, globals())
-    run.record("pesc/dense/accuracy", 0.43, "share", seed=0)
+    run.record("pesc/dense/accuracy", 0.43, "share")
 """
 
 from moebook.notebook.parameters import listed

@@ -61,10 +61,10 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
     return [job.notebook for job in jobs]
 
 
-def _cost(notebook: Notebook, folder: Path) -> float:
+def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
     """Longest first, so that the last one to end is a short one; findings after all others."""
     shown = results.live(notebook.name, folder)
-    return -(shown.runs[0].manifest["seconds"] or 0) if shown else float(notebook.findings)
+    return notebook.findings, -(shown.runs[0].manifest["seconds"] or 0) if shown else 0.0
 
 
 def _publish(executed: Path, stem: str, folder: Path) -> None:
@@ -114,27 +114,29 @@ def generated(folder: Path) -> dict[str, str]:
     rows, places = verdicts.ledger(folder), ledger.Places(folder)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
     by_paper = {f"ledger_{paper}": ledger.ledger(some, places) for paper, some in mine.items()}
-    pictures = {paper: _forest(paper, some, folder) for paper, some in mine.items()}
+    titles = {paper: f"What was found: {fragments.TITLES[paper]}" for paper in mine}
+    pictures = {paper: _forest(paper, titles[paper], some, folder) for paper, some in mine.items()}
+    strongest = findings.strongest(row.committed for row in rows)
     shown = {paper: file for paper, file in pictures.items() if file}
     return by_paper | {
         "summary": ledger.summary(rows),
         "ledger": ledger.ledger(rows, places),
         "chance": ledger.corrections(rows),
         "found": ledger.found(rows, shown),
-        "front": ledger.front(rows),
+        "front": ledger.front(rows, _forest("front", "The strongest findings", strongest, folder)),
         "audit": fragments.audit(papers.audit()),
         "records": fragments.records(folder),
     }
 
 
-def _forest(paper: str, rows: list[verdicts.Row], folder: Path) -> str | None:
-    """Draw a paper's claims at the committed scales; return the picture's name beside the pages."""
+def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> str | None:
+    """Draw claims at the committed scales; return the picture's name beside the pages."""
     plotting.style()
     committed = [row.committed for row in rows]
-    figure = findings.forest(committed, f"What was found: {fragments.TITLES[paper]}")
+    figure = findings.forest(committed, title)
     if figure is None:
         return None
-    path = folder / "book" / "_generated" / f"found_{paper}.svg"
+    path = folder / "book" / "_generated" / f"found_{name}.svg"
     with results.replacing(path) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None})
     return f"_generated/{path.name}"

@@ -5,13 +5,13 @@ A sentence is a template filled with a claim's own words, its effect, interval, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from moebook import plotting
+from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook.verdicts import Measurement, Row, amount
 from moebook.results import Pool
@@ -30,6 +30,12 @@ def strength(row: Row) -> float:
     if best is None or not best.smallest:
         return 0.0
     return abs(best.effect) / best.smallest
+
+
+def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
+    """The claims whose effect is largest beside what the pool could have seen."""
+    decided = [row for row in rows if row.best and row.best.decides and row.best.side]
+    return sorted(decided, key=strength, reverse=True)[:most]
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
@@ -60,13 +66,14 @@ def _found(best: Measurement) -> str:
     """The effect with its interval, the seeds, and what the pool could have seen."""
     claim, bound = best.claim, ""
     if isinstance(claim.reference, (int, float)) and claim.reference:
-        bound = f" less the bound {claim.reference:g}"
+        bound = f" against the bound {claim.reference:g}"
     effect = f"{amount(claim, best.effect)}{bound}"
     if best.interval is None:
         return f"{effect}, a computed value" if claim.exact else f"{effect}, one value"
     low, high = (amount(claim, end) for end in best.interval)
     seeds = f"{best.seeds} seed" + "s" * (best.seeds > 1)
-    return f"{effect} (95 % from {low} to {high}; {seeds})"
+    smallest = amount(claim, best.smallest or 0.0).lstrip("+")
+    return f"{effect} (95 % from {low} to {high}; {seeds}, which could see {smallest})"
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
@@ -98,9 +105,11 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     A claim that two things are equal, or about a number, is drawn as the distance from what the
     paper prints. None where nothing was measured.
     """
+    every = ordered(rows)
+    several = len({row.claim.paper for row in every}) > 1
     points = [
-        _point(row, measured)
-        for row in ordered(rows)
+        _point(row, measured) | ({"line": row.claim.id} if several else {})
+        for row in every
         for measured in row.measurements
         if measured.interval and (measured.interval[1] > measured.interval[0])
     ]
@@ -134,7 +143,8 @@ def _point(row: Row, measured: Measurement) -> dict[str, object]:
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
     """Put the effects of each claim side by side, a column a scale, and say which way they go.
 
-    Only claims with two scales or more; ``with scale`` compares the largest with the smallest.
+    Only claims with two scales or more; ``with scale`` compares the largest with the smallest, and
+    tells a change that is larger than what the two could see together.
     """
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -142,31 +152,73 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
         if len(sizes) < 2 or row.claim.exact:
             continue
         first, *_, last = sizes.values()
-        apart = (last.smallest or 0) + (first.smallest or 0)
-        grows = abs(last.effect) > abs(first.effect)
-        clear = abs(last.effect - first.effect) > apart
-        trend = ("grows" if grows else "shrinks") if clear else "no clear change"
+        trend = "no clear change"
+        known = [m.smallest for m in (first, last) if m.smallest is not None]
+        if len(known) == 2 and abs(last.effect - first.effect) > sum(known):
+            trend = "grows" if abs(last.effect) > abs(first.effect) else "shrinks"
+            trend = "turns round" if first.effect * last.effect < 0 else trend
         effects = {name: amount(row.claim, m.effect) for name, m in sizes.items()}
         lines[row.claim.id.partition(".")[2]] = effects | {"with scale": trend}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def arms(pool: Pool, names: dict[str, str], unit: str = "") -> pd.DataFrame:
-    """Put one measure of several arms into a table: mean over seeds and items, interval, seeds.
+def runs(pools: dict[str, Pool]) -> pd.DataFrame:
+    """Say of each pool which runs it has, of which day, and what of the code has changed since."""
+    columns = ["seeds", "runs", "arms", "code"]
+    lines = {}
+    for name, pool in pools.items():
+        last = max(pool.runs, key=results.day)
+        seeds = ", ".join(map(str, pool.seeds))
+        lines[name] = [seeds, len(pool.runs), len(pool.arms), results.since(last)]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+
+
+def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
+    """Measure arms over seeds and items: a line an arm and measure, with its interval.
 
     Args:
         pool: Their runs.
-        names: Arm to the name of its value; arms without a run are left out.
-        unit: What the columns are in, for their heading.
+        names: Arms; those without a run are left out.
+        measures: What a measure is called to the name of its value, ``{arm}`` for the arm, as in
+            ``pesc/{arm}/accuracy``.
+
+    Returns:
+        Columns ``measure``, ``arm``, ``value``, ``low``, ``high`` (at 95 %) and ``seeds``.
     """
-    lines = {}
-    for arm, name in names.items():
-        effects = pool.effects(name)
-        if len(effects):
-            low, high = interval(effects) or (np.nan, np.nan)
-            lines[arm] = [effects.mean(), low, high, len(effects)]
-    columns = [f"mean {unit}".strip(), "95 % from", "to", "seeds"]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=columns).astype({"seeds": int})
+    lines = []
+    for measure, name in measures.items():
+        for arm in names:
+            effects = pool.effects(name.format(arm=arm))
+            if len(effects):
+                low, high = interval(effects) or (np.nan, np.nan)
+                lines.append([measure, arm, effects.mean(), low, high, len(effects)])
+    return pd.DataFrame(lines, columns=["measure", "arm", "value", "low", "high", "seeds"])
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
+    text = frame.assign(
+        text=[
+            f"{row.value:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low))
+            for row in frame.itertuples()
+        ]
+    )
+    wide = text.pivot(index="arm", columns="measure", values="text")
+    order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
+    return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
+
+
+def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
+    """Find the arms that differ in one number, such as ``experts4`` and ``experts16``, by number.
+
+    Args:
+        pool: Their runs.
+        kind: What stands before the number.
+        default: The number that the other arms have, and the arm that stands for it.
+    """
+    found = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
+    numbered = {int(text): arm for text, arm in found.items() if text.isdigit()}
+    return dict(sorted((numbered | {default[0]: default[1]}).items()))
 
 
 def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
@@ -182,15 +234,21 @@ def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tup
     Args:
         pool: Their runs.
         names: Label to the curve's name; those without a run are left out.
+
+    Raises:
+        Refusal: E-SHAPE for curves at other positions than the first.
     """
     found = {label: pool.curves(name) for label, name in names.items()}
     found = {label: curves for label, curves in found.items() if curves}
     positions = next((c.x for curves in found.values() for c in curves.values()), ())
-    lines = {
-        label: np.array([curve.y for curve in curves.values() if curve.x == positions])
-        for label, curves in found.items()
-    }
-    return lines, positions
+    for curves in found.values():
+        for seed, curve in curves.items():
+            if curve.x != positions:
+                where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
+                refuse("E-SHAPE", f"{where}; expected the {len(positions)} of the first curve")
+    return {label: np.array([c.y for c in curves.values()]) for label, curves in found.items()}, (
+        positions
+    )
 
 
 def of(pools: dict[str, Pool], protocol: str) -> Pool:

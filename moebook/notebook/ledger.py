@@ -201,7 +201,8 @@ def found(rows: Sequence[Row], pictures: dict[str, str]) -> str:
         open_ = [one for one in mine if not one.best]
         parts.append(f"## {TITLES[paper]}\n")
         if paper in pictures:
-            parts.append(picture(pictures[paper], f"fig-found-{paper.replace('_', '-')}", paper))
+            claims = f"the claims of {TITLES[paper]}"
+            parts.append(picture(pictures[paper], f"fig-found-{paper.replace('_', '-')}", claims))
         parts.append("\n".join(f"- {_linked(one)}" for one in told) + "\n")
         if open_:
             lines = "\n".join(f"- {_linked(one)}" for one in open_)
@@ -209,23 +210,22 @@ def found(rows: Sequence[Row], pictures: dict[str, str]) -> str:
     return "\n".join(parts)
 
 
-def front(rows: Sequence[Row], most: int = 5) -> str:
-    """Return the strongest lines of what was found, a list."""
-    decided = [one for one in rows if one.best and one.best.interval and one.best.decides]
-    decided = [one for one in decided if one.best and one.best.side]
-    strongest = sorted(decided, key=findings.strength, reverse=True)[:most]
-    return "\n".join(f"- {TITLES[one.claim.paper]}: {_linked(one)}" for one in strongest) + "\n"
+def front(rows: Sequence[Row], file: str | None = None) -> str:
+    """Return the five strongest lines of what was found, and their picture."""
+    lines = [f"- {TITLES[one.claim.paper]}: {_linked(one)}" for one in findings.strongest(rows)]
+    text = "\n".join(lines) + "\n"
+    return text + (f"\n{picture(file, 'fig-front', 'the five strongest')}" if file else "")
 
 
 def _linked(one: Row) -> str:
     return f'{findings.sentence(one)} <a href="ledger.html#{escape(one.claim.id)}">ledger</a>'
 
 
-def picture(file: str, name: str, paper: str) -> str:
+def picture(file: str, name: str, claims: str) -> str:
     """Return the directive that shows a forest plot."""
     caption = (
         "Effects with 95 % intervals over seeds and test items; to the right of zero is as the"
         " paper says. Filled markers are decided, hollow ones are not."
     )
-    alt = f"Forest plot of the claims of {TITLES[paper]}: a point and an interval for each claim."
+    alt = f"Forest plot of {claims}: for each a point and a horizontal interval beside zero."
     return f":::{{figure}} {file}\n:name: {name}\n:alt: {alt}\n\n{caption}\n:::\n"

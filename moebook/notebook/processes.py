@@ -45,14 +45,19 @@ class Processes:
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()  # jobs are executed in threads
+        self._ended = False
 
     def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running:
+        with self._lock:
+            self._ended = True
+            left = list(self._running)
+        for process in left:
             process.terminate()
-        for process in self._running:
+        for process in left:
             process.wait()
 
     def execute(self, job: Job, folder: Path) -> Path:
@@ -63,19 +68,23 @@ class Processes:
         """
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(vars(job))],
-            cwd=folder,
-            env={**os.environ, **threads, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,  # closed when this process ends, however it does
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the parent, who ends its children
-        )
-        self._running.add(process)
+        with self._lock:
+            if self._ended:
+                raise Refusal("E-RUN", "was not started: the others were ended")
+            process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(vars(job))],
+                cwd=folder,
+                env={**os.environ, **threads, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,  # closed when this process ends, however it does
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the parent, who ends its children
+            )
+            self._running.add(process)
         out, errors = _outputs(process)
-        self._running.discard(process)
+        with self._lock:
+            self._running.discard(process)
         if process.returncode:
             lines = errors.strip().splitlines() or [f"ended with status {process.returncode}"]
             code, colon, text = lines[-1].partition(": ")

@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from moebook.results import COMMITTED, Pool, Run
 CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")
 """What a frozen copy holds."""
 
-Ended = Iterator[tuple[Job, Path | Refusal]]
+Ended = Generator[tuple[Job, Path | Refusal], None, None]
 
 
 def seeds(text: str) -> list[int]:
@@ -55,7 +55,7 @@ def study(
     protocol: str,
     wanted: Sequence[int],
     *,
-    arms: str = ALL,
+    arms: str | None = None,
     jobs: int | None = None,
     engine: str = "local",
     folder: Path | None = None,
@@ -66,7 +66,7 @@ def study(
         name: Short name of the notebook, such as ``pesc``.
         protocol: One of its protocols whose tier is committed, such as ``nano``.
         wanted: Seeds.
-        arms: Names with commas between them, or ``all``.
+        arms: Names with commas between them, or ``all``; the protocol's by default.
         jobs: Runs at a time; as many as there are cores by default. A cluster decides by itself.
         engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
         folder: The project; found from the working directory by default.
@@ -87,18 +87,19 @@ def study(
     declared = {p.name: p.default for p in notebook.parameters.values()}
     kept = results.pool(name, protocol, folder)
     _check_design(kept, sources.design(declared | settings))
-    todo = [job for seed in wanted for job in _jobs(name, protocol, seed, arms, declared, kept)]
+    asked = arms or str((declared | settings).get("arms", ""))
+    todo = [job for seed in wanted for job in _jobs(name, protocol, seed, asked, declared, kept)]
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
     if not todo:
         return 0
     copy, failed, start = freeze(folder), 0, time.monotonic()
-    ended = _local(todo, copy, jobs) if engine == "local" else _cluster(todo, copy)
-    for number, (job, outcome) in enumerate(ended, start=1):
-        left = (time.monotonic() - start) / number * (len(todo) - number) / 60
-        ahead = f"{number} of {len(todo)}" + (f", about {left:.0f} min left" if left else "")
-        line, good = _take_in(outcome, copy, folder)
-        failed += not good
-        print(f"seed {job.overrides['seed']}: {line} ({ahead})", flush=True)
+    with closing(_local(todo, copy, jobs) if engine == "local" else _cluster(todo, copy)) as ended:
+        for number, (job, outcome) in enumerate(ended, start=1):
+            left = (time.monotonic() - start) / number * (len(todo) - number) / 60
+            ahead = f"{number} of {len(todo)}" + (f", about {left:.0f} min left" if left else "")
+            line, good = _take_in(outcome, copy, folder)
+            failed += not good
+            print(f"seed {job.overrides['seed']}: {line} ({ahead})", flush=True)
     return failed
 
 
@@ -122,7 +123,7 @@ def _jobs(
         known = [arm for run in runs for arm in run.manifest.get("known_arms", run.arms)]
         asked = dict.fromkeys(known if arms == ALL else arms.split(","))
         overrides["arms"] = ",".join(a for a in asked if a not in have) if runs else arms
-    elif arms != ALL:
+    elif arms:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
     missing = not runs or overrides.get("arms")
     return [Job(name, protocol, overrides)] if missing else []
@@ -207,11 +208,13 @@ def add_notebook(path: Path, folder: Path | None = None) -> tuple[Run, Path]:
 
     Raises:
         Refusal: ``E-NOFILE``, ``E-NOTEBOOK`` or ``E-RUN`` for a file that is no executed notebook
-            of this project, ``E-PROTOCOL`` for parameters that are no protocol's, ``E-POOL`` as in
-            `add`.
+            of this project or does not say when it was executed, ``E-PROTOCOL`` for parameters that
+            are no protocol's, ``E-POOL`` as in `add`.
     """
     folder = folder or results.root()
     run = read_notebook(path, folder)
+    if "date" not in run.manifest:
+        refuse("E-RUN", f"{path.name} does not say when it was executed; give papermill's output")
     notebook = sources.find(folder, run.notebook)
     declared = {p.name: p.default for p in notebook.parameters.values()}
     designs = {p: sources.design(declared | notebook.settings(p)) for p in notebook.protocols}
@@ -247,7 +250,8 @@ def read_notebook(path: Path, folder: Path) -> Run:
     given = {p.name: p.default for p in source.parameters.values()} | _injected(executed, path.name)
     lock = results.digest(folder / "requirements.lock")
     code = {"notebook": results.source(path), "lock": lock}
-    manifest = {"parameters": given, "overrides": {}, **runner.seconds(executed), **_when(executed)}
+    cost = {**runner.seconds(executed), "peak_memory": None}
+    manifest = {"parameters": given, "overrides": {}, **cost, **_when(executed)}
     return runner.harvest(executed, name, "mine", given, code, manifest)
 
 

@@ -79,11 +79,15 @@ def _is_said(node: ast.stmt) -> bool:
 
 
 def source(notebook: Path) -> str | None:
-    """Hash the code cells of a notebook's source, its parameters' defaults among them."""
+    """Hash the code cells of a notebook's source, its parameters' defaults among them.
+
+    Of an executed copy: without the cell that papermill injected.
+    """
     if not notebook.is_file():
         return None
     cells = json.loads(notebook.read_text(encoding="utf-8")).get("cells", [])
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    own = [c for c in cells if "injected-parameters" not in c.get("metadata", {}).get("tags", [])]
+    code = ["".join(cell["source"]) for cell in own if cell["cell_type"] == "code"]
     return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
 
 

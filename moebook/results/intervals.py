@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy import optimize, stats
 
 CONFIDENCE = 0.95
@@ -30,18 +33,22 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     """
     if effects.size == 1:
         return None
-    middle, half = float(effects.mean()), half_width(effects, CONFIDENCE)
+    middle, half = float(effects.mean()), half_width(effects, 1 - CONFIDENCE)
     return middle - half, middle + half
 
 
-def half_width(effects: np.ndarray, confidence: float) -> float:
-    """Half the length of the interval of the mean of ``[S, I]`` effects, at any confidence."""
-    squares = 0.0
-    for means in (effects.mean(axis=1), effects.mean(axis=0)):
-        if (degrees := len(means) - 1) > 0:
-            quantile = float(stats.t.ppf((1 + confidence) / 2, degrees))
-            squares += quantile**2 * float(means.var(ddof=1)) / len(means)
-    return math.sqrt(squares)
+def half_width(effects: np.ndarray, chance: float) -> float:
+    """Half the length of the interval of the mean of `[S, I]` effects that misses by `chance`."""
+    means = [each for each in (effects.mean(axis=1), effects.mean(axis=0)) if len(each) > 1]
+    variances = [float(each.var(ddof=1)) for each in means]
+    return float(combined(variances, [len(each) for each in means], chance))
+
+
+def combined(variances: Sequence[npt.ArrayLike], sizes: Sequence[int], chance: float) -> Any:
+    """Half an interval's length from the variances between means, and how many means each is of."""
+    quantiles = stats.t.isf(chance / 2, np.array(sizes) - 1)
+    parts = zip(quantiles, variances, sizes, strict=True)
+    return np.sqrt(sum(t**2 * np.asarray(v) / size for t, v, size in parts))
 
 
 def p_value(effects: np.ndarray) -> float:
@@ -53,9 +60,9 @@ def p_value(effects: np.ndarray) -> float:
     middle = abs(float(effects.mean()))
     if half_width(effects, 0.5) == 0:
         return float(middle == 0)
-    if half_width(effects, 1e-9) >= middle:
+    if half_width(effects, 1 - 1e-9) >= middle:
         return 1.0
-    # Sought as a logarithm: p-values of many items are far below what 1 - confidence can tell.
-    gap = lambda log: half_width(effects, 1 - math.exp(log)) - middle  # noqa: E731
+    # Sought as a logarithm: the p-value of many items is as small as may be.
+    gap = lambda log: half_width(effects, math.exp(log)) - middle  # noqa: E731
     lowest = math.log(1e-15)
     return 1e-15 if gap(lowest) <= 0 else math.exp(optimize.brentq(gap, lowest, -1e-9))

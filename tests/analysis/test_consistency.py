@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tr
 
-from moebook.analysis.consistency import activated, consistency
+from moebook.analysis.consistency import activated, consistency, overall
 from moebook.errors import Refusal
 
 
@@ -32,6 +32,11 @@ def test_consistency_is_the_mean_jaccard_index_of_the_tokens(over, score):
 def test_top_1_consistency_is_the_share_of_tokens_that_kept_their_expert():
     one, two = sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})
     assert consistency([one, two]).consistency[0] == pytest.approx(0.75)
+
+
+def test_overall_is_the_mean_over_layers_at_the_chosen_steps():
+    watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
+    assert overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
 
 
 def test_unrelated_uniform_top_1_routings_agree_by_chance():

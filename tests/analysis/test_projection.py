@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moebook.analysis import projection
-from moebook.analysis.projection import METHODS, project
+from moebook.analysis.projection import METHODS, panels, project
 from moebook.errors import Refusal
 
 
@@ -52,6 +52,17 @@ def test_pca_keeps_the_distances_of_points_that_lie_in_a_plane():
     plane = project(flat, "pca")[0]
     found = np.linalg.norm(plane[0] - plane[2]) / np.linalg.norm(plane[1] - plane[3])
     assert found == pytest.approx(3 / 4)
+
+
+def test_panels_show_first_middle_and_last_layer_by_group():
+    torch.manual_seed(0)
+    points, labels = torch.randn(6, 9, 4), torch.tensor([0, 1, 1] * 3)
+    found = panels(points, labels, ["code", "law"], "pca")
+    assert list(found) == ["layer 0", "layer 3", "layer 5"]
+    plane = project(points, "pca")[3]
+    np.testing.assert_array_equal(found["layer 3"]["code"], plane[[0, 3, 6]])
+    assert found["layer 3"]["law"].shape == (6, 2)
+    assert list(panels(points[:1], labels, ["code", "law"], "pca")) == ["layer 0"]
 
 
 def test_what_cannot_be_projected_is_refused():

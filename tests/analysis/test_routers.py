@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tr
 
-from moebook.analysis.routers import decisions, gradients, logit_scale, statistics
+from moebook.analysis.routers import decisions, gradients, logit_scale, statistics, summary
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 
@@ -82,6 +82,17 @@ def test_gradients_are_those_of_backward_and_leave_nothing_behind(family):
         router = layer.mlp.router if family == "upcycled" else layer.mlp.gate
         assert frame.gradient[i] == pytest.approx(router.weight.grad.norm().item(), rel=1e-5)
         assert frame.gradient[i] > 0
+
+
+def test_a_summary_averages_over_layers_and_takes_the_norm_over_all_weights():
+    model, layers = model_of("upcycled"), statistics(model_of("upcycled"), [batch()])
+    found = summary(model, [batch()], batch())
+    assert list(found) == ["gradient", "scale", "entropy", "load_entropy"]
+    for name in ("scale", "entropy", "load_entropy"):
+        assert found[name] == pytest.approx((layers[name][0] + layers[name][1]) / 2)
+    model(**batch()).loss.backward()
+    every = torch.cat([layer.mlp.router.weight.grad.flatten() for layer in model.model.layers])
+    assert found["gradient"] == pytest.approx(every.norm().item(), rel=1e-5)
 
 
 def test_decisions_leave_padding_out_and_take_the_largest_logits():

@@ -100,6 +100,32 @@ def test_specialisation_is_the_distance_to_the_average_domain():
     assert apart.distance.tolist() == pytest.approx([0.5, 0.5])
 
 
+def test_a_summary_is_the_mean_over_routers_and_domains():
+    even = frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, ["q"])
+    collapsed = frame({"a": [1.0, 0, 0, 0], "b": [1.0, 0, 0, 0]}, ["v"])
+    found = routing.summary(pd.concat([even, collapsed]))
+    want = {"load_entropy": 0.5, "largest_share": (0.25 + 1) / 2, "specialisation": 0.25}
+    assert found == pytest.approx(want)
+
+
+def test_stacks_and_panels_show_the_same_layers():
+    several = [frame({"a": [0.9, 0.1], "b": [0.3, 0.7]}).assign(layer=layer) for layer in range(9)]
+    several[8].loc[several[8].domain == "b", "slots"] = [0, 300]
+    shares = pd.concat(several)
+    panels, stacks = routing.panels(shares), routing.stacks(shares)
+    assert list(panels) == list(stacks) == [f"layer {layer}" for layer in (0, 2, 5, 8)]
+    assert panels["layer 0"].loc["b"].tolist() == [0.3, 0.7]
+    assert stacks["layer 0"].tolist() == pytest.approx([0.6, 0.4])
+    assert stacks["layer 8"].tolist() == pytest.approx([90 / 400, 310 / 400])  # by slots
+
+
+def test_opposite_preferences_of_two_routers_cancel_in_the_average_alone():
+    one = frame({"code": [0.9, 0.1], "law": [0.1, 0.9]}, ["q"])
+    other = frame({"code": [0.2, 0.8], "law": [0.8, 0.2]}, ["v"])
+    averaged, by_layer = routing.contrast(pd.concat([one, other]), "code", "law")
+    assert (averaged, by_layer) == pytest.approx((0.1, 0.7))
+
+
 def test_models_without_routers_and_domains_without_tokens_are_refused():
     with pytest.raises(Refusal, match="E-MODEL"):
         routing.shares(dense(), batches())

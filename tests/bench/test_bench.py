@@ -1,10 +1,10 @@
-"""`moebook bench` on tiny shapes: every op runs, answers rightly, and leaves its record."""
+"""`moebook bench` on tiny shapes: every op runs, answers rightly, and leaves its run."""
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -200,12 +200,12 @@ def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny: pd.DataF
     assert "goals: " in bench.table(full).splitlines()[-1]
 
 
-def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_run_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path: Path) -> None:
     (tmp_path / "_config.yml").touch()
     grown = bench.growth(["balance_loss"], device="cpu", rounds=1, points=1)
     roof = bench.ceilings("cpu")
     path = bench.write(tmp_path, tiny, grown, roof)
-    assert path == tmp_path / "results" / "bench" / "cpu" / "record.json"
+    assert path == tmp_path / "results" / "bench" / "cpu" / "0.parquet"
     record = bench.recorded(tmp_path)["cpu"]
     values = {value.name: value.value for value in record.values}
     assert values["experts/fine/ours/ratio"] == 1
@@ -218,6 +218,7 @@ def test_a_record_is_read_back_with_its_environment(tiny: pd.DataFrame, tmp_path
     expected = ran[columns].reset_index(drop=True)
     pd.testing.assert_frame_equal(again[columns], expected, check_dtype=False)
     assert list(again["op"] + "/" + again["case"] + "/" + again["contender"]) == list(ran["key"])
+    assert (record.protocol, record.tier, record.seed) == ("cpu", "cpu", 0)
     assert record.manifest["parameters"] == tiny.attrs
     assert record.manifest["environment"]["versions"]["torch"]
     assert record.manifest["peers"]["transformers"]
@@ -234,12 +235,11 @@ def test_a_curve_of_peers_takes_the_fastest_at_each_size() -> None:
     }  # fmt: skip
 
 
-def test_a_record_that_is_not_its_manifests_is_refused(tiny: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_run_that_is_damaged_is_refused(tiny: pd.DataFrame, tmp_path: Path) -> None:
     (tmp_path / "_config.yml").touch()
     path = bench.write(tmp_path, tiny, pd.DataFrame(), {})
-    text = path.read_text()
-    results.write(path, text.replace('"value": 1.0', '"value": 2.0', 1))
-    with pytest.raises(Refusal, match="E-RECORD"):
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(Refusal, match="E-RUN"):
         bench.recorded(tmp_path)
 
 
@@ -261,33 +261,35 @@ def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes() -> None:
     assert ours.loc[("adapters", "forward"), "traffic"] == 2 * 16384 * 4096 * 2
 
 
-def test_a_project_without_records_has_none(tmp_path: Path) -> None:
+def test_a_project_without_runs_has_none(tmp_path: Path) -> None:
     assert bench.recorded(tmp_path) == {}
 
 
-def test_a_gpus_record_has_its_name(
+def test_a_gpus_run_has_its_name(
     tiny: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {"accelerator": "NVIDIA H200", "versions": {}}
     monkeypatch.setattr("moebook.runtime.environment", lambda: seen)
     frame = tiny.copy()
     frame.attrs["device"] = "cuda"
-    path = bench.write(tmp_path, frame, pd.DataFrame(), {})
-    assert path.parent.name == "nvidia_h200"
-    assert json.loads(path.read_text())["scale"] == "gpu"
+    run = results.read_run(bench.write(tmp_path, frame, pd.DataFrame(), {}))
+    assert (run.protocol, run.tier) == ("nvidia_h200", "gpu")
+    assert results.pools("bench", tmp_path)["nvidia_h200"].runs == (run,)
 
 
-def test_a_cpus_record_on_a_machine_with_a_gpu_is_of_no_gpu(
+def test_a_cpus_run_on_a_machine_with_a_gpu_is_of_no_gpu_and_knows_its_code(
     tiny: pd.DataFrame, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {"accelerator": "NVIDIA H200", "accelerator_memory": 10**9, "versions": {}}
     monkeypatch.setattr("moebook.runtime.environment", lambda: seen)
-    notebook = Path(__file__).parents[2] / "notebooks" / "05_kernels.ipynb"
-    results.write(project / "notebooks" / notebook.name, notebook.read_text())
-    record = results.read(bench.write(project, tiny, pd.DataFrame(), {}))
-    used = record.manifest["environment"]
-    assert (used["accelerator"], used["accelerator_memory"], record.scale) == (None, None, "cpu")
-    assert results.changed(record, project) == ()
+    run = results.read_run(bench.write(project, tiny, pd.DataFrame(), {}))
+    used = run.manifest["environment"]
+    assert (used["accelerator"], used["accelerator_memory"], run.tier) == (None, None, "cpu")
+    assert "bench/timing.py" in run.code["modules"]
+    assert results.changed(run, project) == ()
+    modules = run.code["modules"] | {"bench/timing.py": "another"}
+    other = replace(run, code={"lock": "another", "modules": modules})
+    assert results.changed(other, project) == ("lock", "bench.timing")
 
 
 @pytest.mark.parametrize(

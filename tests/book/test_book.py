@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
 from moebook import papers, plotting
 from moebook.errors import Refusal
-from moebook.notebook import book
+from moebook.notebook import book, sources
+from moebook.results import Run, Value, write_run
 
 ROOT = Path(__file__).parents[2]
-VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share", "seed": 0}
+VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
 
 
 def _notebook(name: str = "pesc") -> dict[str, Any]:
@@ -35,7 +37,7 @@ def _notebook(name: str = "pesc") -> dict[str, Any]:
         "application/vnd.moebook.value+json": VALUE,
         "application/papermill.record/text/plain": "0.43",
     }
-    glue = {"name": "pesc/dense/accuracy@0", "mime_prefix": "application/papermill.record/"}
+    glue = {"name": "pesc/dense/accuracy", "mime_prefix": "application/papermill.record/"}
     table = "<table class='dataframe'><tr><th>accuracy</th></tr><tr><td>0.43</td></tr></table>"
     return {
         "nbformat": 4,
@@ -67,39 +69,53 @@ def _code(data: Any, metadata: Any, cell: Any) -> dict[str, Any]:
     }
 
 
-def _manifest(tier: str, name: str = "pesc") -> dict[str, Any]:
-    environment = {"cpu": "A processor", "cores": 2, "accelerator": None}
-    return {
-        "notebook": name, "tier": tier, "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3,
-        "peak_memory": 1_300_000_000, "environment": environment, "hashes": {}, "overrides": {},
-        "parameters": {"tier": tier, "seeds": 2},
+def _run(name: str, tier: str, seed: int = 0) -> Run:
+    """A run; of pesc with both arms, of which the sparse one is better by a twentieth."""
+    manifest = {
+        "date": "2026-01-02T03:04:05+00:00", "seconds": 252.3, "peak_memory": 1_300_000_000,
+        "environment": {"cpu": "A processor", "cores": 2, "accelerator": None}, "overrides": {},
         "commit": {"id": "0123456789abcdef", "dirty": False},
     }  # fmt: skip
+    right = {"dense": 50, "sparse": 60 + seed} if name == "pesc" else {}
+    items = {arm: tuple(float(item < count) for item in range(100)) for arm, count in right.items()}
+    values = [Value(f"pesc/{a}/accuracy", right[a] / 100, "share", x) for a, x in items.items()]
+    protocol = "nano" if tier == "study" else tier
+    return Run(name, protocol, tier, seed, tuple(values), manifest=manifest)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def style() -> Iterator[None]:
+    """Undo the style that the book's own figures set."""
+    with matplotlib.rc_context():
+        plotting.style()
+        yield
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with the book's own pages, a live run and a study of every notebook."""
+    """A project with the book's own pages, an executed copy of every notebook, and one pool."""
     folder = tmp_path_factory.mktemp("project")
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
     shutil.copy(ROOT / "_config.yml", folder)
     (folder / "moebook").symlink_to(ROOT / "moebook")
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
-    for stem in sorted(path.stem for path in (folder / "notebooks").glob("*.ipynb")):
-        name, values = stem[3:], [VALUE] if stem == "01_pesc" else []
-        live, study = folder / "book" / "notebooks", folder / "results" / name / "study"
-        for place, start, scale in ((live, f"{stem}.", "smoke"), (study, "", "study")):
-            place.mkdir(parents=True, exist_ok=True)
-            _write(place / f"{start or 'notebook.'}ipynb", _notebook(name))
-            _write(place / f"{start}manifest.json", _manifest(scale, name))
-            record = {"notebook": name, "scale": scale, "values": values}
-            _write(place / f"{start}record.json", record)
+    for page in book.pages(folder):
+        copy = folder / "book" / "notebooks" / f"{page}.ipynb"
+        write_run(copy.with_suffix(".parquet"), _run(page[3:], "smoke"))
+        _write(copy, _notebook(page[3:]))
+    for seed in range(3):
+        place = folder / "results" / "pesc" / "nano" / f"{seed}.parquet"
+        write_run(place, _run("pesc", "study", seed))
     return folder
 
 
 def _write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _page(site: Path, name: str) -> str:
+    return (site / f"{name}.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +130,7 @@ def copy(project: Path) -> Iterator[Path]:
     path = project / "book" / "notebooks" / "01_pesc.ipynb"
     yield path
     _write(path, _notebook())
+    write_run(path.with_suffix(".parquet"), _run("pesc", "smoke"))
 
 
 def _addresses(site: Path) -> list[str]:
@@ -132,41 +149,71 @@ def test_every_page_of_the_contents_is_rendered(site: Path) -> None:
 def test_the_badge_tells_what_the_run_cost_and_the_copy_is_untouched(
     site: Path, project: Path
 ) -> None:
-    page = (site / "notebooks" / "01_pesc.html").read_text(encoding="utf-8")
+    page = _page(site, "notebooks/01_pesc")
     for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing"):
         assert fact in page
     assert json.loads((project / "book/notebooks/01_pesc.ipynb").read_text()) == _notebook()
 
 
-def test_the_live_page_and_the_recorded_study_name_each_other(site: Path) -> None:
-    live, study = (
-        (site / "notebooks" / f"01_pesc{tier}.html").read_text(encoding="utf-8")
-        for tier in ("", "-study")
-    )
-    assert 'href="01_pesc-study.html"' in live
-    assert 'href="01_pesc.html"' in study
-    assert "PESC: the recorded study" in study
-    assert "of 2026-01-02; " in live and "of 2026-01-02; " in study
+def test_a_live_page_leads_to_the_findings_which_have_no_badge(site: Path) -> None:
+    live, findings = _page(site, "notebooks/01_pesc"), _page(site, "notebooks/01_pesc_findings")
+    assert "Runs at full size: nano (3 seeds)" in live
+    assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
+    assert "moe-cost" in live and "moe-cost" not in findings
 
 
-def test_the_ledger_has_every_claim_without_javascript(site: Path) -> None:
-    page = (site / "ledger.html").read_text(encoding="utf-8")
-    assert [claim.id for claim in papers.claims() if f'id="{claim.id}"' not in page] == []
+def test_every_claim_stands_in_the_ledger_and_in_what_was_found_without_javascript(
+    site: Path,
+) -> None:
+    ledger, found = _page(site, "ledger"), _page(site, "found")
+    for claim in papers.claims():
+        assert f'id="{claim.id}"' in ledger and f'"ledger.html#{claim.id}"' in found
+    assert "chance alone would give about" in ledger
+
+
+def test_what_was_found_has_a_sentence_and_a_picture_of_what_ran_and_so_has_the_front(
+    site: Path, project: Path
+) -> None:
+    told = "<strong>Holds</strong> at scale nano: +11.0 points"
+    for page, picture in (("found", "found_pesc.svg"), ("intro", "found_front.svg")):
+        text = _page(site, page)
+        assert told in text and re.search(rf'<img alt="Forest plot[^>]*/{picture}"', text)
+        assert (site / "_images" / picture).is_file()
+    assert "found_esft" not in _page(site, "found"), "a picture of nothing"
+    drawn = {path.name for path in (project / "book" / "_generated").glob("*.svg")}
+    assert drawn == {"found_pesc.svg", "found_front.svg"}
+
+
+def test_notebooks_start_longest_first_and_findings_behind_all_others(project: Path) -> None:
+    found = sources.notebooks(project)
+    (project / "book" / "notebooks" / "05_kernels.parquet").rename(project / "away")
+    order = sorted(found.values(), key=lambda notebook: book._cost(notebook, project))
+    (project / "away").rename(project / "book" / "notebooks" / "05_kernels.parquet")
+    last = [notebook.findings for notebook in order].index(True)
+    assert order[last - 1].name == "kernels" and all(one.findings for one in order[last:])
+
+
+def test_the_records_list_every_pool_and_every_live_run(site: Path) -> None:
+    page = _page(site, "records")
+    assert page.count("(committed)") == 1
+    assert page.count("(live, on its page)") == 6
 
 
 def test_the_audit_page_has_every_number_that_differs(site: Path) -> None:
-    page = (site / "audit.html").read_text(encoding="utf-8")
+    page = _page(site, "audit")
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
 
 
-@pytest.mark.parametrize(("tier", "live"), [("smoke", "smoke"), ("study", "cpu")])
-def test_an_executed_copy_that_is_missing_is_refused(
-    project: Path, copy: Path, tier: str, live: str
+@pytest.mark.parametrize(
+    ("suffix", "message"), [(".ipynb", "is missing"), (".parquet", "has no run beside it")]
+)
+def test_an_executed_copy_or_a_run_that_is_missing_is_refused(
+    project: Path, copy: Path, suffix: str, message: str
 ) -> None:
-    copy.unlink()
-    with pytest.raises(Refusal, match=f"moebook run pesc --tier {live}"):
-        book.build(tier, project)
+    copy.with_suffix(suffix).unlink()
+    with pytest.raises(Refusal, match=f"{message}.*; run: moebook book --tier cpu --only pesc"):
+        book.build("cpu", project)
 
 
 def test_an_executed_copy_with_an_error_is_refused(project: Path, copy: Path) -> None:

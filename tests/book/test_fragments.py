@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from moebook.notebook import badge, fragments
 from moebook.papers.arithmetic import Finding
-from moebook.results import Record
+from moebook.results import Run, Value, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,33 +33,57 @@ def test_a_row_escapes_what_it_names() -> None:
     )
 
 
-def test_without_records_the_page_says_so(tmp_path: Path) -> None:
+def _run(seed: int, tier: str = "study", day: int = 2) -> Run:
+    manifest = {
+        "date": f"2026-01-0{day}T23:00:00+00:00", "seconds": 3900.0, "peak_memory": 2 * 10**9,
+        "commit": {"id": "abcdef0123", "dirty": True}, "overrides": {"steps": 10 * day},
+        "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
+    }  # fmt: skip
+    protocol = "nano" if tier == "study" else tier
+    values, code = (Value("pesc/x", 1.0, "ratio"),), {"notebook": "another hash"}
+    return Run("pesc", protocol, tier, seed, values, code=code, manifest=manifest)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project whose pesc ran with two seeds as a study, and on its page."""
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for run in (_run(3, day=5), _run(0)):
+        write_run(tmp_path / "results" / "pesc" / "nano" / f"{run.seed}.parquet", run)
+    write_run(tmp_path / "book" / "notebooks" / "01_pesc.parquet", _run(0, "smoke"))
+    return tmp_path
+
+
+def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
     assert fragments.records(tmp_path) == "No run has been recorded yet.\n"
 
 
-def test_a_record_is_listed_with_its_cost_age_and_changes(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    folder = tmp_path / "results" / "pesc" / "study"
-    folder.mkdir(parents=True)
-    manifest = {
-        "date": "2026-01-02T00:00:00+00:00", "seconds": 3900.0, "hashes": {},
-        "peak_memory": 2_000_000_000, "parameters": {"seeds": 2},
-        "commit": {"id": "abcdef0123", "dirty": True},
-        "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
-    }  # fmt: skip
-    value = {"name": "pesc/x", "value": 1.0, "unit": "ratio", "seed": 0}
-    record = {"notebook": "pesc", "scale": "study", "values": [value]}
-    (folder / "record.json").write_text(json.dumps(record))
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    page = fragments.records(tmp_path)
-    facts = (
-        "1 h 5 min", "2.0 GB", "2 seeds", "A &amp; B", "of 2026-01-02", "package", "abcdef0 with",
-    )  # fmt: skip
-    for fact in facts:
+def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> None:
+    _, pooled, live = fragments.records(project).split("<b>PESC</b><br>")
+    for fact in (
+        "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min", "2.0 GB at most",
+        "2 × A &amp; B", "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
+    ):  # fmt: skip
+        assert fact in pooled
+    for fact in ("smoke (live, on its page)", "1 seed: 0<", "of 2026-01-02; "):
+        assert fact in live
+
+
+def test_a_page_leads_from_its_run_to_the_pools_and_what_they_say(project: Path) -> None:
+    for path in (project / "notebooks").glob("*_findings.ipynb"):
+        path.unlink()
+    told = badge.recorded(_run(0, "smoke"), project)
+    assert "Runs at full size: nano (2 seeds); what they say: [the records](../records.md)" in told
+    (project / "notebooks" / "01_pesc_findings.ipynb").touch()
+    told = badge.recorded(_run(0, "smoke"), project)
+    assert "what they say: [the findings](01_pesc_findings.ipynb)" in told
+    assert badge.recorded(replace(_run(0), notebook="esft"), project) == ""
+
+
+def test_the_badge_tells_cost_seed_and_what_the_reader_set() -> None:
+    page = badge.badge(_run(3))
+    for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
+                 "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
         assert fact in page
-
-
-def test_the_evidence_names_the_day_and_what_changed(tmp_path: Path) -> None:
-    (tmp_path / "requirements.lock").write_text("torch==2.13.0\n")
-    record = Record("pesc", "study", (), {"date": "2026-01-02T23:00:00+00:00", "hashes": {}})
-    assert badge.evidence(record, tmp_path).startswith("of 2026-01-02; changed since: ")
+    assert "accelerator" not in page and "numbers mean nothing" not in page
+    assert "numbers mean nothing" in badge.badge(_run(3, "smoke"))

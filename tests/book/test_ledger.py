@@ -1,34 +1,49 @@
-"""The ledger follows the verdict: a changed value flips the badge, a lost record empties it."""
+"""The ledger and what was found follow the verdict: a changed value shows in every page."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import pkgutil
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moebook import papers
 from moebook.notebook import ledger, verdicts
-from moebook.results import Record, Value
+from moebook.notebook.verdicts import Row
+from moebook.papers import Claim
+from moebook.results import Pool, Run, Value
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
+SIZE = papers.claim("pesc.costs-more-than-dense")
 
 
-def _record(sparse: float) -> Record:
-    """A study of three seeds in which the dense arm is right half of the time."""
-    values = []
-    for seed in range(3):
-        for arm, share in (("dense", 0.5), ("sparse", sparse)):
-            right = round(200 * share) + seed
+def _pool(sparse: float, *, base: str = "nano", tier: str = "study", step: int = 1) -> Pool:
+    """Three seeds, the dense arm right half of the time, the sparse one ``step`` items apart."""
+    protocol, seeds = (base, 3) if tier == "study" else (tier, 1)
+    runs = []
+    for seed in range(seeds):
+        values = []
+        for arm, share, apart in (
+            ("dense", 0.5, 0),
+            ("sparse", sparse, step * (seed - seeds // 2)),
+        ):
+            right = round(200 * share) + apart
             items = tuple(float(place < right) for place in range(200))
-            values.append(Value(f"pesc/{arm}/accuracy", sum(items) / 200, "share", seed, items))
-    return Record("pesc", "study", tuple(values), {"date": "2026-01-02T03:04:05+00:00"})
+            values.append(Value(f"pesc/{arm}/accuracy", sum(items) / 200, "share", items))
+        runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
+    return Pool("pesc", protocol, tuple(runs))
 
 
-def _html(records: list[Record], folder: Path) -> str:
-    return ledger.ledger([verdicts.row(CLAIM, records)], ledger.Places(folder))
+def _row(name: str, *pools: Pool, claim: Claim = CLAIM) -> Row:
+    return verdicts.row(replace(claim, id=name), pools)
+
+
+def _html(pools: list[Pool], folder: Path) -> str:
+    return ledger.ledger([verdicts.row(CLAIM, pools)], ledger.Places(folder))
 
 
 @pytest.fixture
@@ -51,35 +66,45 @@ def folder(tmp_path: Path) -> Path:
         (0.8, "direction holds", "holds"),
         (0.2, "direction fails", "fails"),
         (0.5, "inconclusive", "inconclusive"),
+        (None, "not run", "notrun"),
     ],
 )
 def test_the_badge_follows_the_recorded_value(
-    folder: Path, sparse: float, label: str, kind: str
+    folder: Path, sparse: float | None, label: str, kind: str
 ) -> None:
-    page = _html([_record(sparse)], folder)
+    page = _html([] if sparse is None else [_pool(sparse)], folder)
     assert f'<span class="verdict {kind}">{label}</span>' in page
     assert f'data-verdict="{label}"' in page
-    assert "study, 3 seeds" in page
+    assert ("3 seeds" in page) == (sparse is not None)
 
 
-def test_without_a_record_the_badge_says_not_run(folder: Path) -> None:
-    page = _html([], folder)
-    assert '<span class="verdict notrun">not run</span>' in page
-    assert "seeds" not in page
+def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
+    pools = [_pool(0.7, base="smollm2"), _pool(0.3, tier="cpu"), _pool(0.6)]
+    rows = [_row("pesc.all", *pools), _row("pesc.one", pools[2])]
+    page = ledger.ledger(rows, ledger.Places(folder))
+    assert re.findall(r'<th scope="col">(.*?)</th>', page) == [
+        "claim", "the paper", "this build", "nano", "smollm2", "verdict"
+    ]  # fmt: skip
+    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page) for name in
+             ("this build", "nano", "smollm2")}  # fmt: skip
+    assert [re.findall(r"<b>(.*?)</b>", cell[0]) for cell in cells.values()] == [
+        ["-20.0 points"], ["+10.0 points"], ["+20.0 points"]
+    ]  # fmt: skip
+    assert "1 seed<" in cells["this build"][0] and "against the claim so far" in page
+    assert re.search(r"95 %: \+\d.*? points to \+\d.*? points", cells["nano"][1])
+    assert cells["smollm2"][1] == cells["this build"][1] == "–"
 
 
-def test_a_row_links_to_the_cell_and_to_the_code(folder: Path) -> None:
+def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder: Path) -> None:
     module = folder / "moebook" / "methods" / "pesc"
     module.mkdir(parents=True)
     (module / "crafting.py").write_text("\n\ndef craft(model):\n    pass\n")
-    page = _html([], folder)
-    assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
-    assert 'href="https://example.org/r/b/' not in page
-    (folder / "book" / "notebooks" / "01_pesc-study.ipynb").write_text('{"cells": []}')
-    assert 'href="notebooks/01_pesc-study.html#dense-against-sparse"' in _html(
-        [_record(0.8)], folder
-    )
-    assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
+    (folder / "book" / "notebooks" / "01_pesc_findings.ipynb").write_text('{"cells": []}')
+    live, committed = _html([_pool(0.8, tier="cpu")], folder), _html([_pool(0.8)], folder)
+    for page in (live, committed):
+        assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
+        assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
+    assert 'href="notebooks/01_pesc_findings.html"' in committed and "_findings" not in live
 
 
 @pytest.mark.parametrize("name", sorted({claim.function for claim in papers.claims()}))
@@ -102,3 +127,48 @@ def test_the_summary_counts_every_claim_once(folder: Path) -> None:
 def test_every_label_has_a_badge_of_its_own() -> None:
     assert set(ledger.KINDS) == set(verdicts.LABELS)
     assert len(set(ledger.KINDS.values())) == len(verdicts.LABELS)
+
+
+def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survive() -> None:
+    scores = {"pesc.sure": 0.9, "pesc.<": 0.6, "pesc.open": 0.5, "pesc.same": 0.5}
+    rows = [_row(name, _pool(score)) for name, score in scores.items()]
+    rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
+    text = ledger.corrections(rows)
+    assert "Of the 6 claims, 4 about a direction were tested by runs that may decide; 2 of" in text
+    assert "chance alone would give about 0.2." in text
+    links = '<a href="#pesc.sure">pesc.sure</a>, <a href="#pesc.&lt;">pesc.&lt;</a>.'
+    holm, hochberg = (line for line in text.splitlines() if line.startswith("2 survive "))
+    assert holm.endswith(links) and hochberg.endswith(links) and "Holm's" in holm
+    assert ": none." in ledger.corrections(rows[2:3])
+    assert ledger.corrections(rows[4:]) == "No claim has been tested yet by runs that decide.\n"
+
+
+def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> None:
+    other = replace(SIZE, reference=CLAIM.reference, value=CLAIM.value, unit="share")
+    rows = [
+        _row("pesc.none"), _row("pesc.open", _pool(0.5)), _row("pesc.holds", _pool(0.8)),
+        _row("pesc.fails", _pool(0.2)), _row("pesc.live", _pool(0.9, tier="cpu")),
+        _row("esft.none", claim=other),
+    ]  # fmt: skip
+    page = ledger.found(rows, {"pesc": "_generated/found_pesc.svg"})
+    assert re.findall(r"^## (.*)", page, re.MULTILINE) == ["PESC", "ESFT"]
+    links = re.findall(r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE)
+    assert links[:2] == ["pesc.fails", "pesc.holds"]
+    assert sorted(links[2:4]) == ["pesc.live", "pesc.open"]
+    assert links[4:] == ["pesc.none", "esft.none"]
+    assert page.count(":::{dropdown} Not run yet: 1 claims\n- ") == 2
+    assert page.index("{dropdown}") < page.index("**Not run**")
+    assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n:alt: ") == 1
+
+
+def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
+    decided = [_row(f"pesc.n{step}", _pool(0.8, step=step)) for step in (3, 6, 1, 5, 2, 4)]
+    rows = [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.open", _pool(0.5)), *decided]
+    page = ledger.front(rows)
+    assert re.findall(r'^- PESC: .*#pesc\.(.*?)">ledger</a>', page, re.MULTILINE) == [
+        "n1", "n2", "n3", "n4", "n5"
+    ]  # fmt: skip
+    assert "{figure}" not in page
+    assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in ledger.front(
+        rows, "_generated/found_front.svg"
+    )

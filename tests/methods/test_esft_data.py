@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import esft
 
@@ -60,6 +61,23 @@ def test_sizes_and_shares_outside_their_range_are_refused():
         esft.mix(data, data, 0.75, seed=0)
 
 
+def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
+    asked = {}
+
+    def load(name, *, revision, size, seed):
+        asked[name] = (revision, size, seed)
+        return [{"task": name}] * size
+
+    monkeypatch.setattr(esft.sampling.hub, "load", load)
+    pin = "a" * 40
+    found = esft.rows(["licence", "metamathqa"], ["gcd", "slimorca"], 5000,
+                      revisions=f"slimorca={pin}", seed=3)  # fmt: skip
+    assert asked == {"metamathqa": (None, 5000, 3), "slimorca": (pin, 10000, 3)}
+    whole = tasks.find("licence").available("train")
+    assert found["licence"] == tasks.rows("licence", "train", whole, 3)
+    assert len(esft.rows(["licence"], ["licence"], 7, seed=0)["licence"]) == 7
+
+
 def scores(*rows):
     table = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
     return esft.Scores(table, table)
@@ -81,3 +99,28 @@ def test_shared_top_experts_are_averaged_over_layers():
         esft.shared_top(first, scores([0.5, 0.5, 0.0, 0.0]), 1)
     with pytest.raises(Refusal, match="E-SHAPE: 4 and 2 experts"):
         esft.shared_top(first, scores([0.5, 0.5], [0.5, 0.5]), 1)
+
+
+def test_overlap_compares_every_task_with_every_task():
+    one, two = scores([0.4, 0.3, 0.2, 0.1]), scores([0.1, 0.2, 0.3, 0.4])
+    found = esft.overlap({"a": one, "b": two}, {"a": one, "b": two}, 2)
+    assert found.loc["a"].to_dict() == {"a": 2, "b": 0}
+    assert found.loc["b"].to_dict() == {"a": 0, "b": 2}
+
+
+def test_concentration_ranks_the_shares_of_each_layer_by_itself():
+    found = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
+    assert found == pytest.approx([0.75, 0.125, 0.125, 0])
+
+
+def test_switches_count_the_experts_that_enter_or_leave():
+    """Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone."""
+    pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
+    found = esft.switches(pooled, {"gate": 0.6})
+    assert found["experts that differ"].to_dict() == {
+        ("gate", "within_samples"): 2,  # 0 and 1 before, 1 and 2 now
+        ("gate", "share_of_the_total"): 1,  # 0
+        ("gate", "paper"): 1,  # 1
+    }
+    assert found["layers that differ"].tolist() == [1, 1, 1]
+    assert found["share of layers"].tolist() == [1, 1, 1]

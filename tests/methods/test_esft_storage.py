@@ -183,3 +183,23 @@ def test_a_checkpoint_of_another_base_is_refused_with_both_hashes(base, tmp_path
         esft.load(other, folder)
     with pytest.raises(Refusal, match="E-NOFILE"):
         esft.load(other, tmp_path / "none")
+
+
+def test_a_round_trip_brings_back_the_base_and_the_answers(base, batch):
+    model = tuned(base(), (5, 2), **OPTIONS)
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    want = model(**inputs).logits
+    found = esft.round_trip(model, inputs)
+    assert found["base unchanged"] == 1 and found["loading"] == 0
+    assert found["merging"] == pytest.approx(0, abs=1e-5)
+    assert found["bytes"] > sum(p.nbytes for p in esft.trained(tuned(base(), (5, 2))).values())
+    torch.testing.assert_close(model(**inputs).logits, want)
+
+
+def test_a_round_trip_refuses_a_base_that_has_moved(base, batch):
+    model = tuned(base(), (5, 2))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 0] += 1
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    with pytest.raises(Refusal, match="E-BASE"):
+        esft.round_trip(model, inputs)

@@ -156,6 +156,16 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
     assert pesc.balance_loss(model).item() == 0
 
 
+def test_the_balance_losss_pull_is_the_norm_over_all_routers(host, batch):
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    config = pesc.Config(**{**SMALL, "host": "frozen"}, balance_weight=1.0)
+    model = pesc.prepare(host(), config).train()
+    value, norm = pesc.balance_gradient(model, inputs)
+    gradients = torch.cat([router.weight.grad.flatten() for router in routers(model)])
+    assert norm == pytest.approx(gradients.norm().item(), rel=1e-5)
+    assert value == pytest.approx(pesc.balance_loss(model).item() / 2, rel=1e-6)  # of two layers
+
+
 def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
     model = pesc.prepare(host(), pesc.Config(**SMALL)).train()
     with pytest.raises(Refusal, match="has not run"):

@@ -6,12 +6,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from moebook import papers
+from moebook import evaluation, papers
+from moebook.analysis import routing
 from moebook.data.tasks import KNOWN
 from moebook.methods import pesc
 from moebook.notebook import sources
@@ -25,16 +27,22 @@ CELLS = [
 ]
 ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13b": "meta-llama/Llama-2-13b-hf", "34b": "01-ai/Yi-34B"}
+LOADS = routing.summary(
+    pd.DataFrame(
+        [(0, "router", "code", 0, 1, 0.5), (0, "router", "code", 1, 1, 0.5)],
+        columns=["layer", "router", "domain", "expert", "slots", "share"],
+    )
+)
 CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
 
 
 def settings(scale: str, said: str) -> dict[str, Any]:
-    """A tier's parameters, with those switched on or chosen that the claim says to set."""
+    """A scale's parameters, with those changed that the claim says to set."""
     found = {name: value.default for name, value in NOTEBOOK.parameters.items()}
-    found |= NOTEBOOK.settings(scale)
+    found |= NOTEBOOK.settings("nano" if scale == "study" else scale)
     named = re.findall(r"`(\w+)`", said)
     assert set(named) <= set(found), f"no such parameter: {named}"
-    found |= {name: True for name in named if name.startswith("compare_")}
+    found |= {"arms": "all"} if "arms" in named else {}
     if "base" in named:
         found["base"] = next(base for size, base in BASES.items() if f"{size.upper()} base" in said)
     return found | ({"mix": "idae-720k"} if "mix" in named else {})
@@ -42,26 +50,36 @@ def settings(scale: str, said: str) -> dict[str, Any]:
 
 def arms(chosen: dict[str, Any]) -> list[str]:
     """The arms that the notebook's own cell makes of the parameters."""
-    space = {"pesc": pesc, "replace": replace, "pd": pd, **chosen}
+
+    def pick(text: str, known: dict[str, Any]) -> dict[str, Any]:
+        return {name: known[name] for name in (known if text == "all" else text.split(","))}
+
+    run = SimpleNamespace(arms=pick)
+    space = {"pesc": pesc, "replace": replace, "pd": pd, "run": run, **chosen}
     exec(ARMS, space)
-    return list(space["arms"])
+    return list(space["configs"])
 
 
 def domains(tasks: str) -> list[str]:
-    """What accuracy is split into: the domains of the tasks, and one benchmark by itself."""
+    """What accuracy is split into: the domains of the tasks."""
     names = tasks.split(",")
     kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in names]
     table = pd.DataFrame({"task": names, "domain": kinds, "correct": 1})
-    return [*pesc.by_benchmark(table).domain.unique(), *({"gsm8k"} & set(names))]
+    return list(evaluation.by_benchmark(table, pesc.GROUPS).domain.unique())
 
 
 def written(chosen: dict[str, Any]) -> str:
     """A pattern of all names that the notebook's cells record under these parameters."""
-    names = re.findall(r'run\.record\(f?"([^"]+)"', "\n".join(CELLS))
+    source = "\n".join(CELLS)
+    names = re.findall(r'run\.record\(f?"([^"]+)"', source)
+    for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
+        names += [f"{path}/accuracy", f"{path}/nll", f"{path}/accuracy/{{domain}}"]
     filled = {
         "{root}": [pesc.root(chosen["base"], chosen["mix"])],
+        "{arm}/{name}": [f"{arm}/{name}" for arm in arms(chosen) for name in LOADS],
         "{arm}": arms(chosen),
-        "accuracy/{name}": [f"accuracy/{domain}" for domain in domains(chosen["tasks"])],
+        "{domain}": domains(chosen["tasks"]),
+        "{task}": [name for name in ("gsm8k",) if name in chosen["tasks"].split(",")],
     }
     patterns = []
     for name in map(re.escape, names):

@@ -1,7 +1,7 @@
 """PESC's settings: the three presets, and what is refused."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -17,6 +17,13 @@ def test_presets_differ_where_the_paper_and_its_code_differ():
     assert (released.adapter_scale, released.served_scale) == (1.0, 0.25)
     assert fixed == pesc.Config()
     assert pesc.Config.preset("released", adapter_width=8).adapter_width == 8
+
+
+@pytest.mark.parametrize("name", ["paper", "released", "fixed"])
+def test_a_reading_is_the_preset_with_the_sizes_and_the_hosts_tuning_of_another(name):
+    sizes = {"experts": 4, "top_k": 1, "adapter_width": 6, "host": "lora", "lora_rank": 3}
+    other = pesc.Config(**sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3)
+    assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
 
 
 def test_settings_cannot_be_changed_after_they_were_checked():

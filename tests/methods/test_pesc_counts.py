@@ -1,5 +1,6 @@
 """Parameter counts: the paper's sizes from the hosts' public configurations, nothing allocated."""
 
+import pandas as pd
 import pytest
 
 from moebook.errors import Refusal
@@ -37,6 +38,17 @@ def test_the_printed_sizes_imply_a_width_of_512():
         assert low < 512 < high
     exact = pesc.counts(pesc.Config(), "yi-34b").total
     assert pesc.implied_width(pesc.Config(adapter_width=64), "yi-34b", exact) == pytest.approx(512)
+
+
+def test_the_table_of_sizes_agrees_with_the_printed_ones():
+    table = pesc.printed_sizes()
+    printed = pd.Series({"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38})
+    assert (table.total / 1e9).round().to_dict() == printed.to_dict()
+    assert not ((table.total_64 / 1e9).round() == printed).any()
+    for side, column in ((-0.5, "implied_width_low"), (0.5, "implied_width_high")):
+        gained = table[column] * (table.total - table.total_64) / (512 - 64)  # width by width
+        rest = table.total - 512 * (table.total - table.total_64) / (512 - 64)
+        assert ((gained + rest) / 1e9).to_dict() == pytest.approx((printed + side).to_dict())
 
 
 def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():

@@ -116,3 +116,14 @@ def test_a_half_precision_host_gets_float32_adapters_and_runs(host, batch):
     model = pesc.prepare(host(dtype=torch.bfloat16), pesc.Config(**SMALL, host="lora"))
     assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {torch.float32}
     assert step(model, batch)(**batch).logits.isfinite().all()
+
+
+def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
+    model = pesc.craft(host(), pesc.Config(**SMALL))
+    assert pesc.adapter_norm(model) == 0
+    for adapters in (m for m in model.modules() if isinstance(m, Adapters)):
+        nn.init.constant_(adapters.up, 0.5)
+    entries = 2 * 4 * 6 * 32  # layers, experts, adapter width, width
+    assert pesc.adapter_norm(model) == pytest.approx(0.5 * entries**0.5)
+    with pytest.raises(Refusal, match="E-MODEL: no adapters"):
+        pesc.adapter_norm(host())

@@ -92,6 +92,41 @@ def test_means_are_those_of_each_task(host):
     torch.testing.assert_close(got.means(), want)
 
 
+def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(host):
+    model, tasks = host(), {name: texts(2) for name in ("a", "b", "c")}
+    every = upcycling.collect(model, tasks)
+    for names in (("a", "b"), ("b", "c"), ("c",)):
+        part = every.only(*names)
+        alone = upcycling.collect(model, {name: tasks[name] for name in names})
+        assert torch.equal(part.points, alone.points)
+        assert torch.equal(part.labels, alone.labels)
+        assert (part.tasks, part.base) == (alone.tasks, alone.base)
+    with pytest.raises(Refusal, match="E-DATA: no task 'law'"):
+        every.only("a", "law")
+
+
+def test_clouds_hold_a_mean_a_text_of_the_model_and_of_an_untrained_twin(host):
+    model, read = host(initializer_range=0.02), {"ab": [3, 4], "q": [9], "xyz": [30, 31, 32]}
+
+    def tokenizer(text, **_):
+        ids = torch.tensor([read[text]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def mean(network, text):
+        layers = naive(network, [tokenizer(text)], "attention_output")
+        return torch.stack([parts[0][0].mean(0) for parts in layers])
+
+    random_numbers = torch.random.get_rng_state()
+    found = upcycling.clouds(model, tokenizer, {"code": ["ab", "q"], "text": ["xyz"]}, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), random_numbers)
+    for text, place in (("ab", 0), ("q", 1), ("xyz", 2)):
+        torch.testing.assert_close(found["pretrained"].points[:, place], mean(model, text))
+    assert found["random"].labels.tolist() == [0, 0, 1]
+    torch.manual_seed(3)
+    twin = type(model)(model.config).eval()
+    torch.testing.assert_close(found["random"].points[:, 1], mean(twin, "q"))
+
+
 def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
     model, whole = host(), texts(1, size=40)
     rows = [{k: v[i : i + 5] for k, v in whole[0].items()} for i in range(0, 40, 5)]

@@ -43,7 +43,7 @@ def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
     start = upcycling.trsu(held(TOY, labels=labels, tasks=("code", "mathematics")))
     torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 2.0], [10.0, 1.0]]]))
     two = [*TOY, [5, 5], [5, 7], [9, 9]]
-    start = upcycling.trsu(held(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), per_task=2)
+    start = upcycling.trsu(held(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), 4)
     want = [[[0.0, 2.0], [10.0, 1.0], [5.0, 6.0], [9.0, 9.0]]]
     torch.testing.assert_close(start.weights, torch.tensor(want))
 
@@ -109,6 +109,38 @@ def test_prompt_starts_equal_mergekits_own_output(host):
     torch.testing.assert_close(upcycling.cheap_embed(model, {"a": [batch]}).weights[:, 0], theirs)
 
 
+class Letters:
+    """Tokenizes letters, padding on the right."""
+
+    def __call__(self, texts, *, max_length, **_):
+        ids = [torch.tensor([3 + ord(letter) - ord("a") for letter in text]) for text in texts]
+        ids = [row[:max_length] for row in ids]
+        mask = [torch.ones_like(row) for row in ids]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {"input_ids": pad(ids, True, 2), "attention_mask": pad(mask, True, 0)}
+
+
+@pytest.mark.parametrize("mode", upcycling.MODES)
+def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(mode, host):
+    rows = [
+        {"task": task, "prompt": prompt}
+        for task, prompt in (("c", "cdcd"), ("a", "ab"), ("b", "xy"), ("a", "bq"), ("b", "zz"))
+    ]
+    model, read = host(), Letters()
+    got = upcycling.prompted(model, read, rows, 2, mode=mode, most=3, max_length=3).weights
+    parts = {"a+b": ["ab", "xy", "bq"], "c": ["cdc"]}
+    tasks = {name: [read(texts, max_length=9)] for name, texts in parts.items()}
+    if mode == "cheap_embed":
+        want = upcycling.cheap_embed(model, tasks)
+    else:
+        tokens = {"hidden": "last", "hidden_avg": "mean"}[mode]
+        reps = upcycling.collect(model, tasks, tensor="block_input", tokens=tokens)
+        want = upcycling.hidden(reps)
+    assert torch.equal(got, want.weights)
+    with pytest.raises(Refusal, match="E-DATA: 3 tasks cannot be dealt out to 4 experts"):
+        upcycling.prompted(model, read, rows, 4, mode=mode)
+
+
 def test_cheap_embed_sums_the_embeddings_of_real_tokens(host):
     model, batch = host(), prompts()
     start = upcycling.cheap_embed(model, {"a": [batch], "b": [{"input_ids": torch.tensor([[9]])}]})
@@ -161,7 +193,9 @@ def test_representations_that_cannot_be_clustered_are_refused():
         upcycling.crsu(few, 3)
     split = held(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))
     with pytest.raises(Refusal, match="task 'law', layer 0: 2 centroids"):
-        upcycling.trsu(split, per_task=2)
+        upcycling.trsu(split, 4)
+    with pytest.raises(Refusal, match="E-RANGE: experts is 3, expected a multiple of the 2 tasks"):
+        upcycling.trsu(split, 3)
     with pytest.raises(Refusal, match="E-NONFINITE: layer 0"):
         upcycling.crsu(held([[0, math.nan], [1, 1]]), 2)
     for seed, code in ((-1, "E-RANGE: seed is -1"), (2**32, "E-RANGE"), (0.5, "E-TYPE")):

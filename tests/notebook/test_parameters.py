@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
 
 from moebook.errors import Refusal
-from moebook.notebook import begin, parameters, privacy
+from moebook.notebook import Run, begin, parameters, privacy
 
 CELL = """\
 # What the reader may change.
@@ -37,28 +37,16 @@ def test_the_cell_is_read_with_types_defaults_help_and_rules() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "code"),
     [
-        ("top_k", 0, "E-RANGE"),
-        ("top_k", 65, "E-RANGE"),
-        ("top_k", True, "E-TYPE"),
-        ("top_k", 2.0, "E-TYPE"),
-        ("top_k", "2", "E-TYPE"),
-        ("top_k", None, "E-TYPE"),
-        ("top_k", (1, 2), "E-TYPE"),
-        ("top_k", b"2", "E-TYPE"),
-        ("share", 0.0, "E-RANGE"),
-        ("share", float("nan"), "E-RANGE"),
-        ("balance", float("inf"), "E-RANGE"),
-        ("balance", -1, "E-RANGE"),
-        ("width", 9, "E-RANGE"),
-        ("quantise", "true", "E-TYPE"),
-        ("quantise", 1, "E-TYPE"),
-        ("note", 3, "E-TYPE"),
-        ("note", "\udcff", "E-TYPE"),
-        ("tier", "cpus", "E-RANGE"),
-        ("topk", 2, "E-PARAMETER"),
+        ("top_k", 0, "E-RANGE"), ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"),
+        ("top_k", 2.0, "E-TYPE"), ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"),
+        ("top_k", (1, 2), "E-TYPE"), ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"),
+        ("share", float("nan"), "E-RANGE"), ("balance", float("inf"), "E-RANGE"),
+        ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", "true", "E-TYPE"),
+        ("quantise", 1, "E-TYPE"), ("note", 3, "E-TYPE"), ("note", "\udcff", "E-TYPE"),
+        ("tier", "cpus", "E-RANGE"), ("topk", 2, "E-PARAMETER"),
         ("top_k=1;import os", 2, "E-PARAMETER"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_parameter_is_refused(name: str, value: Any, code: str) -> None:
     with pytest.raises(Refusal) as refusal:
         parameters.check(DECLARED, {name: value}, "here")
@@ -109,25 +97,14 @@ def test_texts_that_give_no_value_are_refused(texts: list[str]) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "top_k = 2",
-        "import os",
-        "top_k: int = 1 + 1",
-        "top_k: int = int('2')",
-        "top_k: int",
-        "top_k: list = [1]",
-        "top_k: int = None",
-        "top_k: int = 2.0",
-        "top_k: int = 0  # experts [1, 64]",
-        "top_k: int = 2  # experts [1; 64]",
-        "top_k: int = 2  # experts [64, 1]",
-        "top_k: int = 2  # experts {a, b}",
-        "flag: bool = True  # switch [0, 1]",
-        "note: str = 'a'  # text [0, 1]",
-        "lr: float = float('nan')",
-        "top_k: int = 2\ntop_k: int = 3",
-        "top_k: int = 2 +",
+        "top_k = 2", "import os", "top_k: int = 1 + 1", "top_k: int = int('2')", "top_k: int",
+        "top_k: list = [1]", "top_k: int = None", "top_k: int = 2.0", "lr: float = float('nan')",
+        "top_k: int = 0  # experts [1, 64]", "top_k: int = 2  # experts [1; 64]",
+        "top_k: int = 2  # experts [64, 1]", "top_k: int = 2  # experts {a, b}",
+        "flag: bool = True  # switch [0, 1]", "note: str = 'a'  # text [0, 1]",
+        "top_k: int = 2\ntop_k: int = 3", "top_k: int = 2 +",
     ],
-)
+)  # fmt: skip
 def test_a_cell_that_breaks_the_grammar_is_refused_with_its_line(line: str) -> None:
     with pytest.raises(Refusal, match=r"toy, parameters cell, line \d"):
         parameters.parse(line, "toy")
@@ -146,18 +123,13 @@ def test_begin_takes_right_parameters_and_knows_the_tier() -> None:
 @pytest.mark.parametrize(
     ("injected", "code"),
     [
-        ("topk = 1", "E-PARAMETER"),
-        ("top_k = 0", "E-RANGE"),
-        ('quantise = "true"', "E-TYPE"),
-        ("share = float('nan')", "E-TYPE"),
-        ("top_k = [1]", "E-TYPE"),
-        ("top_k = __import__('os').getpid()", "E-TYPE"),
-        ("top_k = 1; import os", "E-PARAMETER"),
-        ("top_k = share = 1", "E-PARAMETER"),
-        ("top_k += 1", "E-PARAMETER"),
+        ("topk = 1", "E-PARAMETER"), ("top_k = 0", "E-RANGE"), ('quantise = "true"', "E-TYPE"),
+        ("share = float('nan')", "E-TYPE"), ("top_k = [1]", "E-TYPE"),
+        ("top_k = __import__('os').getpid()", "E-TYPE"), ("top_k = 1; import os", "E-PARAMETER"),
+        ("top_k = share = 1", "E-PARAMETER"), ("top_k += 1", "E-PARAMETER"),
         ("print(1)", "E-PARAMETER"),
     ],
-)
+)  # fmt: skip
 def test_begin_refuses_a_wrong_injected_cell(injected: str, code: str) -> None:
     with pytest.raises(Refusal) as refusal:
         _begin(CELL, f"# Parameters\n{injected}\n")
@@ -229,3 +201,16 @@ def test_listed_names_are_known_and_stand_once() -> None:
         parameters.listed("laboratory", "kaiming,wid", known)
     with pytest.raises(Refusal, match="E-RANGE: laboratory lists 'wide' twice"):
         parameters.listed("laboratory", "wide,wide", known)
+
+
+def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order() -> None:
+    known, run = {"wide": 1, "dense": 2, "kaiming": 3}, Run("cpu")
+    assert run.arms("all", known) == known
+    assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
+    for text, message in (
+        ("wid", "arms lists 'wid': did you mean 'wide'"),
+        ("wide,wide", "arms lists 'wide' twice"),
+        ("", "arms is empty; one of: all, dense, kaiming, wide"),
+    ):
+        with pytest.raises(Refusal, match=f"E-RANGE: {message}"):
+            run.arms(text, known)

@@ -1,4 +1,4 @@
-"""A notebook in two processes under `accelerate launch`: they train as one, and one publishes."""
+"""Runs in processes of their own, and one run in two processes under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from moebook import results
+from moebook.notebook import processes
+from moebook.notebook.processes import Job, Processes
 from moebook.training import fit
 
 PARAMETERS = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
@@ -62,7 +65,7 @@ def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(projec
     launch = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
     rest = ("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no")
     done = subprocess.run(
-        [sys.executable, "-m", *launch, *rest, "-m", "moebook.cli", "run", "toy", "--tier=smoke"],
+        [sys.executable, "-m", *launch, *rest, "-m", "moebook.cli", "run", "toy", "--on=smoke"],
         cwd=project,
         env={**os.environ, "PYTHONPATH": str(Path(results.__file__).parents[2])},
         capture_output=True,
@@ -70,8 +73,9 @@ def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(projec
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("toy at tier smoke: executed") == 1
-    page = nbformat.read(project / "book" / "notebooks" / "01_toy.ipynb", as_version=4)
+    assert done.stdout.count("toy at smoke: executed") == 1
+    (copy,) = (project / "runs" / "mine" / "toy").glob("smoke-*.ipynb")
+    page = nbformat.read(copy, as_version=4)
     printed = "".join(out.get("text", "") for cell in page.cells for out in cell.outputs)
     processes, loss, penalty, norm, tokens, sums = map(json.loads, printed.split("\n")[:6])
     assert processes == [0, 2]
@@ -86,3 +90,17 @@ def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(projec
     kept = sorted(path.name for path in (project / "runs" / "checkpoints").glob("step-*"))
     assert kept == ["step-4", "step-8"]
     assert not list(project.glob("runs/failed/*"))
+
+
+def test_an_interrupt_ends_all_processes_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    monkeypatch.setattr(processes, "START", waits)
+    jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Processes() as started:
+        for job, outcome in started.side_by_side(jobs, tmp_path, 3):
+            assert (job.notebook, outcome) == ("short", Path("done"))
+            raise KeyboardInterrupt
+    assert time.monotonic() - begun < 30

@@ -15,7 +15,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from moebook.errors import Refusal
 from moebook.notebook import markup, privacy, publish
-from moebook.notebook.session import GLUE, VALUE
+from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
+from moebook.results import Curve, Value
 
 FOLDER = Path("/srv/project/toy")
 
@@ -53,16 +54,11 @@ def test_text_and_stdout_stay_without_colours_and_stderr_goes() -> None:
 @pytest.mark.parametrize(
     "mime",
     [
-        "application/javascript",
-        "application/vnd.jupyter.widget-view+json",
-        "text/vnd.mermaid",
-        "text/markdown",
-        "text/latex",
-        "image/jpeg",
-        "application/pdf",
+        "application/javascript", "application/vnd.jupyter.widget-view+json", "text/vnd.mermaid",
+        "text/markdown", "text/latex", "image/jpeg", "application/pdf",
         "application/papermill.record/text/html",
     ],
-)
+)  # fmt: skip
 def test_other_types_are_left_out_and_counted(mime: str) -> None:
     data = {mime: "alert(1)", "text/plain": "plain"}
     outputs, counts = _published(new_output("display_data", data))
@@ -205,23 +201,59 @@ def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(
         publish.clean(new_notebook(cells=[new_markdown_cell(text)]), FOLDER)
 
 
-def test_recorded_values_pass_whole_and_are_harvested() -> None:
-    value = {"name": "toy/a", "value": 0.5, "unit": "share", "seed": 1, "items": [0, 1]}
-    data = {VALUE: value, f"{GLUE}text/plain": "0.5"}
-    tag = {"name": "toy/a@1", "mime_prefix": GLUE}
+VALUE_OF = {"name": "toy/a", "value": 0.5, "unit": "share", "items": [0, 1]}
+CURVE_OF = {"name": "toy/a", "unit": "nats", "x": [1.0, 2.0], "y": [0.5, 0.25]}
+
+
+def _kept(mime: str, content: Any) -> Any:
+    """A notebook with one output that no page shows, after the filter."""
+    data = {mime: content, f"{GLUE}text/plain": "0.5"}
+    tag = {"name": "toy/a", "mime_prefix": GLUE}
     outputs, counts = _published(
         new_output("display_data", data, metadata={"scrapbook": tag, "x": 1})
     )
-    assert outputs[0]["data"] == data
-    assert outputs[0]["metadata"] == {"scrapbook": tag}
-    assert counts == {}
+    assert json.loads(json.dumps(outputs[0]["data"])) == data
+    assert (outputs[0]["metadata"], counts) == ({"scrapbook": tag}, {})
     cell = new_code_cell("x", outputs=outputs, execution_count=1)
-    (found,) = publish.values(json.loads(json.dumps(new_notebook(cells=[cell]))))
-    assert (found.key, found.items) == ("toy/a@1", (0, 1))
+    return json.loads(json.dumps(new_notebook(cells=[cell])))
 
 
-def test_a_value_that_breaks_a_rule_is_refused() -> None:
+def test_recorded_values_and_curves_pass_whole_and_are_harvested() -> None:
+    assert publish.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
+    assert publish.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
+    assert publish.curves(_kept(CURVE, CURVE_OF)) == (Curve("toy/a", "nats", (1, 2), (0.5, 0.25)),)
+
+
+def test_notes_of_the_run_are_gathered_over_cells() -> None:
+    parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
+             {"modules": {"b.py": "2"}}, {"rows": {"train": "3"}}, {"environment": {}})  # fmt: skip
+    cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]
+    assert publish.notes(new_notebook(cells=cells)) == {
+        "modules": {"a.py": "1", "b.py": "2"},
+        "arms": ["x"],
+        "known": ["x", "y"],
+        "rows": {"train": "3"},
+        "environment": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("mime", "content"),
+    [
+        (VALUE, VALUE_OF | {"value": 2}),
+        (VALUE, VALUE_OF | {"seed": 0}),
+        (VALUE, {"name": "a", "value": 0.5}),
+        (VALUE, ["a"]),
+        (CURVE, CURVE_OF | {"x": [1.0]}),
+        (CURVE, "a"),
+    ],
+)
+def test_a_value_or_curve_that_breaks_a_rule_is_refused(mime: str, content: Any) -> None:
     with pytest.raises(Refusal, match="E-VALUE"):
-        _published(new_output("display_data", {VALUE: {"name": "a", "value": 2, "unit": "share"}}))
-    with pytest.raises(Refusal, match="E-VALUE"):
-        _published(new_output("display_data", {VALUE: ["a"]}))
+        _published(new_output("display_data", {mime: content}))
+
+
+@pytest.mark.parametrize("content", ["a", {"modules": ["a"]}, {"other": {}}, {"arms": "a"}])
+def test_a_malformed_note_is_refused_when_the_run_is_made(content: Any) -> None:
+    with pytest.raises(Refusal, match=r"E-OUTPUT: In \[1\]: malformed note"):
+        publish.notes(_kept(NOTE, content))

@@ -1,4 +1,4 @@
-"""Finding notebooks, and reading tier files without ever running what they hold."""
+"""Finding notebooks, and reading protocols without ever running what they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moebook.notebook import overview, sources
 def test_a_notebook_is_found_by_its_short_name(fresh: Path) -> None:
     toy = sources.find(fresh, "toy")
     assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
-    assert toy.tiers == ["smoke", "cpu", "study"]
+    assert toy.protocols == ["smoke", "cpu", "nano", "study"]
     assert list(sources.notebooks(fresh)) == ["toy"]
 
 
@@ -54,12 +54,43 @@ def test_damaged_old_and_untagged_notebooks_are_refused(fresh: Path) -> None:
     assert sources.find(fresh, "toy").title == "A toy"
 
 
-def test_a_tier_is_its_file_and_the_parameter_tier(fresh: Path) -> None:
+def test_a_protocol_is_its_file_and_its_tier(fresh: Path) -> None:
     toy = sources.find(fresh, "toy")
     assert toy.settings("smoke") == {"tier": "smoke", "top_k": 1}
     assert toy.settings("cpu") == {"tier": "cpu"}
-    with pytest.raises(Refusal, match=r"E-TIER: toy has no tier 'gpu'.*one of: cpu, smoke, study"):
-        toy.settings("gpu")
+    assert toy.settings("nano") == {"tier": "study", "top_k": 4}
+    with pytest.raises(Refusal, match=r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'"):
+        toy.settings("nan")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "text", "message"),
+    [
+        ("smoke", "tier: cpu\n", "01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
+        ("smoke", "top_k: 1\n", "01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
+        ("nano", "tier: smoke\n", "nano.yaml: tier = 'smoke'; expected study, gpu, paper"),
+        ("nano", "top_k: 1\n", "nano.yaml: tier = 'cpu'; expected study, gpu, paper"),
+    ],
+)
+def test_a_protocol_says_to_which_scale_it_belongs(
+    fresh: Path, protocol: str, text: str, message: str
+) -> None:
+    (fresh / "notebooks" / f"01_toy.{protocol}.yaml").write_text(text)
+    with pytest.raises(Refusal, match=f"E-CONFIG: .*{message}"):
+        sources.find(fresh, "toy").settings(protocol)
+
+
+def test_runs_of_a_protocol_share_all_but_seed_arms_and_device() -> None:
+    given = {"tier": "study", "seed": 3, "arms": "left", "device": "cuda", "steps": 600}
+    assert sources.design(given) == {"tier": "study", "steps": 600}
+
+
+def test_a_findings_notebook_is_told_from_one_that_runs(fresh: Path) -> None:
+    assert not sources.find(fresh, "toy").findings
+    path = fresh / "notebooks" / "01_toy.ipynb"
+    path.rename(path.with_name("01_toy_findings.ipynb"))
+    found = sources.find(fresh, "toy_findings")
+    assert (found.findings, found.protocols) == (True, ["cpu"])
 
 
 @pytest.mark.parametrize(
@@ -85,11 +116,10 @@ def test_a_tier_is_its_file_and_the_parameter_tier(fresh: Path) -> None:
         ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
         ("topk: 1\n", r"E-PARAMETER: 01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
         ("fate: well\ntop_k: 0\n", r"E-RANGE: 01_toy.smoke.yaml:2:1: top_k = 0"),
-        ("tier: cpu\n", r"E-CONFIG.*tier = 'cpu' in the file of tier 'smoke'"),
         ("<<: 1\n", r"E-PARAMETER"),
     ],
 )
-def test_a_tier_file_that_is_no_flat_mapping_is_refused_at_its_place(
+def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(
     fresh: Path, text: str, message: str
 ) -> None:
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_text(text)
@@ -97,13 +127,13 @@ def test_a_tier_file_that_is_no_flat_mapping_is_refused_at_its_place(
         sources.find(fresh, "toy").settings("smoke")
 
 
-def test_a_tier_file_in_another_encoding_is_refused(fresh: Path) -> None:
+def test_a_protocol_file_in_another_encoding_is_refused(fresh: Path) -> None:
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(b"fate: \xff\n")
     with pytest.raises(Refusal, match=r"E-CONFIG.*not UTF-8 at byte 6"):
         sources.find(fresh, "toy").settings("smoke")
 
 
-def test_a_tier_file_reads_as_papermill_reads_it(tmp_path: Path) -> None:
+def test_a_protocol_file_reads_as_papermill_reads_it(tmp_path: Path) -> None:
     text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
     path = tmp_path / "01_toy.cpu.yaml"
     path.write_bytes(text.encode())
@@ -115,7 +145,7 @@ def test_the_overview_shows_parameters_and_what_was_never_measured(fresh: Path) 
     text = overview.text(fresh)
     assert "toy  A toy (notebooks/01_toy.ipynb)" in text
     assert "-p top_k int   = 2  experts per token [1, 64]" in text
-    assert text.count("not measured") == 3
+    assert text.count("not measured") == 4
 
 
 @pytest.mark.parametrize(

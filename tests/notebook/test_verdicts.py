@@ -1,22 +1,23 @@
-"""Verdicts: what may be said from which record, and that every change of a value shows."""
+"""Verdicts: what may be said from which pool, and that every change of a value shows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import verdicts
-from moebook.notebook.intervals import interval
-from moebook.notebook.measurements import amount, describe, measure
-from moebook.notebook.verdicts import Label, row, verdict
+from moebook.notebook.verdicts import Label, Row, amount, chance, measure, row
 from moebook.papers import Claim
-from moebook.results import TIERS, Record, Value
+from moebook.results import TIERS, Pool, Run, Value, write_run
 
 DIRECTION = Claim(
     id="pesc.test",
@@ -50,239 +51,184 @@ NUMBER = replace(
 )
 
 
-def arm(name: str, scores: list[float], items: list[list[float]] | None = None) -> list[Value]:
-    return [
-        Value(f"pesc/{name}/accuracy", score, "share", seed, tuple(items[seed]) if items else None)
-        for seed, score in enumerate(scores)
-    ]
+def accuracy(name: str, items: float | Sequence[float]) -> Value:
+    several = tuple(items) if isinstance(items, Sequence) else None
+    return Value(f"pesc/{name}/accuracy", float(np.mean(items)), "share", several)
 
 
-def record(scale: str, a: list[float], b: list[float]) -> Record:
-    return Record("pesc", scale, (*arm("a", a), *arm("b", b)))
+def pool(tier: str, *seeds: Sequence[Value], base: str = "nano") -> Pool:
+    """A pool with these values, seed by seed; a study's protocol is called like its base."""
+    name, its = base if tier == "study" else tier, {"base": base}
+    runs = [Run("pesc", name, tier, n, tuple(v), settings=its) for n, v in enumerate(seeds)]
+    return Pool("pesc", name, tuple(runs))
 
 
-STUDY = record("study", [0.42, 0.425, 0.415], [0.40, 0.40, 0.40])
+def against(tier: str, a: Sequence[float], b: float = 0.4, base: str = "nano") -> Pool:
+    """A pool in which A has these accuracies, seed by seed, and B always the same."""
+    return pool(tier, *([accuracy("a", score), accuracy("b", b)] for score in a), base=base)
+
+
+def size(tier: str, count: float) -> Pool:
+    return pool(tier, [Value("pesc/size", count, "count")])
+
+
+def judge(claim: Claim, *pools: Pool) -> str:
+    return str(row(claim, pools).label)
+
+
+STUDY = (0.42, 0.425, 0.415)
 
 
 def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds() -> None:
-    found = verdict(DIRECTION, [STUDY])
+    found = row(DIRECTION, [against("study", STUDY)])
     assert str(found.label) == "direction holds"
-    measured = found.measurement
-    assert measured is not None and (measured.seeds, measured.scale) == (3, "study")
-    assert measured.effect == pytest.approx(0.02)
-    half = 4.3027 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
-    assert measured.interval == pytest.approx((0.02 - half, 0.02 + half), abs=1e-6)
-    assert found.badge.startswith("direction holds (study, 3 seeds: +2.0 points, 95 % from +0.8")
+    best = found.best
+    assert best is not None and (best.seeds, best.pool.protocol) == (3, "nano")
+    assert best.effect == pytest.approx(0.02)
+    half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
+    assert best.interval == pytest.approx((0.02 - half, 0.02 + half), rel=1e-6)
+    assert best.smallest == pytest.approx(half, rel=1e-6)
+    assert best.size == pytest.approx(0.02 / 0.005)
+    assert found.badge == (
+        "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 points to +3.2 points,"
+        " effect size 4.0)"
+    )
 
 
-def test_perturbing_a_recorded_value_changes_the_verdict_and_its_badge() -> None:
-    worse = record("study", [0.38, 0.375, 0.385], [0.40, 0.40, 0.40])
-    mixed = record("study", [0.42, 0.37, 0.41], [0.40, 0.40, 0.40])
-    badges = [verdict(DIRECTION, [one]).badge for one in (STUDY, worse, mixed)]
-    labels = [badge.split(" (")[0] for badge in badges]
-    assert labels == ["direction holds", "direction fails", "inconclusive"]
-    assert len(set(badges)) == 3
+@pytest.mark.parametrize(
+    ("scores", "direction", "label"),
+    [
+        (STUDY, "greater", "direction holds"),
+        ((0.38, 0.375, 0.385), "greater", "direction fails"),
+        ((0.42, 0.37, 0.41), "greater", "inconclusive"),
+        ((0.1 + 0.2 + 0.1, 0.4, 0.4), "greater", "inconclusive"),  # more than .4 by rounding alone
+        (STUDY, "less", "direction fails"),
+        ((0.38, 0.375, 0.385), "less", "direction holds"),
+        ((0.42, 0.37, 0.41), "less", "inconclusive"),
+        ((0.401, 0.402, 0.399), "equal", "direction holds"),  # within .01
+        ((0.45, 0.46, 0.44), "equal", "direction fails"),
+        ((0.35, 0.36, 0.34), "equal", "direction fails"),
+        ((0.401, 0.42, 0.405), "equal", "inconclusive"),
+    ],
+)
+def test_the_label_follows_the_recorded_values(
+    scores: Sequence[float], direction: str, label: str
+) -> None:
+    claim = replace(DIRECTION, direction=direction)
+    assert judge(replace(claim, claimed=None), against("study", scores)) == label
+    number = replace(claim, reference=0.4, claimed=None)  # subtracted as B's accuracy is
+    assert judge(number, against("study", scores, b=0.9)) == label
 
 
-def test_deleting_the_record_or_one_arm_of_it_gives_not_run() -> None:
-    assert verdict(DIRECTION, []).badge == "not run"
-    alone = Record("pesc", "study", tuple(arm("a", [0.4, 0.4, 0.4])))
-    assert str(verdict(DIRECTION, [alone]).label) == "not run"
+def test_without_runs_or_one_arm_of_them_or_a_seed_of_both_nothing_was_run() -> None:
+    assert row(DIRECTION, []).badge == "not run"
+    one, other = [accuracy("a", 0.4)], [accuracy("b", 0.3)]
+    assert judge(DIRECTION, pool("study", one, one, one)) == "not run"
+    assert judge(DIRECTION, pool("study", one, one, other)) == "not run"
+    assert judge(DIRECTION, pool("study", other, other, other)) == "not run"
 
 
-def test_one_live_seed_shows_its_own_direction_and_no_verdict() -> None:
-    found = verdict(DIRECTION, [record("cpu", [0.45], [0.40])])
-    assert str(found.label) == "inconclusive"
-    assert "1 seed: +5.0 points, as claimed so far" in found.badge
-    assert "against the claim" in verdict(DIRECTION, [record("cpu", [0.3], [0.4])]).badge
-    assert "no difference so far" in verdict(DIRECTION, [record("cpu", [0.4], [0.4])]).badge
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (0.45, "1 seed: +5.0 points, as claimed so far"),
+        (0.3, "1 seed: -10.0 points, against the claim so far"),
+        (0.4, "1 seed: +0.0 points, no difference so far"),
+    ],
+)
+def test_one_live_seed_shows_its_own_direction_and_no_verdict(score: float, told: str) -> None:
+    assert row(DIRECTION, [against("cpu", [score])]).badge == f"inconclusive (cpu, {told})"
 
 
 def test_three_seeds_of_a_live_run_or_two_of_a_study_decide_nothing() -> None:
-    assert str(verdict(DIRECTION, [replace(STUDY, scale="cpu")]).label) == "inconclusive"
-    two = record("study", [0.5, 0.5], [0.4, 0.4])
-    assert str(verdict(DIRECTION, [two]).label) == "inconclusive"
+    assert judge(DIRECTION, against("cpu", STUDY)) == "inconclusive"
+    assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive"
 
 
-def test_only_a_paper_scale_record_within_tolerance_reproduces() -> None:
-    labels = {
-        scale: str(verdict(DIRECTION, [replace(STUDY, scale=scale)]).label) for scale in TIERS
-    }
-    assert labels["paper"] == "reproduced"
-    assert labels["gpu"] == labels["study"] == "direction holds"
-    far = record("paper", [0.5, 0.51, 0.52], [0.4, 0.4, 0.4])
-    assert str(verdict(DIRECTION, [far]).label) == "direction holds"
+@pytest.mark.parametrize("tier", TIERS)
+def test_only_runs_of_the_papers_scale_within_tolerance_reproduce(tier: str) -> None:
+    large = tier in ("study", "gpu")
+    label = "direction holds" if large else "inconclusive" if tier == "cpu" else "not run"
+    assert judge(DIRECTION, against(tier, STUDY)) == ("reproduced" if tier == "paper" else label)
+    if tier != "paper":
+        with pytest.raises(Refusal, match="cannot reproduce"):
+            Label("reproduced", against(tier, STUDY))
+
+
+def test_an_effect_far_from_the_printed_one_or_without_one_is_not_reproduced() -> None:
+    assert judge(DIRECTION, against("paper", [0.5, 0.51, 0.52])) == "direction holds"
     unprinted = replace(DIRECTION, claimed=None, tolerance=None)
-    assert str(verdict(unprinted, [replace(STUDY, scale="paper")]).label) == "direction holds"
+    assert judge(unprinted, against("paper", STUDY)) == "direction holds"
 
 
-@pytest.mark.parametrize("scale", [tier for tier in TIERS if tier != "paper"])
-def test_the_label_reproduced_cannot_be_made_from_a_smaller_record(scale: str) -> None:
-    with pytest.raises(Refusal, match="cannot reproduce"):
-        Label("reproduced", replace(STUDY, scale=scale))
-    with pytest.raises(Refusal, match="rests on a record"):
-        Label("reproduced")
+@pytest.mark.parametrize("label", ["reproduced", "inconclusive", "hold"])
+def test_a_label_without_runs_or_of_another_name_cannot_be_made(label: str) -> None:
+    with pytest.raises(Refusal, match="E-VERDICT"):
+        Label(label)
+    with pytest.raises(Refusal, match="E-VERDICT"):
+        Label("not run", against("study", STUDY))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    scale=st.sampled_from([tier for tier in TIERS if tier != "paper"]),
+    tier=st.sampled_from([tier for tier in TIERS if tier != "paper"]),
     claim=st.sampled_from([DIRECTION, NUMBER, replace(DIRECTION, kind="number")]),
     a=st.lists(st.floats(0, 1), min_size=3, max_size=4),
-    size=st.floats(0, 1e11),
+    count=st.floats(0, 1e11),
 )
 def test_no_values_below_the_papers_scale_ever_reproduce(
-    scale: str, claim: Claim, a: list[float], size: float
+    tier: str, claim: Claim, a: list[float], count: float
 ) -> None:
-    values = (*arm("a", a), *arm("b", [0.4] * len(a)), Value("pesc/size", size, "count"))
-    assert str(verdict(claim, [Record("pesc", scale, values)]).label) != "reproduced"
+    extra = Value("pesc/size", count, "count")
+    runs = pool(tier, *([accuracy("a", score), accuracy("b", 0.4), extra] for score in a))
+    assert judge(claim, runs) != "reproduced"
 
 
 def test_the_highest_scale_that_may_decide_gives_the_verdict() -> None:
-    lone = record("gpu", [0.3], [0.4])
-    found = row(DIRECTION, [lone, STUDY, record("cpu", [0.3], [0.4])])
-    assert found.verdict.measurement is found.measurements[1]
-    assert [measured.scale for measured in found.measurements] == ["cpu", "study", "gpu"]
-    assert found.live is found.measurements[0]
-    assert found.recorded is found.measurements[2]
+    pools = [
+        against("gpu", [0.3]), against("study", [0.3, 0.31, 0.32], base="smollm2"),
+        against("study", STUDY), against("cpu", [0.3]),
+    ]  # fmt: skip
+    found = row(DIRECTION, pools)
+    protocols = [measured.pool.protocol for measured in found.measurements]
+    assert protocols == ["cpu", "nano", "smollm2", "gpu"]
+    assert found.best is found.measurements[2] and str(found.label) == "direction fails"
+    assert found.committed.measurements == found.measurements[1:]
 
 
 def test_an_exact_value_needs_no_seeds_and_has_no_interval() -> None:
-    def judged(size: float, scale: str) -> verdicts.Verdict:
-        return verdict(NUMBER, [Record("pesc", scale, (Value("pesc/size", size, "count"),))])
-
-    assert str(judged(7.8e9, "cpu").label) == "direction holds"
-    assert str(judged(7.8e9, "paper").label) == "reproduced"
-    assert str(judged(6.9e9, "cpu").label) == "direction fails"
-    measured = judged(7.8e9, "cpu").measurement
-    assert measured is not None and measured.interval is None
-    assert "cpu, one value: 7,800,000,000" in judged(7.8e9, "cpu").badge
-
-
-def test_equality_holds_inside_the_tolerance_fails_outside_and_is_open_across_its_border() -> None:
-    equal = replace(DIRECTION, direction="equal", claimed=None)
-    inside = record("study", [0.401, 0.402, 0.399], [0.4, 0.4, 0.4])
-    outside = record("study", [0.45, 0.46, 0.44], [0.4, 0.4, 0.4])
-    across = record("study", [0.401, 0.42, 0.405], [0.4, 0.4, 0.4])
-    labels = [str(verdict(equal, [one]).label) for one in (inside, outside, across)]
-    assert labels == ["direction holds", "direction fails", "inconclusive"]
-
-
-def test_less_is_greater_turned_round() -> None:
-    less = replace(DIRECTION, direction="less")
-    assert str(verdict(less, [STUDY]).label) == "direction fails"
-    turned = replace(less, value="pesc/b/accuracy", reference="pesc/a/accuracy")
-    assert str(verdict(turned, [STUDY]).label) == "direction holds"
-
-
-def test_a_numeric_reference_is_subtracted() -> None:
-    against = replace(DIRECTION, reference=0.40)
-    measured = verdict(against, [STUDY]).measurement
-    assert measured is not None and measured.effect == pytest.approx(0.02)
+    assert (
+        judge(NUMBER, size("cpu", 7.8e9))
+        == judge(NUMBER, size("smoke", 8e9))
+        == ("direction holds")
+    )
+    assert judge(NUMBER, size("paper", 7.8e9)) == "reproduced"
+    assert judge(NUMBER, size("cpu", 6.9e9)) == "direction fails"
+    badge = row(NUMBER, [size("cpu", 7.8e9)]).badge
+    assert badge == "direction holds (cpu, one value: 7,800,000,000)"
 
 
 def test_arms_are_paired_by_seed_and_by_item() -> None:
     rng = np.random.default_rng(0)
     hard = rng.integers(0, 2, 200).astype(float)
-    better = [np.where(rng.random(200) < 0.1, 1.0, hard).tolist() for _ in range(3)]
-    plain = [hard.tolist()] * 3
-    a = arm("a", [float(np.mean(x)) for x in better], better)
-    b = arm("b", [float(np.mean(x)) for x in plain], plain)
-    shuffled = Record("pesc", "study", (*reversed(a), *b))
-    measured = measure(DIRECTION, shuffled)
+    better = [np.where(rng.random(200) < 0.1, 1.0, hard) for _ in range(3)]
+    pairs = [(accuracy("a", list(items)), accuracy("b", list(hard))) for items in better]
+    runs = pool("study", *pairs)
+    measured = measure(DIRECTION, replace(runs, runs=runs.runs[::-1]))
     assert measured is not None
-    assert np.array(measured.effects).shape == (3, 200)
-    assert measured.effect == pytest.approx(float(np.mean(better) - hard.mean()))
+    assert (measured.effects == np.stack(better) - hard).all()
     low, high = measured.interval or (0, 0)
     assert 0 < low < measured.effect < high
-
-
-def test_an_arm_without_seeds_serves_every_seed_of_the_other() -> None:
-    base = Value("pesc/b/accuracy", 0.4, "share")
-    measured = measure(DIRECTION, Record("pesc", "study", (*arm("a", [0.5, 0.6]), base)))
-    assert measured is not None
-    assert [round(effect, 6) for (effect,) in measured.effects] == [0.1, 0.2]
-
-
-def test_arms_without_a_common_seed_are_refused() -> None:
-    values = (*arm("a", [0.5]), Value("pesc/b/accuracy", 0.4, "share", seed=7))
-    with pytest.raises(Refusal, match="no seed in common"):
-        measure(DIRECTION, Record("pesc", "study", values))
+    apart = measure(DIRECTION, pool("study", *((a, accuracy("b", 0.4)) for a, _ in pairs)))
+    assert apart is not None and apart.effects.shape == (3, 1)
 
 
 def test_a_value_in_another_unit_is_refused_and_one_at_another_scale_is_no_evidence() -> None:
-    values = tuple(replace(value, unit="ratio") for value in STUDY.values)
+    values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
     with pytest.raises(Refusal, match=r"E-VERDICT: pesc/a/accuracy is recorded in ratio"):
-        verdict(DIRECTION, [replace(STUDY, values=values)])
+        judge(DIRECTION, pool("study", values))
     large = replace(DIRECTION, scales=("gpu", "paper"))
-    assert verdict(large, [replace(STUDY, scale="cpu")]).label.text == "not run"
-
-
-def test_a_baseline_alone_may_be_recorded_at_any_scale() -> None:
-    values = tuple(value for value in STUDY.values if value.name != DIRECTION.value)
-    assert DIRECTION.reference in {value.name for value in values}
-    claim = replace(DIRECTION, scales=("gpu", "paper"))
-    assert str(verdict(claim, [replace(STUDY, values=values, scale="cpu")]).label) == "not run"
-
-
-def test_a_smoke_run_is_no_evidence_unless_the_claim_names_it() -> None:
-    assert str(verdict(DIRECTION, [replace(STUDY, scale="smoke")]).label) == "not run"
-    size = Record("pesc", "smoke", (Value("pesc/size", 8e9, "count"),))
-    assert str(verdict(NUMBER, [size]).label) == "direction holds"
-
-
-def test_the_interval_over_seeds_and_items_is_wider_than_over_either_alone() -> None:
-    rng = np.random.default_rng(1)
-    effects = rng.normal(0, 1, (1, 300)) + rng.normal(0, 0.1, (5, 1))
-    both, seeds = interval(effects), interval(effects.mean(axis=1, keepdims=True))
-    items = interval(effects.mean(axis=0, keepdims=True))
-    assert both and seeds and items
-    width = [high - low for low, high in (both, seeds, items)]
-    assert width[0] > width[1] and width[0] > width[2]
-
-
-def test_the_interval_of_many_items_is_the_textbook_one() -> None:
-    effects = np.random.default_rng(2).normal(0.5, 1.0, (1, 2000))
-    error = effects.std() / np.sqrt(effects.size)
-    low, high = interval(effects) or (0, 0)
-    assert low == pytest.approx(effects.mean() - 1.96 * error, abs=0.3 * error)
-    assert high == pytest.approx(effects.mean() + 1.96 * error, abs=0.3 * error)
-
-
-@pytest.mark.parametrize("seeds", [3, 5])
-@pytest.mark.parametrize("items", [1, 40])
-@pytest.mark.parametrize(("apart", "noise"), [(1, 0), (0.3, 1), (0, 1), (1, 1)])
-def test_an_effect_of_zero_is_seldom_outside_its_interval(
-    seeds: int, items: int, apart: float, noise: float
-) -> None:
-    """One in twenty is the promise; 1,000 draws of a sum of variances leave room up to 8 %."""
-    rng = np.random.default_rng(3)
-    luck, outside = 0.5 * (items > 1), 0
-    for _ in range(1000):
-        effects = apart * rng.normal(size=(seeds, 1)) + luck * rng.normal(size=(1, items))
-        low, high = interval(effects + noise * rng.normal(size=(seeds, items))) or (0, 0)
-        outside += not low <= 0 <= high
-    assert outside < 80
-
-
-def test_effects_that_are_all_the_same_have_an_interval_without_width() -> None:
-    assert interval(np.full((3, 4), 0.5)) == (0.5, 0.5)
-
-
-def test_what_differs_by_rounding_alone_is_no_effect() -> None:
-    tie = record("study", [0.1 + 0.2] * 3, [0.3] * 3)
-    assert 0.1 + 0.2 > 0.3 and str(verdict(DIRECTION, [tie]).label) == "inconclusive"
-
-
-def test_a_single_number_has_no_interval() -> None:
-    assert interval(np.array([[0.1]])) is None
-
-
-def test_the_effect_size_is_the_mean_over_the_spread_between_seeds() -> None:
-    measured = measure(DIRECTION, STUDY)
-    assert measured is not None
-    assert measured.size == pytest.approx(0.02 / 0.005)
-    assert "effect size 4.0" in describe(measured)
+    assert judge(large, against("study", STUDY)) == "not run"
 
 
 def test_effects_are_told_in_the_claims_unit() -> None:
@@ -293,24 +239,68 @@ def test_effects_are_told_in_the_claims_unit() -> None:
     assert amount(NUMBER, 7.8e9) == "7,800,000,000"
 
 
-def test_the_ledger_of_an_empty_project_says_not_run_for_every_claim(tmp_path) -> None:
+def at_p(p: float, name: str) -> Row:
+    """A claim that three seeds of a study test at this p-value, by Student's closed form."""
+    t = (1 - p) * (2 / (p * (2 - p))) ** 0.5  # two degrees of freedom: p = 1 - t / (t² + 2)½
+    effects = 0.001 * (t / 3**0.5 + np.array([-1, 0, 1]))
+    assert stats.ttest_1samp(effects, 0).pvalue == pytest.approx(p)
+    return row(replace(DIRECTION, id=name), [against("study", 0.4 + effects)])
+
+
+@pytest.mark.parametrize(
+    ("p", "decided", "holm", "hochberg"),
+    [  # sorted, Holm's limits are .05/m, .05/(m-1), ..., .05; theirs .05/m, 2 × .05/m, ..., .05
+        ({"a": 0.2, "b": 0.001, "c": 0.016, "d": 0.03, "e": 0.012}, "bcde", "bce", "bcde"),
+        ({"a": 0.02, "b": 0.001, "c": 0.022, "d": 0.2}, "abc", "b", "abc"),  # c: after a, too late
+        ({"a": 0.035, "b": 0.03, "c": 0.001, "d": 0.2}, "abc", "c", "abc"),  # b: saved by a
+        ({"a": 0.04, "b": 0.06}, "a", "", ""),
+    ],
+)
+def test_corrections_for_many_claims_are_those_worked_by_hand(
+    p: dict[str, float], decided: str, holm: str, hochberg: str
+) -> None:
+    found = chance([at_p(each, name) for name, each in p.items()])
+    assert found.tested == tuple(p)
+    assert found.expected == pytest.approx(0.05 * len(p))
+    assert tuple(map("".join, (found.decided, found.holm, found.hochberg))) == (
+        decided, holm, hochberg
+    )  # fmt: skip
+
+
+def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test() -> None:
+    equal = replace(DIRECTION, id="equal", direction="equal")
+    rows = [
+        row(DIRECTION, [against("cpu", STUDY)]), row(DIRECTION, []),
+        row(equal, [against("study", STUDY)]), row(NUMBER, [size("study", 8e9)]),
+    ]  # fmt: skip
+    assert chance(rows) == verdicts.Chance((), (), 0.0, (), ())
+    same = row(DIRECTION, [against("study", [0.5] * 3)])  # differs without any spread
+    assert chance([*rows, same]).holm == (DIRECTION.id,)
+
+
+def test_the_ledger_of_an_empty_project_says_not_run_for_every_claim(tmp_path: Path) -> None:
     rows = verdicts.ledger(tmp_path)
     assert [found.claim.id for found in rows] == [claim.id for claim in papers.claims()]
-    assert {str(found.verdict.label) for found in rows} == {"not run"}
+    assert {str(found.label) for found in rows} == {"not run"}
 
 
-def test_the_ledger_reads_the_committed_records_of_a_project(tmp_path) -> None:
-    folder = tmp_path / "results" / "pesc" / "study"
-    folder.mkdir(parents=True)
-    values = [
-        Value(f"pesc/{name}/accuracy", score + seed / 100, "share", seed)
-        for name, score in (("sparse", 0.5), ("dense", 0.4))
-        for seed in range(3)
-    ]
-    (folder / "record.json").write_text(Record("pesc", "study", tuple(values)).to_text())
-    (folder / "manifest.json").write_text('{"date": "2026-11-01T00:00:00+00:00"}')
-    found = {one.claim.id: one for one in verdicts.ledger(tmp_path)}["pesc.sparse-beats-dense"]
-    assert str(found.verdict.label) == "direction holds"
-    (folder / "record.json").unlink()
-    again = {one.claim.id: one for one in verdicts.ledger(tmp_path)}["pesc.sparse-beats-dense"]
-    assert again.verdict.badge == "not run"
+def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path: Path) -> None:
+    folder, page = tmp_path / "results" / "pesc" / "nano", tmp_path / "book" / "notebooks"
+    for place, name in ((page, "01_pesc"), *((folder, str(seed)) for seed in range(3))):
+        seed, tier = (0, "cpu") if name == "01_pesc" else (int(name), "study")
+        values = (accuracy("sparse", 0.5 + seed / 100), accuracy("dense", 0.4))
+        place.mkdir(parents=True, exist_ok=True)
+        protocol = "nano" if tier == "study" else "cpu"
+        write_run(place / f"{name}.parquet", Run("pesc", protocol, tier, seed, values))
+
+    def found(*, live: bool = True) -> Row:
+        rows = verdicts.ledger(tmp_path, "pesc", live=live)
+        return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense")
+
+    assert str(found().label) == "direction holds"
+    assert [measured.seeds for measured in found().measurements] == [1, 3]
+    assert [measured.seeds for measured in found(live=False).measurements] == [3]
+    for path in folder.iterdir():
+        path.unlink()
+    assert found().badge == "inconclusive (cpu, 1 seed: +10.0 points, as claimed so far)"
+    assert found(live=False).badge == "not run"

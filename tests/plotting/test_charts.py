@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from moebook import plotting
 from moebook.errors import Refusal
@@ -80,3 +81,17 @@ def test_bars_stand_at_their_values_with_their_whiskers() -> None:
 def test_bars_without_an_interval_column_name_it() -> None:
     with pytest.raises(Refusal, match="low"):
         plotting.bars(_frame().drop(columns="low"), group="domain", series="model", ylabel="")
+
+
+def test_accuracies_have_students_interval_over_items_and_none_of_a_single_one() -> None:
+    items = {"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]}
+    tables = {"dense": pd.DataFrame(items), "sparse": pd.DataFrame(items).assign(correct=1)}
+    (axes,) = plotting.accuracies(tables, by="task", title="Right").axes
+    dense, sparse = (each for each in axes.containers if hasattr(each, "patches"))
+    assert [bar.get_height() for bar in dense] == [0.75, 0]
+    assert [bar.get_height() for bar in sparse] == [1, 1]
+    whiskers = [path.vertices[:, 1] for path in dense.errorbar.lines[2][0].get_paths()]
+    told = stats.ttest_1samp([1, 1, 0, 1], 0).confidence_interval()
+    np.testing.assert_allclose(whiskers, [[told.low, told.high], [0, 0]])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["sum", "copy"]
+    assert axes.get_title() == "Right"

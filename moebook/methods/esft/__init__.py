@@ -10,13 +10,15 @@ from moebook.methods.esft.costing import cost
 from moebook.methods.esft.grouping import cooccurrence, group, ungroup
 from moebook.methods.esft.planning import Arm, arms, budget, plan
 from moebook.methods.esft.published import replay
+from moebook.methods.esft.routing import layers
 from moebook.methods.esft.sampling import mix, rows, samples
 from moebook.methods.esft.scoring import Scores, Tally, measure
 from moebook.methods.esft.selection import Selection, random_selection, select
 from moebook.methods.esft.specialising import merge, restore, specialise, trained
-from moebook.methods.esft.storage import load, save
+from moebook.methods.esft.storage import load, round_trip, save
 from moebook.methods.esft.subsets import partition
 from moebook.methods.esft.sweeping import sweep
+from moebook.methods.esft.tabling import by_arm, counts, spread
 
 __all__ = [
     "Arm",
@@ -26,12 +28,15 @@ __all__ = [
     "Tally",
     "arms",
     "budget",
+    "by_arm",
     "concentration",
     "cooccurrence",
     "cost",
+    "counts",
     "full",
     "group",
     "half_mass",
+    "layers",
     "load",
     "lora",
     "measure",
@@ -43,12 +48,14 @@ __all__ = [
     "random_selection",
     "replay",
     "restore",
+    "round_trip",
     "rows",
     "samples",
     "save",
     "select",
     "shared_top",
     "specialise",
+    "spread",
     "sweep",
     "switches",
     "trained",

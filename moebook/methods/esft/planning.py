@@ -79,6 +79,7 @@ def plan(
     together: Mapping[int, Tensor],
     *,
     preset: str,
+    scale: float,
     seed: int,
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what each arm's method is called with, for each of its tasks.
@@ -90,11 +91,12 @@ def plan(
         scores: From `measure` on these samples, by task; the first is the task of the sweeps.
         together: From `cooccurrence`, which decides the groups.
         preset: Of `Config`.
+        scale: Of `lora`.
         seed: Decides the random experts, together with score and task.
 
     Returns:
-        Arm and task -> arguments by name: ``rank`` of `lora`, ``selection`` of `specialise`; none
-        of `full`.
+        Arm and task -> arguments by name: ``rank`` and ``scale`` of `lora`, ``selection`` of
+        `specialise`; none of `full`.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name, arm in arms.items():
@@ -102,7 +104,7 @@ def plan(
             if arm.method == "fft":
                 found[name, task] = {}
             elif arm.method == "lora":
-                found[name, task] = {"rank": int(arm.size)}
+                found[name, task] = {"rank": int(arm.size), "scale": scale}
             else:
                 config = Config.preset(preset, score=arm.method, threshold=arm.size)
                 if arm.group > 1:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moebook import __version__
 from moebook.methods.esft.selection import Selection
 from moebook.methods.esft.specialising import (
     checked,
     install,
+    merge,
     options,
     origin,
     origin_or_none,
@@ -82,6 +85,39 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
         for name, parameter in trained(model).items():
             parameter.copy_(tensors[name])
     return model
+
+
+@torch.no_grad()
+def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Take a trained model apart and put it together again: save, restore, load, merge.
+
+    Args:
+        model: From `specialise`, trained; in the end it is merged and in evaluation mode.
+        batch: ``input_ids`` and ``attention_mask`` ``[B, T]``, to compare logits on.
+
+    Returns:
+        ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit;
+        ``loading`` and ``merging``, the largest differences of any logit from the trained model's;
+        ``bytes`` of the saved folder.
+
+    Raises:
+        Refusal: E-BASE when restoring brings back anything else; those of `save`.
+    """
+    base, device = origin(model).base, next(model.parameters()).device
+    inputs = {key: part.to(device) for key, part in batch.items()}
+    want = model.eval()(**inputs).logits
+    with TemporaryDirectory() as scratch:
+        folder = save(model, Path(scratch) / "task")
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        unchanged = fingerprint(restore(model)) == base
+        loaded = load(model, folder)(**inputs).logits
+    merged = merge(model)(**inputs).logits
+    return {
+        "base unchanged": float(unchanged),
+        "loading": float((loaded - want).abs().max()),
+        "merging": float((merged - want).abs().max()),
+        "bytes": float(size),
+    }
 
 
 def _expected(model: nn.Module, selection: Selection) -> dict[str, folders.Form]:

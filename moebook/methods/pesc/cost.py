@@ -14,7 +14,7 @@ from moebook.analysis.memory import step_memory
 from moebook.methods.pesc.balance import balance_loss
 from moebook.training import fit
 
-TURNS, STEPS = 3, 9
+TURNS, STEPS = 3, 6
 """Short runs of each model, and steps of a run; the first step, which warms up, is not counted."""
 
 

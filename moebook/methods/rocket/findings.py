@@ -179,7 +179,7 @@ def sizes(means: pd.DataFrame, default: Mapping[str, int]) -> pd.DataFrame:
     Returns:
         The rows of these arms, indexed by what varies and its value.
     """
-    numbered = {(kind, n): "mixture" for kind, n in default.items()}
+    numbered = dict.fromkeys(default.items(), "mixture")
     for arm, kind in [(arm, kind) for arm in means.index for kind in default]:
         if arm.removeprefix(kind).isdigit():
             numbered[kind, int(arm.removeprefix(kind))] = arm

@@ -87,12 +87,14 @@ def streamed(shots: Array, rows: int, config: Config) -> dict[str, float]:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    return {"seconds": lap.seconds, "bytes at the peak": peak, "bytes of all rows": 4 * width * rows}
+    return {
+        "seconds": lap.seconds,
+        "bytes at the peak": peak,
+        "bytes of all rows": 4 * width * rows,
+    }
 
 
-def maps(
-    shots: Array, vectors: Array, config: Config, *, seed: int
-) -> dict[str, dict[str, Array]]:
+def maps(shots: Array, vectors: Array, config: Config, *, seed: int) -> dict[str, dict[str, Array]]:
     """Lay shots and open data out in the plane (t-SNE), with what each sampler takes (Figure 10).
 
     Args:

@@ -5,7 +5,7 @@
 ``step_zero``.
 """
 
-from moebook.methods.upcycling.arms import LED, Arm, arms, quarters, thirds
+from moebook.methods.upcycling.arms import LED, MAIN, Arm, arms, quarters, thirds
 from moebook.methods.upcycling.centroids import crsu, trsu
 from moebook.methods.upcycling.clouds import clouds
 from moebook.methods.upcycling.config import Config
@@ -19,6 +19,7 @@ from moebook.methods.upcycling.upcycling import Origin, balance_loss, origin, up
 
 __all__ = [
     "LED",
+    "MAIN",
     "MODES",
     "Arm",
     "Chunk",

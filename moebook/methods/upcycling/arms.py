@@ -62,7 +62,7 @@ def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> di
         length: Of the rows that are centroids, unless the laboratory's table has another.
         combine: Of all arms but those whose name ends in ``renormalised``.
     """
-    every, found = quarters(steps), {}
+    every, found = tuple(quarters(steps).values()), {}
     short = every[0]
     for name, (experts, start) in MAIN.items():
         rows = "raw" if start == "random" else length
@@ -77,9 +77,9 @@ def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> di
     return found
 
 
-def quarters(steps: int) -> tuple[int, ...]:
-    """Return after how many steps each quarter of a training ends."""
-    return tuple(max(1, steps * part // 4) for part in (1, 2, 3, 4))
+def quarters(steps: int) -> dict[int, int]:
+    """Return after how many steps a training has had 25, 50, 75 and 100 per cent of them."""
+    return {part: max(1, steps * part // 100) for part in (25, 50, 75, 100)}
 
 
 def thirds(steps: int) -> tuple[int, ...]:

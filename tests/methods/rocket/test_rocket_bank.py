@@ -89,3 +89,11 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, base, lora):
     assert by_name["clean"] == "leak"
     with pytest.raises(Refusal, match="E-BANK"):
         bank.guarded({name: made[name] for name in ("gcd", "clean")}, target, task="gcd")
+
+
+def test_a_bank_tells_how_it_was_trained(base, make_bank):
+    loras = make_bank(base(), 2)
+    loras["a"].provenance.update(prompts=["x", "y"], losses=[4.0, *[2.0] * 19, 1.0])
+    found = bank.trainings(loras)
+    assert found.loc["a"].tolist() == pytest.approx([2, 21, 4, 1.95])
+    assert found.loc["b", "rows"] == 0 and found.loc["b"].isna().sum() == 2

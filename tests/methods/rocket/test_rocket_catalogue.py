@@ -228,3 +228,18 @@ def test_the_embedded_encoder_knows_what_is_alike():
     found = encoders.load()
     one, two, other = found.encode(["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."])
     assert one @ two > 0.6 > 0.3 > one @ other
+
+
+def test_embedded_targets_are_met_with_training_rows_and_tested_on_all_test_rows():
+    annotated, held_out = catalogue.targets(["copyleft", "kinship_told"], "embedded", {})
+    assert list(annotated) == list(held_out) == ["copyleft", "kinship_told"]
+    for name, rows in annotated.items():
+        assert len(rows) == tasks.find(name).available("train")
+        assert held_out[name] == tasks.rows(name, "test", tasks.TEST)
+
+
+def test_embedded_open_data_are_the_banks_rows_drawn_once_for_all():
+    drawn = catalogue.embedded(3, seed=0)
+    assert catalogue.open_data("", 3, "embedded", {}) == [
+        r for some in drawn.values() for r in some
+    ]

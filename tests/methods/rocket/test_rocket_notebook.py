@@ -1,6 +1,7 @@
 """What the notebook sets and does, against the paper's settings and at the tiers of the hub."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -53,28 +54,13 @@ def test_the_claimed_average_is_that_of_the_tasks_that_the_notebook_meets():
         assert set(values(tier)["targets"].split(",")) == set(met)
 
 
-def test_an_average_is_one_over_tasks_whatever_their_rows():
-    numbers = {"a": [True, False, False, False], "b": [True, True]}
-    everything = pd.concat(
-        pd.DataFrame(
-            {"arm": "mixture", "seed": 0, "target": t, "correct": c, "nll": [1.0] * len(c)}
-        )
-        for t, c in numbers.items()
-    )
-    kept = {}
-
-    class Run:
-        def record(self, name, value, unit, seed=None, items=None):
-            kept[name] = value
-            assert items is None or sum(items) / len(items) == pytest.approx(value)
-
-    score = pd.Series({("mixture", 0): 0.625})
-    paired = pd.DataFrame({"seed": [0], "after": [0.5]})
-    space = {"everything": everything, "run": Run(), "paired": paired, "names": ["a", "b"]}
-    exec(cell("rounded = "), space | TOLD | {"score": score, "run_seeds": [0], "benchmarks": ""})
-    assert kept["rocket/mixture/accuracy"] == pytest.approx(0.625)
-    assert kept["rocket/mixture/nll"] == pytest.approx(1.0)
-    assert "rocket/mixture/benchmark_average" not in kept
+def test_protocols_run_arms_that_there_are():
+    for protocol in ("smoke", "cpu", "nano", "gpu", "paper"):
+        used = values(protocol)
+        names = [field.name for field in fields(rocket.Config) if field.name in used]
+        main = rocket.Config.preset(used["preset"], **{name: used[name] for name in names})
+        known = rocket.arms.every(main, strict=used["strict"])
+        assert used["arms"] == "all" or notebook.listed("arms", used["arms"], known)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
@@ -83,8 +69,14 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
         return [{"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)]
 
     monkeypatch.setattr(rocket.catalogue, "load", load)
-    space = values(tier) | TOLD
+
+    class Run:
+        def rows(self, **drawn):
+            assert set(drawn) == {"train", "test"}
+
+    space = values(tier) | TOLD | {"run": Run()}
     exec(cell("names, pins"), space)
+    assert len(space["pool"]) == 3 * len(space["pool_sets"].split(","))
     for name, split in rocket.catalogue.HELD_OUT.items():
         if name in space["names"]:
             assert [row["prompt"] for row in space["annotated"][name]] == [
@@ -94,11 +86,11 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
 
 
 def test_members_and_loras_to_retrain_are_names_of_the_bank():
-    space = values("cpu") | TOLD | {"losses": {}, "bank": {"gcd": None, "sums": None}}
+    space = values("nano") | TOLD | {"bank": {"gcd": None, "sums": None}}
     with pytest.raises(Refusal, match="E-RANGE: retrain lists 'licence': one of: gcd, sums"):
         exec(cell("again = "), space)
     with pytest.raises(Refusal, match="E-RANGE: members lists 'foo'"):
-        exec(cell("device, run_seeds"), space | {"runtime": runtime, "members": "gcd,foo"})
+        exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
@@ -108,10 +100,10 @@ def test_a_set_of_the_hub_without_a_commit_is_refused_in_a_line(tier):
 
 
 def test_every_arm_meets_the_guarded_bank_and_the_guard_leaves_the_shipped_one_whole():
-    assert "rocket.pipeline.experts(case, how, clean[t]," in cell("chosen, tables")
-    assert "clean[t] |" in cell("main = ")
+    assert "rocket.pipeline.experts(case, how, clean[t]," in cell("mixed, chosen")
+    assert "clean[t] |" in cell("prompt, cases")
     bank = rocket.embedded.load(*models.load("nano"))
-    for name in values("study")["targets"].split(","):
+    for name in values("nano")["targets"].split(","):
         known = tasks.rows(name, "train", tasks.find(name).available("train"))
         known += tasks.rows(name, "test", tasks.TEST)
         assert list(rocket.bank.guarded(bank, known, task=name)) == list(bank)

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import pipeline
+from moebook.methods.rocket import arms, pipeline
 from moebook.models.fingerprint import fingerprint
+from moebook.nn import routers
 
 SMALL = {"candidates": 3, "experts": 2, "top_k": 1, "budget": 3}
 
@@ -48,7 +50,7 @@ def test_an_arm_chooses_by_its_rankings_at_random_or_takes_the_best(world):
     alike = rocket.selection.similarity(bank)
 
     def experts(by=rocket.selection.RANKINGS, members=bank, best="d"):
-        arm = pipeline.Arm(config=config, by=by)
+        arm = arms.Arm(config=config, by=by)
         return pipeline.experts(case, arm, members, alike, best=best)
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
@@ -61,7 +63,7 @@ def test_an_arm_chooses_by_its_rankings_at_random_or_takes_the_best(world):
 
 def test_random_experts_are_a_function_of_names_and_seed(world):
     _, _, bank, case, config = world
-    arm = pipeline.Arm(config=config, by=("random",))
+    arm = arms.Arm(config=config, by=("random",))
 
     def drawn(members, seed):
         return pipeline.experts(replace(case, seed=seed), arm, members, None, best="")
@@ -111,12 +113,12 @@ def test_rows_are_the_shots_and_the_nearest_open_ones(world, shots):
     _, _, _, case, config = world
     pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
     vectors = Words().encode([row["prompt"] for row in pool])
-    arm = pipeline.Arm(config=config)
+    arm = arms.Arm(config=config)
     rows = pipeline.rows(case, arm, pool, vectors)
     assert rows[:3] == case.shots
     chosen = rocket.augmentation.choose(case.vectors, [vectors], config).index
     assert rows[3:] == [pool[place] for place in chosen]
-    without = pipeline.Arm(config=config, open_data=False)
+    without = arms.Arm(config=config, open_data=False)
     assert pipeline.rows(case, without, pool, vectors) == case.shots
 
 
@@ -137,3 +139,20 @@ def test_tuning_leaves_the_base_as_it_was_once_the_mixture_is_off(world, count):
     rocket.mixture.remove(model)
     assert fingerprint(model) == before
     assert [lora.digest for lora in loras] == digests
+
+
+def test_what_was_tuned_before_does_not_change_a_mixture(world):
+    model, tokenizer, bank, case, config = world
+    chosen, settings = [bank["a"], bank["b"]], {"steps": 2, "batch": 2, "lr": 1e-2, "seed": 3}
+
+    def gates():
+        pipeline.tune(model, tokenizer, chosen, case.shots, config, **settings)
+        found = [router.weight.detach().clone() for router in routers(model)]
+        rocket.mixture.remove(model)
+        return found
+
+    first = gates()
+    pipeline.tune(model, tokenizer, [bank["c"]], case.shots, config, **settings)
+    rocket.mixture.remove(model)
+    torch.rand(7)
+    assert all(map(torch.equal, first, gates()))

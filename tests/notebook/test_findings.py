@@ -1,0 +1,227 @@
+"""Findings: every sentence, table and point follows from the pools' numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moebook import papers
+from moebook.errors import Refusal
+from moebook.notebook import findings
+from moebook.notebook.verdicts import Row, row
+from moebook.papers import Claim
+from moebook.results import Curve, Pool, Run, Value
+
+CLAIM = papers.claim("pesc.sparse-beats-dense")
+BOUND = papers.claim("pesc.approximates-full-experts")
+EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count", kind="number",
+                direction=None, claimed=7e9, tolerance=1e9)  # fmt: skip
+HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
+
+
+def pool(
+    *effects: float, protocol: str = "nano", tier: str = "study", claim: Claim = CLAIM
+) -> Pool:
+    """A pool with these effects seed by seed, made without items."""
+    reference = claim.reference if isinstance(claim.reference, str) else ""
+    start = 0.5 if reference else float(claim.reference or 0.0)
+    runs = []
+    for seed, effect in enumerate(effects):
+        values = [Value(claim.value, start + effect, claim.unit)]
+        values += [Value(reference, start, claim.unit)] if reference else []
+        base = {"base": "nano" if tier == "cpu" else protocol}
+        runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings=base))
+    return Pool("pesc", protocol, tuple(runs))
+
+
+def ruled(name: str, effects: tuple[float, ...], **other: Any) -> Row:
+    """A claim of that name, judged from a pool with these effects."""
+    return row(replace(CLAIM, id=f"pesc.{name}"), [pool(*effects, **other)])
+
+
+@pytest.mark.parametrize(
+    ("claim", "pools", "told"),
+    [
+        (CLAIM, [pool(*HOLDS)], "**Holds** at scale nano: +2.0 points (95 % from +0.8 points to"
+         " +3.2 points; 3 seeds, which could see 1.2 points)."),
+        (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 points to"
+         " -0.8 points; 3 seeds, which could see 1.2 points)."),
+        (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8 points"
+         " to +5.5 points; 3 seeds, which could see 5.2 points)."),
+        (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell**: +10.0 points, one value;"
+         " no pool of three seeds or more decides it."),
+        (CLAIM, [pool(0.1, 0.1)], "**Cannot tell**: +10.0 points (95 % from +10.0 points to +10.0"
+         " points; 2 seeds, which could see 0.0 points); no pool of three seeds or more decides"
+         " it."),
+        (CLAIM, [], "**Not run** at a scale at which this can be tested."),
+        (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: +0.21 against the"
+         " bound 1 (95 % from +0.185 to +0.235; 3 seeds, which could see 0.0248)."),
+        (replace(CLAIM, claimed=0.02, tolerance=0.01), [pool(*HOLDS, tier="paper")],
+         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 points to +3.2 points; 3 seeds,"
+         " which could see 1.2 points)."),
+        (EXACT, [pool(7.5e9, claim=EXACT)], "**Holds** at scale nano: 7,500,000,000, a computed"
+         " value."),
+    ],
+)  # fmt: skip
+def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on(
+    claim: Claim, pools: list[Pool], told: str
+) -> None:
+    assert findings.sentence(row(claim, pools)) == f"{claim.sentence} {told}"
+
+
+def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
+    strong, far = tuple(x + 0.1 for x in HOLDS), tuple(x - 0.1 for x in FAILS)
+    rows = [
+        ruled("open", OPEN), ruled("weak", HOLDS), ruled("strong", strong),
+        row(replace(CLAIM, id="pesc.not-run"), []), ruled("fails", FAILS), ruled("far", far),
+    ]  # fmt: skip
+    names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
+    assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
+    assert findings.strength(rows[1]) == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
+    best = [one.claim.id.partition(".")[2] for one in findings.strongest(rows, 3)]
+    assert sorted(best[:2]) == ["far", "strong"] and best[2] in ("fails", "weak")
+    assert len(findings.strongest(rows)) == 4  # what is open or was not run is not among them
+
+
+def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
+    rows = [ruled("holds", HOLDS), row(EXACT, [pool(7.5e9, claim=EXACT)]), row(CLAIM, [])]
+    frame = findings.summary(rows)
+    assert frame.loc[("holds", "nano")].to_dict() == {
+        "seeds": 3, "effect": "+2.0 points", "95 % from": "+0.8 points", "to": "+3.2 points",
+        "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "direction holds",
+    }  # fmt: skip
+    assert frame.loc[("size", "nano"), ["95 % from", "could see"]].tolist() == ["", ""]
+    assert frame.loc[("size", "nano"), "effect"] == "7,500,000,000" and len(frame) == 2
+    assert findings.summary([row(CLAIM, [])]).empty
+
+
+@pytest.mark.parametrize(
+    ("large", "trend"),
+    [
+        ((0.10, 0.11, 0.12), "grows"),
+        ((0.0, 0.001, -0.001), "shrinks"),
+        ((-0.10, -0.11, -0.12), "turns round"),
+        ((0.03, 0.02, 0.03), "no clear change"),
+        ((0.4,), "no clear change"),  # of a single number nobody knows how far it is off
+    ],
+)
+def test_between_scales_a_change_is_told_that_the_pools_could_see(
+    large: tuple[float, ...], trend: str
+) -> None:
+    small = pool(0.03, 0.031, 0.032)
+    rows = [row(CLAIM, [pool(*large, protocol="smollm2"), small]), row(BOUND, []),
+            row(replace(CLAIM, id="pesc.once"), [small])]  # fmt: skip
+    frame = findings.between_scales(rows)
+    assert list(frame.index) == ["sparse-beats-dense"]
+    assert list(frame.columns) == ["nano", "smollm2", "with scale"]
+    assert frame.iloc[0].tolist() == ["+3.1 points", f"{100 * np.mean(large):+.1f} points", trend]
+
+
+@pytest.mark.parametrize(
+    ("direction", "claimed", "value"), [("greater", None, 2.0), ("less", None, -2.0),
+                                        ("equal", None, 2.0), ("equal", 0.05, -3.0)],
+)  # fmt: skip
+def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
+    direction: str, claimed: float | None, value: float
+) -> None:
+    claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
+    figure = findings.forest([row(claim, [pool(*HOLDS)])], "Found")
+    (axes,) = figure.axes
+    line, point = axes.lines[:2]
+    half = 100 * 4.302653 * 0.005 / 3**0.5
+    assert point.get_xdata() == pytest.approx([value])
+    assert line.get_xdata() == pytest.approx([value - half, value + half], rel=1e-6)
+    assert axes.get_xlabel() == "effect, to the right as claimed (points)"
+
+
+def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided() -> None:
+    nats = replace(CLAIM, id="pesc.nats", unit="nats")
+    rows = [
+        row(BOUND, [pool(0.1, 0.2, 0.4, claim=BOUND)]), row(nats, [pool(*HOLDS, claim=nats)]),
+        row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, tier="cpu")]),
+        row(EXACT, [pool(7e9, claim=EXACT)]),
+    ]  # fmt: skip
+    figure = findings.forest(rows, "Found")
+    labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
+    assert labels == ["points)", "nats)", f"{BOUND.unit})"]
+    names = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes]
+    assert names == [["sparse-beats-dense"], ["nats"], ["approximates-full-experts"]]
+    faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
+    assert faces[0] != "white" and faces[1] == "white"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["nano", "smollm2"]
+    assert findings.forest([row(CLAIM, []), rows[-1]], "Nothing") is None
+    other = row(replace(CLAIM, id="esft.other"), [pool(*HOLDS)])
+    ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
+    assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
+
+
+def measured(seed: int, *arms: str, **items: list[float]) -> Run:
+    """A run with values by arm, the steps of a curve, and which arms ran."""
+    values = [Value(f"toy/{name}/loss", float(np.mean(x)), "nats", tuple(x)) for name, x in
+              items.items()]  # fmt: skip
+    curves = [Curve(f"toy/{name}/loss", "nats", (1.0, 2.0), tuple(x)) for name, x in items.items()]
+    return Run("toy", "nano", "study", seed, tuple(values), tuple(curves), arms or tuple(items),
+               manifest={"date": "2026-01-02"})  # fmt: skip
+
+
+TOY = Pool("toy", "nano", (
+    measured(0, a=[1.0, 3.0], b=[2.0, 2.0]), measured(1, a=[2.0, 4.0]), measured(4, a=[3.0, 5.0]),
+))  # fmt: skip
+
+
+def test_arms_are_measured_over_their_seeds_and_put_into_a_table() -> None:
+    one = Pool(
+        "toy", "nano", (Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),)),)
+    )
+    names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}
+    frame = findings.arms(TOY, ["a", "b", "c"], names)
+    assert frame[["measure", "arm", "value", "seeds"]].to_numpy().tolist() == [
+        ["loss", "a", 3.0, 3], ["loss", "b", 2.0, 1], ["again", "a", 3.0, 3], ["again", "b", 2.0, 1]
+    ]  # fmt: skip
+    half = np.hypot(4.302653 / 3**0.5, 12.706205 * 2**0.5 / 2**0.5)
+    assert (frame.low[0], frame.high[0]) == pytest.approx((3 - half, 3 + half), rel=1e-6)
+    text = findings.table(frame)
+    assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [3, 1]
+    assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
+    assert findings.table(findings.arms(one, ["c"], names)).loss["c"] == "2.000"
+    assert findings.arms(TOY, ["d"], names).empty
+
+
+def test_runs_of_pools_are_told_with_their_seeds_arms_and_day(tmp_path: Path) -> None:
+    frame = findings.runs({"nano": TOY})
+    assert frame.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
+    assert frame.code["nano"].startswith("of 2026-01-02; ")
+
+
+def test_series_take_the_seeds_that_have_every_name() -> None:
+    assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
+    assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
+
+
+def test_arms_that_differ_in_a_number_are_found_by_it() -> None:
+    ran = Pool("toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),))
+    found = findings.sizes(ran, "experts", (8, "sparse"))
+    assert list(found.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
+
+
+def test_bands_have_a_line_a_seed_and_refuse_curves_at_other_steps() -> None:
+    names = {"A": "toy/a/loss", "B": "toy/b/loss", "none": "toy/c/loss"}
+    lines, steps = findings.bands(TOY, names)
+    assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
+    assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [[2, 2]]
+    assert findings.bands(TOY, {"none": "toy/c/loss"}) == ({}, ())
+    other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
+    with pytest.raises(Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"):
+        findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
+
+
+def test_a_pool_that_is_not_there_is_refused_with_those_that_are() -> None:
+    assert findings.of({"nano": TOY}, "nano") is TOY
+    with pytest.raises(Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"):
+        findings.of({"nano": TOY}, "nanp")
+    with pytest.raises(Refusal, match="there is none yet: see moebook study"):
+        findings.of({}, "nano")

@@ -1,0 +1,161 @@
+"""What a run ran, and what of it counts as changed since."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from moebook import results
+from moebook.errors import Refusal
+from moebook.results import Run, freshness
+
+CODE = '''"""Say what."""
+
+def f(x):
+    """More."""
+    # a thought
+    if x < 0:
+        x = -x
+    return x  # behind
+'''
+FILES = {
+    "__init__.py": "",
+    "used/__init__.py": "",
+    "used/part.py": CODE,
+    "used/rows.csv": "1",
+    "used/weights/model.bin": "2",
+    "used/README.md": "read",
+    "papers/__init__.py": "",
+    "papers/pesc/claims.yaml": "printed",
+    "idle.py": "",
+}
+CELLS = [
+    {"cell_type": "markdown", "source": "# A toy"},
+    {"cell_type": "code", "source": ["steps: int = 100\n", "x = steps"]},
+]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A toy package inside a project, all of it but one module loaded."""
+    folder = tmp_path / "moebook"
+    for name, text in FILES.items():
+        results.write(folder / name, text)
+    results.write(tmp_path / "notebooks" / "01_toy.ipynb", json.dumps({"cells": CELLS}))
+    results.write(tmp_path / "requirements.lock", "torch==2.13.0\n")
+    monkeypatch.setattr(freshness, "PACKAGE", folder)
+    for name in [name for name in sys.modules if name.split(".")[0] == "moebook"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py"):
+        module = ModuleType("moebook." + name.replace("/", "."))
+        module.__file__ = str(folder / name)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    freshness._data.cache_clear()
+    return folder
+
+
+def _run(folder: Path) -> Run:
+    notebook = results.source(folder / "notebooks" / "01_toy.ipynb")
+    lock = results.digest(folder / "requirements.lock")
+    code = {"notebook": notebook, "lock": lock, "modules": results.loaded()}
+    return Run("toy", "nano", "study", 0, (), code=code, manifest={"date": "2026-01-02T23:00:00"})
+
+
+def test_loaded_modules_and_the_data_beside_them_are_hashed_and_nothing_else(package: Path) -> None:
+    found = results.loaded()
+    assert set(found) == {
+        "__init__.py", "used/__init__.py", "used/part.py", "used/rows.csv",
+        "used/weights/model.bin", "papers/__init__.py",
+    }  # fmt: skip
+    assert set(results.loaded(found)) == set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "matters"),
+    [
+        ("Say what.", "Say it better.", False),
+        ('    """More."""\n', "", False),
+        ("# a thought", "# another", False),
+        ("    # a thought\n", "\n\n", False),
+        ("if x < 0:", "if (x) < 0 :", False),
+        ("return x", "return x + 1", True),
+        ("x < 0", "x < 1", True),
+        ("return x", "return '''x'''", True),
+        ("def f(x)", "def f(x=1)", True),
+        ("def f(x)", "async def f(x)", True),
+    ],
+)
+def test_docstrings_comments_and_layout_do_not_count_and_code_does(
+    package: Path, old: str, new: str, matters: bool
+) -> None:
+    run = _run(package.parent)
+    assert results.changed(run, package.parent) == ()
+    assert old in CODE
+    (package / "used" / "part.py").write_text(CODE.replace(old, new, 1))
+    assert results.changed(run, package.parent) == (("used.part",) if matters else ())
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("moebook/used/rows.csv", ("used.rows.csv",)),
+        ("moebook/used/weights/model.bin", ("used.weights.model.bin",)),
+        ("moebook/used/__init__.py", ("used",)),
+        ("moebook/used/README.md", ()),
+        ("moebook/papers/pesc/claims.yaml", ()),
+        ("moebook/idle.py", ()),
+        ("requirements.lock", ("lock",)),
+    ],
+)
+def test_what_changed_is_named(package: Path, name: str, names: tuple[str, ...]) -> None:
+    run, path = _run(package.parent), package.parent / name
+    path.write_text("changed = 1")
+    assert results.changed(run, package.parent) == names
+    path.unlink()
+    assert results.changed(run, package.parent) == names
+
+
+def test_code_of_the_notebook_counts_and_its_prose_does_not(package: Path) -> None:
+    run, path = _run(package.parent), package.parent / "notebooks" / "01_toy.ipynb"
+    text = path.read_text()
+    told = {"cell_type": "markdown", "source": "More."}
+    for cells in ([told, CELLS[1], told], [CELLS[1] | {"source": "steps: int = 100\nx = steps"}]):
+        path.write_text(json.dumps({"cells": cells}))
+        assert results.changed(run, package.parent) == ()
+    path.write_text(text.replace("100", "200"))
+    assert results.changed(run, package.parent) == ("notebook",)
+    path.unlink()
+    assert results.changed(run, package.parent) == ("notebook",)
+
+
+def test_a_run_says_of_which_day_it_is_and_names_the_first_changes(package: Path) -> None:
+    run, folder = _run(package.parent), package.parent
+    assert results.since(run, folder) == "of 2026-01-02; code unchanged"
+    for name in ("used/part.py", "used/__init__.py", "used/rows.csv"):
+        (package / name).write_text("changed = 1")
+    (folder / "requirements.lock").unlink()
+    told = "of 2026-01-02; changed since: lock, used, used.part and 1 more"
+    assert results.since(run, folder) == told
+    with pytest.raises(Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"):
+        results.day(Run("toy", "nano", "study", 0, ()))
+
+
+def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
+    assert results.commit(tmp_path) is None
+    results.write(tmp_path / "notebooks" / "01_toy.ipynb", "{}")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    found = results.commit(tmp_path)
+    assert found is not None and (len(found["id"]), found["dirty"]) == (40, False)
+    results.write(tmp_path / "book" / "intro.md", "what no run is made of")
+    assert results.commit(tmp_path) == found
+    results.write(tmp_path / "notebooks" / "01_toy.ipynb", "[]")
+    assert results.commit(tmp_path) == found | {"dirty": True}
+    results.write(tmp_path / results.FROZEN, "abc\n")
+    assert results.commit(tmp_path) == {"id": "abc", "dirty": False}

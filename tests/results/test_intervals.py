@@ -1,0 +1,168 @@
+"""Intervals: they cover what they say, whatever differs more, and the p-value agrees with them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from moebook.notebook import verdicts
+from moebook.results.intervals import combined, half_width, interval, p_value
+
+DRAWS = 200_000
+"""The error of a coverage near 95 % is then 0.05 points."""
+
+GRID = tuple(
+    (seeds, items, rest, count)
+    for seeds, items, rest in (
+        (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 3, 0), (1, 10, 0), (1, 14, 1),
+        (1, 30, 1), (1, 0, 1), (0, 1, 1), (0.1, 1, 1), (1, 1, 10), (0.02, 0.3, 0.3), (1e-3, 1, 0),
+    )
+    for count in (2, 40, 200)
+)  # fmt: skip
+"""Spreads between seeds, between items and of what is of neither; number of items."""
+
+
+@cache
+def _normals() -> np.ndarray:
+    """Draw grand means in units of their spread; the same for every case, as all draws here."""
+    return np.random.default_rng(0).normal(size=DRAWS)
+
+
+@cache
+def _squares(degrees: int, place: int) -> np.ndarray:
+    """Draw chi-squares over their degrees; each place has its own."""
+    return np.random.default_rng([degrees, place]).chisquare(degrees, DRAWS) / degrees
+
+
+def coverage(spreads: tuple[float, float, float], items: int, seeds: int) -> float:
+    """How often the interval of a balanced crossed design covers its true mean of zero.
+
+    The grand mean and the two variances between means are independent in it, the first normal, the
+    others chi-squares: they are drawn instead of effects.
+    """
+    between, of_items, rest = (spread**2 for spread in spreads)
+    rows, columns = between + rest / items, of_items + rest / seeds
+    mean = rows / seeds + of_items / items
+    variances, sizes = [rows * _squares(seeds - 1, 0)], [seeds]
+    if items > 1:
+        variances, sizes = [*variances, columns * _squares(items - 1, 1)], [seeds, items]
+    halves = combined(variances, sizes, 0.05)
+    return float(np.mean(np.abs(np.sqrt(mean) * _normals()) <= halves))
+
+
+def spreads(effects: np.ndarray) -> tuple[float, float, float]:
+    """Estimate the spread between seeds, between items and of the rest: two-way random effects."""
+    S, I = effects.shape  # noqa: E741
+    rows, columns = effects.mean(axis=1, keepdims=True), effects.mean(axis=0, keepdims=True)
+    if I == 1:
+        return float(rows.std(ddof=1)), 0.0, 0.0
+    rest = ((effects - rows - columns + effects.mean()) ** 2).sum() / ((S - 1) * (I - 1))
+    between = max(0.0, float(rows.var(ddof=1)) - rest / I)
+    of_items = max(0.0, float(columns.var(ddof=1)) - rest / S)
+    return between**0.5, of_items**0.5, float(rest) ** 0.5
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(seeds: int) -> None:
+    found = {case: coverage(case[:3], case[3], seeds) for case in GRID}
+    worst = min(found, key=lambda case: found[case])
+    assert found[worst] >= 0.945, f"{found[worst]:.4f} of {seeds} seeds at {worst}"
+    alone = coverage((1, 0, 0), 1, seeds)  # Student's, which is exact
+    assert alone == pytest.approx(0.95, abs=0.0025)
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[tuple[float, float, float, int], str]:
+    """Spreads and number of items in the committed pools, and a claim that has them."""
+    return {
+        (*spreads(one.effects), one.effects.shape[1]): f"{one.claim.id} at {one.pool.protocol}"
+        for row in verdicts.ledger(live=False) for one in row.measurements
+        if not one.claim.exact and one.seeds > 1 and np.ptp(one.effects) > 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_the_interval_covers_the_mean_at_every_spread_that_committed_pools_have(
+    committed: dict[tuple[float, float, float, int], str], seeds: int
+) -> None:
+    if not committed:
+        pytest.skip("no committed pool has two seeds")
+    found = {case: coverage(case[:3], case[3], seeds) for case in committed}
+    worst = min(found, key=lambda case: found[case])
+    assert found[worst] >= 0.945, f"{found[worst]:.4f} of {seeds} seeds: {committed[worst]}"
+
+
+def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_one() -> None:
+    rng, case, inside = np.random.default_rng(1), (1.0, 3.0, 1.0), 0
+    for _ in range(4000):
+        between, of_items, rest = (
+            spread * rng.normal(size=shape)
+            for spread, shape in zip(case, [(3, 1), (1, 40), (3, 40)], strict=True)
+        )
+        low, high = interval(between + of_items + rest) or (0, 0)
+        inside += low <= 0 <= high
+    assert inside / 4000 == pytest.approx(coverage(case, 40, 3), abs=0.01)  # error of 0.3 points
+
+
+def test_spreads_are_found_again_in_effects_that_have_them() -> None:
+    rng = np.random.default_rng(2)
+    effects = rng.normal(0, 2, (400, 1)) + rng.normal(0, 0.5, 300) + rng.normal(0, 1, (400, 300))
+    assert spreads(effects) == pytest.approx((2, 0.5, 1), rel=0.1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 40), (10, 7)])
+def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(
+    shape: tuple[int, int], spread: float
+) -> None:
+    rng = np.random.default_rng(3)
+    effects = rng.normal(0.3, 1, (shape[0], 1)) + rng.normal(0, spread, shape[1])
+    alone = stats.ttest_1samp(effects.mean(axis=1), 0).confidence_interval()
+    low, high = interval(effects) or (0, 0)
+    if spread:
+        noisy = effects + rng.normal(0, spread, shape)
+        assert half_width(noisy, 0.05) > half_width(noisy.mean(axis=1, keepdims=True), 0.05)
+        assert low < alone.low and alone.high < high
+    else:
+        assert (low, high) == pytest.approx(tuple(alone), rel=1e-12)
+
+
+def test_an_interval_by_hand_one_without_width_and_none_of_one_number() -> None:
+    effects = np.array([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])  # means 1.5 2.5 3.5, and 1 4
+    half = np.hypot(4.302653 / 3**0.5, 12.706205 * 4.5**0.5 / 2**0.5)
+    assert interval(effects) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-6)
+    assert interval(np.full((3, 4), 0.5)) == (0.5, 0.5)
+    assert interval(np.array([[0.1]])) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 30), (3, 30), (8, 200)])
+def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape: tuple) -> None:
+    rng = np.random.default_rng(4)
+    effects = rng.normal(size=(shape[0], 1)) + rng.normal(size=shape)
+    effects -= effects.mean()
+    half = half_width(effects, 0.05)
+    for shift in (-2, -1.0001, -0.9999, 0.5, 0.9999, 1.0001, 3):
+        low, high = interval(effects + shift * half) or (0, 0)
+        assert (
+            (p_value(effects + shift * half) < 0.05) == (not low <= 0 <= high) == (abs(shift) > 1)
+        )
+
+
+@pytest.mark.parametrize("mean", [0.01, -0.5, 3.0, 1000.0, 20_000.0])
+@pytest.mark.parametrize("items", [1, 4])
+def test_p_is_students_where_items_or_seeds_do_not_differ(mean: float, items: int) -> None:
+    effects = np.array([[mean], [mean + 1], [mean + 2.3], [mean - 0.4]]).repeat(items, axis=1)
+    told = stats.ttest_1samp(effects[:, 0], 0).pvalue
+    assert p_value(effects) == pytest.approx(told, rel=1e-9)
+    assert p_value(effects[:, :1].T) == pytest.approx(told, rel=1e-9)  # items of a single seed
+
+
+def test_p_of_no_effect_is_one_of_no_spread_zero_and_the_least_is_told_as_1e_15() -> None:
+    assert p_value(np.array([[-1.0], [0.0], [1.0]])) == 1
+    assert p_value(np.zeros((3, 4))) == 1
+    assert p_value(np.full((3, 4), 0.5)) == 0
+    sure = 1 + np.random.default_rng(5).normal(0, 0.1, (1, 400))
+    assert p_value(sure) == 1e-15 > stats.ttest_1samp(sure[0], 0).pvalue

@@ -1,0 +1,143 @@
+"""Pools: which runs belong together, and what is compared in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moebook import results
+from moebook.errors import Refusal
+from moebook.results import Curve, Pool, Run, Value
+
+BOTH = {"left": (1.0, 2.0), "right": (0.5, 0.25)}
+
+
+def made(seed: int, arms: dict[str, tuple[float, ...]] = BOTH, **other: Any) -> Run:
+    """A run with a value an arm, by its items, and one that all of its arms share."""
+    values = [Value(f"toy/{a}", sum(x) / len(x), "nats", x) for a, x in arms.items()]
+    fields: dict[str, Any] = {
+        "values": (*values, Value("toy/base", seed / 8, "nats")),
+        "arms": tuple(arms),
+        "settings": {"base": "nano", "steps": 600},
+        "rows": {"train": f"rows of {seed}", "test": "rows"},
+    }
+    return Run("toy", "nano", "study", seed, **(fields | other))
+
+
+def pooled(*runs: Run) -> Pool:
+    return Pool("toy", "nano", runs)
+
+
+ONE, LEFT = made(0), made(0, {"left": (1.0, 2.0)})
+RIGHT = made(0, {"right": (0.5, 0.25)})
+
+
+def test_arms_of_one_seed_join_and_are_what_one_run_of_all_would_be() -> None:
+    pool, whole = pooled(LEFT, RIGHT, made(1)), pooled(ONE, made(1))
+    assert pool.seeds == whole.seeds
+    assert pool.arms == whole.arms == {"left": (0, 1), "right": (0, 1)}
+    assert np.array_equal(pool.effects("toy/left", "toy/right"), [[0.5, 1.75]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (ONE, LEFT, "two files hold the arm left"),
+        (ONE, ONE, "two files hold the arm left"),
+        (replace(ONE, arms=()), LEFT, "two files hold this seed"),
+        (ONE, replace(made(1), protocol="smollm2"), r"toy at smollm2 .*runs of toy at nano"),
+        (ONE, replace(made(1), notebook="pesc"), r"pesc at nano .*runs of toy at nano"),
+        (ONE, replace(made(1), tier="gpu"), r"tier gpu.*tier study"),
+        (ONE, made(1, settings={"base": "nano-moe"}), "base = 'nano-moe', seed 0 has 'nano'"),
+        (ONE, made(1, settings={"steps": 90}), "steps = 90, seed 0 has 600"),
+        (ONE, made(1, rows={"test": "others"}), "tested on other rows than seed 0"),
+        (ONE, made(1, values=(Value("toy/left", 0.5, "share"),)), "is in share, seed 0 has it in"),
+        (LEFT, replace(RIGHT, rows={"train": "others", "test": "rows"}), "trained on other rows"),
+        (LEFT, replace(RIGHT, values=(Value("toy/base", 9.0, "nats"),)), "toy/base differently"),
+    ],
+)
+def test_runs_that_do_not_belong_together_are_refused_in_any_order(
+    one: Run, other: Run, message: str
+) -> None:
+    with pytest.raises(Refusal, match=f"E-POOL: .*{message}"):
+        pooled(one, other)
+    for runs in ((other, one), (made(7), other, one)):
+        with pytest.raises(Refusal, match="E-POOL"):
+            pooled(*runs)
+
+
+def test_runs_of_other_seeds_may_train_on_other_rows_and_say_more() -> None:
+    pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}))
+    assert [run.rows["train"] for run in pool.runs] == ["rows of 0", "rows of 1"]
+
+
+def test_effects_are_paired_by_seed_and_item() -> None:
+    runs = [made(s, {"left": (s + 1.0, 4.0 * s), "right": (1.0, s)}) for s in (2, 0, 1)]
+    pool = pooled(*runs, made(5, {"left": (9.0, 9.0)}), made(6, {"right": (9.0, 9.0)}))
+    wanted = [[s + 1.0 - 1.0, 4.0 * s - s] for s in (0, 1, 2)]
+    assert np.array_equal(pool.effects("toy/left", "toy/right"), wanted), "seeds 5, 6 lack one"
+    assert np.array_equal(pool.effects("toy/right", 0.5)[-1], [8.5, 8.5])
+    assert pool.effects("toy/left", "toy/none").shape == (0, 1)
+    assert np.array_equal(pool.effects("toy/base"), np.array([[0], [1], [2], [5], [6]]) / 8)
+
+
+def test_without_the_same_items_means_are_compared() -> None:
+    uneven = made(1, {"left": (1.0, 2.0, 6.0), "right": (1.0, 1.0)})
+    means = [[1.125], [2.0]]
+    assert np.allclose(pooled(ONE, uneven).effects("toy/left", "toy/right"), means, atol=1e-15)
+    longer = made(1, {"left": (1.0, 2.0, 6.0), "right": (0.0, 0.0, 0.0)})
+    wanted = [[1.125], [3.0]]
+    assert np.allclose(pooled(ONE, longer).effects("toy/left", "toy/right"), wanted, atol=1e-15)
+
+
+def test_numbers_that_differ_by_rounding_alone_are_equal() -> None:
+    arms = {"left": (0.1 + 0.2,), "right": (0.3,)}
+    assert pooled(made(0, arms)).effects("toy/left", "toy/right").item() == 0.0
+    arms = {"left": (0.3 + 1e-9,), "right": (0.3,)}
+    assert pooled(made(0, arms)).effects("toy/left", "toy/right").item() > 0.0
+
+
+def test_one_more_seed_changes_nothing_of_the_others(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    arms = [{a: tuple(draw.normal(size=5)) for a in BOTH} for _ in range(4)]
+    runs = [made(seed, of) for seed, of in enumerate(arms)]
+    place = tmp_path / "results" / "toy" / "nano"
+    for run in runs[:3]:
+        results.write_run(place / f"{run.seed}.parquet", run)
+    three, before = results.pool("toy", "nano", tmp_path), [p.read_bytes() for p in place.iterdir()]
+    results.write_run(place / "3.parquet", runs[3])
+    four = results.pool("toy", "nano", tmp_path)
+    assert three is not None and four is not None
+    assert four.runs[:3] == three.runs == tuple(runs[:3])
+    effects = four.effects("toy/left", "toy/right")
+    assert np.array_equal(effects[:3], three.effects("toy/left", "toy/right"))
+    assert np.array_equal(effects[3], np.subtract(*arms[3].values()))
+    assert set(before) < {p.read_bytes() for p in place.iterdir()}
+
+
+def test_curves_are_found_by_seed() -> None:
+    curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
+    assert pooled(ONE, made(4, curves=(curve,))).curves("toy/loss") == {4: curve}
+
+
+def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(
+    tmp_path: Path,
+) -> None:
+    large = replace(ONE, protocol="big", settings={"base": "smollm2"})
+    for run in (large, ONE, replace(ONE, protocol="a100", tier="gpu")):
+        results.write_run(tmp_path / "results" / "toy" / run.protocol / "0.parquet", run)
+    (tmp_path / "results" / "toy" / "empty").mkdir()
+    assert list(results.pools("toy", tmp_path)) == ["nano", "big", "a100"]
+    assert results.pools("other", tmp_path) == {}
+    assert results.live("toy", tmp_path) is None
+    page = tmp_path / "book" / "notebooks" / "01_toy.parquet"
+    results.write_run(page, replace(ONE, protocol="cpu", tier="cpu"))
+    shown = results.live("toy", tmp_path)
+    assert shown is not None and (shown.tier, list(shown.seeds)) == ("cpu", [0])
+    results.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
+    with pytest.raises(Refusal, match=r"E-POOL: .*1\.parquet is a run of toy at big; move it"):
+        results.pools("toy", tmp_path)
