@@ -49,7 +49,8 @@ def sentence(row: Row) -> str:
     if best is None:
         return f"{said} **Not run** at a scale at which this can be tested."
     found = _found(best)
-    where = f"at scale {best.pool.protocol}"
+    name = best.pool.protocol
+    where = f"in {name}" if name == results.LIVE else f"at scale {name}"
     match str(row.label):
         case "reproduced":
             return f"{said} **Reproduced** {where}: {found}."

@@ -139,11 +139,11 @@ def _record(pool: Pool, folder: Path) -> str:
     last = max(pool.runs, key=results.day)
     manifest, machine = last.manifest, last.manifest["environment"]
     peak = manifest["peak_memory"]
-    shown = "live, on its page" if pool.tier not in results.COMMITTED else "committed"
+    where = f"{pool.tier}, on its page" if pool.protocol == results.LIVE else "committed"
     accelerator = f"<br>{escape(machine['accelerator'])}" if machine["accelerator"] else ""
     seeds = ", ".join(map(str, pool.seeds))
     return row({
-        "notebook": f"<b>{escape(TITLES[pool.notebook])}</b><br>{pool.protocol} ({shown})",
+        "notebook": f"<b>{escape(TITLES[pool.notebook])}</b><br>{pool.protocol} ({where})",
         "runs": f"{badge.seeds(len(pool.seeds))}: {seeds}<br>{len(last.values)} values each",
         "cost of a run": escape(overview.duration(manifest["seconds"]))
         + (f"<br>{escape(overview.size(peak))} at most" if peak else ""),

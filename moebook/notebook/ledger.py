@@ -30,9 +30,6 @@ KINDS = {
 }
 """Label to the badge's class in ``_static/moebook.css``."""
 
-LIVE = "this build"
-"""The column of the runs that the notebooks' pages show."""
-
 
 @dataclass(frozen=True)
 class Places:
@@ -120,7 +117,7 @@ def _count(count: int, **filters: str) -> str:
 def ledger(rows: Sequence[Row], places: Places) -> str:
     """Return one row a claim, a column a scale, with filters by verdict and, if several, paper."""
     several = len({one.claim.paper for one in rows}) > 1
-    ordered = sorted((m.pool.rank, _scale(m)) for one in rows for m in one.measurements)
+    ordered = sorted((m.pool.rank, m.pool.protocol) for one in rows for m in one.measurements)
     scales = list(dict.fromkeys(name for _, name in ordered))
     return table(
         ("claim", "the paper", *scales, "verdict"),
@@ -130,18 +127,13 @@ def ledger(rows: Sequence[Row], places: Places) -> str:
     )
 
 
-def _scale(measured: Measurement) -> str:
-    """The column of a measurement."""
-    return measured.pool.protocol if measured.pool.tier in COMMITTED else LIVE
-
-
 def _row(one: Row, scales: Sequence[str], places: Places) -> str:
     claim, label = one.claim, str(one.label)
     number = isinstance(claim.reference, (int, float)) and claim.reference
     bound = f", less {number:g}" if number else ""
     notes = (claim.where, f"measure: {claim.quantity}{bound}")
     where = "".join(f'<span class="where">{escape(text)}</span>' for text in notes)
-    ours = {_scale(measured): _cell(measured) for measured in one.measurements}
+    ours = {measured.pool.protocol: _cell(measured) for measured in one.measurements}
     cells = {
         "claim": escape(claim.sentence) + where,
         "the paper": escape(claim.printed),

@@ -19,8 +19,9 @@ def text(folder: Path) -> str:
 
 
 def _block(notebook: Notebook, folder: Path) -> str:
-    shown = results.live(notebook.name, folder)
-    pools = results.pools(notebook.name, folder) | ({shown.protocol: shown} if shown else {})
+    pools = results.pools(notebook.name, folder)
+    if shown := results.live(notebook.name, folder):
+        pools.setdefault(shown.runs[0].protocol, shown)
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
     lines += [f"  {_parameter(p, width)}" for p in notebook.parameters.values()]

@@ -13,15 +13,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebook import results, runtime
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
 from moebook.results import Curve, Value, rounded
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VALUE = "application/vnd.moebook.value+json"
 CURVE = "application/vnd.moebook.curve+json"

@@ -2,13 +2,14 @@
 
 from moebook.results.files import digest, replacing, root, write
 from moebook.results.freshness import FROZEN, changed, commit, day, loaded, since, source
-from moebook.results.pools import COMMITTED, Pool, live, pool, pools
+from moebook.results.pools import COMMITTED, LIVE, Pool, live, pool, pools
 from moebook.results.runs import Run, curve_from, plain, read_run, value_from, write_run
 from moebook.results.values import TIERS, UNITS, Curve, Value, rounded
 
 __all__ = [
     "COMMITTED",
     "FROZEN",
+    "LIVE",
     "TIERS",
     "UNITS",
     "Curve",

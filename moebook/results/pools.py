@@ -21,6 +21,9 @@ from moebook.results.values import TIERS, Curve, Value
 COMMITTED = ("study", "gpu", "paper")
 """The tiers whose runs are kept in the repository; the others live beside the page."""
 
+LIVE = "this build"
+"""What stands for a protocol's name in the pool of the one run that a page shows."""
+
 BASES = ("nano", "nano-moe", "smollm2")
 """The bases that are known by a name, smallest first; others are larger."""
 
@@ -190,4 +193,5 @@ def pools(notebook: str, folder: Path | None = None) -> dict[str, Pool]:
 def live(notebook: str, folder: Path | None = None) -> Pool | None:
     """Read the run that the notebook's page shows, as a pool of one; None where there is none."""
     place = (folder or root()) / "book" / "notebooks"
-    return _of([read_run(path) for path in place.glob(f"[0-9][0-9]_{notebook}.parquet")][:1])
+    runs = [read_run(path) for path in place.glob(f"[0-9][0-9]_{notebook}.parquet")][:1]
+    return Pool(notebook, LIVE, tuple(runs)) if runs else None

@@ -65,7 +65,7 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> 
         "2 × A &amp; B", "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
     ):  # fmt: skip
         assert fact in pooled
-    for fact in ("smoke (live, on its page)", "1 seed: 0<", "of 2026-01-02; "):
+    for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
 
 

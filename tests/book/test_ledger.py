@@ -15,7 +15,7 @@ from moebook import papers
 from moebook.notebook import ledger, verdicts
 from moebook.notebook.verdicts import Row
 from moebook.papers import Claim
-from moebook.results import Pool, Run, Value
+from moebook.results import LIVE, Pool, Run, Value
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
 SIZE = papers.claim("pesc.costs-more-than-dense")
@@ -35,7 +35,7 @@ def _pool(sparse: float, *, base: str = "nano", tier: str = "study", step: int =
             items = tuple(float(place < right) for place in range(200))
             values.append(Value(f"pesc/{arm}/accuracy", sum(items) / 200, "share", items))
         runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
-    return Pool("pesc", protocol, tuple(runs))
+    return Pool("pesc", protocol if tier == "study" else LIVE, tuple(runs))
 
 
 def _row(name: str, *pools: Pool, claim: Claim = CLAIM) -> Row:

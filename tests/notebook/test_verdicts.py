@@ -302,5 +302,5 @@ def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path:
     assert [measured.seeds for measured in found(live=False).measurements] == [3]
     for path in folder.iterdir():
         path.unlink()
-    assert found().badge == "inconclusive (cpu, 1 seed: +10.0 points, as claimed so far)"
+    assert found().badge == "inconclusive (this build, 1 seed: +10.0 points, as claimed so far)"
     assert found(live=False).badge == "not run"
