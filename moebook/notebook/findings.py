@@ -6,6 +6,7 @@ A sentence is a template filled with a claim's own words, its effect, interval, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,38 +44,43 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (ORDER.index(str(row.label)), -strength(row)))
 
 
+SAID = {
+    "reproduced": "Reproduced",
+    "direction holds": "Holds",
+    "direction fails": "Fails",
+    "inconclusive": "Cannot tell",
+}
+"""What a label is called in a sentence."""
+
+
 def sentence(row: Row) -> str:
     """Say in words what was found about a claim, in Markdown."""
-    best, said = row.best, row.claim.sentence
+    best, claim = row.best, row.claim
     if best is None:
-        return f"{said} **Not run** at a scale at which this can be tested."
-    found = _found(best)
-    name = best.pool.protocol
+        return f"{claim.sentence} **Not run** at a scale at which this can be tested."
+    name, label = best.pool.protocol, str(row.label)
     where = f"in {name}" if name == results.LIVE else f"at scale {name}"
-    match str(row.label):
-        case "reproduced":
-            return f"{said} **Reproduced** {where}: {found}."
-        case "direction holds":
-            return f"{said} **Holds** {where}: {found}."
-        case "direction fails":
-            return f"{said} **Fails** {where}: {found}."
+    text = f"{claim.sentence} **{SAID[label]}** {where}: {_found(best)}"
     if not best.decides:
-        return f"{said} **Cannot tell**: {found}; no pool of three seeds or more decides it."
-    return f"{said} **Cannot tell** {where}: {found}."
+        return f"{text}; three seeds are needed."
+    if label == "inconclusive" and best.smallest:
+        return f"{text}; less than {amount(claim, best.smallest).lstrip('+')} could not be seen."
+    return f"{text}."
 
 
 def _found(best: Measurement) -> str:
-    """The effect with its interval, the seeds, and what the pool could have seen."""
-    claim, bound = best.claim, ""
-    if isinstance(claim.reference, (int, float)) and claim.reference:
-        bound = f" against the bound {claim.reference:g}"
-    effect = f"{amount(claim, best.effect)}{bound}"
-    if best.interval is None:
-        return f"{effect}, a computed value" if claim.exact else f"{effect}, one value"
-    low, high = (amount(claim, end) for end in best.interval)
+    """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
+    claim, effect, ends, bound = best.claim, best.effect, best.interval, ""
+    if isinstance(claim.reference, (int, float)):
+        shift, claim = claim.reference, replace(claim, reference=None)
+        effect, ends = effect + shift, ends and (ends[0] + shift, ends[1] + shift)
+        bound = f", the bound is {amount(claim, shift)}" if shift else ""
+    value = amount(claim, effect)
+    if ends is None:
+        return f"{value}{bound}, " + ("a computed value" if claim.exact else "one value")
+    low, high = (amount(claim, end) for end in ends)
     seeds = f"{best.seeds} seed" + "s" * (best.seeds > 1)
-    smallest = amount(claim, best.smallest or 0.0).lstrip("+")
-    return f"{effect} (95 % from {low} to {high}; {seeds}, which could see {smallest})"
+    return f"{value}{bound} (95 % from {low} to {high}; {seeds})"
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:

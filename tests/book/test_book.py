@@ -196,7 +196,7 @@ def test_notebooks_start_longest_first_and_findings_behind_all_others(project: P
 def test_the_records_list_every_pool_and_every_live_run(site: Path) -> None:
     page = _page(site, "records")
     assert page.count("(committed)") == 1
-    assert page.count("(live, on its page)") == 6
+    assert page.count(", on its page)") == 6
 
 
 def test_the_audit_page_has_every_number_that_differs(site: Path) -> None:

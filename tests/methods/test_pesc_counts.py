@@ -54,7 +54,7 @@ def test_the_table_of_sizes_agrees_with_the_printed_ones():
 def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():
     printed = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}
     fitting = []
-    for width in range(400, 700):
+    for width in (400, 588, 589, 596, 597, 700):  # counts rise with the width: the edges suffice
         made = {name: pesc.counts(pesc.Config(adapter_width=width), name) for name in printed}
         sizes = {
             name: (round(size.total / 1e9), round(size.activated / 1e9))
@@ -62,7 +62,7 @@ def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_h
         }
         if sizes == printed:
             fitting.append(width)
-    assert fitting == list(range(589, 597))
+    assert fitting == [589, 596]
 
 
 def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):

@@ -119,7 +119,7 @@ def test_the_books_own_run_is_not_compared_with_itself(project: Path) -> None:
     results.write_run(project / "book" / "notebooks" / "01_pesc.parquet", shown)
     with pytest.raises(Refusal, match=r"E-COMPARE: .*my_run\.ipynb is the book's own run"):
         compare(path, project)
-    assert "runs at cpu" in compare(reader(project, values(0.42, 0.41)), project)
+    assert "runs at this build" in compare(reader(project, values(0.42, 0.41)), project)
 
 
 def test_a_notebook_without_claims_is_compared_value_by_value(empty: Path) -> None:

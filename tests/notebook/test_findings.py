@@ -47,22 +47,20 @@ def ruled(name: str, effects: tuple[float, ...], **other: Any) -> Row:
     ("claim", "pools", "told"),
     [
         (CLAIM, [pool(*HOLDS)], "**Holds** at scale nano: +2.0 points (95 % from +0.8 points to"
-         " +3.2 points; 3 seeds, which could see 1.2 points)."),
+         " +3.2 points; 3 seeds)."),
         (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 points to"
-         " -0.8 points; 3 seeds, which could see 1.2 points)."),
+         " -0.8 points; 3 seeds)."),
         (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8 points"
-         " to +5.5 points; 3 seeds, which could see 5.2 points)."),
-        (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell**: +10.0 points, one value;"
-         " no pool of three seeds or more decides it."),
-        (CLAIM, [pool(0.1, 0.1)], "**Cannot tell**: +10.0 points (95 % from +10.0 points to +10.0"
-         " points; 2 seeds, which could see 0.0 points); no pool of three seeds or more decides"
-         " it."),
+         " to +5.5 points; 3 seeds); less than 5.2 points could not be seen."),
+        (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell** at scale cpu: +10.0"
+         " points, one value; three seeds are needed."),
+        (CLAIM, [pool(0.1, 0.1)], "**Cannot tell** at scale nano: +10.0 points (95 % from +10.0"
+         " points to +10.0 points; 2 seeds); three seeds are needed."),
         (CLAIM, [], "**Not run** at a scale at which this can be tested."),
-        (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: +0.21 against the"
-         " bound 1 (95 % from +0.185 to +0.235; 3 seeds, which could see 0.0248)."),
+        (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: 1.21, the bound"
+         " is 1 (95 % from 1.19 to 1.23; 3 seeds)."),
         (replace(CLAIM, claimed=0.02, tolerance=0.01), [pool(*HOLDS, tier="paper")],
-         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 points to +3.2 points; 3 seeds,"
-         " which could see 1.2 points)."),
+         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 points to +3.2 points; 3 seeds)."),
         (EXACT, [pool(7.5e9, claim=EXACT)], "**Holds** at scale nano: 7,500,000,000, a computed"
          " value."),
     ],

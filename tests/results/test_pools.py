@@ -141,3 +141,9 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(
     results.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
     with pytest.raises(Refusal, match=r"E-POOL: .*1\.parquet is a run of toy at big; move it"):
         results.pools("toy", tmp_path)
+
+
+def test_every_committed_run_is_a_small_file(root: Path) -> None:
+    sizes = {path: path.stat().st_size for path in (root / "results").rglob("*.parquet")}
+    assert sizes
+    assert {path for path, size in sizes.items() if size > 500_000} == set()
