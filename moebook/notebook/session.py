@@ -189,7 +189,8 @@ def _note_code() -> None:
 
 def _note(**part: Any) -> None:
     """Leave a part of what is known about the run: environment, modules, arms or rows."""
-    _leave("note", {NOTE: part})
+    digest = hashlib.sha256(json.dumps(part).encode()).hexdigest()
+    _leave(f"note/{digest[:12]}", {NOTE: part})
 
 
 def _leave(name: str, bundle: Mapping[str, Any]) -> None:
