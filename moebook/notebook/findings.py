@@ -14,7 +14,7 @@ import pandas as pd
 
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
-from moebook.notebook.verdicts import Measurement, Row, amount
+from moebook.notebook.verdicts import Measurement, Row, amount, span
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
@@ -78,9 +78,8 @@ def _found(best: Measurement) -> str:
     value = amount(claim, effect)
     if ends is None:
         return f"{value}{bound}, " + ("a computed value" if claim.exact else "one value")
-    low, high = (amount(claim, end) for end in ends)
     seeds = f"{best.seeds} seed" + "s" * (best.seeds > 1)
-    return f"{value}{bound} (95 % from {low} to {high}; {seeds})"
+    return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds})"
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
@@ -94,16 +93,14 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
         best, claim = row.best, row.claim
         if best is None:
             continue
-        low, high = (amount(claim, end) for end in best.interval) if best.interval else ("", "")
-        lines[claim.id.partition(".")[2], best.pool.protocol] = [
-            best.seeds, amount(claim, best.effect), low, high,
+        ends = span(claim, *best.interval) if best.interval else ""
+        lines[claim.id.partition(".")[2]] = [
+            best.pool.protocol, best.seeds, amount(claim, best.effect), ends,
             amount(claim, best.smallest).lstrip("+") if best.smallest else "",
             "" if claim.claimed is None else amount(claim, claim.claimed), str(row.label),
         ]  # fmt: skip
-    columns = ["seeds", "effect", "95 % from", "to", "could see", "the paper's", "verdict"]
-    frame = pd.DataFrame.from_dict(lines, orient="index", columns=columns)
-    frame.index = pd.MultiIndex.from_tuples(frame.index, names=["claim", "scale"])
-    return frame
+    columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
 def forest(rows: Iterable[Row], title: str) -> Any:

@@ -17,7 +17,7 @@ import yaml
 from moebook.notebook import findings
 from moebook.notebook.fragments import TITLES, mark, row, table
 from moebook.notebook.session import VALUE
-from moebook.notebook.verdicts import LABELS, SO_FAR, Measurement, Row, amount, chance, side
+from moebook.notebook.verdicts import LABELS, SO_FAR, Measurement, Row, amount, chance, side, span
 from moebook.papers import Claim
 from moebook.results import COMMITTED
 
@@ -148,8 +148,7 @@ def _cell(measured: Measurement) -> str:
     claim = measured.claim
     notes = []
     if measured.interval:
-        low, high = (amount(claim, end) for end in measured.interval)
-        notes.append(f"95 %: {low} to {high}")
+        notes.append(f"95 %: {span(claim, *measured.interval)}")
     if not claim.exact:
         notes.append(f"{measured.seeds} seed" + "s" * (measured.seeds > 1))
     if not measured.decides:
@@ -220,4 +219,5 @@ def picture(file: str, name: str, claims: str) -> str:
         " paper says. Filled markers are decided, hollow ones are not."
     )
     alt = f"Forest plot of {claims}: for each a point and a horizontal interval beside zero."
-    return f":::{{figure}} {file}\n:name: {name}\n:alt: {alt}\n\n{caption}\n:::\n"
+    options = f":name: {name}\n:figclass: moe-plot\n:alt: {alt}"
+    return f":::{{figure}} {file}\n{options}\n\n{caption}\n:::\n"

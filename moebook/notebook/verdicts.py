@@ -280,13 +280,17 @@ def describe(measurement: Measurement) -> str:
     seeds = "one value" if claim.exact else several
     parts = [f"{measurement.pool.protocol}, {seeds}: {amount(claim, measurement.effect)}"]
     if measurement.interval:
-        low, high = (amount(claim, end) for end in measurement.interval)
-        parts.append(f"95 % from {low} to {high}")
+        parts.append(f"95 % from {span(claim, *measurement.interval)}")
     if measurement.size is not None and not claim.exact:
         parts.append(f"effect size {measurement.size:.1f}")
     if not measurement.decides:
         parts.append(SO_FAR[side(claim, measurement.effect, measurement.effect)])
     return ", ".join(parts)
+
+
+def span(claim: Claim, low: float, high: float) -> str:
+    """Format the ends of an interval, the unit once."""
+    return f"{amount(claim, low).partition(' ')[0]} to {amount(claim, high)}"
 
 
 def amount(claim: Claim, effect: float) -> str:

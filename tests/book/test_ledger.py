@@ -91,7 +91,7 @@ def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
         ["-20.0 points"], ["+10.0 points"], ["+20.0 points"]
     ]  # fmt: skip
     assert "1 seed<" in cells["this build"][0] and "against the claim so far" in page
-    assert re.search(r"95 %: \+\d.*? points to \+\d.*? points", cells["nano"][1])
+    assert re.search(r"95 %: \+\d[\d.]* to \+\d.*? points", cells["nano"][1])
     assert cells["smollm2"][1] == cells["this build"][1] == "–"
 
 
@@ -158,7 +158,12 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> No
     assert links[4:] == ["pesc.none", "esft.none"]
     assert page.count(":::{dropdown} Not run yet: 1 claims\n- ") == 2
     assert page.index("{dropdown}") < page.index("**Not run**")
-    assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n:alt: ") == 1
+    assert (
+        page.count(
+            ":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n:figclass: moe-plot\n:alt: "
+        )
+        == 1
+    )
 
 
 def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:

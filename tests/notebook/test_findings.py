@@ -46,21 +46,21 @@ def ruled(name: str, effects: tuple[float, ...], **other: Any) -> Row:
 @pytest.mark.parametrize(
     ("claim", "pools", "told"),
     [
-        (CLAIM, [pool(*HOLDS)], "**Holds** at scale nano: +2.0 points (95 % from +0.8 points to"
+        (CLAIM, [pool(*HOLDS)], "**Holds** at scale nano: +2.0 points (95 % from +0.8 to"
          " +3.2 points; 3 seeds)."),
-        (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 points to"
+        (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 to"
          " -0.8 points; 3 seeds)."),
-        (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8 points"
+        (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8"
          " to +5.5 points; 3 seeds); less than 5.2 points could not be seen."),
         (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell** at scale cpu: +10.0"
          " points, one value; three seeds are needed."),
         (CLAIM, [pool(0.1, 0.1)], "**Cannot tell** at scale nano: +10.0 points (95 % from +10.0"
-         " points to +10.0 points; 2 seeds); three seeds are needed."),
+         " to +10.0 points; 2 seeds); three seeds are needed."),
         (CLAIM, [], "**Not run** at a scale at which this can be tested."),
         (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: 1.21, the bound"
          " is 1 (95 % from 1.19 to 1.23; 3 seeds)."),
         (replace(CLAIM, claimed=0.02, tolerance=0.01), [pool(*HOLDS, tier="paper")],
-         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 points to +3.2 points; 3 seeds)."),
+         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds)."),
         (EXACT, [pool(7.5e9, claim=EXACT)], "**Holds** at scale nano: 7,500,000,000, a computed"
          " value."),
     ],
@@ -88,12 +88,12 @@ def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
 def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
     rows = [ruled("holds", HOLDS), row(EXACT, [pool(7.5e9, claim=EXACT)]), row(CLAIM, [])]
     frame = findings.summary(rows)
-    assert frame.loc[("holds", "nano")].to_dict() == {
-        "seeds": 3, "effect": "+2.0 points", "95 % from": "+0.8 points", "to": "+3.2 points",
+    assert frame.loc["holds"].to_dict() == {
+        "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "direction holds",
     }  # fmt: skip
-    assert frame.loc[("size", "nano"), ["95 % from", "could see"]].tolist() == ["", ""]
-    assert frame.loc[("size", "nano"), "effect"] == "7,500,000,000" and len(frame) == 2
+    assert frame.loc["size", ["95 %", "could see"]].tolist() == ["", ""]
+    assert frame.loc["size", "effect"] == "7,500,000,000" and len(frame) == 2
     assert findings.summary([row(CLAIM, [])]).empty
 
 

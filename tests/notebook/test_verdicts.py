@@ -90,7 +90,7 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds() ->
     assert best.smallest == pytest.approx(half, rel=1e-6)
     assert best.size == pytest.approx(0.02 / 0.005)
     assert found.badge == (
-        "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 points to +3.2 points,"
+        "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 to +3.2 points,"
         " effect size 4.0)"
     )
 
