@@ -158,12 +158,8 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> No
     assert links[4:] == ["pesc.none", "esft.none"]
     assert page.count(":::{dropdown} Not run yet: 1 claims\n- ") == 2
     assert page.index("{dropdown}") < page.index("**Not run**")
-    assert (
-        page.count(
-            ":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n:figclass: moe-plot\n:alt: "
-        )
-        == 1
-    )
+    assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n") == 1
+    assert page.count("\n:alt: ") == 1
 
 
 def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
