@@ -39,7 +39,7 @@ def compare(path: Path, folder: Path | None = None) -> str:
     shown = results.live(mine.notebook, folder)
     book = [*results.pools(mine.notebook, folder).values(), *([shown] if shown else [])]
     if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
-        refuse("E-COMPARE", f"{path} is the book's own run; give one of yours, as in runs/mine/")
+        refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")
     other = _nearest(mine, book)
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
     if other is None:
