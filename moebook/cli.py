@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moebook import __version__
 from moebook.errors import Refusal, nearest, refuse
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
@@ -71,6 +72,7 @@ def _terminate(number: int, frame: object) -> NoReturn:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, and let the sub-command's own parser complain about what is left over."""
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"moebook {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     checks = (_add_verify, _add_audit, _add_compare)
     for add in (_add_run, _add_study, _add_list, _add_book, *checks, _add_bench, _add_pretrain):

@@ -129,7 +129,7 @@ def records(folder: Path) -> str:
     if not pools:
         return "No run has been recorded yet.\n"
     return table(
-        ("notebook", "runs", "cost of a run", "machine", "code since"),
+        ("notebook", "runs", "cost of a run", "code since"),
         (_record(pool, folder) for pool in pools),
         caption="All runs that this book draws on",
     )
@@ -137,17 +137,12 @@ def records(folder: Path) -> str:
 
 def _record(pool: Pool, folder: Path) -> str:
     last = max(pool.runs, key=results.day)
-    manifest, machine = last.manifest, last.manifest["environment"]
-    peak = manifest["peak_memory"]
     where = f"{pool.tier}, on its page" if pool.protocol == results.LIVE else "committed"
-    accelerator = f"<br>{escape(machine['accelerator'])}" if machine["accelerator"] else ""
     seeds = ", ".join(map(str, pool.seeds))
     return row({
         "notebook": f"<b>{escape(TITLES[pool.notebook])}</b><br>{pool.protocol} ({where})",
         "runs": f"{badge.seeds(len(pool.seeds))}: {seeds}<br>{len(last.values)} values each",
-        "cost of a run": escape(overview.duration(manifest["seconds"]))
-        + (f"<br>{escape(overview.size(peak))} at most" if peak else ""),
-        "machine": f"{machine['cores']} × {escape(machine['cpu'])}{accelerator}",
+        "cost of a run": escape(overview.cost(last)),
         "code since": escape(results.since(last, folder))
         + f'<span class="note">commit {escape(badge.commit(last))}</span>',
     })  # fmt: skip

@@ -53,7 +53,9 @@ def cost(run: Run) -> str:
         spent, memory = run.manifest["seconds"], run.manifest["peak_memory"]
         machine = run.manifest["environment"]
         hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-        return f"{duration(spent)}, {size(memory)} on {hardware}"
+        several = run.manifest.get("parameters", {}).get("seeds", 1)  # once one run had several
+        share = f" for {several} seeds" if several > 1 else ""
+        return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
         refuse("E-RUN", f"{where} is incomplete ({type(error).__name__}: {error}); run it again")

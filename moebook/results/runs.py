@@ -77,10 +77,6 @@ class Run:
                 where = f"{self.notebook}, seed {self.seed}"
                 refuse("E-VALUE", f"{where}: {twice[0]} is recorded twice; give each its own name")
 
-    def __getitem__(self, name: str) -> Value | None:
-        """The value of that name, None where the run has none."""
-        return next((value for value in self.values if value.name == name), None)
-
 
 def plain(one: Value | Curve) -> dict[str, Any]:
     """Return a value or curve as plain JSON; absent items are left out."""
