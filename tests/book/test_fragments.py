@@ -61,7 +61,7 @@ def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
 def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> None:
     _, pooled, live = fragments.records(project).split("<b>PESC</b><br>")
     for fact in (
-        "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min, 2.0 GB on A &amp; B, 2 cores",
+        "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min, 2.0 GB on A &amp; B",
         "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
     ):  # fmt: skip
         assert fact in pooled
