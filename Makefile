@@ -19,7 +19,7 @@ export GOMP_SPINCOUNT = 0
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, study, gpu, paper) and render the book
+book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, gpu, paper) and render the book
 	@echo "book: executing the notebooks at tier '$(TIER)' and rendering to _build/html"
 	@.venv/bin/moebook book --tier $(TIER)
 
