@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
         for name, notebook in sorted(chosen.items(), key=lambda pair: _cost(pair[1], folder))
     ]
     workers = 1 if tier in ("gpu", "paper") else min(processes.cores(), len(jobs))
-    failures: list[Refusal] = []
+    failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
     with processes.Processes() as started:
         for job, outcome in started.side_by_side(jobs, folder, workers):
             if isinstance(outcome, Refusal):
@@ -53,8 +54,9 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
                 line = f"failed: {outcome}"
             else:
                 _publish(outcome, notebooks[job.notebook].path.stem, folder)
-                seconds = results.read_run(outcome.with_suffix(".parquet")).manifest["seconds"]
-                line = f"{seconds:.1f} s"
+                ran = results.read_run(outcome.with_suffix(".parquet")).manifest
+                fresh = ran["date"] >= start
+                line = f"{ran['seconds']:.1f} s" if fresh else "unchanged, not executed again"
             print(f"{job.notebook} at {job.protocol}: {line}", flush=True)
     if failures:
         raise failures[0]

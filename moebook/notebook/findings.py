@@ -83,7 +83,7 @@ def _found(best: Measurement) -> str:
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put claims into a table: verdict, effect, interval, and what the pool could have seen.
+    """Put sampled claims into a table: verdict, effect, interval, what the pool could have seen.
 
     ``could see`` is the smallest effect that the runs could have told from none; ``the paper's`` is
     the effect that the paper prints, where it prints one.
@@ -91,7 +91,7 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
     lines = {}
     for row in ordered(rows):
         best, claim = row.best, row.claim
-        if best is None:
+        if best is None or claim.exact:
             continue
         ends = span(claim, *best.interval) if best.interval else ""
         lines[claim.id.partition(".")[2]] = [
@@ -171,9 +171,8 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     columns = ["seeds", "runs", "arms", "code"]
     lines = {}
     for name, pool in pools.items():
-        last = max(pool.runs, key=results.day)
         seeds = ", ".join(map(str, pool.seeds))
-        lines[name] = [seeds, len(pool.runs), len(pool.arms), results.since(last)]
+        lines[name] = [seeds, len(pool.runs), len(pool.arms), results.since(pool.last)]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 

@@ -136,7 +136,7 @@ def records(folder: Path) -> str:
 
 
 def _record(pool: Pool, folder: Path) -> str:
-    last = max(pool.runs, key=results.day)
+    last = pool.last
     where = f"{pool.tier}, on its page" if pool.protocol == results.LIVE else "committed"
     seeds = ", ".join(map(str, pool.seeds))
     return row({

@@ -35,7 +35,7 @@ def _pool(pool: Pool | None) -> str:
     if pool is None:
         return "not measured"
     seeds = f"seeds {', '.join(map(str, pool.seeds))}, each " if len(pool.seeds) > 1 else ""
-    return seeds + cost(pool.runs[-1])
+    return seeds + cost(pool.last)
 
 
 def _parameter(parameter: Parameter, width: int) -> str:

@@ -74,7 +74,7 @@ def _pool(path: Path, place: str, folder: Path) -> Finding:
     if pool is None:
         return Finding(place, ("it holds no run",))
     seeds = ", ".join(map(str, pool.seeds))
-    return Finding(place, (), f"seeds {seeds} agree; {results.since(pool.runs[-1], folder)}")
+    return Finding(place, (), f"seeds {seeds} agree; {results.since(pool.last, folder)}")
 
 
 def _against_copy(copy: Path, run: Run) -> Iterator[str]:

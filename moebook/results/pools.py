@@ -61,6 +61,11 @@ class Pool:
         base = str(self.runs[0].settings.get("base", ""))
         return TIERS.index(self.tier), BASES.index(base) if base in BASES else len(BASES)
 
+    @property
+    def last(self) -> Run:
+        """The run that ended last."""
+        return max(self.runs, key=lambda run: (str(run.manifest.get("date", "")), run.seed))
+
     @cached_property
     def seeds(self) -> dict[int, dict[str, Value]]:
         """Values by seed and name; what several runs of a seed recorded alike stands once."""

@@ -92,8 +92,7 @@ def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
         "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "direction holds",
     }  # fmt: skip
-    assert frame.loc["size", ["95 %", "could see"]].tolist() == ["", ""]
-    assert frame.loc["size", "effect"] == "7,500,000,000" and len(frame) == 2
+    assert len(frame) == 1, "what is computed has neither interval nor seeds"
     assert findings.summary([row(CLAIM, [])]).empty
 
 
