@@ -1,0 +1,110 @@
+"""Settings and arguments checked where they are made, by pydantic; its errors become one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic.dataclasses import dataclass
+
+from moebook.errors import nearest, refuse
+
+Kind = TypeVar("Kind")
+Given = ParamSpec("Given")
+# Strict: True is no number, "3" neither. A whole number serves as a float.
+CHECKS = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
+CODES = {"literal_error": "E-CHOICE", "unexpected_keyword_argument": "E-CHOICE"}
+RANGES = ("greater_than", "less_than", "too_", "finite_number")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(kind: type[Kind]) -> type[Kind]:
+    """Make a class a frozen dataclass with keywords only, whose fields are checked by their types.
+
+    Limits and choices stand in the annotations: ``Annotated[float, Field(gt=0, le=1)]``,
+    ``Literal["token", "gate"]``. What concerns several fields stands in ``__post_init__``.
+    Making one with a bad value raises a `Refusal` that names the field and the value: E-CHOICE,
+    E-RANGE or E-TYPE.
+    """
+    made: Any = dataclass(frozen=True, kw_only=True, config=CHECKS)(kind)
+    construct = made.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        with in_one_line([field.name for field in fields(made)]):
+            construct(self, *args, **values)
+
+    made.__init__ = __init__
+    return made
+
+
+def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
+    """Check a function's arguments by their annotations, as `settings` checks fields."""
+    validated = validate_call(config=CHECKS)(function)
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **values: Given.kwargs) -> Kind:
+        with in_one_line(names):
+            return validated(*args, **values)
+
+    return call
+
+
+@contextmanager
+def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
+    """Turn pydantic's first error into one line: the place, the value, what was expected.
+
+    Args:
+        known: Names of the fields or arguments, in order.
+        where: The file or place that the values come from, if any.
+    """
+    try:
+        yield
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        kind, (top, *rest) = first["type"], first["loc"]
+        name = ".".join(map(str, [known[top] if isinstance(top, int) else top, *rest]))
+        code = CODES.get(kind, "E-RANGE" if kind.startswith(RANGES) else "E-TYPE")
+        place = f"{where}: " if where else ""
+        if kind == "unexpected_keyword_argument":
+            refuse(code, f"{place}unknown setting '{name}'; {nearest(name, known)}")
+        if kind.startswith("missing"):
+            refuse(code, f"{place}{name} is missing")
+        expected = first["msg"].replace("Input should be", "expected")
+        for side in ("greater", "less"):
+            expected = expected.replace(f"expected {side}", f"expected a number {side}")
+        refuse(code, f"{place}{name} is {first['input']!r}, {expected}")
+
+
+def preset(
+    kind: type[Kind],
+    presets: Mapping[str, Mapping[str, Any]],
+    name: str,
+    changes: Mapping[str, Any],
+) -> Kind:
+    """Make the settings of a named preset, with single fields changed.
+
+    Args:
+        kind: A class made by `settings`.
+        presets: By name, the fields in which each differs from the defaults.
+        name: One of them; another is refused (E-CHOICE).
+        changes: Fields that go before the preset's.
+    """
+    if name not in presets:
+        refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, presets)}")
+    return kind(**{**presets[name], **changes})
+
+
+def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind:
+    """Make settings again from what JSON kept of them; all fields must be given."""
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if odd := sorted(values.keys() ^ known):
+        refuse("E-FORMAT", f"{where}: setting '{odd[0]}' is missing or unknown; "
+               f"{nearest(odd[0], known)}")  # fmt: skip
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
