@@ -1,0 +1,116 @@
+"""Count the house: ``python tests/house.py`` prints the sizes that CONTRIBUTING.md promises."""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "moebook"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def files(folder: str) -> list[Path]:
+    """The Python files below a folder of the project."""
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def lines(path: Path) -> int:
+    """Lines of a file, as ``wc -l`` counts them."""
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function's name and its lines, docstring apart."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, Function):
+            told = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+            docstring = told.end_lineno - told.lineno + 1 if told else 0
+            yield node.name, node.end_lineno - node.lineno + 1 - docstring
+
+
+def module(path: Path) -> str:
+    """Dotted name of a file of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, names: set[str]) -> Iterator[tuple[str, bool]]:
+    """Each of our modules that a file imports, and whether inside a function."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, Function)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets = [part if part in names else node.module for part in parts]
+        else:
+            continue
+        yield from ((name, id(node) in inside) for name in targets if name in names)
+
+
+def cycle() -> list[str]:
+    """The modules of one cycle of imports, or nothing."""
+    names = {module(path) for path in files(PACKAGE)}
+    graph = {
+        module(path): {name for name, inside in imports(path, names) if not inside} - {module(path)}
+        for path in files(PACKAGE)
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def reach(notebook: str) -> tuple[int, int]:
+    """Our modules that a notebook's first code cell loads, and their lines."""
+    cells = json.loads((ROOT / "notebooks" / notebook).read_text(encoding="utf-8"))["cells"]
+    first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    show = "import sys; print(*(m.__file__ for n, m in sys.modules.items() if n[:7] == 'moebook'))"
+    command = [sys.executable, "-c", f"{first}\n{show}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = [Path(name) for name in done.stdout.split()]
+    return len(loaded), sum(map(lines, loaded))
+
+
+def main() -> None:
+    """Print the counts."""
+    package = files(PACKAGE)
+    for folder in (PACKAGE, "recipes", "tests"):
+        print(f"{folder}: {sum(map(lines, files(folder)))} lines in {len(files(folder))} files")
+    long = [module(path) for path in package if lines(path) > 400]
+    short = [module(path) for path in package if lines(path) < 60 and path.name != "__init__.py"]
+    sizes = sorted((size, name) for path in package for name, size in functions(path))
+    print(f"files over 400 lines: {len(long)} {' '.join(long)}")
+    print(f"files under 60 lines: {len(short)} {' '.join(short)}")
+    print(f"functions: {len(sizes)}, median {statistics.median(s for s, _ in sizes):g} lines, "
+          f"longest {sizes[-1][0]} ({sizes[-1][1]})")  # fmt: skip
+    names = {module(path) for path in package}
+    inner = [
+        f"{module(path)}->{name}"
+        for path in package
+        if module(path) != f"{PACKAGE}.cli"
+        for name, inside in imports(path, names)
+        if inside
+    ]
+    print(f"imports of our own inside functions, outside cli: {len(inner)} {' '.join(inner)}")
+    print(f"cycles: {' -> '.join(cycle()) or 'none'}")
+    modules, reached = reach("01_pesc.ipynb")
+    print(f"the PESC notebook reaches {modules} modules with {reached} lines")
+
+
+if __name__ == "__main__":
+    main()
