@@ -1,13 +1,18 @@
-"""Choice among the implementations of one op: obeyed or refused, never swapped silently."""
+"""What every op does first: checks its arguments' shapes, and chooses an implementation.
+
+``impl=`` is obeyed or refused, never swapped silently.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +105,106 @@ def _interpreted() -> bool:
 
 def _path(op: str) -> Path:
     return Path(__file__).parent / "_triton" / f"{op}.py"
+
+
+KINDS: dict[str, tuple[Callable[[torch.dtype], bool], str]] = {
+    "float": (
+        lambda dtype: dtype.is_floating_point and dtype.itemsize >= 2,
+        "floating point, 16 bits at least: cast it",
+    ),
+    "real": (
+        lambda dtype: not dtype.is_complex and not (dtype.is_floating_point and dtype.itemsize < 2),
+        "real numbers, floating point of 16 bits at least: cast it",
+    ),
+    "int": (lambda dtype: dtype in (torch.int64, torch.int32), "torch.int64"),
+    "int64": (lambda dtype: dtype == torch.int64, "torch.int64"),
+}
+"""Kinds of dtypes: what belongs to each, and how a refusal words it."""
+
+
+def shapes(
+    op: str,
+    tensors: Mapping[str, tuple[Tensor, str] | tuple[Tensor, str, str]],
+    *,
+    empty: str = "T S",
+    alike: Sequence[str] = (),
+    valued: bool = False,
+) -> dict[str, int]:
+    """Refuse tensors that do not fit one another; return the size of each letter.
+
+    ``shapes("adapters", {"h": (h, "T D"), "ids": (ids, "T K", "int"), "order": (order, "TK")})``
+    binds T, D and K: a letter has one size wherever it stands. ``2F`` is an even size, ``TK`` the
+    product of letters bound before, a leading ``...`` any dimensions, the same in all tensors.
+
+    Args:
+        op: Name of the op, which begins each message.
+        tensors: By name: the tensor, its dimensions and one of `KINDS`, ``"float"`` by default.
+        empty: Letters that may be 0.
+        alike: Names of tensors that must have one dtype.
+        valued: Whether the op reads values at once, so that the meta device will not do.
+
+    Raises:
+        Refusal: E-SHAPE; E-DTYPE; E-DEVICE for tensors on several devices.
+    """
+    sizes: dict[str, Any] = {}
+    fits = [_bind(tensor.shape, dims.split(), sizes) for tensor, dims, *_ in tensors.values()]
+    if not all(fits) or any(sizes[letter] == 0 for letter in sizes.keys() - {"...", *empty}):
+        expected = (
+            f"{name} [{', '.join(dims.split())}]" for name, (_, dims, *_) in tensors.items()
+        )
+        got = ", ".join(str(tuple(tensor.shape)) for tensor, *_ in tensors.values())
+        zero = f"(only {', '.join(empty.split())} may be 0)"
+        refuse("E-SHAPE", f"{op}: expected {', '.join(expected)} {zero}; got {got}")
+    for name, (tensor, _, *kind) in tensors.items():
+        belongs, expected_kind = KINDS[kind[0] if kind else "float"]
+        if not belongs(tensor.dtype):
+            refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {expected_kind}")
+    for name in alike:
+        if (dtype := tensors[name][0].dtype) != (first := tensors[alike[0]][0].dtype):
+            refuse("E-DTYPE", f"{op}: {name} is {dtype}, {alike[0]} is {first}: cast one")
+    (one, (first_tensor, *_)), *_ = tensors.items()
+    for name, (tensor, *_) in tensors.items():
+        if tensor.device != first_tensor.device:
+            where = f"{name} lies on {tensor.device}, {one} on {first_tensor.device}"
+            refuse("E-DEVICE", f"{op}: {where}")
+    if valued and first_tensor.is_meta:
+        refuse("E-DEVICE", f"{op}: {one} lies on meta, which holds no values")
+    return sizes
+
+
+def _bind(shape: torch.Size, dims: list[str], sizes: dict[str, Any]) -> bool:
+    """Bind the letters of one tensor; say whether its shape agrees with what is bound."""
+    if dims[0] == "...":
+        lead = max(len(shape) - len(dims) + 1, 0)
+        if sizes.setdefault("...", shape[:lead]) != shape[:lead]:
+            return False
+        shape, dims = shape[lead:], dims[1:]
+    if len(shape) != len(dims):
+        return False
+    for size, dim in zip(shape, dims, strict=True):
+        letters = [part for part in dim if part.isalpha()]
+        unbound = [letter for letter in letters if letter not in sizes]
+        factor = int(dim.removesuffix("".join(letters)) or 1)
+        factor *= math.prod(sizes[letter] for letter in letters if letter in sizes)
+        if unbound and factor and size % factor == 0:
+            sizes[unbound[0]] = size // factor
+        elif unbound or size != factor:
+            return False
+    return True
+
+
+def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
+    """Refuse, with E-TYPE or E-RANGE, what is no whole number from 1 to ``most``, of ``what``."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        refuse("E-TYPE", f"{op}: {name} is {value!r}, expected a whole number")
+    if value < 1 or (most is not None and value > most):
+        expected = "at least 1" if most is None else f"1 to {most} ({what})"
+        refuse("E-RANGE", f"{op}: {name} is {value}, expected {expected}")
+
+
+def indices(op: str, name: str, places: Tensor, end: int) -> None:
+    """Refuse, with E-RANGE, numbers outside [0, end); on a GPU a look would wait for it."""
+    if places.device.type == "cpu" and places.numel():
+        least, most = (int(number) for number in places.aminmax())
+        if least < 0 or most >= end:
+            refuse("E-RANGE", f"{op}: {name} are {least} to {most}, expected 0 to {end - 1}")
