@@ -1,4 +1,4 @@
-"""PESC's settings: the three presets, and what is refused."""
+"""PESC's settings, presets and names: where paper and code differ, and what is refused."""
 
 import math
 from dataclasses import FrozenInstanceError, replace
@@ -26,11 +26,6 @@ def test_a_reading_is_the_preset_with_the_sizes_and_the_hosts_tuning_of_another(
     assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
 
 
-def test_settings_cannot_be_changed_after_they_were_checked():
-    with pytest.raises(FrozenInstanceError):
-        pesc.Config().top_k = 9
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -38,29 +33,27 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"top_k": 9}, r"E-RANGE: top_k is 9, expected 1 to 8 \(experts\)"),
         ({"experts": 0}, "E-RANGE: experts is 0"),
         ({"experts": 2.0}, "E-TYPE: experts is 2.0"),
-        ({"experts": True}, "E-TYPE: experts is True"),
-        ({"adapter_width": 0}, "E-RANGE: adapter_width is 0"),
         ({"adapter_width": -4}, "E-RANGE: adapter_width is -4"),
         ({"adapter_scale": math.nan}, "E-RANGE: adapter_scale is nan"),
         ({"served_scale": math.inf}, "E-RANGE: served_scale is inf"),
-        ({"adapter_scale": "1"}, "E-TYPE: adapter_scale is '1'"),
         ({"adapter_dropout": 1.0}, "E-RANGE: adapter_dropout is 1.0"),
         ({"balance_weight": -0.1}, "E-RANGE: balance_weight is -0.1"),
         ({"balance": "dead"}, "E-CHOICE: balance is 'dead'"),
-        ({"host": "qlor"}, "did you mean 'qlora'"),
-        ({"down_init": 0}, "E-CHOICE: down_init is 0"),
+        ({"host": "qlor"}, "E-CHOICE: host is 'qlor', expected .*'qlora'"),
         ({"lora_rank": 0}, "E-RANGE: lora_rank is 0"),
-        ({"lora_targets": ("q_proj", ".*")}, "E-CHOICE: lora_targets"),
-        ({"lora_targets": "q_proj"}, "E-CHOICE: lora_targets"),
-        ({"layers": ()}, "E-TYPE: layers"),
+        ({"lora_targets": ("q_proj", ".*")}, r"E-CHOICE: lora_targets.1 is '\.\*'"),
+        ({"lora_targets": "q_proj"}, "E-TYPE: lora_targets"),
+        ({"layers": ()}, "E-RANGE: layers"),
         ({"layers": (1, 1)}, "E-RANGE: layers names a layer twice"),
-        ({"layers": (-1,)}, "E-RANGE: layers is -1"),
+        ({"layers": (-1,)}, "E-RANGE: layers.0 is -1"),
     ],
 )
 def test_unusable_settings_are_refused_in_one_line(changes, message):
     with pytest.raises(Refusal, match=message) as refusal:
         pesc.Config(**changes)
     assert "\n" not in str(refusal.value)
+    with pytest.raises(FrozenInstanceError):
+        pesc.Config().top_k = 9
 
 
 def test_an_unknown_preset_or_setting_names_the_nearest():
@@ -68,3 +61,24 @@ def test_an_unknown_preset_or_setting_names_the_nearest():
         pesc.Config.preset("release")
     with pytest.raises(Refusal, match="did you mean 'experts'"):
         pesc.Config.preset("fixed", expert=4)
+
+
+def test_ten_of_the_papers_benchmarks_stand_in_its_groups() -> None:
+    groups = sorted(pesc.GROUPS.values())
+    assert {name: groups.count(name) for name in groups} == {
+        "common_sense": 5, "knowledge": 2, "mathematics": 2, "mmlu": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "mix", "want"),
+    [
+        ("nano", "embedded", "pesc"),
+        ("meta-llama/Llama-2-7b-hf@34b13b", "idae-500k", "pesc"),
+        ("meta-llama/Llama-2-13b-hf@01", "idae-500k", "pesc/13b"),
+        ("01-ai/Yi-34B@01", "idae-500k", "pesc/34b"),
+        ("01-ai/Yi-34B@01", "idae-720k", "pesc/34b/pro"),
+    ],
+)
+def test_each_base_and_mixture_has_a_name_of_its_own(base: str, mix: str, want: str) -> None:
+    assert pesc.root(base, mix) == want

@@ -3,22 +3,23 @@
 ``craft`` (or ``prepare``, which adds the host's tuning) -> train with ``balance_loss`` -> ``save``.
 """
 
-from moebook.methods.pesc.approximation import Approximation, approximation_error, full_experts
-from moebook.methods.pesc.balance import balance_gradient, balance_loss
-from moebook.methods.pesc.benchmarks import GROUPS, root
-from moebook.methods.pesc.config import Config, reading
-from moebook.methods.pesc.cost import Cost, cost
-from moebook.methods.pesc.counting import Counts, counts, implied_width, printed_sizes
-from moebook.methods.pesc.crafting import craft
+from moebook.methods.pesc.config import GROUPS, Config, reading, root
+from moebook.methods.pesc.crafting import craft, full_experts
+from moebook.methods.pesc.measuring import (
+    approximation_error,
+    balance_gradient,
+    balance_loss,
+    cost,
+    counts,
+    implied_width,
+    printed_sizes,
+)
 from moebook.methods.pesc.storage import load, save
 from moebook.methods.pesc.tuning import adapter_norm, merge_lora, prepare, trained
 
 __all__ = [
     "GROUPS",
-    "Approximation",
     "Config",
-    "Cost",
-    "Counts",
     "adapter_norm",
     "approximation_error",
     "balance_gradient",

@@ -1,22 +1,21 @@
-"""The settings of PESC: each choice that the paper leaves open is a switch; three presets."""
+"""The settings of PESC: every choice that the paper leaves open is a switch; three presets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
+
+from moebook import settings
 from moebook.errors import refuse
-from moebook.methods import settings
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CHOICES = {
-    "down_init": ("kaiming", "zero"),
-    "balance": ("live", "constant", "none"),
-    "host": ("frozen", "lora", "qlora", "full"),
-}
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Count = Annotated[int, Field(ge=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings.settings
 class Config:
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
@@ -25,62 +24,46 @@ class Config:
     model and stands with the papers' hyper-parameters.
 
     Attributes:
-        experts: E, adapters a layer, at least 1.
+        experts: E, adapters a layer.
         top_k: K, experts per token, 1 to E (2 in the paper).
         adapter_width: R, 1 to D. 512 is what the printed sizes imply; the released code trains 64.
         adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
         served_scale: The same in evaluation mode. The released code trains with 1 and merges with
             0.25, so what is served is not what was trained.
-        adapter_dropout: Share in [0, 1) dropped before ``down`` (0.1 as released; the paper is
-            silent).
+        adapter_dropout: Share dropped before ``down`` (0.1 as released; the paper is silent).
         down_init: Start of ``down``: ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 =
             0, read literally: such adapters never receive a gradient). ``up`` is 0 in both.
         layers: Decoder layers to craft; None for all of them.
         balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"constant"`` (as released,
             the constant E/K without gradient), ``"none"``.
-        balance_weight: alpha of Eq. 10, at least 0.
+        balance_weight: alpha of Eq. 10.
         host: What of the host trains: ``"frozen"`` nothing, ``"lora"`` LoRA, ``"qlora"`` LoRA over
             NF4 weights with double quantisation, ``"full"`` everything (for bases of a few million
             weights).
         lora_rank, lora_alpha, lora_dropout, lora_targets: LoRA's settings, as released.
-
-    Raises:
-        Refusal: E-RANGE, E-TYPE or E-CHOICE, naming the field and its value.
     """
 
-    experts: int = 8
-    top_k: int = 2
-    adapter_width: int = 512
+    experts: Count = 8
+    top_k: Count = 2
+    adapter_width: Count = 512
     adapter_scale: float = 1.0
     served_scale: float = 1.0
-    adapter_dropout: float = 0.1
-    down_init: str = "kaiming"
-    layers: tuple[int, ...] | None = None
-    balance: str = "live"
-    balance_weight: float = 0.01
-    host: str = "qlora"
-    lora_rank: int = 64
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.1
-    lora_targets: tuple[str, ...] = LORA_TARGETS
+    adapter_dropout: Dropout = 0.1
+    down_init: Literal["kaiming", "zero"] = "kaiming"
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
+    balance: Literal["live", "constant", "none"] = "live"
+    balance_weight: Weight = 0.01
+    host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
+    lora_rank: Count = 64
+    lora_alpha: Weight = 16.0
+    lora_dropout: Dropout = 0.1
+    lora_targets: Annotated[tuple[Target, ...], Field(min_length=1)] = get_args(Target)
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            settings.chosen(name, getattr(self, name), choices)
-        for name in ("experts", "top_k", "adapter_width", "lora_rank"):
-            settings.whole(name, getattr(self, name), 1)
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
-        for name in ("adapter_scale", "served_scale"):
-            settings.real(name, getattr(self, name))
-        for name in ("balance_weight", "lora_alpha"):
-            settings.real(name, getattr(self, name), "[0, inf)")
-        for name in ("adapter_dropout", "lora_dropout"):
-            settings.real(name, getattr(self, name), "[0, 1)")
-        targets = self.lora_targets
-        if not isinstance(targets, tuple) or not targets or not set(targets) <= set(LORA_TARGETS):
-            refuse("E-CHOICE", f"lora_targets is {targets!r}, expected some of {LORA_TARGETS}")
-        settings.layers(self.layers)
+        if self.layers and len(set(self.layers)) < len(self.layers):
+            refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -88,13 +71,32 @@ class Config:
 
         ``paper`` is the text read literally: every adapter weight starts at zero, no adapter
         dropout. ``released`` is the authors' code: width 64, the constant balance loss, scale 1 in
-        training and 0.25 when served. ``fixed`` is what the paper means and what works: the
-        defaults.
-
-        Raises:
-            Refusal: E-CHOICE for an unknown preset or field.
+        training and 0.25 when served. ``fixed`` is what the paper means and what works.
         """
         return settings.preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"down_init": "zero", "adapter_dropout": 0.0},
+    "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
+    "fixed": {},
+}
+OPEN = (
+    "adapter_scale", "served_scale", "adapter_dropout", "down_init", "balance", "balance_weight",
+)  # fmt: skip
+GROUPS = {
+    **dict.fromkeys(["gsm8k", "hendrycks_math"], "mathematics"),
+    **dict.fromkeys(
+        ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge"], "common_sense"
+    ),
+    **dict.fromkeys(["nq_open", "triviaqa"], "knowledge"),
+    "mmlu": "mmlu",
+}
+"""lm-eval's names of ten of the paper's twelve benchmarks, to the paper's group (Table 3).
+
+The group of code, HumanEval and MBPP, is missing: they run code that the model wrote. MATH is
+lm-eval's `hendrycks_math`; its `minerva_math` has the paper's 4 shots, but needs further packages.
+"""
 
 
 def reading(name: str) -> dict[str, Any]:
@@ -102,19 +104,17 @@ def reading(name: str) -> dict[str, Any]:
 
     Sizes and the host's tuning are left out: ``replace(config, **reading("paper"))`` differs
     from ``config`` by the reading alone.
-
-    Raises:
-        Refusal: E-CHOICE for an unknown preset.
     """
     preset = Config.preset(name)
     return {field: getattr(preset, field) for field in OPEN}
 
 
-OPEN = (
-    "adapter_scale", "served_scale", "adapter_dropout", "down_init", "balance", "balance_weight",
-)  # fmt: skip
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"down_init": "zero", "adapter_dropout": 0.0},
-    "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
-    "fixed": {},
-}
+def root(base: str, mix: str) -> str:
+    """Name a run's values: ``pesc``, then the base's size and the mixture where they are larger.
+
+    Each base and mixture of Table 2 has a name of its own: ``/13b`` or ``/34b`` for a base of that
+    size (its commit does not count), ``/pro`` for IDAE-720K.
+    """
+    name = base.partition("@")[0].lower()
+    size = next((f"/{size}" for size in ("13b", "34b") if size in name), "")
+    return "pesc" + size + ("/pro" if mix == "idae-720k" else "")

@@ -38,28 +38,50 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
     and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
     norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm.
     Adapters and routers are float32 (float64 in a float64 host). What trains is not changed here:
-    see `prepare`. The model is checked first and left untouched when it is refused.
+    see `prepare`. A model that is refused is left untouched.
 
     Args:
-        model: A causal language model with gated MLPs (Llama, Mistral, Qwen, SmolLM, Yi, Gemma
-            ...).
-        config: The settings.
+        model: A dense causal language model with gated MLPs (Llama, Mistral, Qwen, SmolLM, Yi,
+            Gemma ...).
+        config: Its adapters must not be wider than the host, its layers must exist.
 
     Returns:
         The same model.
-
-    Raises:
-        Refusal: E-MODEL for a host that is sparse, crafted already, or has no gated MLPs; E-RANGE
-            for an adapter wider than the host or a layer that it does not have.
     """
-    chosen = checked(model, config)
-    origin = Origin(config, True, fingerprint(model))
+    chosen = craftable(model, config)
+    made_from = Origin(config, True, fingerprint(model))
     install(chosen, config)
-    model.pesc = origin
+    model.pesc = made_from
     return model
 
 
-def checked(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
+def full_experts(model: nn.Module, config: Config) -> nn.Module:
+    """Craft in place with E full copies of each MLP as experts: what PESC approximates (Eq. 3).
+
+    Renormalised gates make it the dense function at first, as PESC is. The experts and routers are
+    all of it that trains (theta_i of Eq. 3), the rest of the host is frozen; `balance_loss` works
+    on it. ``config.host`` must be ``"frozen"``.
+    """
+    if config.host != "frozen":
+        refuse(
+            "E-CHOICE", f"host is '{config.host}': Eq. 6 compares experts alone, use host='frozen'"
+        )
+    chosen = craftable(model, config)
+    made_from = Origin(config, True, fingerprint(model))
+    graft(
+        chosen,
+        config,
+        lambda layer, router: mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts)),
+    )
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, mnn.ExpertMoE):
+            module.requires_grad_(True)
+    model.pesc = made_from
+    return model
+
+
+def craftable(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
     """Return the host's anatomy and the layers to craft, or refuse what cannot be crafted."""
     if _origin(model) is not None:
         refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
@@ -101,15 +123,15 @@ def graft(
     trace = mnn.Trace()
     modules = []
     for layer in layers:
-        norm = next(p for p in layer.block.parameters() if p.is_floating_point())
+        weight = next(p for p in layer.block.parameters() if p.is_floating_point())
         router = mnn.Router(
             host.hidden,
             config.experts,
             config.top_k,
             layer=layer.index,
             trace=trace,
-            dtype=torch.promote_types(torch.float32, norm.dtype),
-            device=norm.device,
+            dtype=torch.promote_types(torch.float32, weight.dtype),
+            device=weight.device,
         )
         modules.append(build(layer, router).train(layer.block.training))
     for layer, module in zip(layers, modules, strict=True):
@@ -118,17 +140,12 @@ def graft(
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT).
-
-    Raises:
-        Refusal: E-MODEL when the model has none.
-    """
-    found = _origin(model)
-    if found is None:
-        refuse("E-MODEL", "the model has not been through pesc.craft or pesc.prepare")
-    return found
+    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT)."""
+    return _origin(model) or refuse(
+        "E-MODEL", "the model has not been through pesc.craft or pesc.prepare"
+    )
 
 
 def _origin(model: nn.Module) -> Origin | None:
-    found = (module.__dict__.get("pesc") for module in model.modules())
-    return next((each for each in found if isinstance(each, Origin)), None)
+    origins = (module.__dict__.get("pesc") for module in model.modules())
+    return next((each for each in origins if isinstance(each, Origin)), None)

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moebook import __version__
-from moebook.methods import settings
+from moebook import __version__, settings
 from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.crafting import checked, origin
+from moebook.methods.pesc.crafting import craftable, origin
 from moebook.methods.pesc.tuning import assemble, prepare, trained
 from moebook.models import folders
 from moebook.models.fingerprint import fingerprint
@@ -73,5 +72,5 @@ def _expected(model: nn.Module, config: Config, sparse: bool) -> dict[str, folde
     """Return what a checkpoint of this base must hold, from a copy on the meta device."""
     with torch.device("meta"):
         hollow = type(model)(model.config).to(model.dtype)
-        assemble(hollow, config, checked(hollow, config), sparse=sparse)
+        assemble(hollow, config, craftable(hollow, config), sparse=sparse)
     return {name: (p.shape, p.dtype) for name, p in trained(hollow, config).items()}

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from peft.utils.integrations import dequantize_module_weight
+from torch import nn
 
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.crafting import Origin, checked, install, origin
+from moebook.methods.pesc.crafting import Origin, craftable, install, origin
 from moebook.models.anatomy import Anatomy
 from moebook.models.fingerprint import fingerprint
 
@@ -26,26 +27,15 @@ def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Modu
     lists requires a gradient. With ``host="qlora"`` the linear layers inside the decoder layers are
     held in NF4 with double quantisation and compute in the host's own dtype (load it in bfloat16
     for the paper's setting); adapters, routers, embeddings, head and norms are not quantised.
-
-    Args:
-        model: A dense causal language model.
-        config: The settings.
-        sparse: Whether to craft.
-
-    Returns:
-        The same model, of the same class.
-
-    Raises:
-        Refusal: Those of `craft`; E-DEP when 4-bit weights are asked for without bitsandbytes.
     """
-    chosen = checked(model, config)
+    chosen = craftable(model, config)
     if config.host == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         refuse("E-DEP", "host='qlora' needs bitsandbytes: pip install bitsandbytes, or host='lora'")
-    made = Origin(config, sparse, fingerprint(model))
+    made_from = Origin(config, sparse, fingerprint(model))
     if config.host == "qlora":
         _quantise(model, chosen[0])
     assemble(model, config, chosen, sparse=sparse)
-    model.pesc = made
+    model.pesc = made_from
     return model
 
 
@@ -54,13 +44,13 @@ def assemble(model: nn.Module, config: Config, chosen: tuple, *, sparse: bool) -
     if sparse:
         install(chosen, config)
     if config.host in ("lora", "qlora"):
-        settings = LoraConfig(
+        lora = LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             lora_dropout=config.lora_dropout,
             target_modules=list(config.lora_targets),
         )
-        inject_adapter_in_model(settings, model)
+        inject_adapter_in_model(lora, model)
     model.requires_grad_(False)
     for parameter in trained(model, config).values():
         parameter.requires_grad_(True)
@@ -70,76 +60,52 @@ def assemble(model: nn.Module, config: Config, chosen: tuple, *, sparse: bool) -
 
 def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     """Return what trains, by name: adapters, routers and LoRA, or (``"full"``) everything."""
+    parameters = dict(model.named_parameters())
     if config.host == "full":
-        return dict(model.named_parameters())
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, mnn.Adapters | mnn.Router):
-            parts = module.named_parameters()
-        elif isinstance(module, LoraLayer):
-            parts = (item for item in module.named_parameters() if item[0].startswith("lora_"))
-        else:
-            continue
-        found.update({f"{name}.{part}": parameter for part, parameter in parts})
-    return found
+        return parameters
+    added = tuple(
+        f"{name}."
+        for name, part in model.named_modules()
+        if isinstance(part, mnn.Adapters | mnn.Router)
+    )
+    return {n: p for n, p in parameters.items() if n.startswith(added) or ".lora_" in n}
 
 
 def adapter_norm(model: nn.Module) -> float:
-    """Return the norm of all upper matrices, which start at zero: how far the adapters moved.
-
-    Raises:
-        Refusal: E-MODEL when the model holds no adapters.
-    """
+    """Return the norm of all upper matrices, which start at zero: how far the adapters moved."""
     ups = [part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)]
     if not ups:
         refuse("E-MODEL", "no adapters to measure: the model is dense or has full experts")
     return torch.stack([up.norm() for up in ups]).norm().item()
 
 
+@torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
     """Fold LoRA into the host's weights in place, so that the layers are plain linear layers again.
 
-    NF4 weights are dequantised first and stay dequantised: folding into 4 bits again would round
-    LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.
-
-    Returns:
-        The same model, equal to what it was to rounding.
-
-    Raises:
-        Refusal: E-MODEL when the model holds no LoRA.
+    NF4 weights are dequantised first and stay so: folding into 4 bits again (as PEFT does) would
+    round LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.
     """
-    made = origin(model)
-    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, LoraLayer)]
-    if not layers:
-        refuse(
-            "E-MODEL", f"nothing to merge: the model was prepared with host='{made.config.host}'"
-        )
-    for name, layer in layers:
-        model.set_submodule(name, _merged(layer))
+    made_from = origin(model)
+    host = made_from.config.host
+    if host not in ("lora", "qlora"):
+        refuse("E-MODEL", f"nothing to merge: the model was prepared with host='{host}'")
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLayer):
+            model.set_submodule(name, _merged(layer))
     model.is_loaded_in_4bit = False
-    model.pesc = replace(made, config=replace(made.config, host="full"))
+    model.pesc = replace(made_from, config=replace(made_from.config, host="full"))
     return model
 
 
-@torch.no_grad()
 def _merged(layer: LoraLayer) -> nn.Linear:
-    base = layer.get_base_layer()
-    weight = _dense_weight(base)
+    base, delta = layer.get_base_layer(), layer.get_delta_weight("default")
+    weight = dequantize_module_weight(base)
     linear = nn.Linear(base.in_features, base.out_features, base.bias is not None, device="meta")
-    delta = layer.get_delta_weight("default")
     linear.weight = nn.Parameter((weight.to(delta.dtype) + delta).to(weight.dtype))
     if base.bias is not None:
         linear.bias = nn.Parameter(base.bias.detach())
     return linear.train(layer.training)
-
-
-def _dense_weight(linear: nn.Linear) -> Tensor:
-    state = getattr(linear.weight, "quant_state", None)
-    if state is None:
-        return linear.weight.detach()
-    import bitsandbytes.functional as bnb  # an optional dependency, present where 4-bit weights are
-
-    return bnb.dequantize_4bit(linear.weight.data, state)
 
 
 def _quantise(model: nn.Module, host: Anatomy) -> None:
@@ -155,13 +121,11 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
                 bias=dense.bias is not None,
                 compute_dtype=dense.weight.dtype,
                 quant_type="nf4",
-                compress_statistics=True,
                 device="meta",
             )
             quantised.weight = Params4bit(
-                dense.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True,
-                module=quantised,
-            ).to(dense.weight.device)  # fmt: skip
+                dense.weight.data, requires_grad=False, quant_type="nf4", module=quantised
+            ).to(dense.weight.device)
             quantised.bias = dense.bias
             # Else evaluation on a CPU with AVX512-BF16 would repack the weights for good: widths of
             # whole 64-blocks only, double quantisation undone, scales rounded to bfloat16.
