@@ -163,8 +163,9 @@ def plain(part: Value | Curve) -> dict[str, Any]:
 def restored(kind: type[Part], data: object, where: str) -> Part:
     """Make a value or curve of what `plain` wrote; ``where`` names the cell in a refusal."""
     try:
-        pairs = data.items() if isinstance(data, dict) else ()
-        return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in pairs})
+        pairs: Any = data.items() if isinstance(data, dict) else ()
+        parts = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+        return kind(**parts)
     except Refusal as refusal:
         refuse("E-VALUE", f"{where}: {refusal.message}")
 
@@ -221,7 +222,7 @@ def _head(run: Run) -> dict[str, Any]:
 
 def _digest(run: Run) -> str:
     """The sha256 over all that a run says."""
-    parts = [_head(run), *map(plain, (*run.values, *run.curves))]
+    parts = [_head(run), *map(plain, run.values), *map(plain, run.curves)]
     text = json.dumps(parts, sort_keys=True, default=dict)
     return hashlib.sha256(text.encode()).hexdigest()
 
