@@ -164,7 +164,7 @@ def restored(kind: type[Part], data: object, where: str) -> Part:
     """Make a value or curve of what `plain` wrote; ``where`` names the cell in a refusal."""
     try:
         pairs: Any = data.items() if isinstance(data, dict) else ()
-        parts = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+        parts: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
         return kind(**parts)
     except Refusal as refusal:
         refuse("E-VALUE", f"{where}: {refusal.message}")
