@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,7 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.models.anatomy import Layer, anatomy
-from moebook.nn import Decision, Router
-from moebook.nn.modes import evaluating
-
-READ = ("input_ids", "attention_mask")
+from moebook.nn import Decision, evaluating, observe
 
 
 def logit_scale(logits: Tensor) -> float:
@@ -116,25 +112,16 @@ def summary(
     return {"gradient": float(norm), **means.to_dict()}
 
 
-@torch.no_grad()
 def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
     """Return what each router decided for a batch's real tokens, ``[T, E]`` and ``[T, K]``, on CPU.
 
     Raises:
         Refusal: E-MODEL when the model has no routers, or one whose output is not understood.
     """
-    layers, device = routed(model), next(model.parameters()).device
-    found: dict[int, Decision] = {}
-    with ExitStack() as hooks, evaluating(model):
-        for layer in layers:
-            see = layer.router.register_forward_hook(  # type: ignore[union-attr]
-                lambda part, args, out, at=layer.index: found.update({at: _read(part, args, out)})
-            )
-            hooks.enter_context(see)
-        model(**{key: batch[key].to(device) for key in READ if key in batch})
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten().bool().cpu()
-    kept = [found[layer.index] for layer in layers]
-    return [Decision(each.logits.cpu()[real], each.ids.cpu()[real]) for each in kept]
+    layers = routed(model)
+    seen = observe(model, {layer.index: layer.router for layer in layers}, batch)
+    real = [seen[layer.index].real() for layer in layers]
+    return [Decision(each.logits.cpu(), each.ids.cpu(), each.gates.cpu()) for each in real]
 
 
 def routed(model: nn.Module) -> list[Layer]:
@@ -143,14 +130,3 @@ def routed(model: nn.Module) -> list[Layer]:
     if not layers:
         refuse("E-MODEL", "the model has no routers: it is dense")
     return layers
-
-
-def _read(router: nn.Module, args: tuple[Any, ...], output: Any) -> Decision:
-    """Take logits and chosen experts out of a router's output, ours or transformers'."""
-    if isinstance(router, Router):
-        rows = args[0].flatten(0, -2).to(router.weight.dtype)
-        return Decision(nn.functional.linear(rows, router.weight), output.ids)
-    if isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point():
-        return Decision(output[0].float(), output[2])
-    kind = type(router).__name__
-    refuse("E-MODEL", f"{kind}: expected a router that puts out (logits, weights, experts)")

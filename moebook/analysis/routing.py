@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.nn import routers
-from moebook.nn.modes import evaluating
+from moebook.nn import observe, routers
 
-READ = ("input_ids", "attention_mask")
 KEYS = ["layer", "router"]
 """What tells one router from another: a layer may have several."""
 
 
-@torch.no_grad()
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
     """Measure each expert's share of the slots of each router, by domain (PESC Fig. 4).
 
@@ -40,15 +37,17 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
     found = routers(model)
     if not found:
         refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
-    names = {module: name for name, module in model.named_modules()}
-    device, rows = next(model.parameters()).device, []
+    names, rows = {module: name for name, module in model.named_modules()}, []
     for domain, several in batches.items():
         slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
         for batch in several:
-            read = {key: batch[key].to(device) for key in READ if key in batch}
-            with evaluating(model):
-                model(**read)
-            slots += torch.stack([_counts(router) for router in found])
+            seen = observe(model, dict(enumerate(found)), batch)
+            slots += torch.stack(
+                [
+                    torch.bincount(seen[place].real().ids.flatten().cpu(), minlength=slots.shape[1])
+                    for place in range(len(found))
+                ]
+            )
         if not slots.sum():
             refuse("E-DATA", f"domain '{domain}' has no tokens to count")
         for router, counted in zip(found, slots, strict=True):
@@ -157,11 +156,3 @@ def summary(shares: pd.DataFrame) -> dict[str, float]:
     loads, distances = load(shares), specialisation(shares).distance
     means = loads.entropy.mean(), loads.largest.mean(), distances.mean()
     return dict(zip(("load_entropy", "largest_share", "specialisation"), means, strict=True))
-
-
-def _counts(router: nn.Module) -> Tensor:
-    """Return the slots that each expert ``[E]`` got in the last pass, without padding."""
-    ids = router.trace.decisions[router.layer].ids
-    mask = router.trace.padding(len(ids))
-    kept = ids if mask is None else ids[mask.to(ids.device)]
-    return torch.bincount(kept.flatten().cpu(), minlength=len(router.weight)).double()

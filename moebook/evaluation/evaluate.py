@@ -16,7 +16,7 @@ from moebook.data.tasks import KNOWN
 from moebook.errors import nearest, refuse
 from moebook.evaluation.embedded import Embedded
 from moebook.evaluation.model import InMemory
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 METRICS = ("exact_match", "acc_norm", "acc")
 """What counts as correct: the first of these that a task reports."""

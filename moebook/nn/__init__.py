@@ -1,8 +1,10 @@
 """Modules that the methods put into a host model: routers, adapters, full experts."""
 
 from moebook.nn.adapters import AdapterMoE, Adapters
-from moebook.nn.experts import ExpertMoE, Experts
-from moebook.nn.routing import Decision, Router, Trace, routers
+from moebook.nn.experts import ExpertMoE, Experts, SplitExperts
+from moebook.nn.lora_mixture import LoraMixture
+from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
+from moebook.nn.routing import Router, balance, routers
 
 __all__ = [
     "AdapterMoE",
@@ -10,7 +12,13 @@ __all__ = [
     "Decision",
     "ExpertMoE",
     "Experts",
+    "LoraMixture",
     "Router",
+    "SplitExperts",
     "Trace",
+    "balance",
+    "evaluating",
+    "hooked",
+    "observe",
     "routers",
 ]

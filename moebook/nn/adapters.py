@@ -21,12 +21,10 @@ class Adapters(nn.Module):
     Warning:
         With both at zero (the paper's "omega_0 is initialised to zero", read literally) neither
         ever receives a gradient: that of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of
-            ``up`` = 0.
+        ``up`` = 0.
 
     Args:
-        width: D.
-        experts: E.
-        adapter_width: R.
+        width, experts, adapter_width: D, E and R.
         scale: Factor on the output in training mode.
         served_scale: Factor in evaluation mode (the released code merges with another one).
         dropout: Share of inputs dropped before ``down`` in training, in [0, 1). One mask a token,
@@ -65,19 +63,14 @@ class Adapters(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows."""
-        experts, width, adapter_width = self.down.shape
-        return (
-            f"width={width}, experts={experts}, adapter_width={adapter_width}, scale={self.scale}"
-        )
+        experts, width, narrow = self.down.shape
+        return f"width={width}, experts={experts}, adapter_width={narrow}, scale={self.scale}"
 
 
 class AdapterMoE(nn.Module):
     """Stands in for a dense MLP: the MLP once a token, routed adapters on its output.
 
-    Args:
-        shared: The host's own MLP, ``[B, T, D]`` to ``[B, T, D]``.
-        router: Reads what the MLP reads.
-        adapters: Read what the MLP puts out.
+    The router reads what the MLP ``shared`` reads, the adapters what it puts out.
     """
 
     def __init__(self, shared: nn.Module, router: Router, adapters: Adapters) -> None:

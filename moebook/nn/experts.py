@@ -1,28 +1,22 @@
-"""Full experts: E gated FFNs in fused 3-D weights, as transformers 5 keeps them; a router."""
+"""Full experts in fused 3-D weights, as transformers 5 keeps them: all trained, or some."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.kernels import Bank, Routing, experts
+from moebook.kernels import Bank, Routing, experts, grouped, split_experts
 from moebook.nn.routing import Router
 
 
 class Experts(nn.Module):
     """E gated FFNs, each a copy of one dense MLP at first: sparse upcycling (PESC Eq. 3).
 
-    Attributes:
-        gate_up_proj: ``[E, 2F, D]``, the gate's rows first.
-        down_proj: ``[E, D, F]``.
-
-    Args:
-        mlp: A dense MLP without biases: ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn``.
-        experts: E.
-
-    Raises:
-        Refusal: E-MODEL when the MLP's projections have biases.
+    ``gate_up_proj [E, 2F, D]``, the gate's rows first; ``down_proj [E, D, F]``. The MLP has
+    ``gate_proj``, ``up_proj`` and ``down_proj``, without biases, and ``act_fn``.
     """
 
     def __init__(self, mlp: nn.Module, experts: int) -> None:
@@ -41,12 +35,7 @@ class Experts(nn.Module):
 
 
 class ExpertMoE(nn.Module):
-    """Stands in for a dense MLP: a router and E full experts.
-
-    Args:
-        router: Reads what the MLP reads.
-        experts: Read the same.
-    """
+    """Stands in for a dense MLP: a router and E full experts, which read what the MLP reads."""
 
     def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
@@ -55,3 +44,56 @@ class ExpertMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the mixture's output in the shape of ``x [B, T, D]``."""
         return self.experts(x.flatten(0, -2), self.router(x)).view_as(x)
+
+
+class SplitExperts(nn.Module):
+    """Stands in for a model's fused experts: all frozen, but for copies of the chosen ones (ESFT).
+
+    The host's module stays whole inside, so that the base can be put back as it was. Only the two
+    parameters made here receive gradients and optimizer state.
+
+    Attributes:
+        frozen: The host's module, ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]`` without
+            biases, with its activation as ``act_fn``.
+        gate_up_proj, down_proj: ``[N, 2F, D]`` and ``[N, D, F]``, copies of the N chosen rows in a
+            dtype of their own; products are computed in that of the input.
+        slots: ``[E]`` int64, where an expert lies in the two, -1 for a frozen one.
+    """
+
+    slots: Tensor
+
+    def __init__(self, frozen: nn.Module, chosen: Sequence[int], *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        device = frozen.down_proj.device
+        self.register_buffer("chosen", torch.tensor(chosen, device=device), persistent=False)
+        slots = torch.full((len(frozen.down_proj),), -1, device=device)
+        slots[self.chosen] = torch.arange(len(chosen), device=device)
+        self.register_buffer("slots", slots, persistent=False)
+        self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[self.chosen].to(dtype))
+        self.down_proj = nn.Parameter(frozen.down_proj.detach()[self.chosen].to(dtype))
+
+    def forward(
+        self, x: Tensor, routing: Routing | Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return ``sum_k w_k E_k(x)`` for ``x [T, D]``.
+
+        The routing is that of a `Router`, or, as blocks of transformers call their experts, ids
+        and weights ``[T, K]``.
+        """
+        if weights is not None:
+            routing = grouped(routing, weights, len(self.slots))
+        frozen = Bank(self.frozen.gate_up_proj, self.frozen.down_proj)
+        trained = Bank(self.gate_up_proj, self.down_proj)
+        return split_experts(x, routing, frozen, trained, self.slots, self.frozen.act_fn)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """Write the trained rows into the host's module and return it."""
+        self.frozen.gate_up_proj[self.chosen] = self.gate_up_proj.to(self.frozen.gate_up_proj.dtype)
+        self.frozen.down_proj[self.chosen] = self.down_proj.to(self.frozen.down_proj.dtype)
+        return self.frozen
+
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows."""
+        return f"experts={len(self.slots)}, trained={self.chosen.tolist()}"

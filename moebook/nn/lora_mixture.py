@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.kernels import Routing, lora_mixture, route
+from moebook.kernels import lora_mixture
 from moebook.kernels.lora_mixture import Projection
 from moebook.nn.routing import Router
 
@@ -16,23 +16,21 @@ from moebook.nn.routing import Router
 class LoraMixture(nn.Module):
     """Stands in for a linear layer W: ``y = W x + sum_n G_n(x) * scale_n * B_n A_n x``.
 
-    Since the gates of a token sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``. All
-    N LoRAs are computed in one concatenated product and the gate is applied between A and B, on
-    N * R columns: no sorting, and with one expert exactly PEFT's LoRA.
-
-    Attributes:
-        down: A of all experts, ``[N, R, D]``.
-        up: B of all experts, ``[N, O, R]``.
-        only: Number of the one expert to use for every token, or None to route.
+    Since the gates of a token sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``.
+    With one expert it is exactly PEFT's LoRA.
 
     Args:
         base_layer: The linear layer, ``[..., D]`` to ``[..., O]``.
         router: Over N experts, of width D (``reads="layer"``) or O (``"expert"``).
-        down, up: The experts' factors.
+        down: A of all experts, ``[N, R, D]``.
+        up: B of all experts, ``[N, O, R]``.
         scales: ``alpha / r`` of each expert, N of them.
         reads: What the gate reads: ``"layer"``, the layer's input x; ``"expert"``, each expert's
             own output: logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9).
         dropout: Share of x dropped before A in training; one mask for all experts.
+
+    Attributes:
+        only: Number of the one expert to use for every token, or None to route.
     """
 
     def __init__(
@@ -72,23 +70,22 @@ class LoraMixture(nn.Module):
         if self.only is not None:
             gates[..., self.only] = 1
             return gates
-        routing = self.router(x) if self.reads == "layer" else self._by_output(base, source)
+        by_layer = self.reads == "layer"
+        routing = self.router(x) if by_layer else self.router(base, self._own_logits(source))
         weights = routing.weights.to(gates.dtype)
         return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
 
-    def _by_output(self, base: Tensor, source: Tensor) -> Routing:
-        """Route by the experts' outputs, without forming them: ``w . B h`` is ``(B' w) . h``."""
-        router = self.router
+    def _own_logits(self, source: Tensor) -> Tensor:
+        """Return what each expert's own output adds to its logit, ``[T, N]``.
+
+        The outputs are not formed: ``w . B h`` is ``(B' w) . h``.
+        """
         hidden = F.linear(source, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
-        with torch.autocast(base.device.type, enabled=False):
-            own = torch.einsum("no,nor->nr", router.weight, self.up.to(router.weight.dtype))
+        weight = self.router.weight
+        with torch.autocast(source.device.type, enabled=False):
+            own = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
             rows = hidden.flatten(0, -3).to(own.dtype)
-            logits = F.linear(base.flatten(0, -2).to(own.dtype), router.weight)
-            logits = logits + torch.einsum("tnr,nr->tn", rows, own) * (self.ratios * self.scale)
-            routing = route(logits, router.top_k, combine=router.combine)
-        kept = logits if self.training else logits.detach()
-        router.trace.record(router.layer, kept, routing.ids)
-        return routing
+            return torch.einsum("tnr,nr->tn", rows, own) * (self.ratios * self.scale)
 
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows."""

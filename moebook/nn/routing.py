@@ -1,107 +1,26 @@
-"""Routers, and the trace of what they decided in a model's last forward pass."""
+"""Routers, and the balance loss of all routers of a model."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moebook import kernels
 from moebook.errors import refuse
 from moebook.kernels import Routing, route
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one router decided for the tokens of one forward pass.
-
-    Attributes:
-        logits: ``[T, E]``; with its graph when the router was in training mode, else without.
-        ids: ``[T, K]`` chosen experts.
-    """
-
-    logits: Tensor
-    ids: Tensor
-
-
-class Trace:
-    """The decisions of all routers of a model in its last forward pass, and its padding mask.
-
-    Two hooks on the decoder open the trace before a pass and close it after. So each pass replaces
-    the one before (no graph outlives its step), and the second run of a layer that gradient
-    checkpointing makes during the backward pass finds it closed and records nothing. The mask comes
-    from the decoder's own arguments, since decoder layers hand none to their MLPs.
-    """
-
-    def __init__(self) -> None:
-        self.decisions: dict[int, Decision] = {}
-        self.attention_mask: Tensor | None = None
-        self._open = False
-
-    def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
-        """Copy as an empty trace: a copied model has not run yet."""
-        return (Trace, ())
-
-    def follow(self, decoder: nn.Module) -> None:
-        """Register the two hooks on a model's decoder."""
-        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        decoder.register_forward_hook(self._end, always_call=True)
-
-    def record(self, layer: int, logits: Tensor, ids: Tensor) -> None:
-        """Keep a router's decision under its layer's number, if a pass is under way."""
-        if self._open:
-            self.decisions[layer] = Decision(logits, ids)
-
-    def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
-        """Return the mask ``[T]`` of the ``rows`` tokens of a pass, true where a token is real.
-
-        Args:
-            rows: B times the tokens of one sequence in this pass.
-            attention_mask: ``[B, S]`` to use instead of the recorded one. With a KV cache, S covers
-                the past too: the last columns belong to this pass.
-
-        Returns:
-            None where there is no mask, or none of the form ``[B, S]`` (packed sequences have a
-            block mask and no padding): then every token counts.
-        """
-        mask = self.attention_mask if attention_mask is None else attention_mask
-        if mask is None or mask.dim() != 2:
-            return None
-        length = rows // max(len(mask), 1)
-        if length * len(mask) != rows or length > mask.shape[1]:
-            shape = tuple(mask.shape)
-            refuse(
-                "E-SHAPE", f"attention_mask {shape} does not fit the {rows} tokens of the last pass"
-            )
-        return mask[:, mask.shape[1] - length :].reshape(-1).bool()
-
-    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self.attention_mask = mask if isinstance(mask, Tensor) else None
-        self.decisions = {}
-        self._open = True
-
-    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._open = False
+from moebook.nn.observe import Decision, Trace
 
 
 class Router(nn.Module):
     """A linear router without bias, kept in float32 or wider, whatever its host computes in.
 
     Starts kaiming-uniform with a = sqrt 5, so within 1/sqrt(D) either way (PESC as released; the
-    paper says "randomly initialised").
-
-    Args:
-        width: D, width of what it reads.
-        experts: E.
-        top_k: K.
-        layer: Number of the decoder layer it serves.
-        trace: Where its decisions are recorded.
-        combine: Combine weights, see `moebook.kernels.route`.
-        dtype, device: Of the weight ``[E, D]``.
+    paper says "randomly initialised"). ``layer`` is the number of the decoder layer that it serves,
+    ``trace`` where the decisions of a training pass go, if anywhere. Weight ``[E, D]``.
     """
 
     def __init__(
@@ -111,7 +30,7 @@ class Router(nn.Module):
         top_k: int,
         *,
         layer: int,
-        trace: Trace,
+        trace: Trace | None = None,
         combine: str = "renormalised",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -121,12 +40,19 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width, dtype=dtype, device=device))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the tokens of ``x [..., D]``, flattened to ``[T, D]``; autocast is off in here."""
+    def logits(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """Return ``W x``, plus ``more [T, E]`` if given, ``[T, E]`` for ``x [..., D]``."""
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.flatten(0, -2).to(self.weight.dtype), self.weight)
-            routing = route(logits, self.top_k, combine=self.combine)
-        self.trace.record(self.layer, logits if self.training else logits.detach(), routing.ids)
+            return logits if more is None else logits + more
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Routing:
+        """Route the T tokens of ``x [..., D]`` by their `logits`."""
+        logits = self.logits(x, more)
+        routing = route(logits, self.top_k, combine=self.combine)
+        if self.trace is not None:
+            kept = logits if self.training else logits.detach()
+            self.trace.record(self.layer, Decision(kept, routing.ids, routing.weights.detach()))
         return routing
 
     def extra_repr(self) -> str:
@@ -137,5 +63,43 @@ class Router(nn.Module):
 
 def routers(model: nn.Module) -> list[Router]:
     """Return the model's routers in the order of their layers."""
-    found = [module for module in model.modules() if isinstance(module, Router)]
-    return sorted(found, key=lambda router: router.layer)
+    parts = [module for module in model.modules() if isinstance(module, Router)]
+    return sorted(parts, key=lambda router: router.layer)
+
+
+def balance(
+    routers: Sequence[Router],
+    attention_mask: Tensor | None = None,
+    *,
+    first: bool = False,
+    form: str = "live",
+) -> Tensor:
+    """Return ``sum over layers of E * sum_i f_i p_i`` of the last pass, padding left out.
+
+    The number of layers when routing is uniform. Each layer has its own term: pooling f and p over
+    layers would let one layer's imbalance cancel another's. Fits gradient accumulation and gradient
+    checkpointing of the non-reentrant kind.
+
+    Args:
+        routers: Routers with a trace that have run forward, at least one.
+        attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
+        first: Count in f a token's first choice alone (Switch), not all K of its slots.
+        form: See `moebook.kernels.balance_loss`.
+    """
+    total = torch.zeros((), device=routers[0].weight.device, dtype=routers[0].weight.dtype)
+    for router in routers:
+        decision = None if router.trace is None else router.trace.decisions.get(router.layer)
+        if router.trace is None or decision is None:
+            refuse("E-MODEL", f"the router of layer {router.layer} has not run: do a forward pass"
+                   " first")  # fmt: skip
+        wanted = router.training and router.weight.requires_grad and torch.is_grad_enabled()
+        if wanted and not decision.logits.requires_grad:
+            refuse("E-GRADIENT", f"the router of layer {router.layer} ran without a graph, so its"
+                   " balance loss would be dead: no torch.no_grad() around the forward pass, and"
+                   " gradient checkpointing with use_reentrant=False")  # fmt: skip
+        mask = router.trace.padding(len(decision.ids), attention_mask)
+        mask = None if mask is None else mask.to(decision.ids.device)
+        ids = decision.ids[:, :1] if first else decision.ids
+        term = kernels.balance_loss(decision.logits, ids, mask=mask, form=form)
+        total = total + term.to(total.device)
+    return total

@@ -1,13 +1,16 @@
-"""The trace of a model's routers: one pass, its mask, no graph kept, nothing outside a pass."""
+"""Routers, the trace of a training pass, and what is read from any model's routers by hooks."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from moebook.errors import Refusal
-from moebook.nn import Router, Trace, routers
+from moebook.kernels import route
+from moebook.nn import Router, Trace, balance, evaluating, observe, routers
 
 
 class Decoder(nn.Module):
@@ -41,6 +44,9 @@ def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
         decoder(torch.full((1, 1, 6), torch.nan))
     decoder.blocks[0](torch.randn(3, 6))
     assert decoder.trace.decisions == {}
+    for blocks in (decoder.blocks, [Router(6, 4, 2, layer=3)]):
+        with pytest.raises(Refusal, match=r"E-MODEL: the router of layer \d has not run"):
+            balance(blocks)
 
 
 def test_logits_keep_their_graph_in_training_alone():
@@ -74,12 +80,78 @@ def test_the_mask_of_a_cached_pass_is_the_end_of_the_whole_mask():
 
 
 def test_router_is_float32_under_autocast_and_reads_half_precision():
-    router = Router(6, 4, 2, layer=0, trace=Trace())
+    router = Router(6, 4, 2, layer=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert router(torch.randn(2, 3, 6)).weights.dtype == torch.float32
     assert router(torch.randn(2, 3, 6).bfloat16()).weights.dtype == torch.float32
 
 
 def test_routers_come_in_the_order_of_their_layers():
-    model = nn.ModuleList([Router(6, 4, 2, layer=i, trace=Trace()) for i in (2, 0, 1)])
+    model = nn.ModuleList([Router(6, 4, 2, layer=i) for i in (2, 0, 1)])
     assert [router.layer for router in routers(model)] == [0, 1, 2]
+
+
+BATCH = {
+    "input_ids": torch.arange(12).view(2, 6),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+}
+
+
+class Embedded(nn.Module):
+    """Our routers over an embedding; the last one is never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 6)
+        self.gates = nn.ModuleList(Router(6, 4, 2, layer=i) for i in (0, 1, 2))
+
+    def forward(self, input_ids, attention_mask=None, use_cache=True):
+        x = self.embedding(input_ids)
+        self.gates[0](x), self.gates[1](x, torch.arange(48.0).view(12, 4))
+
+
+def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
+    model = Embedded()
+    seen = observe(model, dict(enumerate(model.gates)), BATCH)
+    assert seen.keys() == {0, 1}
+    logits = F.linear(model.embedding(BATCH["input_ids"]), model.gates[1].weight)
+    logits = logits + torch.arange(48.0).view(2, 6, 4)
+    wanted = route(logits.flatten(0, 1), 2)
+    assert torch.equal(seen[1].logits, logits)
+    assert torch.equal(seen[1].ids.flatten(0, 1), wanted.ids)
+    assert torch.equal(seen[1].gates.flatten(0, 1), wanted.weights)
+    assert torch.equal(seen[1].mask, BATCH["attention_mask"].bool())
+    assert torch.equal(seen[0].real().ids, seen[0].ids[seen[0].mask])
+    assert not seen[1].logits.requires_grad
+    assert not any(gate._forward_hooks for gate in model.gates)
+    with pytest.raises(Refusal, match=r"E-SHAPE: attention_mask \(2, 5\)"):
+        observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
+
+
+def test_routers_of_transformers_are_read_as_ours_are_and_others_refused():
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).train()
+    gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers)}
+    seen = observe(model.model, gates, BATCH)
+    assert model.training
+    for decision in seen.values():
+        assert torch.equal(decision.ids, decision.logits.topk(2).indices)
+        torch.testing.assert_close(decision.gates.sum(-1), torch.ones(2, 6))
+    with pytest.raises(Refusal, match="E-MODEL: MixtralAttention does not return"):
+        observe(model, {0: model.model.layers[0].self_attn}, BATCH)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_module_gets_its_own_mode_back(training):
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
+    model.train(training)
+    model[0].train(not training)
+    before = [module.training for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        assert not any(module.training for module in model.modules())
+        raise ZeroDivisionError
+    assert [module.training for module in model.modules()] == before

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.kernels import Routing
 from moebook.models.anatomy import anatomy
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 READ = ("input_ids", "attention_mask")
 

@@ -13,7 +13,7 @@ from moebook.methods.esft.routing import Sparse, check_layers, experts_of, spars
 from moebook.methods.esft.selection import Selection
 from moebook.models.fingerprint import fingerprint
 from moebook.models.registry import unlike
-from moebook.nn.split_experts import SplitExperts
+from moebook.nn import SplitExperts
 
 
 @dataclass(frozen=True)

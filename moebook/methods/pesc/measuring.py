@@ -21,8 +21,7 @@ from moebook.errors import nearest, refuse
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import craftable, install, origin
 from moebook.models.anatomy import anatomy
-from moebook.nn.balancing import balance
-from moebook.nn.modes import evaluating
+from moebook.nn import balance, evaluating
 from moebook.training import fit
 
 # What a count needs of the public configurations; Yi-34B has Llama's form.

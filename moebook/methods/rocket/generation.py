@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from moebook.evaluation.model import PAIR, InMemory
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 
 def greedy(

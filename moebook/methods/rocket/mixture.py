@@ -16,9 +16,7 @@ from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 from moebook.models.anatomy import anatomy
 from moebook.models.fingerprint import fingerprint
-from moebook.nn.lora_mixture import LoraMixture
-
-TRACES = "rocket_traces"
+from moebook.nn import LoraMixture
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ def install(
             len(origin.experts),
             config.top_k,
             layer=numbers[id(blocks[block])],
-            trace=_trace(model, path.rpartition(".")[2]),
             **place,
         )
         mixed = LoraMixture(
@@ -185,12 +182,3 @@ def _check(model: nn.Module, loras: Sequence[Lora], config: Config) -> None:
         refuse("E-BANK", f"a LoRA is named twice: {', '.join(names)}")
     for lora in loras:
         bank.alike(loras[0], lora)
-
-
-def _trace(model: nn.Module, projection: str) -> mnn.Trace:
-    """Return the trace of one projection's gates; made once a model, since it hooks the decoder."""
-    traces = model.__dict__.setdefault(TRACES, {})
-    if projection not in traces:
-        traces[projection] = mnn.Trace()
-        traces[projection].follow(anatomy(model).decoder)
-    return traces[projection]

@@ -26,7 +26,7 @@ from moebook.methods.rocket.catalogue import SOURCES
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.packing import Pack, packs
 from moebook.models.anatomy import Anatomy, anatomy
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 from moebook.runtime import progress
 
 Row = Mapping[str, str]

@@ -31,7 +31,7 @@ from moebook.methods.settings import chosen
 from moebook.methods.upcycling.upcycling import Origin, origin
 from moebook.models import manifest
 from moebook.models.anatomy import anatomy
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 CLASSES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),

@@ -13,7 +13,7 @@ from moebook.data import IGNORED
 from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.methods.settings import chosen, real, whole
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 OF = ("answer", "all")
 

@@ -18,7 +18,7 @@ from moebook.methods.settings import chosen, real, whole
 from moebook.methods.upcycling.listening import TENSORS, listening
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.fingerprint import fingerprint
-from moebook.nn.modes import evaluating
+from moebook.nn import evaluating
 
 Batch = Mapping[str, Tensor]
 TOKENS = ("each", "last", "mean")

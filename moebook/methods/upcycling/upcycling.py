@@ -13,7 +13,7 @@ from moebook.methods.upcycling.config import Config
 from moebook.methods.upcycling.starts import Start, random
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.models.fingerprint import fingerprint
-from moebook.nn.balancing import balance
+from moebook.nn import balance
 
 
 @dataclass(frozen=True)

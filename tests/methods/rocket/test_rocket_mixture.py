@@ -11,7 +11,7 @@ from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import mixture
 from moebook.models.fingerprint import fingerprint
-from moebook.nn.lora_mixture import LoraMixture
+from moebook.nn import LoraMixture
 
 ONE = {"candidates": 1, "experts": 1, "top_k": 1}
 
@@ -109,7 +109,7 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, base, batch, mak
     assert fingerprint(mixture.remove(model)) == before
 
 
-def test_removing_and_building_again_leaves_the_base_and_its_hooks_alone(base, batch, make_bank):
+def test_removing_and_building_again_leaves_the_base_alone(base, batch, make_bank):
     model = base()
     plain = model(**batch).logits
     bank = make_bank(model)
@@ -118,8 +118,7 @@ def test_removing_and_building_again_leaves_the_base_and_its_hooks_alone(base, b
         mixed = model(**batch).logits
         assert torch.equal(mixture.remove(model)(**batch).logits, plain)
         assert not torch.allclose(mixed, plain)
-    decoder = model.get_decoder()
-    assert len(decoder._forward_pre_hooks) == 2  # one trace for q_proj, one for v_proj
+    assert not model.get_decoder()._forward_pre_hooks
 
 
 def test_one_expert_alone_equals_that_lora_on_the_base(base, batch, make_bank):

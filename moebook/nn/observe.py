@@ -1,0 +1,171 @@
+"""What a model's routers decide: read by hooks for a batch, or kept from a training pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.kernels import Routing
+
+Key = TypeVar("Key")
+
+
+class Decision(NamedTuple):
+    """What one router decides for the tokens of a pass.
+
+    Attributes:
+        logits: ``[..., E]``.
+        ids: ``[..., K]`` chosen experts.
+        gates: ``[..., K]`` their weights, without the constant factor that some of DeepSeek's
+            models apply afterwards.
+        mask: ``[...]``, true where a token is real; None in a `Trace`, which holds one for all.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    gates: Tensor
+    mask: Tensor | None = None
+
+    def real(self) -> Decision:
+        """Return the decisions for the real tokens alone, ``[T, ...]``."""
+        mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
+        return Decision(self.logits[mask], self.ids[mask], self.gates[mask], mask[mask])
+
+
+@torch.no_grad()
+def observe(
+    model: nn.Module, routers: Mapping[Key, nn.Module], batch: Mapping[str, Tensor]
+) -> dict[Key, Decision]:
+    """Run a model on a batch, in evaluation mode, and return what each of its routers decides.
+
+    Args:
+        model: The model, or its decoder alone, which spares the head.
+        routers: Those to read, of `moebook.nn` or of transformers, by whatever tells them apart:
+            ``{layer.index: layer.router for layer in layers}`` by layer, or
+            ``{name: part for name, part in model.named_modules() if isinstance(part, Router)}``
+            where a layer has several. One that the pass does not reach is left out.
+        batch: ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``.
+
+    Returns:
+        Decisions over all tokens ``[B, S, ...]``, padding included; `Decision.real` leaves it out.
+
+    Raises:
+        Refusal: E-MODEL for a router whose output is not understood.
+    """
+    device = next(model.parameters()).device
+    inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
+    shape = inputs["input_ids"].shape
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    if mask.shape != shape:
+        refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} for input_ids {tuple(shape)}")
+    decisions = {}
+
+    def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
+        parts = _decided(routers[key], arguments, output)
+        logits, ids, gates = (part.view(*shape, -1) for part in parts)
+        decisions[key] = Decision(logits, ids, gates, mask)
+
+    with evaluating(model), hooked(routers, see):
+        model(**inputs, use_cache=False)
+    return decisions
+
+
+def _decided(
+    router: nn.Module, arguments: tuple[Any, ...], output: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, ids and gates from a router of ours or of transformers."""
+    if isinstance(output, Routing):
+        return router.logits(*arguments), output.ids, output.weights
+    triple = isinstance(output, tuple) and len(output) == 3
+    if not triple or output[1].shape != output[2].shape or output[2].is_floating_point():
+        refuse("E-MODEL", f"{type(router).__name__} does not return (logits [T, E], gates [T, K],"
+               " ids [T, K])")  # fmt: skip
+    logits, gates, ids = output
+    return logits.float(), ids, gates / getattr(router, "routed_scaling_factor", 1.0)
+
+
+@contextmanager
+def hooked(
+    modules: Mapping[Key, nn.Module], see: Callable[[Key, tuple[Any, ...], Any], None]
+) -> Iterator[None]:
+    """Call ``see(key, arguments, output)`` after each run of a module, while the block lasts."""
+    with ExitStack() as hooks:
+        for key, module in modules.items():
+
+            def hook(
+                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any,
+                key: Key = key,
+            ) -> None:  # fmt: skip
+                see(key, (*args, *kwargs.values()), output)
+
+            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the length of the block; each module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Trace:
+    """The decisions of a model's routers in its last forward pass, for the balance loss.
+
+    Two hooks on the decoder open the trace before a pass and close it after. So each pass replaces
+    the one before (no graph outlives its step), and the second run of a layer that gradient
+    checkpointing makes during the backward pass finds it closed. The padding mask comes from the
+    decoder's own arguments, since decoder layers hand none to their MLPs.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self.attention_mask: Tensor | None = None
+        self._open = False
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
+        """Copy as an empty trace: a copied model has not run yet."""
+        return (Trace, ())
+
+    def follow(self, decoder: nn.Module) -> None:
+        """Register the two hooks on a model's decoder."""
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        decoder.register_forward_hook(self._end, always_call=True)
+
+    def record(self, layer: int, decision: Decision) -> None:
+        """Keep a router's decision under its layer's number, if a pass is under way."""
+        if self._open:
+            self.decisions[layer] = decision
+
+    def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
+        """Return the mask ``[T]`` of the T = ``rows`` tokens of a pass, true where one is real.
+
+        None where there is no mask ``[B, S]`` (packed sequences have a block mask and no padding).
+        With a KV cache S covers the past too: the last columns belong to this pass.
+        """
+        mask = self.attention_mask if attention_mask is None else attention_mask
+        if mask is None or mask.dim() != 2:
+            return None
+        length = rows // max(len(mask), 1)
+        if length * len(mask) != rows or length > mask.shape[1]:
+            shape = f"attention_mask {tuple(mask.shape)}"
+            refuse("E-SHAPE", f"{shape} does not fit the {rows} tokens of the last pass")
+        return mask[:, mask.shape[1] - length :].reshape(-1).bool()
+
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.attention_mask = mask if isinstance(mask, Tensor) else None
+        self.decisions, self._open = {}, True
+
+    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._open = False
