@@ -31,7 +31,17 @@ def settings(kind: type[Kind]) -> type[Kind]:
     Making one with a bad value raises a `Refusal` that names the field and the value: E-CHOICE,
     E-RANGE or E-TYPE.
     """
-    made: Any = dataclass(frozen=True, kw_only=True, config=CHECKS)(kind)
+    return _checked_class(kind, kw_only=True)
+
+
+@dataclass_transform(frozen_default=True)
+def record(kind: type[Kind]) -> type[Kind]:
+    """Make a class a frozen, checked dataclass as `settings` does, with positional fields too."""
+    return _checked_class(kind, kw_only=False)
+
+
+def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
+    made: Any = dataclass(frozen=True, kw_only=kw_only, config=CHECKS)(kind)
     construct = made.__init__
 
     @functools.wraps(construct)

@@ -19,7 +19,7 @@ from typing import Any
 from moebook.errors import refuse
 from moebook.notebook import markup, privacy
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
-from moebook.results import Curve, Value, curve_from, plain, value_from
+from moebook.results import Curve, Value, plain, restored
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -60,13 +60,13 @@ def values(notebook: Any) -> tuple[Value, ...]:
         Refusal: ``E-VALUE`` for an output of that type that is not a value.
     """
     found = _outputs(notebook, VALUE)
-    return tuple(value_from(content, f"In [{number}]") for number, content in found)
+    return tuple(restored(Value, content, f"In [{number}]") for number, content in found)
 
 
 def curves(notebook: Any) -> tuple[Curve, ...]:
     """Harvest curves, as `values` does values."""
     found = _outputs(notebook, CURVE)
-    return tuple(curve_from(content, f"In [{number}]") for number, content in found)
+    return tuple(restored(Curve, content, f"In [{number}]") for number, content in found)
 
 
 def notes(notebook: Any) -> dict[str, Any]:
@@ -134,9 +134,9 @@ def _content(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
         case _ if mime == f"{GLUE}text/plain":
             return _text(content, folder, dropped)
         case _ if mime == VALUE:
-            return plain(value_from(content, "a recorded value"))
+            return plain(restored(Value, content, "a recorded value"))
         case _ if mime == CURVE:
-            return plain(curve_from(content, "a recorded curve"))
+            return plain(restored(Curve, content, "a recorded curve"))
         case _ if mime == NOTE:
             return json.loads(_text(json.dumps(content), folder, dropped))
     return None

@@ -1,26 +1,35 @@
-"""Where the project is, and how its files are written and hashed."""
+"""The project's files: where they are, how they are written, and the hashes of its code.
+
+A run keeps the hashes of the modules that it loaded, of the data files beside them, and of its
+notebook's code. Comments and docstrings change no number and do not count; nor does what the
+papers print, since no run is made of it.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
+import json
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moebook.errors import refuse
 
+PACKAGE = Path(__file__).parents[1]
+CODE = ("moebook", "notebooks", "requirements.lock")
+FROZEN = ".commit"
+"""File at the top of a frozen copy of the project: the commit that it was exported from."""
+
 
 def root(start: Path | None = None) -> Path:
-    """Find the project: the nearest folder at or above ``start`` that holds ``_config.yml``.
-
-    Args:
-        start: Where to begin; the working directory by default.
-
-    Raises:
-        Refusal: ``E-PATH`` when there is none.
-    """
+    """Find the project: the nearest folder with ``_config.yml``, from the working directory up."""
     begin = (start or Path.cwd()).resolve()
     for folder in (begin, *begin.parents):
         if (folder / "_config.yml").is_file():
@@ -47,7 +56,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file at once or not at all."""
+    """Write a text file whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -55,3 +64,84 @@ def write(path: Path, text: str) -> None:
 def digest(path: Path) -> str | None:
     """Return the sha256 of a file's bytes in hex; None when there is no such file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def source(notebook: Path) -> str | None:
+    """Hash the code cells of a notebook, without the cell that papermill injected."""
+    if not notebook.is_file():
+        return None
+    cells = json.loads(notebook.read_text(encoding="utf-8")).get("cells", [])
+    code = [
+        "".join(cell["source"])
+        for cell in cells
+        if cell["cell_type"] == "code"
+        and "injected-parameters" not in cell.get("metadata", {}).get("tags", [])
+    ]
+    return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
+
+
+def loaded(known: Container[str] = ()) -> dict[str, str]:
+    """Hash the package's modules that this process has loaded, and the data files beside them.
+
+    Args:
+        known: Names that are left out.
+
+    Returns:
+        Path below the package (``methods/pesc/crafting.py``) to hash.
+    """
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == PACKAGE.name]
+    files = [Path(module.__file__) for module in modules if module.__file__]
+    data = [path for file in files if file.name == "__init__.py" for path in _data(file.parent)]
+    names = {path.relative_to(PACKAGE).as_posix(): path for path in sorted({*files, *data})}
+    return {name: code_digest(path) for name, path in names.items() if name not in known}
+
+
+@functools.cache
+def _data(package: Path) -> tuple[Path, ...]:
+    """List a package's own data files, but none of what the papers print."""
+    files: list[Path] = []
+    for path in package.iterdir() if package.name != "papers" else ():
+        if path.is_dir() and not (path / "__init__.py").is_file():
+            files += [file for file in path.rglob("*") if file.is_file()]
+        elif path.is_file():
+            files.append(path)
+    return tuple(path for path in files if path.suffix not in (".py", ".pyc", ".md"))
+
+
+def code_digest(path: Path) -> str:
+    """Hash what a module does, or the bytes of another file."""
+    return _code(path.read_text(encoding="utf-8")) if path.suffix == ".py" else str(digest(path))
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(text: str) -> str:
+    """Hash a module's syntax tree without docstrings."""
+    return hashlib.sha256(ast.dump(_Docstrings().visit(ast.parse(text))).encode()).hexdigest()
+
+
+class _Docstrings(ast.NodeTransformer):
+    """Removes statements that are nothing but a string."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        value = node.value.value if isinstance(node.value, ast.Constant) else None
+        return None if isinstance(value, str) else node
+
+
+def commit(folder: Path) -> dict[str, Any] | None:
+    """Return the git commit and whether the code differs from it (dirty); None without git."""
+    if (folder / FROZEN).is_file():
+        return {"id": (folder / FROZEN).read_text(encoding="utf-8").strip(), "dirty": False}
+    head = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--", *CODE)
+    return None if head is None or status is None else {"id": head, "dirty": bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Ask git about a project; None without git, or when it fails."""
+    command = ["git", "-C", str(folder), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

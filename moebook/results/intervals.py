@@ -14,22 +14,17 @@ CONFIDENCE = 0.95
 
 
 def interval(effects: np.ndarray) -> tuple[float, float] | None:
-    """Interval of the mean at 95 %.
+    """Interval of the mean of effects by seed and test item, ``[S, I]``, at 95 %.
 
-    Every seed is tested on the same items, so seeds and items are crossed, and the variance of the
-    mean is that of the mean over seeds plus that of the mean over items (what is of neither is
-    counted twice, which errs on the wide side). Each of the two is multiplied by the square of its
-    own quantile of Student's distribution, and the half width is the root of the sum (Banerjee,
-    Sankhya 22, 1960). So the interval is never narrower than Student's over the seeds alone, and
-    covers at least what it says whichever of the two is large. Satterthwaite's degrees of freedom
-    for the sum covered 92.7 % where both are equal and there are three seeds; a percentile
-    bootstrap of three seeds is their range, 75 %.
+    Every seed is tested on the same items, so the variance of the mean is that of the mean over
+    seeds plus that of the mean over items (what belongs to neither counts twice, which errs on the
+    wide side). Each is multiplied by the square of its own quantile of Student's distribution, and
+    the half width is the root of the sum (Banerjee, Sankhya 22, 1960). So the interval is never
+    narrower than Student's over the seeds alone, and covers at least what it says whichever is
+    larger. Satterthwaite's degrees of freedom covered 92.7 % where both are equal and there are
+    three seeds; a percentile bootstrap of three seeds is their range, 75 %.
 
-    Args:
-        effects: Effects by seed and test item, [S, I]; I is 1 where only means are known.
-
-    Returns:
-        Lower and upper end; None for a single number, about which nothing can be said.
+    None for a single number, about which nothing can be said. I is 1 where only means are known.
     """
     if effects.size == 1:
         return None
@@ -52,17 +47,13 @@ def combined(variances: Sequence[npt.ArrayLike], sizes: Sequence[int], chance: f
 
 
 def p_value(effects: np.ndarray) -> float:
-    """Two-sided p-value of a mean effect of zero: 1 less the confidence that just excludes zero.
-
-    Args:
-        effects: As in `interval`, more than one number.
-    """
+    """Two-sided p-value of a mean effect of zero: 1 less the confidence that just excludes zero."""
     middle = abs(float(effects.mean()))
     if half_width(effects, 0.5) == 0:
         return float(middle == 0)
     if half_width(effects, 1 - 1e-9) >= middle:
         return 1.0
-    # Sought as a logarithm: the p-value of many items is as small as may be.
+    # Found on a log scale: the p-value of many items is as small as may be.
     gap = lambda log: half_width(effects, math.exp(log)) - middle  # noqa: E731
     lowest = math.log(1e-15)
     return 1e-15 if gap(lowest) <= 0 else math.exp(optimize.brentq(gap, lowest, -1e-9))

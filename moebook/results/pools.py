@@ -1,12 +1,12 @@
 """A pool is all runs of one protocol; verdicts, intervals and figures over seeds come from pools.
 
-``results/<notebook>/<protocol>/*.parquet`` holds the committed runs, a file each. A file more adds
-a seed, or arms to a seed, and changes nothing else.
+``results/<notebook>/<protocol>/*.parquet`` holds the committed runs, a file each. One more file
+adds a seed, or arms to a seed, and changes nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,7 @@ import numpy as np
 
 from moebook.errors import refuse
 from moebook.results.files import root
-from moebook.results.runs import Run, read_run
-from moebook.results.values import TIERS, Curve, Value
+from moebook.results.runs import TIERS, Curve, Run, Value, read_run
 
 COMMITTED = ("study", "gpu", "paper")
 """The tiers whose runs are kept in the repository; the others live beside the page."""
@@ -25,20 +24,17 @@ LIVE = "this build"
 """What stands for a protocol's name in the pool of the one run that a page shows."""
 
 BASES = ("nano", "nano-moe", "smollm2")
-"""The bases that are known by a name, smallest first; others are larger."""
+"""The bases that are known by name, smallest first; others are larger."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All runs of one notebook under one protocol.
+    """All runs of one notebook under one protocol; runs that do not fit together are refused.
 
     Args:
         notebook: Short name, such as ``pesc``.
         protocol: The protocol's name, such as ``nano``.
         runs: At least one; of one seed there may be several, with different arms.
-
-    Raises:
-        Refusal: ``E-POOL`` for runs that do not belong together, naming both files.
     """
 
     notebook: str
@@ -48,7 +44,8 @@ class Pool:
     def __post_init__(self) -> None:
         for number, run in enumerate(self.runs):
             for other in self.runs[:number]:
-                _check(other, run)
+                for clash in _clashes(other, run):
+                    refuse("E-POOL", f"{self.notebook}/{self.protocol}, seed {run.seed}: {clash}")
 
     @property
     def tier(self) -> str:
@@ -59,7 +56,7 @@ class Pool:
     def rank(self) -> tuple[int, int]:
         """Place among other pools: by tier, then by the size of the base."""
         base = str(self.runs[0].settings.get("base", ""))
-        return TIERS.index(self.tier), BASES.index(base) if base in BASES else len(BASES)
+        return TIERS.index(self.runs[0].tier), BASES.index(base) if base in BASES else len(BASES)
 
     @property
     def last(self) -> Run:
@@ -69,38 +66,34 @@ class Pool:
     @cached_property
     def seeds(self) -> dict[int, dict[str, Value]]:
         """Values by seed and name; what several runs of a seed recorded alike stands once."""
-        found: dict[int, dict[str, Value]] = {}
-        for run in self.runs:
-            found.setdefault(run.seed, {}).update({value.name: value for value in run.values})
-        return dict(sorted(found.items()))
+        seeds: dict[int, dict[str, Value]] = {}
+        for run in sorted(self.runs, key=lambda run: run.seed):
+            seeds.setdefault(run.seed, {}).update({value.name: value for value in run.values})
+        return seeds
 
     @cached_property
     def arms(self) -> dict[str, tuple[int, ...]]:
         """The seeds that each arm ran with."""
-        found: dict[str, list[int]] = {}
+        arms: dict[str, tuple[int, ...]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):
             for arm in run.arms:
-                found.setdefault(arm, []).append(run.seed)
-        return {arm: tuple(seeds) for arm, seeds in found.items()}
+                arms[arm] = (*arms.get(arm, ()), run.seed)
+        return arms
 
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""
-        return {seed: found[name] for seed, found in self.seeds.items() if name in found}
+        return {seed: values[name] for seed, values in self.seeds.items() if name in values}
 
     def curves(self, name: str) -> dict[int, Curve]:
         """Curves of one name by seed; empty where no run has it."""
         return {run.seed: curve for run in self.runs for curve in run.curves if curve.name == name}
 
     def effects(self, name: str, reference: str | float | None = None) -> np.ndarray:
-        """A value, less another of the same seed and item, by seed and item.
-
-        Args:
-            name: Of the value.
-            reference: Name of the other value, or a number.
+        """A value less a reference (another value's name, or a number), by seed and item.
 
         Returns:
-            ``[S, I]``: over the seeds that have both; I is 1 where not all carry the same items.
-            ``[0, 1]`` where no seed has both.
+            ``[S, I]`` over the seeds that have both; I is 1 where not all carry the same items, and
+            S is 0 where no seed has both.
         """
         values = self.values(name)
         if isinstance(reference, str):
@@ -126,52 +119,35 @@ def _minus(value: Value, other: Value) -> np.ndarray:
     return one - two if len(one) == len(two) else np.array([value.value - other.value])
 
 
-def _check(one: Run, other: Run) -> None:
-    """Refuse two runs that no pool can hold."""
-    where = f"{other.notebook}/{other.protocol}, seed {other.seed}"
+def _clashes(one: Run, other: Run) -> Iterator[str]:
+    """Say why no pool can hold both of two runs."""
     if (one.notebook, one.protocol, one.tier) != (other.notebook, other.protocol, other.tier):
         kinds = [f"{run.notebook} at {run.protocol} (tier {run.tier})" for run in (one, other)]
-        refuse("E-POOL", f"{where}: a run of {kinds[1]} lies among runs of {kinds[0]}")
+        yield f"a run of {kinds[1]} lies among runs of {kinds[0]}"
     for name in sorted(one.settings.keys() & other.settings.keys()):
         if one.settings[name] != other.settings[name]:
-            pair = f"{name} = {other.settings[name]!r}, seed {one.seed} has {one.settings[name]!r}"
-            refuse("E-POOL", f"{where}: {pair}; another protocol needs another name")
+            pair = f"{other.settings[name]!r}, seed {one.seed} has {one.settings[name]!r}"
+            yield f"{name} = {pair}; another protocol needs another name"
     if one.rows.get("test") != other.rows.get("test"):
-        refuse("E-POOL", f"{where}: tested on other rows than seed {one.seed}; nothing pairs them")
-    units = {value.name: value.unit for value in one.values}
-    for value in other.values:
-        if units.get(value.name, value.unit) != value.unit:
-            pair = f"{value.unit}, seed {one.seed} has it in {units[value.name]}"
-            refuse("E-POOL", f"{where}: {value.name} is in {pair}")
+        yield f"tested on other rows than seed {one.seed}; nothing pairs them"
     if one.seed == other.seed:
-        _check_seed(one, other, where)
-
-
-def _check_seed(one: Run, other: Run, where: str) -> None:
-    """Refuse two runs of one seed that are not parts of the same."""
-    if shared := [arm for arm in other.arms if arm in one.arms]:
-        refuse("E-POOL", f"{where}: two files hold the arm {shared[0]}; take one away")
-    if not one.arms or not other.arms:
-        refuse("E-POOL", f"{where}: two files hold this seed; take one away")
-    if one.rows != other.rows:
-        refuse("E-POOL", f"{where}: two files of this seed trained on other rows; take one away")
+        if shared := [arm for arm in other.arms if arm in one.arms]:
+            yield f"two files hold the arm {shared[0]}; take one away"
+        if not one.arms or not other.arms:
+            yield "two files hold this seed; take one away"
+        if one.rows != other.rows:
+            yield "two files of this seed trained on other rows; take one away"
     known = {value.name: value for value in one.values}
     for value in other.values:
-        if known.get(value.name, value) != value:
-            refuse("E-POOL", f"{where}: two files record {value.name} differently; take one away")
+        before = known.get(value.name, value)
+        if before.unit != value.unit:
+            yield f"{value.name} is in {value.unit}, seed {one.seed} has it in {before.unit}"
+        if before != value and one.seed == other.seed:
+            yield f"two files record {value.name} differently; take one away"
 
 
 def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | None:
-    """Read a protocol's committed runs; None where there are none.
-
-    Args:
-        notebook: Short name of the notebook.
-        protocol: Name of the protocol.
-        folder: The project; found from the working directory by default.
-
-    Raises:
-        Refusal: ``E-RUN`` for a file that is no run, ``E-POOL`` for one that is in the wrong place.
-    """
+    """Read a protocol's committed runs in a project; None where there are none."""
     place = (folder or root()) / "results" / notebook / protocol
     runs = []
     for path in sorted(place.glob("*.parquet")):
@@ -179,20 +155,16 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
         if (run.notebook, run.protocol) != (notebook, protocol):
             refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
         runs.append(run)
-    return _of(runs)
-
-
-def _of(runs: Sequence[Run]) -> Pool | None:
     ordered = tuple(sorted(runs, key=lambda run: run.seed))
-    return Pool(runs[0].notebook, runs[0].protocol, ordered) if runs else None
+    return Pool(notebook, protocol, ordered) if runs else None
 
 
 def pools(notebook: str, folder: Path | None = None) -> dict[str, Pool]:
-    """Read all pools of a notebook by protocol, the smallest scale first; see `pool`."""
+    """Read all pools of a notebook by protocol, the smallest scale first."""
     place = (folder or root()) / "results" / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
-    found = [one for name in names if (one := pool(notebook, name, folder))]
-    return {one.protocol: one for one in sorted(found, key=lambda one: one.rank)}
+    every = [one for name in names if (one := pool(notebook, name, folder))]
+    return {one.protocol: one for one in sorted(every, key=lambda one: one.rank)}
 
 
 def live(notebook: str, folder: Path | None = None) -> Pool | None:

@@ -1,4 +1,4 @@
-"""A run is one file: what one notebook recorded under one protocol with one seed.
+"""Values, curves, and the run that holds them: one notebook, one protocol, one seed, one file.
 
 The file is parquet: a row a value or curve (items and points are compressed columns), and in its
 metadata who ran what, where and when. A digest over all of it is checked when it is read.
@@ -8,17 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, field, fields
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import Field
 
-from moebook.errors import nearest, refuse
-from moebook.results.files import replacing
-from moebook.results.values import TIERS, Curve, Value
+from moebook.errors import Refusal, nearest, refuse
+from moebook.results import files
+from moebook.settings import record
+
+TIERS = ("smoke", "cpu", "study", "gpu", "paper")
+
+UNITS: dict[str, tuple[float, float]] = {
+    "share": (0.0, 1.0),
+    "percent_points": (-100.0, 100.0),
+    "nats": (-math.inf, math.inf),
+    "seconds": (0.0, math.inf),
+    "bytes": (0.0, math.inf),
+    "count": (0.0, math.inf),
+    "ratio": (-math.inf, math.inf),
+    "correlation": (-1.0, 1.0),
+    "number": (-math.inf, math.inf),
+}
+"""Unit to the lowest and highest value. Differences of shares are percent_points, of nats nats;
+"number" is for what has no unit (a gradient's norm, the scale of logits)."""
+
+DIGITS = 4
+"""Significant digits of items and of points of curves: with all of them, they are most of a run."""
 
 FORMAT = 1
 """Of the file; a newer one is refused."""
@@ -34,26 +56,78 @@ COLUMNS = pa.schema([
     ("x", pa.list_(pa.float64())),  # of a curve, its positions
 ])  # fmt: skip
 
+_WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"
+Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]  # such as pesc/sparse/accuracy
+Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
 
-@dataclass(frozen=True)
+
+@record
+class Value:
+    """A number that a notebook measured, within the bounds of its unit.
+
+    Its ``items`` are the numbers, one per test row, whose mean it is, for intervals. They may have
+    been `rounded`, so that their mean may be off by 5e-4 of their mean size.
+    """
+
+    name: Name
+    value: float
+    unit: str
+    items: Numbers | None = None
+
+    def __post_init__(self) -> None:
+        _check_unit(self.name, self.unit)
+        low, high = UNITS[self.unit]
+        if not low <= self.value <= high:
+            rule = f"{self.value!r}: expected a number in [{low:g}, {high:g}] {self.unit}"
+            refuse("E-VALUE", f"{self.name} = {rule}")
+        items = self.items or (self.value,)
+        mean, size = (math.fsum(x) / len(items) for x in (items, map(abs, items)))
+        if abs(mean - self.value) > 10 ** (1 - DIGITS) / 2 * size + 1e-8:
+            rule = f"{self.value!r} is not the mean {mean!r} of its items"
+            refuse("E-VALUE", f"{self.name} = {rule}")
+
+
+@record
+class Curve:
+    """A line that a figure needs, such as a loss over steps: heights ``y`` at positions ``x``."""
+
+    name: Name
+    unit: str
+    x: Numbers
+    y: Numbers
+
+    def __post_init__(self) -> None:
+        _check_unit(self.name, self.unit)
+        if len(self.x) != len(self.y):
+            refuse("E-VALUE", f"curve {self.name}: {len(self.x)} positions, {len(self.y)} heights")
+
+
+def _check_unit(name: str, unit: str) -> None:
+    if unit not in UNITS:
+        refuse("E-VALUE", f"{name}: unknown unit '{unit}'; {nearest(unit, UNITS)}")
+
+
+def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
+    """Round to `DIGITS` significant digits; whole numbers stay as they are."""
+    every = map(float, numbers)
+    return tuple(x if x.is_integer() else float(f"{x:.{DIGITS}g}") for x in every)
+
+
+@record
 class Run:
     """One execution of a notebook: one protocol, one seed, some or all of its arms.
 
     Args:
         notebook: Short name, such as ``pesc``.
-        protocol: Name of the parameter file, such as ``nano``; see `moebook.notebook.sources`.
-        tier: Its scale, one of `TIERS`.
-        seed: What everything random was drawn with.
-        values: In the order of the notebook, each name once.
-        curves: The same of curves.
+        protocol: Name of the parameter file, such as ``nano``.
+        tier: The protocol's scale, one of `TIERS`.
+        seed: Seeds everything random.
+        values: In the order of the notebook, each name once; ``curves`` likewise.
         arms: The arms that ran; empty where the notebook has none.
         settings: The protocol's parameters: all but ``seed``, ``arms`` and where it ran.
         rows: Hashes of the rows it trained on (``train``) and was tested on (``test``).
         code: Hashes of what ran: the ``notebook``'s code, the ``lock``, and ``modules`` by name.
         manifest: Date, commit, machine, versions, parameters and cost.
-
-    Raises:
-        Refusal: ``E-TIER`` for an unknown tier, ``E-VALUE`` for a name that stands twice.
     """
 
     notebook: str
@@ -70,7 +144,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
-            refuse("E-TIER", f"unknown tier {self.tier!r}: {nearest(self.tier, TIERS)}")
+            refuse("E-TIER", f"unknown tier '{self.tier}': {nearest(self.tier, TIERS)}")
         for several in (self.values, self.curves):
             names = [one.name for one in several]
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -78,27 +152,22 @@ class Run:
                 refuse("E-VALUE", f"{where}: {twice[0]} is recorded twice; give each its own name")
 
 
-def plain(one: Value | Curve) -> dict[str, Any]:
-    """Return a value or curve as plain JSON; absent items are left out."""
-    return {key: item for key, item in asdict(one).items() if item is not None}
+Part = TypeVar("Part", Value, Curve)
 
 
-def value_from(data: object, where: str) -> Value:
-    """Read a value from what `plain` wrote; ``where`` names the cell in a refusal."""
-    return _from(Value, data, where)
+def plain(part: Value | Curve) -> dict[str, Any]:
+    """Return a value or curve as plain JSON, without absent items."""
+    return {key: item for key, item in asdict(part).items() if item is not None}
 
 
-def curve_from(data: object, where: str) -> Curve:
-    """Read a curve from what `plain` wrote; ``where`` names the cell in a refusal."""
-    return _from(Curve, data, where)
-
-
-def _from(kind: Any, data: object, where: str) -> Any:
-    names = {part.name for part in fields(kind)}
-    if not isinstance(data, Mapping) or not names - {"items"} <= set(data) <= names:
-        refuse("E-VALUE", f"{where}: expected {', '.join(sorted(names))}, found {str(data)[:60]}")
-    made = {key: tuple(item) if isinstance(item, list) else item for key, item in data.items()}
-    return kind(**made)
+def restored(kind: type[Part], data: object, where: str) -> Part:
+    """Make a value or curve of what `plain` wrote; ``where`` names the cell in a refusal."""
+    try:
+        pairs: Any = data.items() if isinstance(data, dict) else ()
+        parts: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+        return kind(**parts)
+    except Refusal as refusal:
+        refuse("E-VALUE", f"{where}: {refusal.message}")
 
 
 def write_run(path: Path, run: Run) -> None:
@@ -107,52 +176,42 @@ def write_run(path: Path, run: Run) -> None:
         *({"name": v.name, "unit": v.unit, "value": v.value, "items": v.items} for v in run.values),
         *({"name": c.name, "unit": c.unit, "items": c.y, "x": c.x} for c in run.curves),
     ]
-    head = _head(run)
-    text = json.dumps(head | {"format": FORMAT, "digest": _digest(head, run)})
+    text = json.dumps(_head(run) | {"format": FORMAT, "digest": _digest(run)})
     table = pa.Table.from_pylist(lines, COLUMNS.with_metadata({HEAD: text.encode()}))
-    with replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", compression_level=19)
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's file, and check that it is what was written.
-
-    Raises:
-        Refusal: ``E-NOFILE`` for a file that is not there; ``E-RUN`` for one that is no run, is of
-            a newer format, or was damaged or altered.
-    """
-    head, table = _read(path)
+    """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN)."""
     try:
+        table = pq.read_table(path)
+        head = dict(json.loads((table.schema.metadata or {})[HEAD]))
         digest, version = head.pop("digest"), head.pop("format")
-        if version > FORMAT:
-            refuse("E-RUN", f"{path} has format {version}, this moebook reads {FORMAT}: update it")
-        parts: dict[str, Any] = {**head, "arms": tuple(head["arms"])}
-        run = Run(
-            **parts,
-            values=tuple(
-                Value(r["name"], r["value"], r["unit"], r["items"] and tuple(r["items"]))
-                for r in table if r["value"] is not None),
-            curves=tuple(
-                Curve(r["name"], r["unit"], tuple(r["x"]), tuple(r["items"]))
-                for r in table if r["value"] is None),
-        )  # fmt: skip
-    except (KeyError, TypeError) as error:
-        refuse("E-RUN", f"{path} is no run of moebook ({error}); take it out of the folder")
-    if _digest(_head(run), run) != digest:
+        lines = table.select(COLUMNS.names).to_pylist()
+        run = _from_lines(head, lines) if version == FORMAT else None
+    except FileNotFoundError:
+        refuse("E-NOFILE", f"no file {path}")
+    except (Refusal, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        refuse("E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again")
+    if run is None:
+        refuse("E-RUN", f"{path} has format {version}, this moebook reads {FORMAT}: update it")
+    if _digest(run) != digest:
         refuse("E-RUN", f"{path} was altered after it was written; bring it back, or run it again")
     return run
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    try:
-        table = pq.read_table(path)
-        head = json.loads((table.schema.metadata or {})[HEAD])
-        return dict(head), table.select(COLUMNS.names).to_pylist()
-    except FileNotFoundError:
-        refuse("E-NOFILE", f"no file {path}")
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        refuse("E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again")
+def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:
+    values, curves = list[Value](), list[Curve]()
+    for line in lines:
+        items = None if line["items"] is None else tuple(line["items"])
+        if line["value"] is None:
+            curves.append(Curve(line["name"], line["unit"], tuple(line["x"]), items or ()))
+        else:
+            values.append(Value(line["name"], line["value"], line["unit"], items))
+    parts: dict[str, Any] = {**head, "arms": tuple(head["arms"])}
+    return Run(**parts, values=tuple(values), curves=tuple(curves))
 
 
 def _head(run: Run) -> dict[str, Any]:
@@ -161,9 +220,36 @@ def _head(run: Run) -> dict[str, Any]:
     return {name: getattr(run, name) for name in parts}
 
 
-def _digest(head: Mapping[str, Any], run: Run) -> str:
+def _digest(run: Run) -> str:
     """The sha256 over all that a run says."""
-    numbers: list[Value | Curve] = [*run.values, *run.curves]
-    parts = [dict(head), *map(plain, numbers)]
+    parts = [_head(run), *map(plain, run.values), *map(plain, run.curves)]
     text = json.dumps(parts, sort_keys=True, default=dict)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
+    """Name what differs now from what a run ran: ``notebook``, ``lock``, and modules by name."""
+    folder = folder or files.root()
+    (path, *_) = [*sorted((folder / "notebooks").glob(f"[0-9][0-9]_{run.notebook}.ipynb")), Path()]
+    now = {"notebook": files.source(path), "lock": files.digest(folder / "requirements.lock")}
+    parts = [part for part in now if part in run.code and run.code[part] != now[part]]
+    for name, value in run.code.get("modules", {}).items():
+        file = files.PACKAGE / name
+        if not file.is_file() or files.code_digest(file) != value:
+            parts.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return tuple(parts)
+
+
+def since(run: Run, folder: Path | None = None, most: int = 3) -> str:
+    """Say of which day a run is and what has changed since, the first names only."""
+    parts = changed(run, folder)
+    names = ", ".join(parts[:most]) + (f" and {len(parts) - most} more" * (len(parts) > most))
+    return f"of {day(run)}; " + (f"changed since: {names}" if parts else "code unchanged")
+
+
+def day(run: Run) -> date:
+    """Return the day on which a run ended (UTC); a manifest without one is refused (E-RUN)."""
+    try:
+        return date.fromisoformat(run.manifest["date"][:10])
+    except (KeyError, TypeError, ValueError):
+        refuse("E-RUN", f"manifest of {run.notebook}, {run.protocol}, seed {run.seed} has no date")

@@ -129,7 +129,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The toy project for all tests of a module, with modules of its own that kernels load."""
     folder = make_project(tmp_path_factory.mktemp("project") / "toy")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moebook.results.freshness.PACKAGE", copy_package(folder))
+        patch.setattr("moebook.results.files.PACKAGE", copy_package(folder))
         patch.setenv("PYTHONPATH", str(folder))
         yield folder
 

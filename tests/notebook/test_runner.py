@@ -86,7 +86,7 @@ def test_the_run_is_what_the_notebook_recorded_and_ran(ran: Outcome, project: Pa
     assert run.settings == {"tier": "smoke", "top_k": 4, "fate": "well"}
     assert set(run.rows) == {"train", "test"}
     assert run.code["notebook"] == results.source(project / "notebooks" / "01_toy.ipynb")
-    assert {"notebook/session.py", "results/values.py"} <= set(run.code["modules"])
+    assert {"notebook/session.py", "results/runs.py"} <= set(run.code["modules"])
     assert not {"cli.py", "notebook/runner.py", "training/fit.py"} & set(run.code["modules"])
     assert results.changed(run, project) == ()
 
@@ -133,7 +133,7 @@ def test_a_run_is_repeated_when_anything_that_it_is_made_of_changes(
 
     monkeypatch.setattr(runner, "_execute", execute)
     folder = shutil.copytree(project, tmp_path / "copy")
-    monkeypatch.setattr("moebook.results.freshness.PACKAGE", folder / "moebook")
+    monkeypatch.setattr("moebook.results.files.PACKAGE", folder / "moebook")
     arguments: dict[str, Any] = {"protocol": "smoke", "overrides": dict(OURS), "folder": folder}
     notebook, page = (
         folder / "notebooks" / "01_toy.ipynb",

@@ -12,7 +12,7 @@ import pytest
 
 from moebook import results
 from moebook.errors import Refusal
-from moebook.results import Run, freshness
+from moebook.results import Run, files
 
 CODE = '''"""Say what."""
 
@@ -48,14 +48,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         results.write(folder / name, text)
     results.write(tmp_path / "notebooks" / "01_toy.ipynb", json.dumps({"cells": CELLS}))
     results.write(tmp_path / "requirements.lock", "torch==2.13.0\n")
-    monkeypatch.setattr(freshness, "PACKAGE", folder)
+    monkeypatch.setattr(files, "PACKAGE", folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "moebook"]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py"):
         module = ModuleType("moebook." + name.replace("/", "."))
         module.__file__ = str(folder / name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    freshness._data.cache_clear()
+    files._data.cache_clear()
     return folder
 
 

@@ -1,0 +1,67 @@
+"""Each numbered equation of the papers leads to its function and its test, in the book, in a click.
+
+A page's table links to blocks of code on the same page; each is included from a file by the name
+of a function or class. Whoever moves one of these mends the block (and the name shown in the row).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EQUATIONS = {"pesc": 10, "router_init": 4, "rocket": 17, "esft": 8}
+BLOCK = re.compile(r"```\{literalinclude\} \.\./(\S+)\n((?::.*\n)*)")
+NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\$\$\\n)?\((\d+)\)\s*$", re.MULTILINE)
+
+
+def rows(paper: str) -> list[list[str]]:
+    """The cells of the table: equations of the paper, here, function, test, compared with."""
+    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
+    table = page.partition("| paper | here | function | test | compares with |\n")[2]
+    lines = table.partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def blocks(paper: str) -> list[dict[str, str]]:
+    """Path and options (pyobject, name ...) of every block of code that the page includes."""
+    page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
+    return [{"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
+            for path, options in BLOCK.findall(page)]  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper: str) -> None:
+    numbered = set()
+    names = {block["name"]: block["path"] for block in blocks(paper) if "name" in block}
+    for equation, _, function, test, oracle in rows(paper):
+        if equation.startswith("Eq. "):
+            numbered |= set(map(int, equation.removeprefix("Eq. ").split(", ")))
+        for cell, folder in ((function, "moebook/"), (test, "tests/")):
+            links = re.findall(r"\]\(#([\w-]+)\)", cell)
+            assert links, f"{equation}: no link in '{cell}'"
+            assert all(names[link].startswith(folder) for link in links), equation
+        assert oracle
+    assert numbered == set(range(1, EQUATIONS[paper] + 1))
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_what_a_theory_page_includes_is_there(paper: str) -> None:
+    for block in blocks(paper):
+        path, name = block["path"], block["pyobject"]
+        nodes = ast.parse((ROOT / path).read_text("utf-8")).body
+        assert name in {getattr(node, "name", None) for node in nodes}, f"{path} has no {name}"
+        if path.startswith("moebook/"):
+            module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+            assert callable(getattr(module, name))
+
+
+@pytest.mark.parametrize("paper", EQUATIONS)
+def test_the_papers_text_numbers_as_many_equations(paper: str, shared: Path) -> None:
+    text = (shared / "papers" / f"{paper}.txt").read_text("utf-8")
+    numbers = {int(number) for match in NUMBER.findall(text) for number in match if number}
+    assert max(numbers) == EQUATIONS[paper]
