@@ -223,7 +223,7 @@ def test_a_batch_without_a_hit_is_not_run(host):
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"tensor": "attention"}, "E-CHOICE.*did you mean 'attention_output'"),
+        ({"tensor": "attention"}, "E-CHOICE: tensor is 'attention'"),
         ({"tokens": "all"}, "E-CHOICE"),
         ({"share": 0}, "E-RANGE: share is 0"),
         ({"share": 1.5}, "E-RANGE"),

@@ -70,17 +70,10 @@ def test_random_starts_have_the_spread_they_name(host):
     assert upcycling.random(model, 2).base is None
 
 
-def test_hidden_is_the_unit_mean_less_that_of_the_negative_prompts():
+def test_hidden_is_the_unit_mean_of_each_task():
     positive = held([[1, 0], [3, 0], [0, 2]], labels=[0, 0, 1], tasks=("a", "b"))
     start = upcycling.hidden(positive)
     torch.testing.assert_close(start.weights, torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]))
-    negative = held([[2, -4], [0, 5]], labels=[0, 1], tasks=("a", "b"))
-    start = upcycling.hidden(positive, negative)
-    torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))
-    with pytest.raises(Refusal, match="E-DATA: tasks differ"):
-        upcycling.hidden(positive, replace(negative, tasks=("b", "a")))
-    with pytest.raises(Refusal, match="E-BASE"):
-        upcycling.hidden(positive, replace(negative, base="d" * 64))
 
 
 def prompts():
@@ -176,7 +169,7 @@ def test_unit_starts_have_rows_of_length_1_and_raw_ones_stay():
 def test_scales_that_cannot_be_made_are_refused():
     start, inputs = upcycling.crsu(held(TOY), 2), held(TOY, tensor="ffn_input")
     for scale, changes, code in (
-        ("matchd", {}, "E-CHOICE.*did you mean 'matched'"),
+        ("matchd", {}, "E-CHOICE: scale is 'matchd'"),
         ("matched", {}, "E-DATA.*ffn_input"),
         ("matched", {"inputs": held(TOY)}, "E-DATA.*ffn_input"),
         ("matched", {"inputs": inputs, "target": 0.0}, "E-RANGE"),
@@ -236,7 +229,7 @@ def test_tasks_without_enough_instances_are_named(host):
     data = Dataset.from_list(ROWS)
     with pytest.raises(Refusal, match=r"task 'law' has 3 instances, .* 0.05 is none.*at least 20"):
         upcycling.hardest(host(), {"law": data})
-    with pytest.raises(Refusal, match="task 'law' has no instances"):
+    with pytest.raises(Refusal, match="task 'law' has 0 instances"):
         upcycling.hardest(host(), {"law": data.select([])})
     with pytest.raises(Refusal, match="E-RANGE"):
         upcycling.hardest(host(), {"law": data}, share=1.5)
@@ -253,5 +246,5 @@ def test_representations_of_another_model_are_refused_by_upcycle(host):
     other = host()
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    with pytest.raises(Refusal, match="E-BASE: the router start was collected from base"):
+    with pytest.raises(Refusal, match="E-BASE: collected from base"):
         upcycling.upcycle(other, upcycling.Config(), start)

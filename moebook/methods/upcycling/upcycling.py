@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
+from typing import get_args
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moebook import nn as mnn
+from moebook.analysis.routers import gradients
 from moebook.errors import refuse
-from moebook.methods.upcycling.config import Config
-from moebook.methods.upcycling.starts import Start, random
+from moebook.methods.upcycling.config import Config, Rule
+from moebook.methods.upcycling.starts import Start, random, same_base
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.models.fingerprint import fingerprint
 from moebook.nn import balance
@@ -18,12 +26,7 @@ from moebook.nn import balance
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model was made from, kept on the model as ``model.upcycling``.
-
-    Attributes:
-        config: The settings.
-        base: Fingerprint of the dense host before anything was changed.
-    """
+    """The settings of a model and its dense base's fingerprint, kept as ``model.upcycling``."""
 
     config: Config
     base: str
@@ -32,32 +35,19 @@ class Origin:
 def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.Module:
     """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
 
-    In each chosen layer the FFN gives way to E copies of itself in fused 3-D weights and a linear
-    router that reads the FFN's (normed) input. At step 0 the model is the dense one for
-    ``combine="renormalised"`` and not for ``"probability"``: see `Config`. Routers are float32
-    (float64 in a float64 host). Everything new requires a gradient; the rest is left as it was
-    (the paper trains it all). The model is checked first and left untouched when it is refused.
-
-    Args:
-        model: A causal language model with gated MLPs without biases (Llama, Mistral, Qwen ...).
-        config: The settings.
-        start: The routers' first weights, from one of the initialisations; None for SU, normal with
-            standard deviation 0.02 drawn from ``config.seed``.
-
-    Returns:
-        The same model, of the same class.
-
-    Raises:
-        Refusal: E-MODEL for a host that is sparse already or has no such MLPs; E-RANGE for a layer
-            that it does not have; E-SHAPE when ``start`` does not fit; E-BASE when it was collected
-            from another model; E-NONFINITE when it holds NaN or infinity.
+    In each chosen layer the FFN, a gated MLP without biases, gives way to E copies of itself in
+    fused 3-D weights and a linear router that reads the FFN's (normed) input. Whether the model is
+    the dense one at step 0 depends on ``config.combine``. Routers are float32 (float64 in a float64
+    host). Everything new requires a gradient; the rest is left as it was (the paper trains it all).
+    Without a ``start`` the routers are SU's, N(0, 0.02^2) drawn from ``config.seed``. A model that
+    is refused is left untouched.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
     base = fingerprint(model)
     start = random(model, config.experts, seed=config.seed) if start is None else start
-    weights = _weights(start, host, layers, config, base)
-    blocks = _build(host, layers, weights, config)
+    same_base(base, start.base)
+    blocks = _blocks(host, layers, _weights(start, host, layers, config), config)
     for layer, block in zip(layers, blocks, strict=True):
         layer.replace(block)
     model.upcycling = Origin(config, base)
@@ -70,57 +60,61 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: Eq. 4
     divides by L where it sums over all B x L tokens of the batch, so that f and P would sum to B;
     here both are shares of the batch's real tokens, padding left out. Fits
-    ``training.fit(..., penalty=upcycling.balance_loss)``.
-
-    Args:
-        model: An upcycled model that has run forward.
-        attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
-
-    Raises:
-        Refusal: E-MODEL for a model that is not upcycled or has not run yet; E-GRADIENT when the
-            routers should train but the pass left no graph.
+    ``training.fit(..., penalty=upcycling.balance_loss)``. The mask is by default the one that the
+    model was called with.
     """
     weight = origin(model).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT).
+    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT)."""
+    for module in model.modules():
+        if isinstance(made_from := module.__dict__.get("upcycling"), Origin):
+            return made_from
+    refuse("E-MODEL", "the model has not been through upcycling.upcycle")
 
-    Raises:
-        Refusal: E-MODEL when the model has none.
+
+def step_zero(
+    dense: PreTrainedModel,
+    starts: Mapping[str, Start],
+    batch: Mapping[str, Tensor],
+    top_k: Iterable[int] = (1, 2),
+) -> pd.DataFrame:
+    """Measure how much loss upcycling costs, and how much gradient reaches the routers.
+
+    Returns:
+        One row for each combine rule, number of experts per token and start: ``loss``, nats per
+        token above the dense model's, and ``gradient``, the Euclidean norm over all routers.
     """
-    found = (module.__dict__.get("upcycling") for module in model.modules())
-    made = next((each for each in found if isinstance(each, Origin)), None)
-    if made is None:
-        refuse("E-MODEL", "the model has not been through upcycling.upcycle")
-    return made
+    batch = {key: part.to(dense.device) for key, part in batch.items()}
+    dense_loss, rows = dense(**batch).loss.item(), {}
+    rules: tuple[Rule, ...] = get_args(Rule)
+    for rule, k, (name, start) in product(rules, top_k, starts.items()):
+        config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
+        model = upcycle(deepcopy(dense).requires_grad_(True), config, start)
+        norm = np.linalg.norm(gradients(model, batch).gradient)
+        rows[rule, k, name] = {"loss": model(**batch).loss.item() - dense_loss, "gradient": norm}
+    return pd.DataFrame(rows).T.rename_axis(["combine", "experts per token", "start"])
 
 
-def _weights(
-    start: Start, host: Anatomy, layers: list[Layer], config: Config, base: str
-) -> list[Tensor]:
+def _weights(start: Start, host: Anatomy, layers: list[Layer], config: Config) -> list[Tensor]:
     """Return the router weights ``[E, D]`` of each chosen layer, or refuse a start."""
-    if start.base is not None and start.base != base:
+    shape, expected = tuple(start.weights.shape), (config.experts, host.hidden)
+    if len(shape) != 3 or shape[1:] != expected:
         refuse(
-            "E-BASE",
-            f"the router start was collected from base {start.base[:12]}..., this model is"
-            f" {base[:12]}...: collect again from this model",
+            "E-SHAPE", f"the router start is {shape}, expected [L, {expected[0]}, {expected[1]}]"
         )
-    want = (config.experts, host.hidden)
-    if start.weights.dim() != 3 or tuple(start.weights.shape[1:]) != want:
-        shape = tuple(start.weights.shape)
-        refuse("E-SHAPE", f"the router start is {shape}, expected [L, {want[0]}, {want[1]}]")
     if not start.weights.isfinite().all():
         refuse("E-NONFINITE", "the router start holds NaN or infinity")
-    places = {layer: place for place, layer in enumerate(start.layers)}
-    missing = [layer.index for layer in layers if layer.index not in places]
-    if missing:
-        refuse("E-SHAPE", f"the router start has no weights for layer {missing[0]}")
-    return [start.weights[places[layer.index]] for layer in layers]
+    by_layer = dict(zip(start.layers, start.weights, strict=True))
+    for layer in layers:
+        if layer.index not in by_layer:
+            refuse("E-SHAPE", f"the router start has no weights for layer {layer.index}")
+    return [by_layer[layer.index] for layer in layers]
 
 
-def _build(
+def _blocks(
     host: Anatomy, layers: list[Layer], weights: list[Tensor], config: Config
 ) -> list[mnn.ExpertMoE]:
     """Make all blocks, before any of them is put in."""
@@ -129,7 +123,6 @@ def _build(
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
-        dense = experts.down_proj
         router = mnn.Router(
             host.hidden,
             config.experts,
@@ -137,8 +130,8 @@ def _build(
             layer=layer.index,
             trace=trace,
             combine=config.combine,
-            dtype=torch.promote_types(torch.float32, dense.dtype),
-            device=dense.device,
+            dtype=torch.promote_types(torch.float32, experts.down_proj.dtype),
+            device=experts.down_proj.device,
         )
         with torch.no_grad():
             router.weight.copy_(weight)
