@@ -52,7 +52,7 @@ def _nearest(device: torch.device, S: int, K: int, D: int, C: int, bits: int = 0
         return partial(search, asked, held, top_k=C)
 
     case = Case(size_of(held))
-    case.add("ours", lambda: kernels.nearest(held, asked, C))
+    case.add("ours", lambda: kernels.nearest_rows(held, asked, C))
     case.floor([Product(S, D, K)], device, dtype)
     case.add("numpy, all at once", at_once, host=True)
     case.invite("scikit-learn", by_sklearn, host=True)

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moebook.errors import refuse
-from moebook.kernels.arguments import alike, floating, together, valued, whole
-from moebook.kernels.dispatch import implementation
+from moebook.kernels.dispatch import implementation, indices, shapes
 from moebook.kernels.products import product
 
-LOGITS = 2**19
-"""Logits of one block: with those few that are worked on, they stay in the cache."""
+LOGITS = {"cpu": 2**19, "cuda": 2**27}
+"""Logits of one block: with those few that are worked on, they stay in a CPU's cache."""
 
 
 class Answers(NamedTuple):
@@ -43,33 +42,39 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
         hidden: ``[N, T, D]``, what the head reads, of one pack of samples under N adapters.
         head: ``[V, D]``, the head's weight W, in the dtype of ``hidden``.
         answers: Where the answers stand, the same for all adapters.
-        impl: ``"auto"``, ``"torch"`` (in blocks), ``"triton"`` or ``"reference"`` (all at once).
+        impl: ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all at once).
 
     Returns:
         ``[N, S]`` float64; the mean over an answer's tokens is this over ``answers.lengths``.
-
-    Raises:
-        Refusal: E-SHAPE, E-RANGE, E-DTYPE or E-DEVICE when the arguments do not fit one another,
-            E-IMPL for an ``impl`` that is unknown or cannot run.
     """
-    _check(hidden, head, answers)
+    readers, targets, lengths = answers
+    sizes = shapes("bank_scoring", {
+        "hidden": (hidden, "N T D"), "head": (head, "V D"), "lengths": (lengths, "S", "int"),
+        "readers": (readers, "A", "int64"), "targets": (targets, "A", "int64"),
+    }, empty="N T A S", alike=("hidden", "head"), valued=True)  # fmt: skip
+    indices("bank_scoring", "readers", readers, sizes["T"])
+    indices("bank_scoring", "targets", targets, sizes["V"])
+    indices("bank_scoring", "lengths", lengths, sizes["A"] + 1)
+    if hidden.device.type == "cpu" and (total := int(lengths.sum())) != sizes["A"]:
+        tokens = f"{total}, the answers have {sizes['A']} tokens"
+        refuse("E-SHAPE", f"bank_scoring: lengths sum to {tokens}")
     with torch.no_grad():
         run = implementation("bank_scoring", impl, _IMPLEMENTATIONS, hidden)
-        nats: Tensor = run(hidden.detach(), head.detach(), answers.readers, answers.targets)
+        nats: Tensor = run(hidden.detach(), head.detach(), readers, targets)
         rows = nats.double().T.contiguous()
         # In a fixed order, without atomic additions; unsafe is what does not wait for a GPU.
-        return torch.segment_reduce(rows, "sum", lengths=answers.lengths, unsafe=True).T
+        return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True).T
 
 
 def reference(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's nats ``[N, tokens]`` from all logits at once."""
+    """Return each token's nats ``[N, A]`` from all logits at once."""
     logits = F.linear(hidden, head)
     shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return -shares[:, readers, targets]
 
 
 def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's nats ``[N, tokens]``; the head runs on the answers' rows, block by block.
+    """Return each token's nats ``[N, A]``; the head runs on the answers' rows, block by block.
 
     A loss of a row needs its whole row of logits, but no other row: so blocks are of rows.
     """
@@ -77,51 +82,12 @@ def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> 
     wanted = targets.repeat(len(hidden))
     wide = torch.promote_types(hidden.dtype, torch.float32)
     nats = torch.empty(len(rows), dtype=wide, device=rows.device)
-    size = max(1, LOGITS // len(head))
+    size = max(1, LOGITS[rows.device.type] // len(head))
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         logits = product(rows[part], head.T).to(wide)
         nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
     return nats.view(len(hidden), len(targets))
-
-
-def _check(hidden: Tensor, head: Tensor, answers: Answers) -> None:
-    fits = hidden.dim() == 3 and head.dim() == 2 and hidden.shape[2] == head.shape[1]
-    fits = fits and answers.readers.dim() == answers.lengths.dim() == 1
-    if not fits or answers.targets.shape != answers.readers.shape:
-        got = ", ".join(str(tuple(part.shape)) for part in (hidden, head, *answers))
-        refuse(
-            "E-SHAPE",
-            "bank_scoring: expected hidden [N, T, D], head [V, D], as many readers as targets, and"
-            f" lengths [S]; got {got}",
-        )
-    if not len(head):
-        refuse("E-SHAPE", f"bank_scoring: head is {tuple(head.shape)}, expected V >= 1 words")
-    floating("bank_scoring", {"hidden": hidden, "head": head})
-    alike("bank_scoring", {"hidden": hidden, "head": head})
-    for name in ("readers", "targets"):
-        if (got := getattr(answers, name).dtype) != torch.int64:
-            refuse("E-DTYPE", f"bank_scoring: {name} is {got}, expected torch.int64")
-    whole("bank_scoring", {"lengths": answers.lengths})
-    together("bank_scoring", {"hidden": hidden, "head": head, **answers._asdict()})
-    valued("bank_scoring", {"hidden": hidden})
-    if hidden.device.type == "cpu":  # elsewhere this would wait for the GPU
-        _check_places(hidden, head, answers)
-
-
-def _check_places(hidden: Tensor, head: Tensor, answers: Answers) -> None:
-    for name, places, end in (
-        ("readers", answers.readers, hidden.shape[1]),
-        ("targets", answers.targets, len(head)),
-    ):
-        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < end:
-            got = f"{int(places.min())} to {int(places.max())}"
-            refuse("E-RANGE", f"bank_scoring: {name} run from {got}, expected 0 to {end - 1}")
-    if len(answers.lengths) and answers.lengths.min() < 0:
-        refuse("E-RANGE", f"bank_scoring: lengths hold {int(answers.lengths.min())}")
-    if int(answers.lengths.sum()) != len(answers.targets):
-        total = f"{int(answers.lengths.sum())}, the answers have {len(answers.targets)} tokens"
-        refuse("E-SHAPE", f"bank_scoring: lengths sum to {total}")
 
 
 _IMPLEMENTATIONS = {"torch": _blocked, "reference": reference}

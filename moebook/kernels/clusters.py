@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from moebook.errors import refuse
-from moebook.kernels.arguments import alike, floating, together, valued
-from moebook.kernels.dispatch import implementation
+from moebook.kernels.dispatch import implementation, shapes
 from moebook.kernels.memory import empty
 from moebook.kernels.products import product
 
-ROWS = 1024
-"""Points of one block: they stay in the cache from their distances to their sums."""
+ROWS = {"cpu": 2**10, "cuda": 2**14}
+"""Points of one block: on a CPU they stay in the cache from their distances to their sums."""
 
 
 class Clusters(NamedTuple):
@@ -42,45 +42,29 @@ class Clusters(NamedTuple):
 def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters:
     """Assign every point to its nearest centre and sum each centre's points: a step of Lloyd's.
 
-    All layers side by side, each with centres of its own; points are read once, block by block (on
-    a GPU once more, from its cache), and the distances of a block alone are held. Two runs are
-    equal bit for bit. Without a gradient.
+    All layers side by side, each with centres of its own; points are read once, block by block,
+    and the distances of a block alone are held. Two runs are equal bit for bit. Without a gradient.
 
     Args:
         points: ``[L, S, D]``.
         centres: ``[L, E, D]``, in the dtype of the points.
-        impl: ``"auto"``, ``"torch"`` (in blocks), ``"triton"`` or ``"reference"`` (all distances
-            at once).
+        impl: ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all distances at once).
 
     Raises:
-        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the two do not fit, E-NONFINITE for squared
-            distances on a CPU that are not finite (elsewhere to look would wait for the GPU),
-            E-IMPL for an ``impl`` that is unknown or cannot run.
+        Refusal: E-NONFINITE for squared distances on a CPU that are not finite (elsewhere to look
+            would wait for the GPU).
     """
-    fits = points.dim() == centres.dim() == 3 and points.shape[::2] == centres.shape[::2]
-    if not fits or not centres.shape[1] or not centres.shape[2]:
-        got = f"{tuple(points.shape)} and {tuple(centres.shape)}"
-        refuse(
-            "E-SHAPE",
-            f"clusters: expected points [L, S, D] and centres [L, E >= 1, D >= 1], got {got}",
-        )
-    if not len(points):
-        refuse("E-SHAPE", f"clusters: points is {tuple(points.shape)}, expected a layer at least")
-    named = {"points": points, "centres": centres}
-    floating("clusters", named)
-    alike("clusters", named)
-    together("clusters", named)
-    valued("clusters", named)
+    both = {"points": (points, "L S D"), "centres": (centres, "L E D")}
+    shapes("clusters", both, alike=("points", "centres"), valued=True)
     with torch.no_grad():
         run = implementation("clusters", impl, _IMPLEMENTATIONS, points)
         found: Clusters = run(points.detach(), centres.detach())
     if points.device.type == "cpu":
         finite = found.inertia.isfinite() & centres.isfinite().flatten(1).all(1)
         if not finite.all():
-            refuse(
-                "E-NONFINITE", f"clusters: points or centres of layer {int(finite.int().argmin())}"
-                " hold NaN or infinity, or distances too large to be squared",
-            )  # fmt: skip
+            where = f"points or centres of layer {int(finite.int().argmin())}"
+            refuse("E-NONFINITE", f"clusters: {where} hold NaN or infinity, or distances too large"
+                   " to be squared")  # fmt: skip
     return found
 
 
@@ -89,7 +73,7 @@ def reference(points: Tensor, centres: Tensor) -> Clusters:
     wide = torch.promote_types(points.dtype, torch.float32)
     points, centres = points.to(wide), centres.to(wide)
     nearest = (points.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1).min(-1)
-    chosen = torch.nn.functional.one_hot(nearest.indices, centres.shape[1])
+    chosen = one_hot(nearest.indices, centres.shape[1])
     sums = chosen.double().mT @ points.double()
     return Clusters(nearest.indices, sums, chosen.sum(1), nearest.values.double().sum(1))
 
@@ -101,19 +85,26 @@ def _blocked(points: Tensor, centres: Tensor) -> Clusters:
     ids = torch.empty(layers, rows, dtype=torch.int64, device=points.device)
     sums = torch.zeros_like(centres, dtype=torch.float64)
     inertia = torch.zeros(layers, dtype=torch.float64, device=points.device)
-    centres = centres.to(wide)
-    gaps = empty((min(ROWS, rows), width), centres)
-    for layer, own in enumerate(centres):
-        offset = own.square().sum(1) / -2
-        for start in range(0, rows, ROWS):
-            block = points[layer, start : start + ROWS].to(wide)
-            near = product(block, own.T).add_(offset).argmax(1)
-            apart = torch.index_select(own, 0, near, out=gaps[: len(block)]).sub_(block).flatten()
-            ids[layer, start : start + ROWS] = near
-            sums[layer] += torch.zeros_like(own).index_add_(0, near, block)
+    centres, size = centres.to(wide), ROWS[points.device.type]
+    gaps = empty((min(size, rows), width), centres)
+    for layer, mine in enumerate(centres):  # [E, D]
+        offset = mine.square().sum(1) / -2
+        for start in range(0, rows, size):
+            block = points[layer, start : start + size].to(wide)
+            near = product(block, mine.T).add_(offset).argmax(1)
+            apart = torch.index_select(mine, 0, near, out=gaps[: len(block)]).sub_(block).flatten()
+            ids[layer, start : start + size] = near
+            sums[layer] += _summed(block, near, mine)
             inertia[layer] += apart.dot(apart)
     counts = torch.stack([row.bincount(minlength=centres.shape[1]) for row in ids])
     return Clusters(ids, sums, counts, inertia)
+
+
+def _summed(block: Tensor, near: Tensor, centres: Tensor) -> Tensor:
+    """Sum the points of each centre in a fixed order; a GPU's index_add_ has none."""
+    if block.device.type == "cpu":
+        return torch.zeros_like(centres).index_add_(0, near, block)
+    return one_hot(near, len(centres)).to(block).T @ block
 
 
 _IMPLEMENTATIONS = {"torch": _blocked, "reference": reference}

@@ -19,14 +19,10 @@ from triton.compiler import ASTSource
 
 from moebook.kernels._triton import (
     balance_loss,
-    bank_scoring,
-    clusters,
     duplicates,
     experts,
     grouped,
-    groups,
     lora_mixture,
-    nearest,
     pairs,
     route,
     sorting,
@@ -37,19 +33,12 @@ TYPES = {
     **dict.fromkeys("token slots tiles number owner counts ends place ids order".split(), "*i64"),
     **dict.fromkeys(("gate", "weight", "d_weight", "d_gate", "mass", "factor", "load"), "*fp32"),
     **dict.fromkeys(("T", "n", "blocks"), "i32"),
-    **dict.fromkeys(("readers", "targets"), "*i64"),
-    **dict.fromkeys(("offset", "parts", "gaps", "found"), "*fp32"),
-    **dict.fromkeys(("S", "first", "count", "answers", "V", "SPAN"), "i32"),
-    **dict.fromkeys(("scores", "inverse"), "*fp32"),
+    "inverse": "*fp32",
     **dict.fromkeys(("many", "size", "words"), "i32"),
     "marks": "*i32",
     "threshold": "fp32",
     "within": "*i32",
     "scale": "fp32",
-    **dict.fromkeys(("lower", "upper"), "*i64"),
-    **dict.fromkeys(("within_lower", "across", "within_upper", "least"), "*fp32"),
-    **dict.fromkeys(("lefts", "rights"), "i32"),
-    "slack": "fp32",
 }
 OPTIONS = ("num_warps", "num_stages")
 
@@ -98,15 +87,8 @@ def kernels(dtype, arch):
     yield route._choose, {**block, "K": 6, "BT": route.ROWS}, {}
     yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}, {}
     yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
-    once = {"D": 2048, "PRECISION": "ieee"}
-    yield bank_scoring._scan, {**once, **bank_scoring.blocks(dtype)}, {}
     for large in {False, arch >= 90 and dtype != torch.float32}:
-        yield nearest._closest, {"D": 384, **nearest.blocks(dtype, large)}, {}
         yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
-    for half in (1, 4, 10) if dtype == torch.float32 else ():
-        yield groups._least, {"LOW": half, "HIGH": half, "FAR": 2.0**61, **groups.BLOCKS}, {}
-    for centres in (8, 64):
-        yield clusters._step, {**once, "E": centres, **clusters.blocks(dtype, centres)}, {}
 
 
 def compiled(kernel, constants, fetched, dtype, arch):

@@ -17,24 +17,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebook.kernels._triton import nearest
-from moebook.kernels._triton.grouped import roomy
+from moebook.kernels._triton.grouped import precision, roomy
 from moebook.kernels._triton.placing import placed
-from moebook.kernels.duplicates import Pairs, through
+from moebook.kernels.similarity import Pairs, through
 
 MARKS = 2**32
 """Most pairs of a block: a bit each. Each block costs the host some milliseconds."""
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
-    """Choose a program's work as `nearest.blocks` does, but for wider large tiles; WORD marks."""
-    chosen = {**nearest.blocks(dtype, large), "WORD": 32}
-    return {**chosen, "BN": 256, "num_stages": 3} if chosen["BM"] == 128 else chosen
+    """Choose a program's work: BM rows against BN later ones at a time, BK deep; WORD marks.
+
+    Large tiles are for a `roomy` device.
+    """
+    if dtype == torch.float32:
+        return {"BM": 32, "BN": 64, "BK": 32, "WORD": 32, "PRECISION": precision(), "num_warps": 4,
+                "num_stages": 2}  # fmt: skip
+    return {"BM": 128 if large else 64, "BN": 256 if large else 64, "BK": 64, "WORD": 32,
+            "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}  # fmt: skip
 
 
 @placed
 def run(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
-    """Run `moebook.kernels.duplicates`."""
+    """Run `moebook.kernels.similarity.duplicates`."""
     size = max(1, MARKS // max(len(vectors), 1))
     return through(vectors.contiguous(), key, threshold, standing, size, near)
 

@@ -24,7 +24,7 @@ def draw(
     """Draw ``budget`` rows of a stream by ``config.sampler``: those with the largest keys."""
     stream = map(torch.from_numpy, blocks)
     if config.sampler == "maximum":
-        return kernels.nearest(stream, torch.from_numpy(shots), budget)
+        return kernels.nearest_rows(stream, torch.from_numpy(shots), budget)
     key = keys(shots, config, seed)
 
     def keys_of(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:

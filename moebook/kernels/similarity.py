@@ -1,0 +1,304 @@
+"""Rows by their cosines: the C rows of a pool nearest to K shots, and near-duplicates that go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moebook.errors import nearest, refuse
+from moebook.kernels.dispatch import implementation, natural, shapes
+from moebook.kernels.memory import empty
+from moebook.kernels.products import product
+
+RULES = ("standing", "any")
+WRONG = "NaN, infinity or numbers too large to be squared"
+ROWS = 4096
+"""Rows of a pool on a CPU that are compared at once: they stay in the cache."""
+SLACK = 2.0**-7
+"""More than a cosine is off whose factors and result are rounded to bfloat16 (3 * 2^-9)."""
+SIEVED = 32
+"""Fewest shots for which a product in bfloat16 saves more than rounding the rows costs."""
+HELD = 3
+"""Times C rows are held before those that fell behind go."""
+BLOCK = {"cpu": 256, "cuda": 2048}
+"""Rows compared at once with all later ones for duplicates: what goes saves its products."""
+COSINES = {"cpu": 2**18, "cuda": 2**28}
+"""Most that are held at once: a CPU's cache keeps them until the near pairs are found."""
+ROUNDS = 4
+"""Of settling pairs side by side; what they leave is settled one after another."""
+Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+Pairs = tuple[Tensor, Tensor]
+
+
+class Largest(NamedTuple):
+    """Rows drawn from a stream, the largest key first, of equal ones the earlier row.
+
+    Attributes:
+        index: ``[C]`` int64, their numbers in the stream.
+        key: ``[C]``, what they were drawn by.
+        vectors: ``[C, D]``, the rows.
+        seen: Rows in the stream.
+    """
+
+    index: Tensor
+    key: Tensor
+    vectors: Tensor
+    seen: int
+
+
+def nearest_rows(
+    pool: Tensor | Iterable[Tensor], shots: Tensor, count: int, *, impl: str = "auto"
+) -> Largest:
+    """Return the C rows of a pool with the largest cosine to any of K shots (Rocket Eq. 11 to 13).
+
+    In the memory of C rows and one block. A zero row has cosine 0 with everything. Fewer than C
+    rows come back from a smaller pool. Without a gradient.
+
+    Args:
+        pool: ``[S, D]``, or a stream of blocks ``[b, D]``; each is seen once and forgotten.
+        shots: ``[K, D]``.
+        count: C, at least 1.
+        impl: ``"auto"``, ``"torch"`` (where a CPU multiplies bfloat16, such a product sieves and
+            the rows that can be among the C are compared in their own dtype) or ``"reference"``.
+    """
+    shapes("nearest_rows", {"shots": (shots, "K D")}, valued=True)
+    targets = unit(shots)
+    if not targets.isfinite().all():
+        refuse("E-NONFINITE", f"nearest_rows: shots hold {WRONG}")
+    score = implementation("nearest_rows", impl, _NEAREST, shots)
+    with torch.no_grad():
+        blocks = _fitting(pool, shots)
+        return largest(blocks, lambda rows, floor: score(rows, targets, floor), count)
+
+
+def _fitting(pool: Tensor | Iterable[Tensor], shots: Tensor) -> Iterator[Tensor]:
+    for block in [pool] if isinstance(pool, Tensor) else pool:
+        if not isinstance(block, Tensor):
+            refuse("E-TYPE", f"nearest_rows: the pool holds a {type(block).__name__}, not tensors")
+        both = {"shots": (shots, "K D"), "pool": (block, "S D")}
+        shapes("nearest_rows", both, alike=("shots", "pool"))
+        yield block
+
+
+def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
+    """Keep the C rows of a stream with the largest keys; of equal keys the earlier row is kept.
+
+    Rows with the key minus infinity are never kept, so fewer than C can come back.
+
+    Args:
+        blocks: ``[b, D]``, block after block.
+        key: Called with some rows and the key that a row must exceed; returns the places of the
+            rows that do, ascending, and their keys. It may return more.
+        count: C.
+    """
+    natural("largest", "count", count)
+    held: list[Largest] = []
+    seen, floor = 0, -torch.inf
+    for block in blocks:
+        for rows in block.split(ROWS if block.device.type == "cpu" else max(len(block), 1)):
+            places, keys = key(rows, floor)
+            if keys.isnan().any():
+                row = seen + int(places[keys.isnan()][0])
+                refuse("E-NONFINITE", f"row {row} of the pool holds {WRONG}")
+            above = keys > floor
+            places, keys = places[above], keys[above]
+            if len(keys) > HELD * count:  # so that no more rows are copied
+                first = keys.sort(descending=True, stable=True).indices[:count].sort().values
+                places, keys = places[first], keys[first]
+            if len(places) or not held:
+                held.append(Largest(seen + places, keys, rows[places], 0))
+                held, floor = _floored(held, count)
+            seen += len(rows)
+    if not held:
+        refuse("E-DATA", "the pool is empty; expected at least one block of rows")
+    return _cut(held, count)._replace(seen=seen)
+
+
+def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
+    """Return what is held, cut where it is much, and the key that a later row must exceed."""
+    keys = torch.cat([part.key for part in held])
+    if len(keys) < count:
+        return held, -torch.inf
+    if len(keys) > HELD * count:
+        held = [_cut(held, count)]
+        return held, held[0].key[-1].item()
+    return held, keys.kthvalue(len(keys) - count + 1).values.item()
+
+
+def _cut(held: list[Largest], count: int) -> Largest:
+    """Take the largest; rows come in order where keys are equal, and a stable sort keeps it."""
+    index, key, vectors = (torch.cat(parts) for parts in list(zip(*held, strict=True))[:3])
+    order = key.sort(descending=True, stable=True).indices[:count]
+    return Largest(index[order], key[order], vectors[order], 0)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Scale rows to length 1; a zero row stays zero, and one without a finite length is NaN."""
+    return (rows / lengths(rows)[:, None]).to(rows.dtype)
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Return the lengths of rows, in float32 at least: 1 of a zero row, NaN where not finite."""
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=kind)
+    return norms.masked_fill_(norms == 0, 1).masked_fill_(norms.isinf(), torch.nan)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Return rows in float32 at least: a cosine rounded to fewer bits is another."""
+    return rows if rows.element_size() >= 4 else rows.float()
+
+
+def _compared(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Compare unit rows with each target and take the largest cosine: the reference."""
+    return _all(rows), (unit(_wide(rows)) @ _wide(targets).T).amax(1)
+
+
+def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Divide the largest product by the row's length; where it pays, only for rows in question."""
+    rows, targets = _wide(rows), _wide(targets)
+    long = lengths(rows)
+    if not (floor > -torch.inf and len(targets) >= SIEVED and _sieves(rows)):
+        return _all(rows), product(targets, rows.T).amax(0) / long
+    half = targets.bfloat16()
+    rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / long
+    places = (~(rough <= floor - SLACK)).nonzero().squeeze(1)  # NaN stays
+    return places, (targets @ rows[places].T).amax(0) / long[places]
+
+
+def _all(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
+
+
+def _sieves(rows: Tensor) -> bool:
+    """Whether this is a CPU with instructions for bfloat16."""
+    on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
+    return on_cpu and torch.cpu._is_avx512_bf16_supported()
+
+
+def duplicates(
+    vectors: Tensor, key: Tensor, threshold: float, *, rule: str = "standing", impl: str = "auto"
+) -> Tensor:
+    """Return the rows that stay when of two whose cosine is above a threshold one goes.
+
+    Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). The second visit of a pair
+    changes nothing, since after the first no more than one of the two is there: pairs i < j do.
+    In the memory of S rows, without a gradient.
+
+    Args:
+        vectors: ``[S, D]``.
+        key: ``[S]``; of two near-duplicates the one of the larger key stays, of equal ones the
+            later, since Alg. 2's test is a strict one.
+        threshold: tau, in [-1, 1].
+        rule: ``"standing"``: Alg. 2's own: pairs in order, both still there. ``"any"``: a row goes
+            if it loses to any near-duplicate, whether that one stays or not, as in SemDeDup: the
+            order of the pairs does not matter.
+        impl: ``"auto"``, ``"torch"`` (rows that are still there, block by block, against the later
+            ones; then the loop over near pairs alone), ``"triton"`` (the same, without writing
+            cosines to memory) or ``"reference"`` (the two loops).
+
+    Returns:
+        ``[n]`` int64 numbers of the rows that stay, ascending.
+    """
+    shapes("duplicates", {"vectors": (vectors, "S D"), "key": (key, "S", "real")}, valued=True)
+    if not -1 <= threshold <= 1:
+        refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
+    if rule not in RULES:
+        refuse("E-CHOICE", f"duplicates: unknown rule '{rule}'; {nearest(rule, RULES)}")
+    if not lengths(vectors).isfinite().all():
+        refuse("E-NONFINITE", f"duplicates: vectors hold {WRONG}")
+    if not key.isfinite().all():
+        refuse("E-NONFINITE", "duplicates: key holds NaN or infinity")
+    run = implementation("duplicates", impl, _DUPLICATES, vectors)
+    with torch.no_grad():
+        alive: Tensor = run(vectors, key, threshold, rule == "standing")
+        return alive.nonzero().squeeze(1)
+
+
+def _looped(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
+    """Run the two loops of Alg. 2 as they are printed; without ``standing``, each pair once."""
+    rows = unit(_wide(vectors))
+    alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for i in range(len(rows)):
+        for j in range(0 if standing else i + 1, len(rows)):
+            if i == j or (standing and not (alive[i] and alive[j])):
+                continue
+            if rows[i] @ rows[j] > threshold:
+                alive[j if key[i] > key[j] else i] = False
+    return alive
+
+
+def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
+    rows = unit(_wide(vectors))
+    return through(rows, key, threshold, standing, BLOCK[rows.device.type], near)
+
+
+def near(rows: Tensor, size: int, threshold: float) -> Pairs:
+    """Return the pairs i < j, i among the first ``size`` rows, above the threshold, in order."""
+    upper, found = rows[:size], []
+    columns = max(1, COSINES[rows.device.type] // size)
+    for start in range(0, len(rows), columns):
+        close = product(upper, rows[start : start + columns].T) > threshold
+        if start < size:
+            close.triu_(1 - start)
+        found.append(close.nonzero() + torch.tensor([0, start], device=rows.device))
+    first, second = torch.cat(found).T
+    order = first.sort(stable=True).indices
+    return first[order], second[order]
+
+
+def through(
+    rows: Tensor,
+    key: Tensor,
+    threshold: float,
+    standing: bool,
+    size: int,
+    pairs: Callable[[Tensor, int, float], Pairs],
+) -> Tensor:
+    """Find the near pairs of a block of ``size`` rows, settle them in order, and go on.
+
+    By Alg. 2's rule (``standing``) rows that went leave before the next block is compared. ``rows``
+    are ``[S, D]`` as ``pairs`` (such as `near`) wants them; returns ``[S]``, whether a row stays.
+    """
+    alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    left = torch.arange(len(rows), device=rows.device)
+    while len(left):
+        i, j = (left[place] for place in pairs(rows, size, threshold))
+        lose = torch.where(key[i] > key[j], j, i)
+        left, rows = left[size:], rows[size:]
+        alive[_losers(i, j, lose) if standing else lose] = False
+        if standing and len(lose):
+            stay = alive[left].nonzero().squeeze(1)
+            left, rows = left[stay], rows[stay]
+    return alive
+
+
+def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
+    """Settle pairs in order: of two that are still there the one goes that loses.
+
+    A pair that is the first open one of both its rows can be settled whatever becomes of the
+    others, so all such pairs are settled at once. What a few rounds of that leave open, in large
+    clusters of near rows, is settled one after another.
+    """
+    rows, pairs = torch.unique(torch.stack([first, second]), return_inverse=True)
+    losers = torch.where(lose == first, *pairs)
+    turn = torch.arange(len(first), device=first.device)
+    gone = torch.zeros_like(rows, dtype=torch.bool)
+    for _ in range(ROUNDS):
+        earliest = torch.full_like(rows, len(first))
+        earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
+        now = (earliest[pairs] == turn).all(0)
+        gone[losers[now]] = True
+        still = ~(now | gone[pairs].any(0))
+        pairs, losers, turn = pairs[:, still], losers[still], turn[still]
+    left = gone.tolist()
+    for i, j, loser in zip(*pairs.tolist(), losers.tolist(), strict=True):
+        left[loser] |= not (left[i] or left[j])
+    return rows[torch.tensor(left, dtype=torch.bool, device=rows.device)]
+
+
+_NEAREST = {"torch": _sieved, "reference": _compared}
+_DUPLICATES = {"torch": _blocked, "reference": _looped}

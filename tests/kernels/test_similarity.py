@@ -1,0 +1,333 @@
+"""nearest_rows against a loop in float64, duplicates against Alg. 2's lines 5 to 13."""
+
+import importlib
+import os
+from fractions import Fraction
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+from moebook.errors import Refusal
+from moebook.kernels import duplicates, largest, nearest_rows
+from moebook.kernels.similarity import COSINES, SIEVED
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+impls = pytest.mark.parametrize("impl", ["torch", "reference"])
+rules = pytest.mark.parametrize("rule", ["standing", "any"])
+
+
+def drawn(rows, width, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return torch.randn(rows, width, dtype=torch.float64).to(dtype)
+
+
+def best_by_loops(pool, shots, count):
+    """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
+    cosines = [
+        max(
+            float(row @ shot / (row.norm() * shot.norm())) if row.norm() and shot.norm() else 0.0
+            for shot in shots.double()
+        )
+        for row in pool.double()
+    ]
+    order = sorted(range(len(cosines)), key=lambda row: (-cosines[row], row))[:count]
+    return order, [cosines[row] for row in order]
+
+
+@impls
+@pytest.mark.parametrize(
+    ("rows", "shots", "width", "count"),
+    [(200, 9, 12, 7), (50, 3, 5, 50), (1, 1, 1, 1), (30, 1, 8, 99), (40, 60, 3, 1)],
+)
+def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
+    pool, asked = drawn(rows, width, dtype=torch.float64), drawn(shots, width, 1, torch.float64)
+    pool[rows // 2] = 0
+    wanted, cosines = best_by_loops(pool, asked, count)
+    found = nearest_rows(pool.requires_grad_(), asked, count, impl=impl)
+    assert found.index.tolist() == wanted and found.seen == rows
+    torch.testing.assert_close(found.key, torch.tensor(cosines, dtype=torch.float64))
+    assert torch.equal(found.vectors, pool[found.index])
+    assert not found.key.requires_grad and not found.vectors.requires_grad
+
+
+@pytest.mark.parametrize("shots", [10, SIEVED])
+def test_cosines_of_large_blocks_are_as_near_to_float64_as_the_reference(shots):
+    pool, asked = drawn(9000, 96), drawn(shots, 96, 1)
+    found, plain = (nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference"))
+    exact = nearest_rows(pool.double(), asked.double(), 9000, impl="reference").key
+    assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def test_the_sieve_of_many_blocks_loses_no_row():
+    pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
+    pool[::3] = pool[0]  # a third of the pool ties
+    exact = (normalize(pool.double()) @ normalize(shots.double()).T).amax(1)
+    found = nearest_rows(pool, shots, 500)
+    least = exact.topk(500).values[-1]
+    assert (exact[found.index] >= least - 1e-6).all()
+    assert set((exact > least + 1e-6).nonzero().squeeze(1).tolist()) <= set(found.index.tolist())
+    assert torch.equal(found.index, nearest_rows(pool, shots, 500).index)
+
+
+@impls
+def test_of_equal_rows_the_earlier_ones_are_taken(impl):
+    pool = torch.eye(4).repeat(2000, 1)
+    found = nearest_rows(pool, torch.eye(4)[:1].repeat(10, 1), 5, impl=impl)
+    assert found.index.tolist() == [0, 4, 8, 12, 16] and found.key.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row(size):
+    pool = drawn(300, 2)
+    key = pool[:, 0].round(decimals=1)
+    found = largest(
+        pool.split(size),
+        lambda rows, floor: (torch.arange(len(rows)), rows[:, 0].round(decimals=1)),
+        25,
+    )
+    assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
+    assert found.seen == 300
+    assert torch.equal(found.vectors, pool[found.index])
+
+
+def test_rows_of_key_minus_infinity_never_come():
+    keys = torch.full((3,), -torch.inf)
+    found = largest([drawn(10, 2)], lambda rows, floor: (torch.arange(3), keys), 2)
+    assert found.vectors.shape == (0, 2)
+
+
+def test_a_stream_is_held_in_the_memory_of_its_best_rows_and_a_block(sizes):
+    shots, block = drawn(9, 8), drawn(5000, 8)
+    with sizes:
+        found = nearest_rows((block + number for number in range(20)), shots, 100)
+    assert found.seen == 100_000
+    assert sizes.largest == block.numel()
+
+
+def test_an_empty_pool_has_no_rows():
+    assert len(nearest_rows(drawn(0, 4), drawn(2, 4), 3).index) == 0
+
+
+@impls
+def test_rows_in_16_bits_may_be_longer_than_these_can_say(impl):
+    rows = (drawn(6, 4096) * 2000).half()
+    found = nearest_rows(rows, rows[:2], 2, impl=impl)
+    assert sorted(found.index.tolist()) == [0, 1]
+    assert found.key.tolist() == pytest.approx([1, 1], abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@impls
+def test_a_row_that_is_not_finite_is_named(impl, bad):
+    pool = drawn(9000, 4)
+    pool[8500, 1] = bad
+    with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
+        nearest_rows(pool, drawn(9, 4), 3, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
+        ({"shots": torch.ones(2, 5)}, r"E-SHAPE: nearest_rows: .* got \(2, 5\), \(9, 4\)"),
+        ({"shots": torch.ones(2, 4).double()}, "E-DTYPE: .* pool is .*32, shots is .*64: cast one"),
+        ({"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: nearest_rows: shots"),
+        ({"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots hold .* too large"),
+        ({"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
+        ({"pool": [torch.tensor(1.0)]}, r"E-SHAPE: nearest_rows: .* got \(2, 4\), \(\)"),
+        ({"pool": np.ones((9, 4))}, "E-TYPE: nearest_rows: the pool holds a ndarray"),
+        ({"pool": []}, "E-DATA: the pool is empty"),
+        ({"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
+        ({"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
+    ],
+)
+def test_what_nearest_rows_cannot_use_is_refused(change, message):
+    usual = {"pool": torch.ones(9, 4), "shots": torch.ones(2, 4), "count": 3}
+    with pytest.raises(Refusal, match=message):
+        nearest_rows(**(usual | change))
+
+
+def literal(near, key, rule):
+    """Alg. 2 as it is printed, on a table of who is near to whom; or each pair by itself."""
+    left = set(range(len(key)))
+    for i in range(len(key)):
+        for j in range(len(key)):
+            if i != j and near[i][j] and ({i, j} <= left if rule == "standing" else i < j):
+                left.discard(j if key[i] > key[j] else i)
+    return sorted(left)
+
+
+def near_by_fractions(vectors, threshold):
+    """Whether x.y > tau |x| |y|, squared, so that no root is taken."""
+    rows = [[Fraction(number) for number in row] for row in vectors]
+
+    def near(x, y):
+        product = sum(a * b for a, b in zip(x, y, strict=True))
+        bound = Fraction(threshold) ** 2 * sum(a * a for a in x) * sum(b * b for b in y)
+        above = product**2 > bound
+        if threshold >= 0:
+            return above and product > 0
+        return product >= 0 or not above
+
+    return [[near(x, y) for y in rows] for x in rows]
+
+
+@st.composite
+def problems(draw):
+    count, width = draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    row = st.lists(st.integers(-2, 2), min_size=width, max_size=width)
+    vectors = draw(st.lists(row, min_size=count, max_size=count))
+    key = draw(st.lists(st.integers(0, draw(st.integers(0, 9))), min_size=count, max_size=count))
+    # No cosine of such vectors is within 1e-4 of these.
+    return vectors, width, key, draw(st.sampled_from([-0.123, 0.151, 0.55, 0.913]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.sampled_from(["standing", "any"]), st.sampled_from(["torch", "reference"]))
+def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
+    vectors, width, key, threshold = problem
+    rows = torch.tensor(vectors, dtype=torch.float64).reshape(len(key), width)
+    found = duplicates(rows, torch.tensor(key), threshold, rule=rule, impl=impl)
+    assert found.tolist() == literal(near_by_fractions(vectors, threshold), key, rule)
+
+
+@rules
+@pytest.mark.parametrize(
+    ("ordered", "threshold"), [(True, 0.3), (False, 0.3), (True, 0.8), (False, 0.8)]
+)
+def test_many_blocks_keep_what_the_literal_loops_keep(threshold, ordered, rule):
+    rows, key = drawn(1500, 4, dtype=torch.float64), torch.randint(100, (1500,))
+    key = key.sort(descending=True).values if ordered else key
+    cosines = normalize(rows) @ normalize(rows).T
+    wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
+    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted
+    assert len(wanted) < 600
+
+
+@rules
+def test_large_blocks_in_float32_keep_what_the_literal_loops_keep(rule):
+    torch.manual_seed(0)
+    rows = torch.randn(50, 64).repeat(14, 1) + 0.5 * torch.randn(700, 64)
+    key = torch.rand(700)
+    cosines = normalize(rows.double()) @ normalize(rows.double()).T
+    assert not ((cosines - 0.8).abs() < 1e-6).any()  # too close to call in float32
+    wanted = literal((cosines > 0.8).tolist(), key.tolist(), rule)
+    assert duplicates(rows, key, 0.8, rule=rule).tolist() == wanted
+    assert 50 <= len(wanted) < 600
+
+
+@impls
+def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
+    angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
+    chain, key = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([0.9, 0.8, 0.7])
+    assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
+    assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
+    assert duplicates(torch.ones(2, 3), torch.ones(2), 0.9, impl=impl).tolist() == [1]
+
+
+def test_no_square_is_held(sizes):
+    rows = drawn(20_000, 4)
+    with sizes:
+        duplicates(rows, torch.rand(20_000), 0.9999)
+    assert sizes.largest <= COSINES["cpu"]
+
+
+@impls
+def test_vectors_may_require_a_gradient(impl):
+    vectors = torch.ones(300, 3, requires_grad=True)
+    assert duplicates(vectors, torch.arange(300), 0.9, impl=impl).tolist() == [299]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vectors": torch.ones(4)}, r"E-SHAPE: duplicates: .* got \(4,\), \(4,\)"),
+        ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\), \(3,\)"),
+        ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
+        ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
+        ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
+        ({"vectors": torch.full((4, 2), torch.nan)}, "E-NONFINITE: duplicates: vectors"),
+        ({"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: duplicates: vectors .* too large"),
+        ({"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
+    ],
+)
+def test_what_duplicates_cannot_use_is_refused(change, message):
+    usual = {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9}
+    with pytest.raises(Refusal, match=message):
+        duplicates(**(usual | change))
+
+
+@pytest.fixture
+def kernel():
+    """The module of the Triton kernel."""
+    return importlib.import_module("moebook.kernels._triton.duplicates")
+
+
+@triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@rules
+@pytest.mark.parametrize(
+    ("count", "width", "threshold", "block"),
+    [(150, 3, 0.8, 70), (40, 70, 0.05, 16), (70, 2, -1, 70), (1, 1, 0.5, 9), (0, 2, 0.5, 9)],
+)
+def test_triton_keeps_what_the_literal_loops_keep(
+    count, width, threshold, block, rule, dtype, monkeypatch, kernel
+):
+    monkeypatch.setattr(kernel, "MARKS", block * count)
+    torch.manual_seed(0)
+    rows, key = torch.randn(count, width).to(dtype), torch.randint(30, (count,))
+    cosines = normalize(rows.double()) @ normalize(rows.double()).T
+    close = (cosines - threshold).abs() < 1e-6  # too close to call in float32: there are none
+    assert not close.triu(1).any() or threshold == -1
+    wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
+    both = rows.to(DEVICE), key.to(DEVICE)
+    for _ in range(2):
+        assert duplicates(*both, threshold, rule=rule, impl="triton").tolist() == wanted
+
+
+@pytest.mark.gpu
+@triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@rules
+def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch, kernel):
+    monkeypatch.setattr(kernel, "MARKS", 7000 * 20_000)  # three blocks and a rest
+    torch.manual_seed(0)
+    rows = torch.randn(5000, 384).repeat(4, 1) + 0.1 * torch.randn(20_000, 384)
+    key = torch.rand(20_000)  # cosines are above 0.9 in a cluster, below 0.5 elsewhere
+    wanted = key.view(4, 5000).argmax(0) * 5000 + torch.arange(5000)
+    found = duplicates(rows.to("cuda", dtype), key.cuda(), 0.7, rule=rule, impl="triton")
+    assert torch.equal(found.cpu(), wanted.sort().values)
+
+
+@triton
+def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes, kernel):
+    monkeypatch.setattr(kernel, "MARKS", 300 * 600)
+    rows, key = drawn(600, 3).to(DEVICE), torch.rand(600, device=DEVICE)
+    with sizes:
+        found = duplicates(rows, key, 0.9999, impl="triton")
+    assert sizes.largest <= 300 * 640 / 8  # bytes; rows end in a tile
+    assert torch.equal(found, duplicates(rows, key, 0.9999, impl="torch"))
+
+
+@triton
+def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch, kernel):
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **settings: None
+
+    monkeypatch.setattr(kernel, "_mark", Recorded())
+    rows = torch.ones(1, 1, device=DEVICE).expand(4_300_000, 1)
+    assert not len(kernel.near(rows, 1, 0.5)[0])
+    (grid,) = grids
+    assert 65_535 < grid[0] < 2**31 and grid[1:] in ((), (1,))
