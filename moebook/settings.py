@@ -6,8 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, ParamSpec, TypeVar, dataclass_transform
+from dataclasses import fields, is_dataclass
+from typing import Any, ParamSpec, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
@@ -117,4 +117,10 @@ def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind
     if odd := sorted(values.keys() ^ known):
         refuse("E-FORMAT", f"{where}: setting '{odd[0]}' is missing or unknown; "
                f"{nearest(odd[0], known)}")  # fmt: skip
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    hints, given = get_type_hints(kind), dict(values)
+    for name, value in values.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+        elif isinstance(value, dict) and is_dataclass(hints[name]):
+            given[name] = restored(hints[name], value, where)
+    return kind(**given)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
-from moebook.models import manifest, smollm2
+from moebook.models import checkpoint, smollm2
 from moebook.models.inspection import inspect
 from moebook.runtime import resolve_device
 
@@ -79,14 +79,14 @@ def provenance(name: str) -> dict[str, Any]:
     """
     if name not in PACKAGED:
         refuse("E-MODEL", f"no shipped base '{name}': {nearest(name, PACKAGED)}")
-    return manifest.verify(Path(__file__).parent / name)
+    return checkpoint.verify(Path(__file__).parent / name)
 
 
 def _folder(name: str) -> Path:
     """Find the folder that a name stands for, fetching or converting it when needed."""
     if name in PACKAGED:
         folder = Path(__file__).parent / name
-        manifest.verify(folder)
+        checkpoint.verify(folder)
         return folder
     if name == SMOLLM2:
         with quiet():

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from moebook.errors import refuse
-from moebook.models import manifest
+from moebook.models import checkpoint
 
 
 def folder() -> Path:
@@ -45,14 +45,14 @@ def folder() -> Path:
     except OSError:
         if not target.is_dir():  # else another process was faster
             raise
-    manifest.verify(target)
+    checkpoint.verify(target)
     return target
 
 
 def _convert(gguf: Path, target: Path, digest: str) -> None:
     """Write a GGUF file as a transformers folder in bfloat16, by one rename."""
     with (
-        manifest.building(target, source=gguf.name, sha256=digest) as stage,
+        checkpoint.building(target, source=gguf.name, sha256=digest) as stage,
         redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
     ):
         source = {"gguf_file": gguf.name, "local_files_only": True}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moebook.errors import refuse
-from moebook.models import manifest
+from moebook.models import checkpoint
 from moebook.runtime import versions
 
 KEPT = 2
@@ -73,7 +73,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, A
             refuse("E-NONFINITE", f"step {step}: {name} is not finite; nothing was saved")
     known = {"step": step, "versions": versions(), "threads": torch.get_num_threads()}
     try:
-        with manifest.building(folder / f"step-{step}", **known) as stage:
+        with checkpoint.building(folder / f"step-{step}", **known) as stage:
             safetensors.torch.save_file(tensors, stage / TENSORS)
             (stage / FACTS).write_text(json.dumps(facts))
     except (OSError, safetensors.SafetensorError) as error:
@@ -103,7 +103,7 @@ def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     paths = _committed(folder)
     if not paths:
         return None
-    sealed = manifest.verify(paths[-1])
+    sealed = checkpoint.verify(paths[-1])
     here = (versions()["torch"], torch.get_num_threads())
     there = (sealed["versions"]["torch"], sealed["threads"])
     if here != there:

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from moebook.data import corpus
 from moebook.errors import refuse
 from moebook.kernels import balance_loss
-from moebook.models import manifest
+from moebook.models import checkpoint
 from moebook.runtime import environment, progress
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
@@ -349,7 +349,7 @@ def _finish(
 ) -> None:
     """Write recipe, weights (fp16), tokenizer and manifest of a finished run, by one rename."""
     windows = [run.recipe.window(step) for step in range(run.recipe.steps)]
-    with manifest.building(
+    with checkpoint.building(
         out,
         corpus=described,
         training_tokens=sum(rows * length for _, rows, length in windows),

@@ -13,7 +13,8 @@ def build(family="Llama", dtype=torch.float32, **changes):
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 2,
         "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3,
     }  # fmt: skip
-    config = getattr(tr, f"{family}Config")(**{**size, **changes})
+    kind = getattr(tr, f"{family}TextConfig", None) or getattr(tr, f"{family}Config")
+    config = kind(**{**size, **changes})
     return getattr(tr, f"{family}ForCausalLM")(config).to(dtype).eval()
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.methods.upcycling import exporting
-from moebook.models import anatomy, manifest
+from moebook.models import anatomy, checkpoint
 
 
 def made(model, **changes):
@@ -54,7 +54,7 @@ def test_export_reloads_in_plain_transformers_with_equal_logits(
     want = model(**batch).logits
     folder = upcycling.export(model, tmp_path / "out")
     assert json.loads((folder / "config.json").read_text())["model_type"] == form
-    assert manifest.verify(folder)["base"] == model.upcycling.base
+    assert checkpoint.verify(folder)["base"] == model.upcycling.base
     plain = AutoModelForCausalLM.from_pretrained(folder)
     assert type(plain).__module__.startswith("transformers.")
     real = batch["attention_mask"].bool()
@@ -106,7 +106,7 @@ def test_an_export_that_fails_half_way_leaves_nothing(host, tmp_path, monkeypatc
     def full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(exporting.manifest, "seal", full)
+    monkeypatch.setattr(exporting.checkpoint, "seal", full)
     with pytest.raises(OSError, match="No space"):
         upcycling.export(made(host(), combine="renormalised"), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from moebook import data, models
 from moebook.errors import Refusal
-from moebook.models import manifest, smollm2
+from moebook.models import checkpoint, smollm2
 from moebook.models.load import PACKAGED
 from moebook.training.batches import Batches
 
@@ -216,7 +216,7 @@ def test_a_packaged_base_is_whole_and_loads(name):
     if not (base / "model.safetensors").is_file():
         pytest.skip(f"the weights of {name} are not in this checkout")
     model, tokenizer = models.load(name)
-    assert set(manifest.verify(base)["files"]) >= {"config.json", "model.safetensors"}
+    assert set(checkpoint.verify(base)["files"]) >= {"config.json", "model.safetensors"}
     assert len(tokenizer) <= model.config.vocab_size
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load, load_file, save
 from torch import nn
 
 from moebook.errors import Refusal
-from moebook.models import manifest
+from moebook.models import checkpoint
 from moebook.training import checkpoints, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -117,14 +117,14 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from conftest import with_lora, random_rows
-from moebook.models import manifest
+from moebook.models import checkpoint
 from moebook.training import fit
-commit = manifest.commit
+commit = checkpoint.commit
 def kill(stage, target):
     if target.name == "step-4":
         os.kill(os.getpid(), signal.SIGKILL)
     commit(stage, target)
-manifest.commit = kill
+checkpoint.commit = kill
 fit(with_lora(), random_rows(), **{SETTINGS!r}, output={str(tmp_path)!r}, every=2)
 """
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -151,9 +151,10 @@ def cut(folder):
 
 def forge(folder):
     """Hashes that fit, tensors that are none."""
-    (folder / manifest.NAME).unlink()
+    for name in (checkpoint.MANIFEST, checkpoint.DIGEST):
+        (folder / name).unlink()
     (folder / "tensors.safetensors").write_bytes(b"\xff" * 64)
-    manifest.seal(folder, versions=checkpoints.versions(), threads=torch.get_num_threads())
+    checkpoint.seal(folder, versions=checkpoints.versions(), threads=torch.get_num_threads())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(lora, rows, interrupted, monkeypat
     def full(stage, **facts):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifest, "seal", full)
+    monkeypatch.setattr(checkpoint, "seal", full)
     with pytest.raises(Refusal, match="E-DISK"):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
     assert [path.name for path in checkpoints._committed(interrupted)] == ["step-2", "step-4"]

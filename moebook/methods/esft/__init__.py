@@ -14,8 +14,15 @@ from moebook.methods.esft.routing import layers
 from moebook.methods.esft.sampling import mix, rows, samples
 from moebook.methods.esft.scoring import Scores, Tally, measure
 from moebook.methods.esft.selection import Selection, random_selection, select
-from moebook.methods.esft.specialising import merge, restore, specialise, trained
-from moebook.methods.esft.storage import load, round_trip, save
+from moebook.methods.esft.specialising import (
+    load,
+    merge,
+    restore,
+    round_trip,
+    save,
+    specialise,
+    trained,
+)
 from moebook.methods.esft.subsets import partition
 from moebook.methods.esft.sweeping import sweep
 from moebook.methods.esft.tabling import by_arm, counts, spread

@@ -8,8 +8,9 @@ from torch import nn
 
 from moebook.errors import refuse
 from moebook.methods.esft.routing import sparse_layers
-from moebook.methods.esft.specialising import origin_or_none
+from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import anatomy
+from moebook.models.checkpoint import origin_or_none
 
 
 def full(model: nn.Module) -> nn.Module:
@@ -83,6 +84,6 @@ def _banks(model: nn.Module, blocks: nn.Module) -> list[str]:
 def _check(model: nn.Module) -> None:
     if any(".lora_" in name for name, _ in model.named_parameters()):
         refuse("E-MODEL", "the model holds LoRA already: load the base again")
-    if origin_or_none(model) is not None:
+    if origin_or_none(model, Origin) is not None:
         refuse("E-MODEL", "the model is specialised: esft.restore or esft.merge it first")
     sparse_layers(model)

@@ -19,8 +19,9 @@ from moebook.methods.esft.routing import (
     observe,
     sparse_layers,
 )
-from moebook.methods.esft.specialising import origin_or_none
+from moebook.methods.esft.specialising import Origin
 from moebook.methods.esft.subsets import Group, partition
+from moebook.models.checkpoint import origin_or_none
 
 
 def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
@@ -78,7 +79,7 @@ def group(
             for another router or a specialised model; the model is untouched then.
     """
     layers = sparse_layers(model)
-    if origin_or_none(model) is not None:
+    if origin_or_none(model, Origin) is not None:
         refuse("E-MODEL", "the model is specialised: group it first, then specialise")
     check_layers("the co-occurrence counts", counts, layers)
     check(model, [size])

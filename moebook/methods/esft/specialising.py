@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.methods.esft.routing import Sparse, check_layers, experts_of, sparse_layers
 from moebook.methods.esft.selection import Selection
-from moebook.models.fingerprint import fingerprint
+from moebook.models import checkpoint
 from moebook.models.registry import unlike
 from moebook.nn import SplitExperts
+from moebook.settings import settings
+
+EXPERTS = "experts.json"
 
 
-@dataclass(frozen=True)
-class Origin:
+@settings
+class Origin(checkpoint.Origin):
     """What a specialised model was made from, kept on the model as ``model.esft``.
 
     Attributes:
-        selection: What trains.
-        base: Fingerprint of the model before anything was changed.
+        selection: What trains; a checkpoint keeps it in its published form.
         options: Parameters beside the routed experts that train, as they were in the base, by name;
             empty unless an option of the selection is on.
     """
 
-    selection: Selection
-    base: str
-    options: dict[str, Tensor] = field(repr=False)
+    method: ClassVar[str] = "esft"
+    selection: Annotated[Selection, Field(exclude=True)]
+    options: Annotated[dict[str, Tensor], Field(exclude=True, repr=False)]
 
 
 def specialise(model: nn.Module, selection: Selection) -> nn.Module:
@@ -54,10 +61,10 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
             E-KEYS for layers that do not fit; E-RANGE for an expert that does not exist. The model
             is untouched then.
     """
-    if origin_or_none(model) is not None:
+    if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
     layers = checked(model, selection)
-    return install(model, selection, layers, fingerprint(model))
+    return install(model, selection, layers, checkpoint.fingerprint(model))
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -120,7 +127,8 @@ def install(model: nn.Module, selection: Selection, layers: list[Sparse], base: 
     """Split the experts of checked layers and set what trains."""
     model.requires_grad_(False)
     free = options(model, selection, layers)
-    made = Origin(selection, base, {n: p.detach().to("cpu", copy=True) for n, p in free.items()})
+    kept = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
+    made = Origin(base=base, selection=selection, options=kept)
     for layer in layers:
         experts = layer.experts
         dtype = torch.promote_types(experts.down_proj.dtype, torch.float32)
@@ -133,20 +141,80 @@ def install(model: nn.Module, selection: Selection, layers: list[Sparse], base: 
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a specialised model.
+    """Return the `Origin` of a specialised model, or refuse another (E-MODEL)."""
+    return checkpoint.origin(model, Origin)
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write what was trained, the expert configuration and the base's fingerprint, or nothing.
+
+    Args:
+        model: From `specialise`.
+        folder: Must not exist yet. The selection stands there in its published form too.
 
     Raises:
-        Refusal: E-MODEL when it has none.
+        Refusal: E-EXISTS when the folder exists, E-NONFINITE when a tensor holds NaN or infinity,
+            E-MODEL for a model that is not specialised.
     """
-    found = origin_or_none(model)
-    if found is None:
-        refuse("E-MODEL", "the model is not specialised: use esft.specialise first")
-    return found
+    made = origin(model)
+    published = json.dumps(made.selection.published()).encode()
+    return checkpoint.save(folder, made, trained(model), {EXPERTS: published})
 
 
-def origin_or_none(model: nn.Module) -> Origin | None:
-    """Return the `Origin` of a model, or None."""
-    return model.__dict__.get("esft")
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Put a task's trained experts on their base, in place and bit for bit, after all checks.
+
+    A specialised model is swapped to the new task: what it had trained is dropped (`save` it first)
+    and its base, whose fingerprint is known, is used again.
+
+    Args:
+        model: The base, or a specialised model on it; untouched when it is refused.
+        folder: Written by `save`.
+
+    Returns:
+        The same model, specialised as it was when it was saved.
+    """
+
+    def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
+        if checkpoint.origin_or_none(model, Origin):
+            restore(model)
+        return trained(install(model, made.selection, checked(model, made.selection), made.base))
+
+    selection = Selection.load(Path(folder) / EXPERTS)
+    return checkpoint.load(model, folder, Origin, swap, selection=selection, options={})
+
+
+@torch.no_grad()
+def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Take a trained model apart and put it together again: save, restore, load, merge.
+
+    Args:
+        model: From `specialise`, trained; in the end it is merged and in evaluation mode.
+        batch: ``input_ids`` and ``attention_mask`` ``[B, T]``, to compare logits on.
+
+    Returns:
+        ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit;
+        ``loading`` and ``merging``, the largest differences of any logit from the trained model's;
+        ``bytes`` of the saved folder.
+
+    Raises:
+        Refusal: E-BASE when restoring brings back anything else; those of `save`.
+    """
+    base, device = origin(model).base, next(model.parameters()).device
+    inputs = {key: part.to(device) for key, part in batch.items()}
+    want = model.eval()(**inputs).logits
+    with TemporaryDirectory() as scratch:
+        folder = save(model, Path(scratch) / "task")
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        unchanged = checkpoint.fingerprint(restore(model)) == base
+        loaded = load(model, folder)(**inputs).logits
+    merged = merge(model)(**inputs).logits
+    return {
+        "base unchanged": float(unchanged),
+        "loading": float((loaded - want).abs().max()),
+        "merging": float((merged - want).abs().max()),
+        "bytes": float(size),
+    }
 
 
 def _check_form(layer: Sparse, experts: int) -> None:

@@ -14,8 +14,7 @@ from moebook.methods.pesc.measuring import (
     implied_width,
     printed_sizes,
 )
-from moebook.methods.pesc.storage import load, save
-from moebook.methods.pesc.tuning import adapter_norm, merge_lora, prepare, trained
+from moebook.methods.pesc.tuning import adapter_norm, load, merge_lora, prepare, save, trained
 
 __all__ = [
     "GROUPS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,23 +11,23 @@ from torch import nn
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
+from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
-from moebook.models.fingerprint import fingerprint
+from moebook.settings import settings
 
 
-@dataclass(frozen=True)
-class Origin:
+@settings
+class Origin(checkpoint.Origin):
     """What a model was made from, kept on the model as ``model.pesc``.
 
     Attributes:
         config: The settings.
         sparse: False for the dense arm, which has the host's tuning alone.
-        base: Fingerprint of the dense host before anything was changed.
     """
 
+    method: ClassVar[str] = "pesc"
     config: Config
     sparse: bool
-    base: str
 
 
 def craft(model: nn.Module, config: Config) -> nn.Module:
@@ -49,7 +49,7 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
         The same model.
     """
     chosen = craftable(model, config)
-    made_from = Origin(config, True, fingerprint(model))
+    made_from = Origin(config=config, sparse=True, base=checkpoint.fingerprint(model))
     install(chosen, config)
     model.pesc = made_from
     return model
@@ -67,7 +67,7 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
             "E-CHOICE", f"host is '{config.host}': Eq. 6 compares experts alone, use host='frozen'"
         )
     chosen = craftable(model, config)
-    made_from = Origin(config, True, fingerprint(model))
+    made_from = Origin(config=config, sparse=True, base=checkpoint.fingerprint(model))
     graft(
         chosen,
         config,
@@ -83,7 +83,7 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
 
 def craftable(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
     """Return the host's anatomy and the layers to craft, or refuse what cannot be crafted."""
-    if _origin(model) is not None:
+    if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "PESC")
@@ -137,15 +137,3 @@ def graft(
     for layer, module in zip(layers, modules, strict=True):
         layer.replace(module)
     trace.follow(host.decoder)
-
-
-def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT)."""
-    return _origin(model) or refuse(
-        "E-MODEL", "the model has not been through pesc.craft or pesc.prepare"
-    )
-
-
-def _origin(model: nn.Module) -> Origin | None:
-    origins = (module.__dict__.get("pesc") for module in model.modules())
-    return next((each for each in origins if isinstance(each, Origin)), None)

@@ -19,7 +19,8 @@ from moebook.analysis.memory import step_memory
 from moebook.data import IGNORED
 from moebook.errors import nearest, refuse
 from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.crafting import craftable, install, origin
+from moebook.methods.pesc.crafting import Origin, craftable, install
+from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import balance, evaluating
 from moebook.training import fit
@@ -51,7 +52,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
         model: A crafted model that has run forward.
         attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
     """
-    config, routers = origin(model).config, mnn.routers(model)
+    config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
     if config.balance == "none" or not routers:
         return torch.zeros((), device=next(model.parameters()).device)
     return config.balance_weight * balance(routers, attention_mask, form=config.balance)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -14,9 +16,9 @@ from torch import nn
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
-from moebook.methods.pesc.crafting import Origin, craftable, install, origin
-from moebook.models.anatomy import Anatomy
-from moebook.models.fingerprint import fingerprint
+from moebook.methods.pesc.crafting import Origin, craftable, install
+from moebook.models import checkpoint
+from moebook.models.anatomy import Anatomy, Layer
 
 
 def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Module:
@@ -31,17 +33,16 @@ def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Modu
     chosen = craftable(model, config)
     if config.host == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         refuse("E-DEP", "host='qlora' needs bitsandbytes: pip install bitsandbytes, or host='lora'")
-    made_from = Origin(config, sparse, fingerprint(model))
+    made_from = Origin(config=config, sparse=sparse, base=checkpoint.fingerprint(model))
+    return assemble(model, made_from, chosen)
+
+
+def assemble(model: nn.Module, made_from: Origin, chosen: tuple[Anatomy, list[Layer]]) -> nn.Module:
+    """Install adapters (when sparse) and LoRA, and let exactly what was asked for train."""
+    config = made_from.config
     if config.host == "qlora":
         _quantise(model, chosen[0])
-    assemble(model, config, chosen, sparse=sparse)
-    model.pesc = made_from
-    return model
-
-
-def assemble(model: nn.Module, config: Config, chosen: tuple, *, sparse: bool) -> None:
-    """Install adapters (when sparse) and LoRA, and let exactly what was asked for train."""
-    if sparse:
+    if made_from.sparse:
         install(chosen, config)
     if config.host in ("lora", "qlora"):
         lora = LoraConfig(
@@ -56,6 +57,35 @@ def assemble(model: nn.Module, config: Config, chosen: tuple, *, sparse: bool) -
         parameter.requires_grad_(True)
         if config.host != "full":  # LoRA takes the host's dtype, in which small updates are lost
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    model.pesc = made_from
+    return model
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write what was trained, the settings and the base's fingerprint to a new folder, or nothing.
+
+    NaN and infinity are refused.
+    """
+    made_from = checkpoint.origin(model, Origin)
+    return checkpoint.save(folder, made_from, trained(model, made_from.config))
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Restore a checkpoint onto its dense base, in place and bit for bit, after all checks.
+
+    Args:
+        model: The dense base, as it was before `craft` or `prepare`; untouched when refused.
+        folder: Written by `save`.
+
+    Returns:
+        The same model, prepared as it was when it was saved.
+    """
+
+    def restore(base: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
+        config = made_from.config
+        return trained(assemble(base, made_from, craftable(base, config)), config)
+
+    return checkpoint.load(model, folder, Origin, restore)
 
 
 def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
@@ -86,7 +116,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     NF4 weights are dequantised first and stay so: folding into 4 bits again (as PEFT does) would
     round LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.
     """
-    made_from = origin(model)
+    made_from = checkpoint.origin(model, Origin)
     host = made_from.config.host
     if host not in ("lora", "qlora"):
         refuse("E-MODEL", f"nothing to merge: the model was prepared with host='{host}'")

@@ -24,7 +24,7 @@ from moebook.methods.rocket import (
     studies,
 )
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.storage import load, save
+from moebook.methods.rocket.mixture import load, save
 
 __all__ = [
     "Config",

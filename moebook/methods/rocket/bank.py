@@ -18,7 +18,7 @@ from moebook.data import encode, mixtures
 from moebook.errors import refuse
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 
 Row = Mapping[str, str]
 TABLE_12: dict[str, Any] = {

@@ -20,7 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from moebook.errors import nearest, refuse
-from moebook.models import folders, manifest
+from moebook.models import checkpoint
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
@@ -115,19 +115,18 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
         Refusal: E-NOFILE, E-PICKLE, E-FORMAT, E-CONFIG, E-RANGE, E-LIMIT, E-KEYS, E-SHAPE,
             E-NONFINITE, E-BASE, and E-MANIFEST or E-HASH for a changed folder of ours.
     """
-    facts = manifest.verify(folder) if (folder / manifest.NAME).is_file() else {}
+    facts = checkpoint.verify(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
     settings = _settings(folder / SETTINGS)
-    folders.check_base(folder, str(facts.get("base", base)), base)
+    checkpoint.check_base(folder, str(facts.get("base", base)), base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
     rank, layers = settings["r"], linears(model, settings["target_modules"])
-    shapes: dict[str, folders.Form] = {
-        KEY.format(path, "A"): ((rank, layer.in_features), None) for path, layer in layers.items()
-    }
-    shapes |= {KEY.format(p, "B"): ((m.out_features, rank), None) for p, m in layers.items()}
-    tensors = folders.tensors(folder / TENSORS, shapes)
+    factors = {KEY.format(p, "A"): (rank, m.in_features) for p, m in layers.items()}
+    factors |= {KEY.format(p, "B"): (m.out_features, rank) for p, m in layers.items()}
+    expected = {name: torch.empty(shape, device="meta") for name, shape in factors.items()}
+    tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
     return Lora(
         name=folder.name,
         rank=rank,
@@ -158,10 +157,10 @@ def write(lora: Lora, folder: Path) -> Path:
     tensors = {KEY.format(path, "A"): tensor for path, tensor in lora.down.items()}
     tensors |= {KEY.format(path, "B"): tensor for path, tensor in lora.up.items()}
     files = {
-        TENSORS: folders.packed(tensors),
+        TENSORS: checkpoint.packed(tensors),
         SETTINGS: json.dumps(settings, indent=1, sort_keys=True).encode(),
     }
-    return folders.write(folder, files, **{**lora.provenance, "base": lora.base})
+    return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
 
 
 def _provenance(facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moebook import nn as mnn
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import bank
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.loras import Lora, linears
+from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 from moebook.nn import LoraMixture
+from moebook.settings import settings
 
 
-@dataclass(frozen=True)
-class Origin:
+@settings
+class Origin(checkpoint.Origin):
     """What a mixture was made from, kept on the model as ``model.rocket``.
 
     Attributes:
@@ -29,15 +33,19 @@ class Origin:
         scales: The factor on each expert's B A.
         rank: R.
         paths: The linear layers that hold experts.
-        base: Fingerprint of the base.
     """
 
+    method: ClassVar[str] = "rocket"
     config: Config
     experts: tuple[str, ...]
     scales: tuple[float, ...]
     rank: int
     paths: tuple[str, ...]
-    base: str
+
+    def __post_init__(self) -> None:
+        if not len(self.experts) == len(self.scales) == self.config.experts:
+            counts = f"{len(self.experts)} experts and {len(self.scales)} scales"
+            refuse("E-RANGE", f"{counts} are given, experts (N) is {self.config.experts}")
 
 
 def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
@@ -73,29 +81,30 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     names, paths = tuple(lora.name for lora in loras), tuple(loras[0].down)
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}
     up = {path: torch.stack([lora.up[path] for lora in loras]) for path in paths}
-    origin = Origin(config, names, scales, loras[0].rank, paths, base)
-    install(model, origin, down, up)
-    return model
+    made_from = Origin(
+        config=config, experts=names, scales=scales, rank=loras[0].rank, paths=paths, base=base
+    )
+    return install(model, made_from, down, up)
 
 
 def install(
-    model: nn.Module, origin: Origin, down: dict[str, torch.Tensor], up: dict[str, torch.Tensor]
-) -> None:
+    model: nn.Module, made_from: Origin, down: dict[str, Tensor], up: dict[str, Tensor]
+) -> nn.Module:
     """Replace the linear layers by mixtures of these factors, and let only those train."""
     numbers = {id(layer.block): layer.index for layer in anatomy(model).layers}
     blocks = {path: module for path, module in model.named_modules() if id(module) in numbers}
     model.requires_grad_(False)
-    for path in origin.paths:
+    for path in made_from.paths:
         linear = model.get_submodule(path)
         block = next(name for name in blocks if path.startswith(f"{name}."))
         place = {
-            "dtype": torch.promote_types(torch.float32, down[path].dtype),
+            "dtype": torch.promote_types(torch.float32, linear.weight.dtype),
             "device": linear.weight.device,
         }
-        config = origin.config
+        config = made_from.config
         router = mnn.Router(
             linear.in_features if config.gate_input == "layer" else linear.out_features,
-            len(origin.experts),
+            len(made_from.experts),
             config.top_k,
             layer=numbers[id(blocks[block])],
             **place,
@@ -105,12 +114,32 @@ def install(
             router,
             down[path].to(**place),
             up[path].to(**place),
-            origin.scales,
+            made_from.scales,
             reads=config.gate_input,
             dropout=config.lora_dropout,
         )
         model.set_submodule(path, mixed.train(linear.training))
-    model.rocket = origin
+    model.rocket = made_from
+    return model
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write a mixture's experts and gates to a new folder, or nothing; NaN is refused."""
+    return checkpoint.save(folder, origin(model), trained(model))
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Restore a mixture onto its unaltered base, in place and bit for bit, after all checks."""
+    return checkpoint.load(model, folder, Origin, _empty)
+
+
+def _empty(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
+    """Install a mixture whose factors are still to be filled, and return its parameters."""
+    _check_plain(model)
+    held, size, rank = linears(model, list(made_from.paths)), len(made_from.experts), made_from.rank
+    down = {path: torch.zeros(size, rank, held[path].in_features) for path in made_from.paths}
+    up = {path: torch.zeros(size, held[path].out_features, rank) for path in made_from.paths}
+    return trained(install(model, made_from, down, up))
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -161,20 +190,12 @@ def only(model: nn.Module, expert: str) -> Iterator[None]:
 
 
 def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a mixture.
-
-    Raises:
-        Refusal: E-MODEL when the model holds no mixture.
-    """
-    found = model.__dict__.get("rocket")
-    if not isinstance(found, Origin):
-        refuse("E-MODEL", "the model holds no mixture of LoRAs: call mixture.build first")
-    return found
+    """Return the `Origin` of a mixture, or refuse a model that holds none (E-MODEL)."""
+    return checkpoint.origin(model, Origin)
 
 
 def _check(model: nn.Module, loras: Sequence[Lora], config: Config) -> None:
-    if model.__dict__.get("rocket") is not None:
-        refuse("E-MODEL", "the model holds a mixture already: mixture.remove takes it off")
+    _check_plain(model)
     if len(loras) != config.experts:
         refuse("E-RANGE", f"{len(loras)} LoRAs are given, experts (N) is {config.experts}")
     names = [lora.name for lora in loras]
@@ -182,3 +203,8 @@ def _check(model: nn.Module, loras: Sequence[Lora], config: Config) -> None:
         refuse("E-BANK", f"a LoRA is named twice: {', '.join(names)}")
     for lora in loras:
         bank.alike(loras[0], lora)
+
+
+def _check_plain(model: nn.Module) -> None:
+    if checkpoint.origin_or_none(model, Origin):
+        refuse("E-MODEL", "the model holds a mixture already: mixture.remove takes it off")

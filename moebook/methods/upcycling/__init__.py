@@ -1,7 +1,7 @@
 """Sparse upcycling with routers that start at random (SU) or at representations (TRSU, CRSU).
 
 ``hardest`` -> ``collect`` -> ``trsu`` or ``crsu`` (-> ``scaled``) -> ``upcycle`` -> train with
-``balance_loss`` -> ``export``. ``arms``, ``clouds`` and ``step_zero`` serve the notebook.
+``balance_loss`` -> ``save`` or ``export``. ``arms``, ``clouds``, ``step_zero`` serve the notebook.
 """
 
 from moebook.methods.upcycling.config import LED, MAIN, Arm, Config, arms, quarters, thirds
@@ -19,7 +19,15 @@ from moebook.methods.upcycling.starts import (
     scaled,
     trsu,
 )
-from moebook.methods.upcycling.upcycling import Origin, balance_loss, origin, step_zero, upcycle
+from moebook.methods.upcycling.upcycling import (
+    Origin,
+    balance_loss,
+    load,
+    origin,
+    save,
+    step_zero,
+    upcycle,
+)
 
 __all__ = [
     "LED",
@@ -40,12 +48,14 @@ __all__ = [
     "export",
     "hardest",
     "hidden",
+    "load",
     "origin",
     "perplexities",
     "prompted",
     "quarters",
     "random",
     "sampled",
+    "save",
     "scaled",
     "step_zero",
     "thirds",

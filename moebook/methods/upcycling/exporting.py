@@ -26,7 +26,7 @@ from moebook import __version__
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config
 from moebook.methods.upcycling.upcycling import origin
-from moebook.models import manifest
+from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import evaluating
 from moebook.settings import checked
@@ -86,7 +86,7 @@ def export(
         refuse("E-FORM", "; ".join(reasons))
     twin = _twin(model, fitting[0], source.config)
     _compare(model, twin)
-    with manifest.building(target, base=source.base, version=__version__) as stage:
+    with checkpoint.building(target, base=source.base, version=__version__) as stage:
         twin.save_pretrained(stage)
         if tokenizer is not None:
             tokenizer.save_pretrained(stage)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from moebook.errors import refuse
 from moebook.models.anatomy import Anatomy, Layer, anatomy
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 from moebook.nn import evaluating, hooked
 from moebook.settings import checked
 

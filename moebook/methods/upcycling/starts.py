@@ -24,7 +24,7 @@ from moebook.errors import refuse
 from moebook.kernels import clusters
 from moebook.methods.upcycling.representations import Count, Representations, Tasks, collect
 from moebook.models.anatomy import anatomy
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 from moebook.settings import checked
 
 BATCH = 1024  # rows a mini-batch of k-means, scikit-learn's own default

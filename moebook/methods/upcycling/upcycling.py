@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
-from typing import get_args
+from pathlib import Path
+from typing import ClassVar, get_args
 
 import numpy as np
 import pandas as pd
@@ -19,17 +21,18 @@ from moebook.analysis.routers import gradients
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start, random, same_base
+from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
-from moebook.models.fingerprint import fingerprint
 from moebook.nn import balance
+from moebook.settings import settings
 
 
-@dataclass(frozen=True)
-class Origin:
+@settings
+class Origin(checkpoint.Origin):
     """The settings of a model and its dense base's fingerprint, kept as ``model.upcycling``."""
 
+    method: ClassVar[str] = "upcycling"
     config: Config
-    base: str
 
 
 def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.Module:
@@ -44,14 +47,43 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
-    base = fingerprint(model)
+    base = checkpoint.fingerprint(model)
     start = random(model, config.experts, seed=config.seed) if start is None else start
     same_base(base, start.base)
-    blocks = _blocks(host, layers, _weights(start, host, layers, config), config)
-    for layer, block in zip(layers, blocks, strict=True):
-        layer.replace(block)
-    model.upcycling = Origin(config, base)
+    _install(host, layers, _weights(start, host, layers, config), config)
+    model.upcycling = Origin(config=config, base=base)
     return model
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write all parameters, the settings and the dense base's fingerprint to a new folder.
+
+    The whole model of any host, since in sparse upcycling all of it trains; NaN is refused.
+    `export` writes what transformers reads alone, for the families that have such a form.
+    """
+    return checkpoint.save(folder, origin(model), dict(model.named_parameters()))
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Restore an upcycled model onto its dense base, in place and bit for bit, after all checks.
+
+    Args:
+        model: The dense base, as it was before `upcycle`; untouched when it is refused.
+        folder: Written by `save`.
+
+    Returns:
+        The same model, upcycled as it was when it was saved.
+    """
+
+    def restore(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
+        config = replace(made_from.config, noise=0.0)  # what was drawn is in the checkpoint
+        host = anatomy(model)
+        layers = dense_layers(host, config.layers, "upcycling")
+        _install(host, layers, [torch.zeros(config.experts, host.hidden)] * len(layers), config)
+        model.upcycling = made_from
+        return dict(model.named_parameters())
+
+    return checkpoint.load(model, folder, Origin, restore)
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
@@ -69,10 +101,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
 
 def origin(model: nn.Module) -> Origin:
     """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT)."""
-    for module in model.modules():
-        if isinstance(made_from := module.__dict__.get("upcycling"), Origin):
-            return made_from
-    refuse("E-MODEL", "the model has not been through upcycling.upcycle")
+    return checkpoint.origin(model, Origin)
 
 
 def step_zero(
@@ -114,10 +143,8 @@ def _weights(start: Start, host: Anatomy, layers: list[Layer], config: Config) -
     return [by_layer[layer.index] for layer in layers]
 
 
-def _blocks(
-    host: Anatomy, layers: list[Layer], weights: list[Tensor], config: Config
-) -> list[mnn.ExpertMoE]:
-    """Make all blocks, before any of them is put in."""
+def _install(host: Anatomy, layers: list[Layer], weights: list[Tensor], config: Config) -> None:
+    """Make all blocks, then put them in."""
     trace, blocks = mnn.Trace(), []
     for layer, weight in zip(layers, weights, strict=True):
         experts = mnn.Experts(layer.mlp, config.experts)
@@ -136,8 +163,9 @@ def _blocks(
         with torch.no_grad():
             router.weight.copy_(weight)
         blocks.append(mnn.ExpertMoE(router, experts).train(layer.block.training))
+    for layer, block in zip(layers, blocks, strict=True):
+        layer.replace(block)
     trace.follow(host.decoder)
-    return blocks
 
 
 @torch.no_grad()

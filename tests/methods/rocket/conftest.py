@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moebook.methods import rocket
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
 VOCABULARY = 3 + 256

@@ -7,7 +7,7 @@ from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import bank
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 
 QUICK = {"rank": 4, "alpha": 8.0, "epochs": 1, "batch": 4, "lr": 1e-2, "max_length": 250}
 

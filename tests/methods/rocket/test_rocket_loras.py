@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import loras
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from moebook.analysis import routing as activation
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import mixture
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 from moebook.nn import LoraMixture
 
 ONE = {"candidates": 1, "experts": 1, "top_k": 1}

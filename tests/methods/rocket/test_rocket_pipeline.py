@@ -9,7 +9,7 @@ import torch
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import arms, pipeline
-from moebook.models.fingerprint import fingerprint
+from moebook.models.checkpoint import fingerprint
 from moebook.nn import routers
 
 SMALL = {"candidates": 3, "experts": 2, "top_k": 1, "budget": 3}

@@ -1,0 +1,108 @@
+"""A sealed folder tells every change; a fingerprint changes with any bit of the base."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from moebook.errors import Refusal
+from moebook.models import checkpoint, fingerprint
+
+
+@pytest.fixture
+def sealed(tmp_path):
+    with checkpoint.building(tmp_path / "done", recipe="r") as stage:
+        (stage / "a.json").write_text("[1, 2]")
+        (stage / "b.bin").write_bytes(b"abc")
+    return tmp_path / "done"
+
+
+def test_a_sealed_folder_verifies_and_keeps_its_facts(sealed):
+    manifest = checkpoint.verify(sealed)
+    assert manifest["recipe"] == "r"
+    assert manifest["sizes"] == {"a.json": 6, "b.bin": 3}
+    # sha256 of "abc", from FIPS 180-2
+    assert manifest["files"]["b.bin"].startswith("ba7816bf8f01cfea414140de5dae2223")
+    (sealed / checkpoint.DIGEST).unlink()  # as folders of the first form
+    assert checkpoint.verify(sealed) == manifest
+
+
+def link(folder):
+    (folder / "b.bin").rename(folder.parent / "b.bin")
+    (folder / "b.bin").symlink_to(folder.parent / "b.bin")
+
+
+def point_outside(folder):
+    (folder / checkpoint.DIGEST).unlink()
+    content = json.loads((folder / checkpoint.MANIFEST).read_text())
+    content["files"]["../../x"] = content["files"].pop("a.json")
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(content))
+
+
+CHANGES = {
+    "flip": (lambda folder: (folder / "b.bin").write_bytes(b"abd"), "E-HASH"),
+    "cut": (lambda folder: (folder / "b.bin").write_bytes(b"ab"), "E-HASH"),
+    "add": (lambda folder: (folder / "c.json").write_text("{}"), "E-MANIFEST"),
+    "drop": (lambda folder: (folder / "a.json").unlink(), "E-MANIFEST"),
+    "link": (link, "E-PATH"),
+    "point outside": (point_outside, "E-MANIFEST"),
+    "scramble": (lambda folder: (folder / checkpoint.MANIFEST).write_text("{"), "E-MANIFEST"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_every_change_is_refused_with_its_code(kind, sealed):
+    damage, code = CHANGES[kind]
+    damage(sealed)
+    with pytest.raises(Refusal, match=code):
+        checkpoint.verify(sealed)
+
+
+@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.DIGEST])
+def test_any_changed_byte_of_the_manifest_is_told(name, sealed):
+    path = sealed / name
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(Refusal, match="E-MANIFEST"):
+            checkpoint.verify(sealed)
+
+
+def test_a_commit_never_replaces_what_is_there(sealed, tmp_path):
+    with pytest.raises(OSError), checkpoint.building(sealed):
+        pass
+    assert (sealed / "b.bin").read_bytes() == b"abc"
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]
+
+
+def test_the_hash_is_the_one_worked_out_by_hand():
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        model.bias.copy_(torch.tensor([3.0]))
+    expected = hashlib.sha256()
+    expected.update(b"bias (1,) torch.float32\n" + bytes.fromhex("00004040"))
+    expected.update(b"weight (1, 2) torch.float32\n" + bytes.fromhex("0000803f00000040"))
+    assert fingerprint(model) == expected.hexdigest()
+
+
+def test_one_flipped_bit_a_dtype_or_a_name_changes_it(llama):
+    first = fingerprint(llama())
+    flipped = llama()
+    flipped.model.norm.weight.data.view(torch.int32)[3] ^= 1
+    assert len({first, fingerprint(flipped), fingerprint(llama().bfloat16())}) == 3
+    assert fingerprint(nn.ModuleDict({"a": nn.Linear(2, 2)})) != fingerprint(
+        nn.ModuleDict({"b": nn.Linear(2, 2)})
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_the_same_base_has_the_same_fingerprint_inside_a_peft_wrapper(llama):
+    wrapped = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    assert fingerprint(wrapped) == fingerprint(llama())
+    with torch.no_grad():
+        wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight[0, 0] += 1
+    assert fingerprint(wrapped) != fingerprint(llama())
