@@ -185,5 +185,5 @@ def test_what_makes_no_mixture_is_refused(base, make_bank, lora):
     mixture.build(model, bank, rocket.Config())
     with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
         mixture.build(model, bank, rocket.Config())
-    with pytest.raises(Refusal, match="E-MODEL: the model holds no mixture"):
+    with pytest.raises(Refusal, match="E-MODEL: the model has not been through rocket"):
         mixture.remove(base())
