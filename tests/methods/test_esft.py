@@ -221,7 +221,7 @@ def test_experts_that_compute_otherwise_are_refused(sign, mixture, monkeypatch):
 def test_a_model_is_specialised_once_and_merged_only_then(mixture):
     model = mixture("Mixtral")
     for call in (esft.merge, esft.restore, esft.trained):
-        with pytest.raises(Refusal, match="E-MODEL: has not been through esft"):
+        with pytest.raises(Refusal, match="E-MODEL: the model has not been through esft"):
             call(model)
     esft.specialise(model, selection_of(model))
     with pytest.raises(Refusal, match="E-MODEL: the model is specialised already"):
