@@ -11,6 +11,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -279,11 +281,16 @@ def bench(options: argparse.Namespace) -> int:
 def pretrain(options: argparse.Namespace) -> int:
     """``moebook pretrain``: train a base in ``runs/pretrain/``, from where it was stopped."""
     from moebook import results
-    from moebook.training import pretrain as recipes
 
+    folder = results.root()
+    sys.path.insert(0, str(folder))
+    if find_spec("recipes") is None:
+        refuse("E-NOFILE", f"{folder} has no recipes/, which are in the repository, not in the "
+               "package: run moebook pretrain in a clone of it")  # fmt: skip
     recipe = MODELS / options.base / "recipe.yaml"
-    work = results.root() / "runs" / "pretrain" / options.base
-    losses = recipes.pretrain(recipe, work, work / "finished", steps=options.steps)
+    work = folder / "runs" / "pretrain" / options.base
+    train = import_module("recipes.pretrain").pretrain
+    losses = train(recipe, work, work / "finished", steps=options.steps)
     print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, in {work}")
     return 0
 

@@ -58,8 +58,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
         ("audit pesk", "E-NAME"),
         ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
-        ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected at least 1"),
-        ("pretrain nano --steps -3", "E-RANGE: steps is -3, expected at least 1"),
+        ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected a number greater"),
+        ("pretrain nano --steps -3", "E-RANGE: steps is -3, expected a number greater"),
         ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
     ],
 )

