@@ -1,10 +1,11 @@
-"""The state of any model's routers: gradient, scale and entropy of the logits, load."""
+"""The state of any model's routers: gradient, scale and entropy of the logits, load, constancy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, pairwise
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -14,15 +15,14 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, evaluating, observe
+from moebook.settings import checked
 
 
 def logit_scale(logits: Tensor) -> float:
-    """Return the standard deviation of a token's logits over the experts, as a root mean square.
+    """Return the standard deviation of a token's logits ``[T, E]`` over the experts.
 
-    A token's mean is taken out first, since adding a constant to all its logits changes nothing.
-
-    Args:
-        logits: ``[T, E]``.
+    A root mean square over tokens. A token's mean is taken out first, since adding a constant to
+    all its logits changes nothing.
     """
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
@@ -31,20 +31,12 @@ def logit_scale(logits: Tensor) -> float:
 def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.DataFrame:
     """Measure every router over some text, padding left out.
 
-    Works on models with routers of `moebook.nn` and on transformers' own (Mixtral, OLMoE, Qwen
-    MoE). The model runs in evaluation mode and is given back in the mode it came in.
-
-    Args:
-        model: A routed causal language model.
-        batches: Each with ``input_ids`` and, where padded, ``attention_mask`` ``[B, T]``.
+    Works on models with routers of `moebook.nn` and of transformers (Mixtral, OLMoE, Qwen MoE).
 
     Returns:
         One row a layer: ``scale`` (see `logit_scale`), ``entropy`` of a token's probabilities over
         ln E, averaged over tokens (1: undecided, 0: certain), ``load_entropy``, that of the
         experts' shares of the routed slots over ln E, and ``largest``, the largest share.
-
-    Raises:
-        Refusal: E-MODEL when the model has no routers; E-DATA when there are no tokens.
     """
     layers = routed(model)
     totals = torch.zeros(len(layers), 3, dtype=torch.float64)
@@ -70,54 +62,85 @@ def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.
 
 
 def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
-    """Measure the gradient of the language-model loss at every router's weights.
+    """Measure the gradient of the language-model loss, without balance loss, at every router.
 
-    The balance loss is no part of it. Nothing is changed: no ``.grad`` is written, and the model
-    is given back in the mode it came in (it runs in evaluation mode, without dropout).
-
-    Args:
-        model: A routed causal language model.
-        batch: ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``.
-
-    Returns:
-        One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights.
-
-    Raises:
-        Refusal: E-MODEL when the model has no routers or they do not require a gradient.
+    One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights. No
+    ``.grad`` is written; the model runs in evaluation mode, without dropout.
     """
     layers, device = routed(model), next(model.parameters()).device
     weights = [layer.router.weight for layer in layers]  # type: ignore[union-attr]
     if not all(weight.requires_grad for weight in weights):
         refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
-    read = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     with evaluating(model), torch.enable_grad():
-        found = torch.autograd.grad(model(**read).loss, weights, allow_unused=True)
-    norms = [0.0 if grad is None else float(grad.norm()) for grad in found]
+        grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)
+    norms = [0.0 if grad is None else float(grad.norm()) for grad in grads]
     return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
 
 
 def summary(
     model: nn.Module, batches: Iterable[Mapping[str, Tensor]], batch: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Summarise all routers of a model together.
-
-    Args:
-        model: A routed causal language model whose routers require a gradient.
-        batches: For `statistics`, whose ``scale``, ``entropy`` and ``load_entropy`` are averaged
-            over layers.
-        batch: For `gradients`: ``gradient`` is the norm over all routers' weights.
-    """
+    """Summarise all routers: means of `statistics` over layers, norm of `gradients` over all."""
     means = statistics(model, batches)[["scale", "entropy", "load_entropy"]].mean()
     norm = np.linalg.norm(gradients(model, batch).gradient)
     return {"gradient": float(norm), **means.to_dict()}
 
 
-def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
-    """Return what each router decided for a batch's real tokens, ``[T, E]`` and ``[T, K]``, on CPU.
+def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
+    """Return which experts each real token activates, ``[L, T, E]`` boolean on the CPU.
 
-    Raises:
-        Refusal: E-MODEL when the model has no routers, or one whose output is not understood.
+    To be compared between checkpoints of a model, over the same held-out text.
     """
+    parts = []
+    for batch in batches:
+        layers = decisions(model, batch)
+        if len({each.logits.shape[1] for each in layers}) > 1:
+            refuse("E-SHAPE", "layers differ in their number of experts: compare them one by one")
+        sets = [torch.zeros_like(each.logits).scatter(1, each.ids, 1) for each in layers]
+        parts.append(torch.stack(sets).bool())
+    if not sum(part.shape[1] for part in parts):
+        refuse("E-DATA", f"no tokens for the {len(routed(model))} routers: give at least one batch")
+    return torch.cat(parts, dim=1)
+
+
+@checked
+def consistency(
+    checkpoints: Sequence[Tensor], *, over: Literal["pairs", "successive", "joint"] = "pairs"
+) -> pd.DataFrame:
+    """Compare the experts that tokens activate at several checkpoints by the Jaccard index.
+
+    For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts, averaged over
+    tokens (router initialisation, Sec. 5.3.3). "The overlap of activated experts for each input
+    token across checkpoints" leaves open which checkpoints are compared. With K = 1 the mean is the
+    share of tokens that kept their expert; two unrelated uniform routings give 1/E.
+
+    ``"pairs"`` averages over all pairs of checkpoints, ``"successive"`` over neighbours,
+    ``"joint"`` takes the intersection over the union of all of them at once. One row a layer:
+    ``layer`` (its place among the sparse ones) and ``consistency`` in [0, 1].
+    """
+    if len(checkpoints) < 2:
+        refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")
+    shapes = {tuple(each.shape) for each in checkpoints}
+    if len(shapes) > 1:
+        refuse("E-SHAPE", f"checkpoints differ in [L, T, E]: {sorted(shapes)}; use the same text")
+    pairs = combinations(checkpoints, 2) if over == "pairs" else pairwise(checkpoints)
+    scores = []
+    for group in [checkpoints] if over == "joint" else pairs:
+        sets = torch.stack([*group])  # [checkpoints, L, T, E]
+        shared, either = sets.all(0).sum(-1), sets.any(0).sum(-1)
+        scores.append((shared.double() / either).mean(-1))
+    means = torch.stack(scores).mean(0)
+    return pd.DataFrame({"layer": range(len(means)), "consistency": means.tolist()})
+
+
+def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
+    """Average `consistency` over layers, of what was `activated` after some steps (Table 6)."""
+    return float(consistency([watched[step] for step in steps]).consistency.mean())
+
+
+def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
+    """Return what each layer's router decides for the real tokens, ``[T, ...]`` on the CPU."""
     layers = routed(model)
     seen = observe(model, {layer.index: layer.router for layer in layers}, batch)
     real = [seen[layer.index].real() for layer in layers]

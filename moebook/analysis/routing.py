@@ -19,39 +19,25 @@ KEYS = ["layer", "router"]
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
     """Measure each expert's share of the slots of each router, by domain (PESC Fig. 4).
 
-    Works on any model with routers of `moebook.nn`. Padding is left out. The model runs in
-    evaluation mode and is given back in the mode it came in.
-
-    Args:
-        model: A crafted or upcycled model.
-        batches: For each domain its batches, each with ``input_ids`` and, where padded,
-            ``attention_mask`` ``[B, T]``.
+    Works on any model with routers of `moebook.nn`, padding left out.
 
     Returns:
         Columns layer, router (its path in the model: a layer may have several), domain, expert,
         slots (count), share (sums to 1 within a domain and router).
-
-    Raises:
-        Refusal: E-MODEL when the model has no routers, E-DATA when a domain has no tokens.
     """
-    found = routers(model)
-    if not found:
+    modules = routers(model)
+    if not modules:
         refuse("E-MODEL", "the model has no routers of moebook: craft or upcycle it first")
     names, rows = {module: name for name, module in model.named_modules()}, []
     for domain, several in batches.items():
-        slots = torch.zeros(len(found), len(found[0].weight), dtype=torch.float64)
+        slots = {router: torch.zeros(len(router.weight)).double() for router in modules}
         for batch in several:
-            seen = observe(model, dict(enumerate(found)), batch)
-            slots += torch.stack(
-                [
-                    torch.bincount(seen[place].real().ids.flatten().cpu(), minlength=slots.shape[1])
-                    for place in range(len(found))
-                ]
-            )
-        if not slots.sum():
-            refuse("E-DATA", f"domain '{domain}' has no tokens to count")
-        for router, counted in zip(found, slots, strict=True):
-            total = counted.sum()
+            for router, decision in observe(model, {each: each for each in modules}, batch).items():
+                ids = decision.real().ids.flatten().cpu()
+                slots[router] += torch.bincount(ids, minlength=len(router.weight))
+        for router, counted in slots.items():
+            if not (total := counted.sum()):
+                refuse("E-DATA", f"domain '{domain}' has no tokens to count")
             rows += [
                 (router.layer, names[router], domain, expert, int(count), float(count / total))
                 for expert, count in enumerate(counted)
@@ -60,10 +46,7 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
 
 
 def load(frame: pd.DataFrame) -> pd.DataFrame:
-    """Summarise the load of each router over all domains together.
-
-    Args:
-        frame: From `shares`.
+    """Summarise the load of each router over all domains of `shares` together.
 
     Returns:
         One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1
@@ -79,15 +62,11 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
-    """Measure how differently each domain is routed from the average domain.
-
-    Args:
-        frame: From `shares`.
+    """Measure how differently each domain of `shares` is routed from the average domain.
 
     Returns:
         Columns layer, router, domain, distance: half the summed absolute difference (total
-        variation, in [0, 1]) between the domain's shares and the mean of all domains' shares; 0
-        when alike.
+        variation, in [0, 1]) between the domain's shares and the mean of all domains' shares.
     """
     wide = frame.pivot(index=[*KEYS, "domain"], columns="expert", values="share")
     average = wide.groupby(level=KEYS).transform("mean")
@@ -97,11 +76,6 @@ def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
 
 def contrast(shares: pd.DataFrame, one: str, other: str) -> tuple[float, float]:
     """Measure how differently two domains are routed, in the paper's way and layer by layer.
-
-    Args:
-        shares: From `shares`.
-        one: A domain.
-        other: Another one.
 
     Returns:
         Two total variations in [0, 1]: that of shares averaged over the routers (router
@@ -114,12 +88,7 @@ def contrast(shares: pd.DataFrame, one: str, other: str) -> tuple[float, float]:
 
 
 def panels(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.DataFrame]:
-    """Arrange `shares` for a heat map: a table of domains by experts for each of a few layers.
-
-    Args:
-        shares: From `shares`.
-        most: At most so many layers, spread from the first to the last.
-    """
+    """Arrange `shares` for heat maps, domains by experts, of ``most`` layers from first to last."""
     layers = set(np.linspace(0, shares.layer.max(), most).astype(int))
     return {
         f"layer {layer}": part.pivot_table(index="domain", columns="expert", values="share")
@@ -129,30 +98,14 @@ def panels(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.DataFrame]:
 
 
 def stacks(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.Series]:
-    """Arrange `shares` for stacked bars: each expert's share over all domains, for a few layers.
-
-    Args:
-        shares: From `shares`.
-        most: At most so many layers, the same as those of `panels`.
-
-    Returns:
-        Layer's name to shares by expert ``[E]``, which sum to 1.
-    """
+    """Arrange `shares` over all domains for stacked bars, of the layers that `panels` shows."""
     slots = shares.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
     spread = slots.div(slots.sum(axis=1), axis=0).rename(index="layer {}".format)
     return {name: spread.loc[name] for name in panels(shares, most)}
 
 
 def summary(shares: pd.DataFrame) -> dict[str, float]:
-    """Sum `shares` up in three numbers in [0, 1], means over routers and domains.
-
-    Args:
-        shares: From `shares`.
-
-    Returns:
-        ``load_entropy`` and ``largest_share`` from `load`, ``specialisation`` from
-        `specialisation`.
-    """
+    """Sum `shares` up in three means over routers and domains, each in [0, 1]."""
     loads, distances = load(shares), specialisation(shares).distance
     means = loads.entropy.mean(), loads.largest.mean(), distances.mean()
     return dict(zip(("load_entropy", "largest_share", "specialisation"), means, strict=True))

@@ -1,4 +1,4 @@
-"""State of routers: against plain loops, on our routers and transformers' own."""
+"""State of routers, ours and transformers', against plain loops; Jaccard indices made by hand."""
 
 import math
 
@@ -6,7 +6,16 @@ import pytest
 import torch
 import transformers as tr
 
-from moebook.analysis.routers import decisions, gradients, logit_scale, statistics, summary
+from moebook.analysis.routers import (
+    activated,
+    consistency,
+    decisions,
+    gradients,
+    logit_scale,
+    overall,
+    statistics,
+    summary,
+)
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 
@@ -21,6 +30,8 @@ EXPERTS = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                  "head_dim": 8},
 }  # fmt: skip
+FAMILIES = ["upcycled", *EXPERTS]
+REAL = [(0, t) for t in range(7)] + [(1, t) for t in range(3)]  # rows and columns of real tokens
 
 
 def model_of(family):
@@ -29,36 +40,40 @@ def model_of(family):
         config = getattr(tr, f"{family}Config")(**SIZE, **EXPERTS[family])
         return getattr(tr, f"{family}ForCausalLM")(config).eval()
     dense = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE)).eval()
-    return upcycling.upcycle(
-        dense, upcycling.Config(top_k=2), upcycling.random(dense, 4, kind="wide")
-    )
+    start = upcycling.random(dense, 4, kind="wide")
+    return upcycling.upcycle(dense, upcycling.Config(top_k=2), start)
 
 
+def routers_of(model):
+    return [getattr(layer.mlp, "router", None) or layer.mlp.gate for layer in model.model.layers]
+
+
+@pytest.fixture
 def batch():
     torch.manual_seed(1)
     mask = torch.arange(7) < torch.tensor([[7], [3]])
     ids = torch.randint(3, 40, (2, 7)).where(mask, 2)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "labels": ids.where(mask, -100),
-    }
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
 
 
-@pytest.mark.parametrize("family", ["upcycled", *EXPERTS])
-def test_statistics_equal_a_loop_over_real_tokens(family):
-    model = model_of(family).train()
-    frame = statistics(model, [batch(), batch()])
-    assert model.training
+def by_hand(model, batch):
+    """The logits of each layer's real tokens, as lists."""
     inputs = {}
     for i, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda m, args, out, i=i: inputs.update({i: args[0]}))
-    model.eval()(input_ids=batch()["input_ids"], attention_mask=batch()["attention_mask"])
-    for i, layer in enumerate(model.model.layers):
-        router = layer.mlp.router if family == "upcycled" else layer.mlp.gate
+    model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return [[(router.weight @ inputs[i][place]).tolist() for place in REAL]
+            for i, router in enumerate(routers_of(model))]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_equal_a_loop_over_real_tokens(family, batch):
+    model = model_of(family).train()
+    frame = statistics(model, [batch, batch])
+    assert model.training
+    for i, tokens in enumerate(by_hand(model, batch)):
         squares, nats, chosen = [], [], []
-        for row, token in [(0, t) for t in range(7)] + [(1, t) for t in range(3)]:
-            logits = (router.weight @ inputs[i][row, token]).tolist()
+        for logits in tokens:
             middle = sum(logits) / 4
             squares += [(each - middle) ** 2 for each in logits]
             total = sum(math.exp(each) for each in logits)
@@ -72,33 +87,40 @@ def test_statistics_equal_a_loop_over_real_tokens(family):
         assert frame.largest[i] == pytest.approx(max(shares))
 
 
-@pytest.mark.parametrize("family", ["upcycled", *EXPERTS])
-def test_gradients_are_those_of_backward_and_leave_nothing_behind(family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_backward_and_leave_nothing_behind(family, batch):
     model = model_of(family)
-    frame = gradients(model, batch())
+    frame = gradients(model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
-    model(**batch()).loss.backward()
-    for i, layer in enumerate(model.model.layers):
-        router = layer.mlp.router if family == "upcycled" else layer.mlp.gate
-        assert frame.gradient[i] == pytest.approx(router.weight.grad.norm().item(), rel=1e-5)
-        assert frame.gradient[i] > 0
+    model(**batch).loss.backward()
+    for router, gradient in zip(routers_of(model), frame.gradient, strict=True):
+        assert gradient == pytest.approx(router.weight.grad.norm().item(), rel=1e-5)
+        assert gradient > 0
 
 
-def test_a_summary_averages_over_layers_and_takes_the_norm_over_all_weights():
-    model, layers = model_of("upcycled"), statistics(model_of("upcycled"), [batch()])
-    found = summary(model, [batch()], batch())
-    assert list(found) == ["gradient", "scale", "entropy", "load_entropy"]
+def test_a_summary_averages_over_layers_and_takes_the_norm_over_all_weights(batch):
+    model, layers = model_of("upcycled"), statistics(model_of("upcycled"), [batch])
+    means = summary(model, [batch], batch)
+    assert list(means) == ["gradient", "scale", "entropy", "load_entropy"]
     for name in ("scale", "entropy", "load_entropy"):
-        assert found[name] == pytest.approx((layers[name][0] + layers[name][1]) / 2)
-    model(**batch()).loss.backward()
-    every = torch.cat([layer.mlp.router.weight.grad.flatten() for layer in model.model.layers])
-    assert found["gradient"] == pytest.approx(every.norm().item(), rel=1e-5)
+        assert means[name] == pytest.approx((layers[name][0] + layers[name][1]) / 2)
+    model(**batch).loss.backward()
+    every = torch.cat([router.weight.grad.flatten() for router in routers_of(model)])
+    assert means["gradient"] == pytest.approx(every.norm().item(), rel=1e-5)
 
 
-def test_decisions_leave_padding_out_and_take_the_largest_logits():
-    for each in decisions(model_of("upcycled"), batch()):
-        assert each.logits.shape == (10, 4)
-        assert torch.equal(each.ids, each.logits.topk(2).indices)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decisions_and_activated_experts_are_the_largest_logits_of_real_tokens(family, batch):
+    model = model_of(family)
+    short = {"input_ids": batch["input_ids"][:1, :5]}
+    sets, chosen = activated(model, [batch, short]), decisions(model, batch)
+    assert sets.shape == (2, 10 + 5, 4)
+    for i, tokens in enumerate(by_hand(model, batch)):
+        torch.testing.assert_close(chosen[i].logits, torch.tensor(tokens), rtol=1e-4, atol=1e-4)
+        best = torch.tensor(tokens).topk(2).indices
+        assert torch.equal(chosen[i].ids, best)
+        for token, experts in zip(sets[i], best.tolist(), strict=False):
+            assert token.nonzero().flatten().tolist() == sorted(experts)
 
 
 def test_logit_scale_ignores_what_all_experts_share():
@@ -107,11 +129,57 @@ def test_logit_scale_ignores_what_all_experts_share():
     assert logit_scale(logits + 100) == pytest.approx(math.sqrt(5))
 
 
-def test_models_that_have_no_live_routers_are_refused():
+def test_models_that_have_no_live_routers_are_refused(batch):
     dense = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE))
     with pytest.raises(Refusal, match="E-MODEL: the model has no routers"):
-        statistics(dense, [batch()])
-    with pytest.raises(Refusal, match="E-DATA: no tokens"):
-        statistics(model_of("Mixtral"), [])
+        statistics(dense, [batch])
+    for measure in (statistics, activated):
+        with pytest.raises(Refusal, match="E-DATA: no tokens"):
+            measure(model_of("Mixtral"), [])
     with pytest.raises(Refusal, match="does not require a gradient"):
-        gradients(model_of("Mixtral").requires_grad_(False), batch())
+        gradients(model_of("Mixtral").requires_grad_(False), batch)
+
+
+def sets(*tokens):
+    """One layer of activated experts out of 4 for each token."""
+    return torch.tensor([[[e in token for e in range(4)] for token in tokens]])
+
+
+FIRST, SECOND, THIRD = sets({0, 1}, {2, 3}), sets({0, 1}, {1, 2}), sets({2, 3}, {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("over", "score"),
+    [
+        ("pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
+        ("successive", (1 + 1 / 3 + 0 + 1) / 4),
+        ("joint", (0 / 4 + 1 / 3) / 2),
+    ],
+)
+def test_consistency_is_the_mean_jaccard_index_of_the_tokens(over, score):
+    frame = consistency([FIRST, SECOND, THIRD], over=over)
+    assert frame.consistency.tolist() == pytest.approx([score])
+
+
+def test_top_1_consistency_is_the_share_of_tokens_that_kept_their_expert():
+    one, two = sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})
+    assert consistency([one, two]).consistency[0] == pytest.approx(0.75)
+    torch.manual_seed(0)
+    hot = torch.nn.functional.one_hot
+    unrelated = [hot(torch.randint(4, (3, 5000)), 4).bool() for _ in range(3)]
+    assert consistency(unrelated).consistency.tolist() == pytest.approx([0.25] * 3, abs=0.02)
+
+
+def test_overall_is_the_mean_over_layers_at_the_chosen_steps():
+    watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
+    assert overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
+
+
+def test_checkpoints_that_cannot_be_compared_are_refused():
+    for checkpoints, changes, code in (
+        ([FIRST], {}, "E-DATA"),
+        ([FIRST, FIRST[:, :1]], {}, "E-SHAPE"),
+        ([FIRST, SECOND], {"over": "pair"}, "E-CHOICE: over is 'pair'"),
+    ):
+        with pytest.raises(Refusal, match=code):
+            consistency(checkpoints, **changes)
