@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moebook.bench.timing import Contender
-from moebook.kernels.products import product
+from moebook.kernels.matmul import product
 
 BLOCK = 2**22
 """Numbers of a result that are written at once: more would be new memory in every call."""
@@ -46,7 +46,7 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
     """Return the floor as a contender: the products, each by the fastest library that is there.
 
-    That is `torch.mm` into memory that is there already or, on a CPU, `kernels.products.product`,
+    That is `torch.mm` into memory that is there already or, on a CPU, `kernels.matmul.product`,
     which the ops multiply by, whichever is faster in a trial here.
     """
     made = [(_fastest(shape, device, dtype), shape.times) for shape in products]

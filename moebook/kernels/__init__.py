@@ -4,12 +4,11 @@ from moebook.kernels.adapters import adapters
 from moebook.kernels.balance_loss import balance_loss
 from moebook.kernels.bank_scoring import bank_scoring
 from moebook.kernels.clusters import clusters
-from moebook.kernels.experts import Bank, experts
+from moebook.kernels.experts import Bank, experts, split_experts
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.route import Routing, grouped, route
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
-from moebook.kernels.split_experts import split_experts
 
 __all__ = [
     "Bank",

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.errors import nearest, refuse
-from moebook.kernels.arguments import floating, real, together, whole
-from moebook.kernels.dispatch import implementation
-from moebook.kernels.memory import empty
+from moebook.kernels.dispatch import choice, implementation, indices, shapes
+from moebook.kernels.matmul import empty
 
 FORMS = ("live", "constant")
 
@@ -41,31 +39,12 @@ def balance_loss(
         form: ``"live"`` as above. ``"constant"`` is the released code's form: the mean of the
             softmax over the K kept logits stands for p, which is 1/K for every token, so the value
             is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
-        impl: ``"auto"``, ``"torch"`` (counts), ``"triton"`` or ``"reference"`` (one-hot vectors).
-
-    Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-DEVICE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot
-            be used.
+        impl: ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
     """
-    fits = logits.dim() == ids.dim() == 2 and len(ids) == len(logits)
-    if not fits or not logits.shape[1] or not ids.shape[1]:
-        got = f"{tuple(logits.shape)} and {tuple(ids.shape)}"
-        refuse(
-            "E-SHAPE", f"balance_loss: expected logits [T, E >= 1] and ids [T, K >= 1], got {got}"
-        )
-    if mask is not None and mask.shape != logits.shape[:1]:
-        shapes = f"{tuple(mask.shape)} for {len(logits)} tokens"
-        refuse("E-SHAPE", f"balance_loss: expected mask [T], got {shapes}")
-    masked = {} if mask is None else {"mask": mask}
-    floating("balance_loss", {"logits": logits})
-    whole("balance_loss", {"ids": ids})
-    real("balance_loss", masked)
-    together("balance_loss", {"logits": logits, "ids": ids, **masked})
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < len(logits.T):
-        got = f"{int(ids.min())} to {int(ids.max())}, expected 0 to {logits.shape[1] - 1}"
-        refuse("E-RANGE", f"balance_loss: ids are {got} (the experts)")
-    if form not in FORMS:
-        refuse("E-CHOICE", f"balance_loss: unknown form '{form}'; {nearest(form, FORMS)}")
+    named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
+    sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})
+    indices("balance_loss", "ids", ids, sizes["E"])
+    choice("balance_loss", "form", form, FORMS)
     wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
     keep = torch.ones_like(logits[:, 0], dtype=wide) if mask is None else mask.to(wide)
     run = implementation("balance_loss", impl, _IMPLEMENTATIONS, logits)
@@ -97,9 +76,9 @@ class _Balance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, keep: Tensor) -> Tensor:
-        share = torch.softmax(logits, -1, keep.dtype, out=empty(logits.shape, keep))
+        share = torch.softmax(logits, -1, keep.dtype, out=empty(logits.shape, keep))  # [T, E]
         weights = keep.unsqueeze(1).expand(ids.shape).flatten()
-        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten().long(), weights)
+        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten().long(), weights)  # [E]
         tokens = keep.sum().clamp(min=1)
         factor = logits.shape[1] * (load / (tokens * ids.shape[1])) / tokens
         ctx.save_for_backward(share, keep, factor)
@@ -110,7 +89,7 @@ class _Balance(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         share, keep, factor = ctx.saved_tensors
-        d = torch.outer(keep, factor * grad, out=empty(share.shape, share))
+        d = torch.outer(keep, factor * grad, out=empty(share.shape, share))  # [T] x [E]
         torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
         return d.to(ctx.dtype), None, None
 

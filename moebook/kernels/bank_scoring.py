@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, indices, shapes
-from moebook.kernels.products import product
+from moebook.kernels.matmul import product
 
 LOGITS = {"cpu": 2**19, "cuda": 2**27}
 """Logits of one block: with those few that are worked on, they stay in a CPU's cache."""

@@ -10,8 +10,7 @@ from torch.nn.functional import one_hot
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, shapes
-from moebook.kernels.memory import empty
-from moebook.kernels.products import product
+from moebook.kernels.matmul import empty, product
 
 ROWS = {"cpu": 2**10, "cuda": 2**14}
 """Points of one block: on a CPU they stay in the cache from their distances to their sums."""

@@ -9,8 +9,8 @@ import importlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
@@ -30,36 +30,46 @@ CAPABILITY = (8, 0)
 def implementation(
     op: str,
     impl: str,
-    table: Mapping[str, Callable[..., Any]],
+    table: Mapping[str, Any],
     on: Tensor | None = None,
 ) -> Callable[..., Any]:
-    """Return the function that ``impl`` names for this op.
+    """Return the function that ``impl`` names for this op: ``"auto"`` or a key of ``table``.
 
-    ``"auto"`` is the op's Triton kernel where its tensors lie on a GPU that can run it, else the
-    first of ``table``. A kernel is the function ``run`` of `moebook.kernels._triton`'s module of
-    the op's name; it is imported here, when it is about to run, and at no other time.
-
-    Args:
-        op: Name of the op.
-        impl: ``"auto"``, ``"triton"`` or a key of ``table``.
-        table: The op's implementations in PyTorch by name, the fastest first.
-        on: A tensor of the call: where, and in which dtype, the op is to compute.
-
-    Raises:
-        Refusal: E-IMPL when the op has no such implementation, or it cannot run on these tensors.
+    ``"auto"`` is ``"triton"`` where the tensor ``on`` of the call lies on a GPU that can run it,
+    else the first of the table. The table names a Triton kernel ``"experts.run"`` by module and
+    function in `moebook.kernels._triton`; it is imported here, when it is about to run, and at no
+    other time.
     """
+    if _path(op).is_file() and "triton" not in table:
+        table = {**table, "triton": f"{op}.run"}
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
-        impl = "triton" if compiled and not obstacle(op, on) else next(iter(table))
-    if impl in table:
-        return _untouched(table[impl], on)
-    if impl != "triton":
-        names = ["auto", *table, *(["triton"] if _path(op).is_file() else [])]
-        refuse("E-IMPL", f"{op}: no implementation impl='{impl}'; {nearest(impl, names)}")
-    if problem := obstacle(op, on):
-        refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
-    run: Callable[..., Any] = importlib.import_module(f"moebook.kernels._triton.{op}").run
+        runs = compiled and "triton" in table and not obstacle(on)
+        impl = "triton" if runs else next(iter(table))
+    if impl not in table:
+        why = f"no implementation impl='{impl}'; {nearest(impl, ['auto', *table])}"
+        refuse("E-IMPL", f"{op}: {why}")
+    run = table[impl]
+    if isinstance(run, str):
+        if problem := obstacle(on):
+            refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
+        module, name = run.split(".")
+        run = _launched(getattr(importlib.import_module(f"{__package__}._triton.{module}"), name))
     return _untouched(run, on)
+
+
+def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch kernels on the GPU of an op's first tensor: Triton asks PyTorch for its current one.
+
+    Backward passes need nothing: autograd has a thread for each GPU.
+    """
+
+    @wraps(run)
+    def launch(*args: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return run(*args)
+
+    return launch
 
 
 def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]:
@@ -70,18 +80,17 @@ def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]
     return torch.autocast(kind, enabled=False)(run)
 
 
-def obstacle(op: str, on: Tensor | None) -> str | None:
-    """Say why the op's Triton kernel cannot run on this tensor; None where it can."""
-    if on is None or not _path(op).is_file():
-        return "the op has no Triton kernel"
+def obstacle(on: Tensor | None) -> str | None:
+    """Say why Triton kernels cannot run on this tensor; None where they can."""
+    if on is None:
+        return "the op has no tensors"
     if find_spec("triton") is None:
         return "triton is not installed"
     if on.dtype not in DTYPES:
         return f"it computes in {', '.join(map(str, DTYPES))}, the input is {on.dtype}"
     if _interpreted() and not on.is_meta:
-        if on.dtype == torch.bfloat16:
-            return "Triton's interpreter computes bfloat16 wrongly"
-        return None
+        wrong = on.dtype == torch.bfloat16
+        return "Triton's interpreter computes bfloat16 wrongly" if wrong else None
     if not on.is_cuda:
         return f"the input is on {on.device}, expected an NVIDIA GPU"
     return _lacking(on.device)
@@ -124,7 +133,7 @@ KINDS: dict[str, tuple[Callable[[torch.dtype], bool], str]] = {
 
 def shapes(
     op: str,
-    tensors: Mapping[str, tuple[Tensor, str] | tuple[Tensor, str, str]],
+    tensors: Mapping[str, tuple[Any, ...]],
     *,
     empty: str = "T S",
     alike: Sequence[str] = (),
@@ -191,6 +200,12 @@ def _bind(shape: torch.Size, dims: list[str], sizes: dict[str, Any]) -> bool:
         elif unbound or size != factor:
             return False
     return True
+
+
+def choice(op: str, name: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse, with E-CHOICE, what is none of the choices."""
+    if value not in choices:
+        refuse("E-CHOICE", f"{op}: unknown {name} '{value}'; {nearest(value, choices)}")
 
 
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:

@@ -11,10 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse
-from moebook.kernels.arguments import alike, floating, together
-from moebook.kernels.dispatch import implementation
-from moebook.kernels.memory import empty
-from moebook.kernels.products import product
+from moebook.kernels.dispatch import implementation, shapes
+from moebook.kernels.matmul import empty, product
 
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -55,17 +53,17 @@ def lora_mixture(
 
     Returns:
         For each projection ``[..., O]`` in the dtype of its base.
-
-    Raises:
-        Refusal: E-SHAPE, E-DTYPE or E-DEVICE when the arguments do not fit one another, E-IMPL for
-            an ``impl`` that is unknown or cannot run.
     """
     if not len(projections):
         refuse("E-SHAPE", "lora_mixture: projections is empty, expected one at least")
     for number, projection in enumerate(projections):
-        _check(number, x, projection)
-    table = {"torch": _concatenated, "reference": reference}
-    ys: list[Tensor] = implementation("lora_mixture", impl, table, x)(x, projections)
+        dims = ("... O", "... N", "N R D", "N O R")
+        names = [f"projection {number}'s {name}" for name in Projection._fields]
+        parts = dict(zip(names, zip(projection[:4], dims, strict=True), strict=False))
+        alike = ("x", *names[2:4])
+        shapes("lora_mixture", {"x": (x, "... D"), **parts}, empty="", alike=alike)
+    run = implementation("lora_mixture", impl, _IMPLEMENTATIONS, x)
+    ys: list[Tensor] = run(x, projections)
     return ys
 
 
@@ -79,28 +77,27 @@ def reference(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     return ys
 
 
-def mixture(x: Tensor, projections: Sequence[Projection], finish: Finish) -> list[Tensor]:
+def mixture(
+    x: Tensor, projections: Sequence[Projection], finish: Finish | None = None
+) -> list[Tensor]:
     """Run all projections as one step of autograd.
 
-    Args:
-        x: ``[..., D]``.
-        projections: As of `lora_mixture`.
-        finish: From a base ``[T, O]``, the ``A_n x`` of its experts ``[T, N * R]``, gates
-            ``[T, N]``, up and scale to the output ``[T, O]``.
+    ``finish`` makes of a base ``[T, O]``, the ``A_n x`` of its experts ``[T, N * R]``, gates
+    ``[T, N]``, up and scale the output ``[T, O]``.
     """
     scales = [projection.scale for projection in projections]
     parts = [part for projection in projections for part in projection[:4]]
-    return list(_Mixture.apply(finish, scales, x, *parts))
-
-
-def _concatenated(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
-    return mixture(x, projections, _finished)
+    return list(_Mixture.apply(finish or _finished, scales, x, *parts))
 
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Apply the gates to the experts' R columns each, and all B in one product."""
     weighted = _weighted(hidden, _wide(gates) * scale)
-    delta = _kept(weighted, _columns(up).T)
+    delta = _multiply(weighted, _columns(up).T)
     return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
+
+
+_IMPLEMENTATIONS = {"torch": mixture, "reference": reference, "triton": "lora_mixture.run"}
 
 
 class _Mixture(torch.autograd.Function):
@@ -116,13 +113,13 @@ class _Mixture(torch.autograd.Function):
         ctx: Any, finish: Finish, scales: list[float], x: Tensor, *parts: Tensor
     ) -> tuple[Tensor, ...]:
         bases, gates, downs, ups = (parts[kind::4] for kind in range(4))
-        hidden = product(_flat(x), _rows(downs).T)
-        owns = hidden.split([down.shape[:2].numel() for down in downs], dim=1)
+        hidden = product(_flat(x), _rows(downs).T)  # [T, D] @ [D, sum of N * R]
+        each = hidden.split([down.shape[:2].numel() for down in downs], dim=1)
         ctx.save_for_backward(x, hidden, *gates, *downs, *ups)
         ctx.scales = scales
         return tuple(
             finish(_flat(base), own, _flat(gate), up, scale).view(base.shape)
-            for base, own, gate, up, scale in zip(bases, owns, gates, ups, scales, strict=True)
+            for base, own, gate, up, scale in zip(bases, each, gates, ups, scales, strict=True)
         )
 
     @staticmethod
@@ -133,29 +130,30 @@ class _Mixture(torch.autograd.Function):
         of_gates, of_downs, of_ups = (ctx.needs_input_grad[kind::4] for kind in (4, 5, 6))
         rows, sizes = _flat(x), [down.shape[:2].numel() for down in downs]
         d_parts: list[Tensor | None] = [None] * 4 * len(grads)
-        d_owns = []
+        d_each = []
         for n, (grad, own) in enumerate(zip(grads, hidden.split(sizes, dim=1), strict=True)):
-            narrow, gate, scale = _flat(grad).to(x.dtype), gates[n], ctx.scales[n]
-            factors, d_weighted = _wide(_flat(gate)) * scale, product(narrow, _columns(ups[n]))
-            d_owns.append(_weighted(d_weighted, factors))
+            narrow, gate, scale = _flat(grad).to(x.dtype), gates[n], ctx.scales[n]  # [T, O]
+            factors = _wide(_flat(gate)) * scale  # [T, N]
+            d_weighted = product(narrow, _columns(ups[n]))  # [T, O] @ [O, N * R]
+            d_each.append(_weighted(d_weighted, factors))
             d_parts[4 * n] = grad
-            if of_gates[n]:
+            if of_gates[n]:  # [T, N, R] to [T, N]
                 d_gate = _by_expert(_wide(d_weighted) * _wide(own), factors).sum(2).mul_(scale)
                 d_parts[4 * n + 1] = d_gate.to(gate.dtype).view(gate.shape)
-            if of_ups[n]:
-                d_up = _kept(_weighted(own, factors).T, narrow)
+            if of_ups[n]:  # [N * R, T] @ [T, O] to [N, O, R]
+                d_up = _multiply(_weighted(own, factors).T, narrow)
                 d_parts[4 * n + 3] = d_up.view(ups[n].mT.shape).mT
-        d_hidden = torch.cat(d_owns, 1) if len(d_owns) > 1 else d_owns[0]
-        if any(of_downs):
-            d_downs = _kept(d_hidden.T, rows).split(sizes)
+        d_hidden = torch.cat(d_each, 1) if len(d_each) > 1 else d_each[0]  # [T, sum of N * R]
+        if any(of_downs):  # [sum of N * R, T] @ [T, D]
+            d_downs = _multiply(d_hidden.T, rows).split(sizes)
             d_parts[2::4] = [d.view(down.shape) for d, down in zip(d_downs, downs, strict=True)]
         d_x = None
-        if ctx.needs_input_grad[2]:
-            d_x = _kept(d_hidden, _rows(downs)).view(x.shape)
+        if ctx.needs_input_grad[2]:  # [T, sum of N * R] @ [sum of N * R, D]
+            d_x = _multiply(d_hidden, _rows(downs)).view(x.shape)
         return None, None, d_x, *d_parts
 
 
-def _kept(left: Tensor, right: Tensor) -> Tensor:
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
     """Multiply into memory that is kept from step to step."""
     return product(left, right, out=empty((len(left), right.shape[1]), left))
 
@@ -189,24 +187,3 @@ def _weighted(columns: Tensor, factors: Tensor) -> Tensor:
 def _wide(tensor: Tensor) -> Tensor:
     """Return a tensor in float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _check(number: int, x: Tensor, projection: Projection) -> None:
-    base, gates, down, up, _ = projection
-    fits = down.dim() == up.dim() == 3 and x.shape[-1:] == down.shape[2:]
-    fits = fits and base.shape[:-1] == gates.shape[:-1] == x.shape[:-1]
-    fits = fits and up.shape == (len(down), base.shape[-1], down.shape[1])
-    fits = fits and gates.shape[-1:] == down.shape[:1]
-    if not fits or 0 in down.shape or 0 in up.shape:
-        got = ", ".join(str(tuple(part.shape)) for part in (x, base, gates, down, up))
-        refuse(
-            "E-SHAPE",
-            f"lora_mixture: projection {number}: expected x [..., D], base [..., O], gates"
-            f" [..., N], down [N, R, D], up [N, O, R], none of D, O, N and R zero; got {got}",
-        )
-    own = {f"projection {number}'s {name}": part for name, part in projection._asdict().items()}
-    own.pop(f"projection {number}'s scale")
-    _, _, a, b = own
-    floating("lora_mixture", {"x": x, **own})
-    alike("lora_mixture", {"x": x, a: down, b: up})
-    together("lora_mixture", {"x": x, **own})

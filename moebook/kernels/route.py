@@ -1,4 +1,4 @@
-"""route: logits to chosen experts, their weights, and the order that groups rows by expert."""
+"""route: logits to chosen experts, their weights, and rows grouped by expert."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from moebook.errors import nearest, refuse
-from moebook.kernels.arguments import floating, natural, together, whole
-from moebook.kernels.dispatch import implementation
-from moebook.kernels.memory import empty
+from moebook.errors import refuse
+from moebook.kernels.dispatch import choice, implementation, indices, natural, shapes
+from moebook.kernels.matmul import empty, is_compiled
 
 COMBINE = ("renormalised", "probability")
 PART = 2**18
@@ -21,7 +21,7 @@ FEW = 2**12
 
 
 class Routing(NamedTuple):
-    """Where T tokens go; slot ``t * K + k`` is choice k of token t.
+    """Where T tokens go; slot ``t * K + k`` is choice k of token t. Made by `route` or `grouped`.
 
     Attributes:
         ids: ``[T, K]`` int64, experts of a token, the largest logit first. One that is named twice
@@ -35,6 +35,12 @@ class Routing(NamedTuple):
     weights: Tensor
     order: Tensor
     counts: Tensor
+
+    def named(self) -> dict[str, tuple[Any, ...]]:
+        """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
+        dims = (("T K", "int"), ("T K", "float"), ("TK", "int64"), ("E", "int"))
+        parts = zip(self._asdict().items(), dims, strict=True)
+        return {f"the routing's {name}": (part, *asked) for (name, part), asked in parts}
 
 
 def route(
@@ -51,93 +57,28 @@ def route(
             weights of a token sum to 1. ``"probability"`` is the softmax over all E logits, read at
             the kept ones (Switch, router-initialisation Eq. 2): they sum to less than 1.
         impl: ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
-
-    Raises:
-        Refusal: E-SHAPE, E-DTYPE, E-TYPE, E-RANGE, E-CHOICE or E-IMPL for an argument that cannot
-            be used.
     """
-    if logits.dim() != 2:
-        refuse("E-SHAPE", f"route: logits must be [T, E], got {tuple(logits.shape)}")
-    floating("route", {"logits": logits})
-    natural("route", "top_k", top_k, logits.shape[1], "the experts")
-    if combine not in COMBINE:
-        refuse("E-CHOICE", f"route: unknown combine '{combine}'; {nearest(combine, COMBINE)}")
-    return implementation("route", impl, _IMPLEMENTATIONS, logits)(logits, top_k, combine)
+    sizes = shapes("route", {"logits": (logits, "T E")})
+    natural("route", "top_k", top_k, sizes["E"], "the experts")
+    choice("route", "combine", combine, COMBINE)
+    run = implementation("route", impl, _IMPLEMENTATIONS, logits)
+    routing: Routing = run(logits, top_k, combine)
+    return routing
 
 
 def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
     """Group the slots of chosen experts, also of a routing that was decided elsewhere.
 
-    Args:
-        ids: ``[T, K]`` chosen experts.
-        weights: ``[T, K]`` combine weights.
-        experts: E.
-
-    Raises:
-        Refusal: E-SHAPE when ids and weights are not of one shape ``[T, K]`` with K >= 1, E-DTYPE
-            for ids that are no whole numbers, E-DEVICE when the two lie on different devices,
-            E-TYPE for an E that is no whole number, E-RANGE for one below 1 and for ids on a CPU
-            that are not in [0, E): elsewhere to look would wait for the GPU.
+    ``ids`` and ``weights`` are ``[T, K]``; ids on a CPU that are not in [0, E) are refused
+    (E-RANGE), elsewhere to look would wait for the GPU.
     """
-    if ids.dim() != 2 or weights.shape != ids.shape or not ids.shape[1]:
-        shapes = f"{tuple(ids.shape)} and {tuple(weights.shape)}"
-        refuse("E-SHAPE", f"grouped: expected ids and weights [T, K >= 1], got {shapes}")
-    whole("grouped", {"ids": ids})
-    together("grouped", {"ids": ids, "weights": weights})
+    shapes("grouped", {"ids": (ids, "T K", "int"), "weights": (weights, "T K")})
     natural("grouped", "experts", experts)
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < experts:
-        got = f"{int(ids.min())} to {int(ids.max())}"
-        refuse("E-RANGE", f"grouped: ids are {got}, expected 0 to {experts - 1} (the experts)")
+    indices("grouped", "ids", ids, experts)
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     narrow = slots.to(torch.uint8) if experts <= 256 else slots  # sorts faster
     return Routing(ids, weights, narrow.argsort(stable=True), counts)
-
-
-def check_routing(op: str, routing: Routing, rows: Tensor, experts: int) -> None:
-    """Refuse a routing that does not fit an op's rows ``[T, D]`` and its E experts.
-
-    Values are read only where they lie on a CPU: elsewhere that would wait for the GPU.
-
-    Raises:
-        Refusal: E-SHAPE for shapes or counts, E-DTYPE for ids, order or counts that are no whole
-            numbers or weights that are, E-DEVICE for tensors on different devices, E-RANGE for ids
-            not in [0, E), places not in [0, T * K) or counts below 0.
-    """
-    tokens, slots = len(rows), routing.ids.numel()
-    fits = routing.ids.dim() == 2 and routing.weights.shape == routing.ids.shape
-    fits = fits and len(routing.ids) == tokens and routing.order.shape == (slots,)
-    fits = fits and routing.ids.shape[1] > 0
-    if not fits or routing.counts.shape != (experts,):
-        got = ", ".join(str(tuple(part.shape)) for part in routing)
-        refuse(
-            "E-SHAPE",
-            f"{op}: expected a routing of {tokens} tokens to {experts} experts: ids and weights"
-            f" [T, K >= 1], order [T * K], counts [E]; got {got}",
-        )
-    named = {f"the routing's {name}": part for name, part in routing._asdict().items()}
-    ids, weights, order, counts = named
-    whole(op, {ids: routing.ids, counts: routing.counts})
-    floating(op, {weights: routing.weights})
-    if routing.order.dtype != torch.int64:
-        refuse("E-DTYPE", f"{op}: {order} is {routing.order.dtype}, expected torch.int64")
-    together(op, {"the input": rows, **named})
-    if routing.counts.device.type == "cpu" and int(routing.counts.sum()) != slots:
-        total = int(routing.counts.sum())
-        refuse("E-SHAPE", f"{op}: the routing's counts sum to {total}, its rows are {slots}")
-    for name, end in ((ids, experts), (order, slots), (counts, slots + 1)):
-        part = named[name]
-        if part.device.type == "cpu" and part.numel() and not 0 <= part.min() <= part.max() < end:
-            got = f"{int(part.min())} to {int(part.max())}, expected 0 to {end - 1}"
-            refuse("E-RANGE", f"{op}: {name} are {got}")
-    if rows.device.type == "cpu" and not _is_grouped(routing):
-        refuse("E-RANGE", f"{op}: {order} does not group the slots by expert as {counts} tells")
-
-
-def _is_grouped(routing: Routing) -> bool:
-    by_expert = routing.ids.flatten()[routing.order]
-    experts = torch.arange(len(routing.counts)).repeat_interleave(routing.counts)
-    return torch.equal(by_expert.long(), experts)
 
 
 def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:
@@ -192,9 +133,9 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, ids: Tensor, combine: str) -> Tensor:
         ctx.renormalised, ctx.shape = combine == "renormalised", logits.shape
         if ctx.renormalised:
-            share = weights = logits.gather(1, ids).softmax(-1)
+            share = weights = logits.gather(1, ids).softmax(-1)  # [T, K]
         else:
-            share = torch.softmax(logits, -1, out=empty(logits.shape, logits))
+            share = torch.softmax(logits, -1, out=empty(logits.shape, logits))  # [T, E]
             weights = share.gather(1, ids)
         ctx.save_for_backward(ids, share)
         return weights
@@ -203,7 +144,7 @@ class _Weights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, share = ctx.saved_tensors
-        d = empty(ctx.shape, grad).zero_()
+        d = empty(ctx.shape, grad).zero_()  # [T, E]
         if ctx.renormalised:
             d.scatter_(1, ids, torch._softmax_backward_data(grad, share, -1, share.dtype))
         else:
@@ -212,4 +153,91 @@ class _Weights(torch.autograd.Function):
         return d, None, None
 
 
-_IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference}
+_IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference, "triton": "route.run"}
+
+
+class Part(NamedTuple):
+    """Neighbouring rows of a `Layout`: where they lie, and (expert, its rows in the part)."""
+
+    rows: slice
+    segments: list[tuple[int, slice]]
+
+
+class Layout(NamedTuple):
+    """P rows in segments, one for each expert that has any.
+
+    Attributes:
+        segments: (expert, its rows), ascending; together they cover all P rows.
+        token: ``[P]`` int64, the token that a row reads.
+        place: ``[T, K]`` int64, the row of a slot. Rows of no slot only fill a segment up: at its
+            end they repeat the row before them with a gate of 0. So they add nothing to a gradient,
+            and where that row is not finite, they spoil none that it does not.
+    """
+
+    segments: list[tuple[int, slice]]
+    token: Tensor
+    place: Tensor
+
+    def spread(self, gates: Tensor) -> Tensor:
+        """Return the gates of each row ``[P, G]`` from those of the slots ``[T, K * G]``."""
+        slots = gates.reshape(self.place.numel(), gates.shape[1] // self.place.shape[1])
+        rows = gates.new_zeros(len(self.token), slots.shape[1])
+        rows[self.place.flatten()] = slots
+        return rows
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Sum the K rows of each token: ``[P, D]`` to ``[T, D]``."""
+        return F.embedding_bag(self.place, rows, mode="sum")
+
+    def parts(self, most: int) -> list[Part]:
+        """Join neighbouring segments up to so many rows: then calls cost less than what they do."""
+        parts: list[Part] = []
+        for expert, rows in self.segments:
+            if not parts or rows.stop - parts[-1].rows.start > most:
+                parts.append(Part(rows, []))
+            start, segments = parts[-1].rows.start, parts[-1].segments
+            segments.append((expert, slice(rows.start - start, rows.stop - start)))
+            parts[-1] = Part(slice(start, rows.stop), segments)
+        return parts
+
+
+def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
+    """Place the slots of a routing in segments.
+
+    oneDNN compiles a product for its shape, which takes longer than most products of ours, and
+    keeps 1,024. Segments are as long as chance has it, so 32 experts made new shapes in every pass
+    and the model 1.7 times slower. So those that it will multiply, in ``dtype`` by a factor of so
+    many ``numbers``, are filled up to a size of four significant bits: 8 sizes between a power of 2
+    and the next, less than an eighth more rows, a twenty-fourth on average.
+    """
+    order, device = routing.order, routing.order.device
+    if device.type == "meta":
+        refuse("E-DEVICE", "a routing on meta has no counts to lay rows out by: impl='reference'")
+    wrong = "the routing's order and counts do not hold each slot once: take those of `route`"
+    if sum(counts := routing.counts.tolist()) != len(order):
+        refuse("E-RANGE", wrong)
+    sizes = [
+        _filled(count) if is_compiled(dtype, device, count * numbers) else count for count in counts
+    ]
+    segments, start = [], 0
+    for expert, size in enumerate(sizes):
+        if size:
+            segments.append((expert, slice(start, start + size)))
+        start += size
+    token, row = order // routing.ids.shape[1], torch.arange(len(order), device=device)
+    if sizes != counts:
+        rows = torch.ones_like(order)  # of each slot: the last of a segment fills it up
+        last = (routing.counts.cumsum(0) - 1).clamp(min=0)
+        rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
+        token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
+    place = torch.full_like(order, -1)
+    place[order] = row
+    if len(order) and place.min() < 0:
+        refuse("E-RANGE", wrong)
+    return Layout(segments, token, place.view(routing.ids.shape))
+
+
+def _filled(count: int) -> int:
+    """Round up to four significant bits."""
+    step = 1 << max(count.bit_length() - 4, 0)
+    return -(-count // step) * step

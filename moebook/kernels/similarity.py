@@ -10,8 +10,7 @@ from torch import Tensor
 
 from moebook.errors import nearest, refuse
 from moebook.kernels.dispatch import implementation, natural, shapes
-from moebook.kernels.memory import empty
-from moebook.kernels.products import product
+from moebook.kernels.matmul import empty, product
 
 RULES = ("standing", "any")
 WRONG = "NaN, infinity or numbers too large to be squared"

@@ -18,14 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moebook.kernels._triton import (
-    balance_loss,
+    adapters,
     duplicates,
     experts,
     grouped,
     lora_mixture,
-    pairs,
     route,
-    sorting,
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,21 +70,19 @@ def kernels(dtype, arch):
     yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}, {}
     largest = 32 if dtype == torch.float32 else 64
     for rank, flag in ((16, False), (16, True), (largest, True)):
-        inward, outward = pairs.blocks(dtype, rank)
+        inward, outward = adapters.blocks(dtype, rank)
         sizes = {"E": 8, "D": 2048, "R": rank, "BACK": flag}
-        yield pairs._inward, {**sizes, **inward}, {}
-        yield pairs._outward, {**sizes, "ADD": True, **outward}, {}
+        yield adapters._inward, {**sizes, **inward}, {}
+        yield adapters._outward, {**sizes, "ADD": True, **outward}, {}
     for experts_of_pairs in (0, 8):
-        yield sorting._count, {"E": experts_of_pairs, "BT": sorting.ITEMS,
-                              "num_warps": sorting.WARPS}, {}  # fmt: skip
-        yield sorting._place, {"E": experts_of_pairs, "BT": sorting.ITEMS}, {}
+        yield route._count, {"E": experts_of_pairs, "BT": route.ITEMS,
+                              "num_warps": route.WARPS}, {}  # fmt: skip
+        yield route._place, {"E": experts_of_pairs, "BT": route.ITEMS}, {}
         bank = -1 if experts_of_pairs else 0
-        yield sorting._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
+        yield route._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
     yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, **lora_mixture.blocks(dtype)}, {}
     block = {"E": 60, "BE": 64}
     yield route._choose, {**block, "K": 6, "BT": route.ROWS}, {}
-    yield balance_loss._sums, {**block, "K": 6, "BT": balance_loss.ROWS}, {}
-    yield balance_loss._gradient, {**block, "BT": balance_loss.ROWS}, {}
     for large in {False, arch >= 90 and dtype != torch.float32}:
         yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
 

@@ -33,10 +33,11 @@ def sizes():
 @pytest.fixture(params=["PyTorch", "oneDNN"])
 def library(request, monkeypatch):
     """Let one library do every product in float32 on a CPU, of whatever size, on any machine."""
-    from moebook.kernels import products
+
+    from moebook.kernels import matmul
 
     if request.param == "oneDNN" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch cannot multiply by oneDNN")
-    monkeypatch.setattr(products, "is_wider", lambda: request.param == "oneDNN")
-    monkeypatch.setattr(products, "ENOUGH", 1)
+    monkeypatch.setattr(matmul, "is_wider", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(matmul, "ENOUGH", 1)
     return request.param

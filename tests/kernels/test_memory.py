@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moebook.kernels import Bank, experts, memory, route
-from moebook.kernels.memory import LARGE, empty
+from moebook.kernels import Bank, experts, matmul, route
+from moebook.kernels.matmul import LARGE, empty
 
 ONE = torch.zeros(1)
 SHAPE = (LARGE // 4, 2)
@@ -15,7 +15,7 @@ SHAPE = (LARGE // 4, 2)
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr(memory, "_free", {})
+    monkeypatch.setattr(matmul, "_free", {})
 
 
 def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
@@ -28,7 +28,7 @@ def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
     array = row.numpy()
     del row
     assert empty(SHAPE, ONE).data_ptr() != place, "an array of it is still held"
-    memory._free.clear()  # else another would do
+    matmul._free.clear()  # else another would do
     del array
     again = empty(SHAPE, ONE)
     assert again.data_ptr() == place
@@ -47,16 +47,16 @@ def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
 
 def test_small_tensors_are_not_kept():
     assert empty((2, 3), ONE).shape == (2, 3)
-    assert memory._free == {}
+    assert matmul._free == {}
 
 
 def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeypatch):
-    monkeypatch.setattr(memory, "KEPT", 5 * LARGE)
+    monkeypatch.setattr(matmul, "FREE", 5 * LARGE)
     held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
     places = [tensor.data_ptr() for tensor in held]
 
     def kept():
-        return [block.ctypes.data for block in memory._free.values()]
+        return [block.ctypes.data for block in matmul._free.values()]
 
     for _ in range(3):
         held.pop(0)
@@ -64,7 +64,7 @@ def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeyp
     other = empty((LARGE * 3 // 4,), ONE)
     del other
     assert kept()[0] == places[2], "3 were too much: the first two went"
-    assert [len(block) // LARGE for block in memory._free.values()] == [2, 3]
+    assert [len(block) // LARGE for block in matmul._free.values()] == [2, 3]
     held.pop()
     assert kept() == [], "more than is allowed by itself"
 
@@ -84,7 +84,7 @@ def test_threads_never_share_a_block():
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(memory._free) <= 8, "each held one while it took another"
+    assert len(matmul._free) <= 8, "each held one while it took another"
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -92,7 +92,7 @@ def test_threads_never_share_a_block():
 def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, monkeypatch):
     def train(large):
         """Two passes a step; gradients of one step and of one pass are held to the end."""
-        monkeypatch.setattr(memory, "LARGE", large)
+        monkeypatch.setattr(matmul, "LARGE", large)
         torch.manual_seed(0)
         bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
         steps, held = optimizer(bank, lr=0.01), []
@@ -109,7 +109,7 @@ def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, mo
 
     pairs = zip(train(1), train(2**60), strict=True)
     assert all(torch.equal(kept, new) for kept, new in pairs)
-    assert memory._free
+    assert matmul._free
 
 
 def test_steps_accumulation_and_kept_gradients_are_right():

@@ -1,28 +1,37 @@
-"""adapters on a GPU: by pairs of experts where K is 2, else grouped products and a sum onto h."""
+"""adapters on a GPU: where K is 2 by PAIRS of experts, else grouped products and a sum onto h.
+
+Sorted by pair, each token appears once: it is read, goes through both adapters, and is written,
+with neither a buffer of T * K wide rows nor atomic additions. The R columns between an adapter's
+two products are written and read, since the second product is spread over more programs than the
+first. The backward pass is the same kernels with the two matrices of an adapter exchanged.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.kernels._triton import pairs
 from moebook.kernels._triton.grouped import (
     aligned,
     combine,
     gather,
+    precision,
     product,
     sort_rows,
     weight_gradient,
 )
-from moebook.kernels._triton.placing import placed
+from moebook.kernels._triton.route import sort, tile_table
 from moebook.kernels.route import Routing
 
 
-@placed
 def run(
     h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
@@ -30,7 +39,7 @@ def run(
     other = None if source is h else source.contiguous()
     gates = routing.weights.float() * scale
     factors = (aligned(down), aligned(up))
-    function = pairs.Pairs if pairs.fit(routing, down) else _Adapters
+    function = _Pairs if _by_pairs(routing, down) else _Adapters
     y: Tensor = function.apply(h.contiguous(), other, gates, *factors, routing)
     return y
 
@@ -71,3 +80,197 @@ class _Adapters(torch.autograd.Function):
         d_source = combine(d_rows, by, base=None if ctx.apart else grad)
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         return *d_inputs, d_gates, d_down, d_up, None
+
+
+def _by_pairs(routing: Routing, down: Tensor) -> bool:
+    """Whether tokens have two experts, of few enough pairs, with factors that registers hold."""
+    most = 32 if down.dtype == torch.float32 else 64
+    return routing.ids.shape[1] == 2 and down.shape[0] <= 64 and down.shape[2] <= most
+
+
+def blocks(dtype: torch.dtype, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Choose a program's work: BM tokens, inward BD columns at a time, outward BN of SPAN."""
+    wide = max(16, triton.next_power_of_2(rank))
+    shared = {"BM": 64, "BR": wide, "PRECISION": "ieee"}
+    if dtype == torch.float32:
+        shared["BM"] = 32
+        shared["PRECISION"] = precision()
+        return ({**shared, "BD": 32, "num_warps": 8, "num_stages": 2},
+                {**shared, "BN": 32, "SPAN": 128, "num_warps": 8, "num_stages": 2})  # fmt: skip
+    deep = 64 if wide < 64 else 32  # 64 would spill on an A100
+    return ({**shared, "BD": deep, "num_warps": 4, "num_stages": 4},
+            {**shared, "BN": 64, "SPAN": 1024, "num_warps": 4, "num_stages": 3})  # fmt: skip
+
+
+@triton.jit
+def _gelu(x):
+    """gelu, and its derivative."""
+    share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+
+
+@triton.jit
+def _tile_of(token, ids, tiles, tile, E: tl.constexpr, BM: tl.constexpr):
+    """Of one tile: tokens, which count, both experts, and the slots of the lower and the higher."""
+    tile = tiles + 3 * tile
+    pair, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    live = tl.arange(0, BM) < end - start
+    source = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
+    # Which of a token's two choices is the lower expert.
+    second = tl.load(ids + 2 * source, mask=live, other=0) != pair // E
+    slot = (2 * source + second.to(tl.int64)).to(tl.int32)  # 64 bits would spill
+    return source, live, pair // E, pair % E, slot, (4 * source + 1).to(tl.int32) - slot
+
+
+@triton.jit
+def _middle(z, slot, r, R, live, pre, weighted, between, gate, d_gate, BACK: tl.constexpr):
+    """Between the products of one adapter: from what the first gave to what the second takes."""
+    factor = tl.load(gate + slot, mask=live, other=0.0)
+    at = slot[:, None] * R + r[None, :]
+    inside = live[:, None] & (r < R)[None, :]
+    if BACK:
+        active, slope = _gelu(tl.load(pre + at, mask=inside, other=0.0).to(tl.float32))
+        tl.store(d_gate + slot, tl.sum(z * active, axis=1), mask=live)
+        active *= factor[:, None]
+        tl.store(weighted + at, active.to(weighted.dtype.element_ty), mask=inside)
+        z = z * slope * factor[:, None]
+    else:
+        z = z.to(pre.dtype.element_ty)
+        tl.store(pre + at, z, mask=inside)
+        active, slope = _gelu(z.to(tl.float32))
+        z = active * factor[:, None]
+    tl.store(between + at, z.to(between.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inward(
+    rows, token, ids, gate, matrices, pre, weighted, between, d_gate, tiles, number,
+    E: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """between[slot] = rows[t] through the first matrix of its adapter and what follows that."""
+    if tl.program_id(0) >= tl.load(number):
+        return
+    source, live, low, high, slot, other = _tile_of(token, ids, tiles, tl.program_id(0), E, BM)
+    r = tl.arange(0, BR)
+    a = tl.zeros((BM, BR), dtype=tl.float32)
+    b = tl.zeros((BM, BR), dtype=tl.float32)
+    for first in range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        x = tl.load(rows + source[:, None] * D + d[None, :],
+                    mask=live[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
+        at = r[None, :] * D + d[:, None] if BACK else d[:, None] * R + r[None, :]
+        inside = (d < D)[:, None] & (r < R)[None, :]
+        w = tl.load(matrices + low * (D * R) + at, mask=inside, other=0.0)
+        a = tl.dot(x, w, a, input_precision=PRECISION)
+        w = tl.load(matrices + high * (D * R) + at, mask=inside, other=0.0)
+        b = tl.dot(x, w, b, input_precision=PRECISION)
+    _middle(a, slot, r, R, live, pre, weighted, between, gate, d_gate, BACK)
+    _middle(b, other, r, R, live, pre, weighted, between, gate, d_gate, BACK)
+
+
+@triton.jit
+def _outward(
+    between, base, token, ids, matrices, out, tiles, number,
+    E: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """out[t] = base[t] + both slots of t through the second matrix of their adapters."""
+    spans = tl.cdiv(D, SPAN)  # the programs in one row: a grid's second side is short
+    tile, span = tl.program_id(0) // spans, tl.program_id(0) % spans
+    if tile >= tl.load(number):
+        return
+    source, live, low, high, slot, other = _tile_of(token, ids, tiles, tile, E, BM)
+    r = tl.arange(0, BR)
+    inside = live[:, None] & (r < R)[None, :]
+    a = tl.load(between + slot[:, None] * R + r[None, :], mask=inside, other=0.0)
+    b = tl.load(between + other[:, None] * R + r[None, :], mask=inside, other=0.0)
+    for first in range(0, SPAN, BN):
+        d = span * SPAN + first + tl.arange(0, BN)
+        spot = d[None, :] * R + r[:, None] if BACK else r[:, None] * D + d[None, :]
+        within = (r < R)[:, None] & (d < D)[None, :]
+        w = tl.load(matrices + low * (D * R) + spot, mask=within, other=0.0)
+        y = tl.dot(a, w, input_precision=PRECISION)
+        w = tl.load(matrices + high * (D * R) + spot, mask=within, other=0.0)
+        y = tl.dot(b, w, y, input_precision=PRECISION)
+        to = source[:, None] * D + d[None, :]
+        mask = live[:, None] & (d < D)[None, :]
+        if ADD:
+            y += tl.load(base + to, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
+
+
+def _through(
+    rows: Tensor, base: Tensor | None, by: _Order, gate: Tensor, matrices: tuple[Tensor, Tensor],
+    pre: Tensor, *, back: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return both adapters' sum on the base, what lay between the products, weighted, d_gate.
+
+    The second and third are of use in the backward pass alone.
+    """
+    width, rank = rows.shape[1], pre.shape[2]
+    first, second = matrices
+    sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
+    inward, outward = blocks(rows.dtype, rank)
+    between, out = torch.empty_like(pre), torch.empty_like(rows)
+    weighted, d_gate = (torch.empty_like(t) if back else t for t in (pre, gate))
+    tiles, number = by.tiles
+    _inward[(len(tiles),)](
+        rows, by.token, by.ids, gate, first, pre, weighted, between, d_gate, tiles, number,
+        **sizes, **inward,
+    )  # fmt: skip
+    _outward[(triton.cdiv(width, outward["SPAN"]) * len(tiles),)](
+        between, rows if base is None else base, by.token, by.ids, second, out, tiles, number,
+        ADD=base is not None, **sizes, **outward,
+    )  # fmt: skip
+    return out, between, weighted, d_gate
+
+
+class _Order(NamedTuple):
+    """Tokens sorted by pair."""
+
+    token: Tensor  # [T]
+    ids: Tensor  # [T, 2], as they were routed
+    tiles: tuple[Tensor, Tensor]
+    experts: int
+
+
+class _Pairs(torch.autograd.Function):
+    """Kept for the backward pass: the inputs and the pre-activation ``[T, 2, R]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
+        routing: Routing,
+    ) -> Tensor:  # fmt: skip
+        source, (experts, _, rank) = h if other is None else other, down.shape
+        ids, gate = routing.ids.contiguous(), gates.contiguous()
+        token, counts = sort(ids, experts * experts, pairs=experts)
+        tiles = tile_table(counts, len(h), blocks(h.dtype, rank)[0]["BM"])
+        by = _Order(token, ids, tiles, experts)
+        pre = h.new_empty(len(h), 2, rank)
+        out, *_ = _through(source, h, by, gate, (down, up), pre, back=False)
+        ctx.save_for_backward(source, gate, down, up, pre)
+        ctx.by, ctx.routing, ctx.apart = by, routing, other is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        source, gate, down, up, pre = ctx.saved_tensors
+        routing, grad = ctx.routing, grad.contiguous()
+        base = None if ctx.apart else grad
+        d_source, d_pre, weighted, d_gate = _through(
+            grad, base, ctx.by, gate, (up, down), pre, back=True
+        )
+        d_down = d_up = None
+        if any(ctx.needs_input_grad[3:5]):
+            by = sort_rows(routing, grad.dtype)
+            weighted, d_pre = (t.view(-1, pre.shape[2])[routing.order] for t in (weighted, d_pre))
+        if ctx.needs_input_grad[3]:
+            d_down = weight_gradient(source, d_pre, by, down, by_token="left")
+        if ctx.needs_input_grad[4]:
+            d_up = weight_gradient(weighted, grad, by, up, by_token="right")
+        d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
+        return *d_inputs, d_gate, d_down, d_up, None

@@ -30,7 +30,6 @@ from moebook.kernels._triton.grouped import (
     view,
     weight_gradient,
 )
-from moebook.kernels._triton.placing import placed
 from moebook.kernels.experts import Activation, Bank, _activated
 from moebook.kernels.route import Routing
 
@@ -38,20 +37,20 @@ SILU = ("silu", "SiLU", "SiLUActivation")
 """As torch's function, torch's module and transformers' module of the fused one are called."""
 
 
-@placed
-def run(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
-    """Run `moebook.kernels.experts`."""
-    return gated_ffn(x, routing, [bank], None, act)
-
-
-def gated_ffn(
-    x: Tensor, routing: Routing, banks: list[Bank], slots: Tensor | None, act: Activation
+def run(
+    x: Tensor,
+    routing: Routing,
+    bank: Bank,
+    act: Activation,
+    frozen: Bank | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """Run experts of one bank, or of a trained and a frozen one as `split_experts` has them."""
-    weights = [aligned(weight) for bank in banks for weight in bank]
-    frozen = [weight.detach() for weight in weights[2:]] or [None, None]
+    """Run `moebook.kernels.experts`, or `split_experts`: either bank is read by the slots."""
+    weights = [aligned(weight) for weight in bank]
+    still = [None, None] if frozen is None else [aligned(weight) for weight in frozen]
+    slots = None if slots is None else slots.long().contiguous()
     y: Tensor = _GatedFFN.apply(
-        x.contiguous(), routing.weights, *weights[:2], *frozen, slots, routing, act
+        x.contiguous(), routing.weights, *weights, *still, slots, routing, act
     )
     return y
 

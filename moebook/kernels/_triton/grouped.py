@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moebook.kernels._triton.sorting import tile_table
+from moebook.kernels._triton.route import tile_table
 from moebook.kernels.route import Routing
 
 

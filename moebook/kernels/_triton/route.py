@@ -1,4 +1,7 @@
-"""route on a GPU: the K largest logits of each row in one kernel, then a sort by counting."""
+"""route on a GPU: the K largest logits of each row in one kernel, then a sort by counting.
+
+Nothing here waits for the GPU, and nothing is atomic: two runs give the same order.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,18 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebook.kernels._triton.placing import placed
-from moebook.kernels._triton.sorting import sort
 from moebook.kernels.route import Routing, weights_of
 
 ROWS = 32
-"""Tokens of one program."""
+"""Tokens of one program that chooses."""
 FIRST = tl.constexpr(2**31 - 1)
 LAST = tl.constexpr(-(2**31))
 """The largest and the smallest number of 32 bits; no logit has the bits of either."""
+ITEMS = 128
+"""Items of one program that sorts."""
+WARPS = 8
+"""Of a program that compares all its items with one another: with fewer, registers spill."""
 
 
-@placed
 def run(logits: Tensor, top_k: int, combine: str) -> Routing:
     """Run `moebook.kernels.route`."""
     ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
@@ -50,3 +54,119 @@ def _choose(
         best = tl.argmax(rank, axis=1)
         tl.store(ids + row * K + k, best.to(tl.int64), mask=row < T)
         rank = tl.where(expert == best[:, None], LAST, rank)
+
+
+def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
+    """Sort items stably by key: two kernels and one running sum.
+
+    Args:
+        ids: ``[n]`` int64 keys from 0 to ``bins - 1``; with ``pairs`` ``[n, 2]`` ids.
+        bins: Number of keys.
+        pairs: E, to sort rows of two ids by ``min * E + max``; 0 to sort by the ids themselves.
+
+    Returns:
+        order ``[n]`` int64 and counts ``[bins]`` int64.
+    """
+    n = len(ids)
+    blocks = triton.cdiv(n, ITEMS)
+    order = torch.empty(n, dtype=torch.int64, device=ids.device)
+    if not n:
+        return order, order.new_zeros(bins)
+    counts = order.new_zeros(bins, blocks)
+    within = torch.empty(n, dtype=torch.int32, device=ids.device)
+    _count[(blocks,)](ids, within, counts, n, blocks, E=pairs, BT=ITEMS, num_warps=WARPS)
+    ends = counts.view(-1).cumsum(0)
+    _place[(blocks,)](ids, within, counts, ends, order, n, blocks, E=pairs, BT=ITEMS)
+    return order, counts.sum(1)
+
+
+@triton.jit
+def _key(ids, item, n, E: tl.constexpr):
+    """Keys of some items, -1 behind the last."""
+    live = item < n
+    if E:
+        one = tl.load(ids + 2 * item, mask=live, other=0)
+        two = tl.load(ids + 2 * item + 1, mask=live, other=0)
+        return tl.where(live, tl.minimum(one, two) * E + tl.maximum(one, two), -1)
+    return tl.load(ids + item, mask=live, other=-1)
+
+
+@triton.jit
+def _count(ids, within, counts, n, blocks, E: tl.constexpr, BT: tl.constexpr):
+    """Of one block: each item's place among those of its key, and how many a key has."""
+    lane = tl.arange(0, BT)
+    item = tl.program_id(0) * BT + lane
+    key = _key(ids, item, n, E)
+    same = key[:, None] == key[None, :]
+    before = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
+    total = tl.sum(same.to(tl.int32), axis=1)
+    tl.store(within + item, before, mask=item < n)
+    last = (item < n) & (before == total - 1)
+    tl.store(counts + key * blocks + tl.program_id(0), total.to(tl.int64), mask=last)
+
+
+@triton.jit
+def _place(
+    ids, within, counts, ends, order, n, blocks, E: tl.constexpr, BT: tl.constexpr
+):  # fmt: skip
+    """order[place of an item] = the item."""
+    item = tl.program_id(0) * BT + tl.arange(0, BT)
+    live = item < n
+    at = _key(ids, item, n, E) * blocks + tl.program_id(0)
+    start = tl.load(ends + at, mask=live, other=0) - tl.load(counts + at, mask=live, other=0)
+    place = start + tl.load(within + item, mask=live, other=0)
+    tl.store(order + place, item.to(tl.int64), mask=live)
+
+
+def tile_table(
+    counts: Tensor, total: int, rows: int, *, slots: Tensor | None = None, bank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Cut groups of sorted rows into tiles; groups may be those of one of two banks only.
+
+    Args:
+        counts: ``[groups]`` int64, rows of each group.
+        total: The sum of the counts, which the host knows without asking the device.
+        rows: Rows of a tile.
+        slots: ``[groups]``, where a group lies in the first bank, -1 for one of the second bank.
+        bank: With ``slots``, whose groups are cut, 0 or 1.
+
+    Returns:
+        ``[tiles, 3]`` int64 of place in the bank, first row and end of the group's rows, of which
+        the first ``[1]`` count.
+    """
+    groups = len(counts)
+    tiles = torch.empty(total // rows + groups, 3, dtype=torch.int64, device=counts.device)
+    number = torch.empty(1, dtype=torch.int64, device=counts.device)
+    _cut[(groups,)](
+        counts, counts if slots is None else slots, tiles, number, G=groups, ROWS=rows,
+        BANK=-1 if slots is None else bank, BG=triton.next_power_of_2(groups),
+    )  # fmt: skip
+    return tiles, number
+
+
+@triton.jit
+def _cut(
+    counts, slots, tiles, number, G: tl.constexpr, ROWS: tl.constexpr, BANK: tl.constexpr,
+    BG: tl.constexpr,
+):  # fmt: skip
+    """Write the tiles of one group."""
+    own = tl.program_id(0)
+    group = tl.arange(0, BG)
+    count = tl.load(counts + group, mask=group < G, other=0)
+    needed = (count + ROWS - 1) // ROWS
+    place = own.to(tl.int64)
+    if BANK >= 0:
+        slot = tl.load(slots + group, mask=group < G, other=-1)
+        needed = tl.where((slot >= 0) == (BANK == 0), needed, 0)
+        if BANK == 0:
+            place = tl.load(slots + own)
+    first = tl.sum(tl.where(group < own, needed, 0))
+    start = tl.sum(tl.where(group < own, count, 0))
+    end = start + tl.load(counts + own)
+    if own == 0:
+        tl.store(number, tl.sum(needed))
+    for tile in range(0, tl.sum(tl.where(group == own, needed, 0))):
+        to = tiles + 3 * (first + tile)
+        tl.store(to, place)
+        tl.store(to + 1, start + tile * ROWS)
+        tl.store(to + 2, end)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from moebook.kernels.products import product
+from moebook.kernels.matmul import product
 from moebook.methods.rocket.loras import Lora
 from moebook.models.anatomy import anatomy
 
@@ -40,7 +40,7 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
 
 
 class Products(TorchFunctionMode):
-    """Linear layers multiply on a CPU, in this block, by `kernels.products`: without a gradient."""
+    """Linear layers multiply on a CPU, in this block, by `kernels.matmul`: without a gradient."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from moebook.data import IGNORED, encode, raw
 from moebook.errors import Refusal
-from moebook.kernels import products
+from moebook.kernels import matmul
 from moebook.methods import rocket
 from moebook.methods.rocket import generation, scoring
 
@@ -20,7 +20,7 @@ from moebook.methods.rocket import generation, scoring
 def test_perplexities_equal_transformers_one_sample_at_a_time(
     tokens, reduction, base, make_bank, shots, tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(products, "ENOUGH", 0)  # as if the model were wide
+    monkeypatch.setattr(matmul, "ENOUGH", 0)  # as if the model were wide
     model = base(attention_dropout=0.5)
     bank = make_bank(model, 3)
     found = scoring.perplexity(

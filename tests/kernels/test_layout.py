@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import products, route
-from moebook.kernels.segments import lay_out
+from moebook.kernels import matmul, route
+from moebook.kernels.route import lay_out
 
 
 @pytest.mark.usefixtures("library")
@@ -60,12 +60,12 @@ def test_bfloat16_segments_on_a_cpu_have_few_sizes_and_little_filling():
 
 
 def test_float32_segments_are_filled_up_where_their_products_are_compiled(monkeypatch):
-    monkeypatch.setattr(products, "is_wider", lambda: True)
-    sizes = sizes_of(torch.float32, products.ENOUGH // 1000)
+    monkeypatch.setattr(matmul, "is_wider", lambda: True)
+    sizes = sizes_of(torch.float32, matmul.ENOUGH // 1000)
     assert sizes[:1000] == list(range(1, 1001))
     assert sizes[1000:] == sizes_of(torch.bfloat16, 1)[1000:]
-    monkeypatch.setattr(products, "is_wider", lambda: False)
-    assert sizes_of(torch.float32, products.ENOUGH) == list(range(1, 3000))
+    monkeypatch.setattr(matmul, "is_wider", lambda: False)
+    assert sizes_of(torch.float32, matmul.ENOUGH) == list(range(1, 3000))
 
 
 def test_no_rows_make_no_segments():

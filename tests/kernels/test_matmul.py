@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moebook.kernels import products
-from moebook.kernels.products import is_compiled, is_wider, product
+from moebook.kernels import matmul
+from moebook.kernels.matmul import is_compiled, is_wider, product
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_error_is_at_most_twice_that_of_pytorch(sizes, kind):
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pieces_of_a_large_result_are_the_whole(threads, monkeypatch):
-    monkeypatch.setattr(products, "PIECE", 100)
+    monkeypatch.setattr(matmul, "PIECE", 100)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -102,14 +102,14 @@ def test_other_dtypes_are_left_to_pytorch(dtype):
 
 
 def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(products, "is_wider", lambda: True)
-    enough = products.ENOUGH
+    monkeypatch.setattr(matmul, "is_wider", lambda: True)
+    enough = matmul.ENOUGH
     assert is_compiled(torch.float32, CPU, enough)
     assert not is_compiled(torch.float32, CPU, enough - 1)
     assert is_compiled(torch.bfloat16, CPU, 1)
     assert not is_compiled(torch.float64, CPU, enough)
     assert not is_compiled(torch.bfloat16, torch.device("cuda"), enough)
-    monkeypatch.setattr(products, "is_wider", lambda: False)
+    monkeypatch.setattr(matmul, "is_wider", lambda: False)
     assert not is_compiled(torch.float32, CPU, enough)
     assert is_compiled(torch.bfloat16, CPU, 1)
 
@@ -119,7 +119,7 @@ def amd(monkeypatch, tmp_path):
     """A machine where all holds that makes oneDNN the wider one."""
     info = tmp_path / "cpuinfo"
     info.write_text("vendor_id\t: AuthenticAMD\n")
-    monkeypatch.setattr(products, "INFO", info)
+    monkeypatch.setattr(matmul, "INFO", info)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None, raising=False)
@@ -136,12 +136,12 @@ def test_onednn_is_not_taken_on_other_processors(amd, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not amd()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    products.INFO.write_text("vendor_id\t: GenuineIntel\n")
+    matmul.INFO.write_text("vendor_id\t: GenuineIntel\n")
     assert not amd()
 
 
 def test_onednn_is_not_taken_where_the_system_does_not_tell_the_processor(amd):
-    products.INFO.unlink()
+    matmul.INFO.unlink()
     assert not amd()
 
 
