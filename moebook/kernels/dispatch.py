@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +39,6 @@ def implementation(
     function in `moebook.kernels._triton`; it is imported here, when it is about to run, and at no
     other time.
     """
-    if _path(op).is_file() and "triton" not in table:
-        table = {**table, "triton": f"{op}.run"}
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
         runs = compiled and "triton" in table and not obstacle(on)
@@ -112,10 +109,6 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
-def _path(op: str) -> Path:
-    return Path(__file__).parent / "_triton" / f"{op}.py"
-
-
 KINDS: dict[str, tuple[Callable[[torch.dtype], bool], str]] = {
     "float": (
         lambda dtype: dtype.is_floating_point and dtype.itemsize >= 2,
@@ -162,7 +155,7 @@ def shapes(
             f"{name} [{', '.join(dims.split())}]" for name, (_, dims, *_) in tensors.items()
         )
         got = ", ".join(str(tuple(tensor.shape)) for tensor, *_ in tensors.values())
-        zero = f"(only {', '.join(empty.split())} may be 0)"
+        zero = f"(only {', '.join(empty.split())} may be 0)" if empty else "(none of them 0)"
         refuse("E-SHAPE", f"{op}: expected {', '.join(expected)} {zero}; got {got}")
     for name, (tensor, _, *kind) in tensors.items():
         belongs, expected_kind = KINDS[kind[0] if kind else "float"]

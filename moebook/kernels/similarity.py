@@ -300,4 +300,4 @@ def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
 
 
 _NEAREST = {"torch": _sieved, "reference": _compared}
-_DUPLICATES = {"torch": _blocked, "reference": _looped}
+_DUPLICATES = {"torch": _blocked, "reference": _looped, "triton": "duplicates.run"}

@@ -207,13 +207,13 @@ def test_arguments_that_do_not_fit_are_refused():
     routing, bank = route(logits, 2), Bank(gate_up, down)
     for wrong in (bank._replace(down=down.mT), bank._replace(gate_up=gate_up[:, :3]),
                   bank._replace(gate_up=gate_up[0])):  # fmt: skip
-        with pytest.raises(Refusal, match=r"E-SHAPE: experts: expected x \[T, D >= 1\]"):
+        with pytest.raises(Refusal, match=r"E-SHAPE: experts: expected x \[T, D\]"):
             experts(x, routing, wrong, F.silu)
     short = Routing(routing.ids[:2], routing.weights[:2], *routing[2:])
     for wrong in (short, routing._replace(order=routing.order[1:])):
-        with pytest.raises(Refusal, match="E-SHAPE: experts: expected a routing of 5 tokens to 3"):
+        with pytest.raises(Refusal, match=r"E-SHAPE: experts: .* the routing's ids \[T, K\]"):
             experts(x, wrong, bank, F.silu)
-    with pytest.raises(Refusal, match="E-SHAPE: experts: the routing's counts sum to 13"):
+    with pytest.raises(Refusal, match="E-RANGE: the routing's order and counts"):
         experts(x, routing._replace(counts=routing.counts + 1), bank, F.silu)
     with pytest.raises(Refusal, match="E-DEVICE: experts: down lies on meta"):
         experts(x, routing, bank._replace(down=down.to("meta")), F.silu)

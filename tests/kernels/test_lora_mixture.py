@@ -123,7 +123,7 @@ def test_arguments_that_do_not_fit_are_refused():
     for place in range(len(inputs)):
         wrong = list(inputs)
         wrong[place] = wrong[place][..., :-1]
-        with pytest.raises(Refusal, match="E-SHAPE: lora_mixture: projection"):
+        with pytest.raises(Refusal, match=r"E-SHAPE: lora_mixture: .*projection"):
             op("torch")(*wrong)
     wrong = [*inputs[:5], inputs[5].to("meta"), *inputs[6:]]
     with pytest.raises(Refusal, match="E-DEVICE: lora_mixture: projection 1"):

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moebook.kernels._triton.grouped import precision, roomy
-from moebook.kernels._triton.placing import placed
 from moebook.kernels.similarity import Pairs, through
 
 MARKS = 2**32
@@ -37,7 +36,6 @@ def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
             "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}  # fmt: skip
 
 
-@placed
 def run(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
     """Run `moebook.kernels.similarity.duplicates`."""
     size = max(1, MARKS // max(len(vectors), 1))
