@@ -204,9 +204,9 @@ def study(options: argparse.Namespace) -> int:
 def list_notebooks(options: argparse.Namespace) -> int:
     """``moebook list``: show what can be run, and what it cost."""
     from moebook import results
-    from moebook.notebook import overview
+    from moebook.notebook import sources
 
-    print(overview.text(results.root()))
+    print(sources.overview(results.root()))
     return 0
 
 
@@ -223,7 +223,7 @@ def book(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """``moebook verify``: exit 1 when a run, its pool and its executed copy do not agree."""
-    from moebook.notebook.verify import verify as findings
+    from moebook.notebook.compare import verify as findings
 
     found = findings(options.notebook)
     print("\n".join(map(str, found)) or "no runs: nothing was run yet")

@@ -11,32 +11,29 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from moebook import papers, plotting, results
 from moebook.errors import Refusal, refuse
-from moebook.notebook import findings, fragments, ledger, processes, sources, verdicts
-from moebook.notebook.processes import Job
+from moebook.notebook import findings, pages, sources, study, verdicts
 from moebook.notebook.sources import Notebook
+from moebook.notebook.study import Job
 
 COMMAND = "from jupyter_book.cli.main import main; main()"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def execute(tier: str, only: str | None = None, folder: Path | None = None) -> list[str]:
-    """Execute the notebooks side by side and publish each that ran; return a line each.
+    """Execute the notebooks side by side and publish each that ran; return their names.
 
     Findings notebooks come last and are executed at every build: they read pools and train nothing.
+    When all have ended, the first run that failed is refused; the others are published.
 
     Args:
         tier: The protocol of all of them, such as ``cpu``.
         only: Short name of the one to execute; all by default.
         folder: The project; found from the working directory by default.
-
-    Raises:
-        Refusal: That of the first run that failed, when all have ended; the others are published.
     """
     folder = folder or results.root()
     notebooks = sources.notebooks(folder)
@@ -45,9 +42,9 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
         Job(name, "cpu" if notebook.findings else tier)
         for name, notebook in sorted(chosen.items(), key=lambda pair: _cost(pair[1], folder))
     ]
-    workers = 1 if tier in ("gpu", "paper") else min(processes.cores(), len(jobs))
+    workers = 1 if tier in ("gpu", "paper") else min(study.cores(), len(jobs))
     failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
-    with processes.Processes() as started:
+    with study.Processes() as started:
         for job, outcome in started.side_by_side(jobs, folder, workers):
             if isinstance(outcome, Refusal):
                 failures.append(outcome)
@@ -81,20 +78,12 @@ def build(tier: str, folder: Path | None = None) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
     A notebook's page shows the live run that is there, whatever its tier: one notebook may be run
-    again without the others.
-
-    Args:
-        tier: The tier just run; a refusal names the command that makes a missing page at it.
-        folder: The project; found from the working directory by default.
-
-    Raises:
-        Refusal: ``E-BOOK`` for a notebook that was not executed or holds an error, and for any
-            warning of Jupyter Book; ``E-DEP`` without Jupyter Book.
+    again without the others. A refusal names the command that makes a missing page at this tier.
     """
     folder = folder or results.root()
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
-    for page in pages(folder):
+    for page in notebook_pages(folder):
         _check(folder, page, tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
@@ -104,7 +93,7 @@ def build(tier: str, folder: Path | None = None) -> Path:
     return first
 
 
-def pages(folder: Path) -> list[str]:
+def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
     toc = yaml.safe_load((folder / "book" / "_toc.yml").read_text(encoding="utf-8"))
     files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
@@ -113,29 +102,27 @@ def pages(folder: Path) -> list[str]:
 
 def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
-    rows, places = verdicts.ledger(folder), ledger.Places(folder)
+    rows, places = verdicts.ledger(folder), pages.Places(folder)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
-    by_paper = {f"ledger_{paper}": ledger.ledger(some, places) for paper, some in mine.items()}
-    titles = {paper: f"What was found: {fragments.TITLES[paper]}" for paper in mine}
-    pictures = {paper: _forest(paper, titles[paper], some, folder) for paper, some in mine.items()}
+    titles = {paper: f"What was found: {pages.TITLES[paper]}" for paper in mine}
+    pictures = {paper: _forest(paper, titles[paper], mine[paper], folder) for paper in mine}
     strongest = findings.strongest(row.committed for row in rows)
-    shown = {paper: file for paper, file in pictures.items() if file}
-    return by_paper | {
-        "summary": ledger.summary(rows),
-        "ledger": ledger.ledger(rows, places),
-        "chance": ledger.corrections(rows),
-        "found": ledger.found(rows, shown),
-        "front": ledger.front(rows, _forest("front", "The strongest findings", strongest, folder)),
-        "audit": fragments.audit(papers.audit()),
-        "records": fragments.records(folder),
+    front = _forest("front", "The strongest findings", strongest, folder)
+    return {f"ledger_{paper}": pages.ledger(mine[paper], places) for paper in mine} | {
+        "summary": pages.summary(rows),
+        "ledger": pages.ledger(rows, places),
+        "chance": pages.corrections(rows),
+        "found": pages.found(rows, {paper: file for paper, file in pictures.items() if file}),
+        "front": pages.front(rows, front),
+        "audit": pages.audit(papers.audit()),
+        "records": pages.records(folder),
     }
 
 
 def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> str | None:
     """Draw claims at the committed scales; return the picture's name beside the pages."""
     plotting.style()
-    committed = [row.committed for row in rows]
-    figure = findings.forest(committed, title)
+    figure = findings.forest([row.committed for row in rows], title)
     if figure is None:
         return None
     path = folder / "book" / "_generated" / f"found_{name}.svg"
@@ -147,22 +134,19 @@ def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> st
 def _check(folder: Path, page: str, tier: str) -> None:
     """Refuse an executed copy that is missing, has no run, or holds an error."""
     copy, fix = f"book/notebooks/{page}.ipynb", f"moebook book --tier {tier} --only {page[3:]}"
-    notebook = _json(folder / copy, fix)
-    if not (folder / copy).with_suffix(".parquet").is_file():
+    path = folder / copy
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    except FileNotFoundError:
+        refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")
+    except ValueError as error:
+        refuse("E-BOOK", f"{copy} is not JSON ({error}); remove it, then run: {fix}")
+    if not path.with_suffix(".parquet").is_file():
         refuse("E-BOOK", f"{copy} has no run beside it; run: {fix}")
-    for number, cell in enumerate(notebook["cells"], start=1):
+    for number, cell in enumerate(cells, start=1):
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
                 refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
-
-
-def _json(path: Path, fix: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        refuse("E-BOOK", f"{path} is missing, so its page would be empty; run: {fix}")
-    except ValueError as error:
-        refuse("E-BOOK", f"{path} is not JSON ({error}); remove it, then run: {fix}")
 
 
 def _render(folder: Path) -> None:
@@ -183,6 +167,6 @@ def _render(folder: Path) -> None:
     results.write(log, _COLOUR.sub("", done.stdout))
     if done.returncode:
         lines = log.read_text(encoding="utf-8").splitlines()
-        found = [line for line in lines if re.search(r"WARNING|ERROR|Error", line)] or lines[-1:]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        refuse("E-BOOK", f"the book has warnings: {found[0]}{more}; see {log.relative_to(folder)}")
+        faults = [line for line in lines if re.search(r"WARNING|ERROR|Error", line)] or lines[-1:]
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        refuse("E-BOOK", f"the book has warnings: {faults[0]}{more}; see {log.relative_to(folder)}")

@@ -1,75 +1,137 @@
-"""A reader's executed notebook beside the book's runs and the papers: one ledger of the three.
+"""Runs beside what they claim to be, and a reader's run beside the book's.
 
-The reader's notebook may come from ``moebook run``, from plain papermill or from an afternoon in
-Jupyter: its values, machine, versions and code are outputs of the notebook itself, its parameters
-the parameters cell with what papermill injected.
+`verify` checks that runs are what was written and pages are what their runs say. `compare` puts an
+executed notebook, whether from ``moebook run``, plain papermill or an afternoon in Jupyter, beside
+the book's runs and the papers: its values, machine, versions and code are outputs of the notebook
+itself, its parameters the parameters cell with what papermill injected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moebook import papers, results
-from moebook.errors import refuse
-from moebook.notebook import verdicts
-from moebook.notebook.study import read_notebook
+from moebook.errors import Refusal, nearest, refuse
+from moebook.notebook import harvest, verdicts
 from moebook.results import TIERS, Pool, Run
 
 UNKNOWN = "unknown"
 
 
-def compare(path: Path, folder: Path | None = None) -> str:
-    """Put an executed notebook beside the book's runs and the papers' numbers.
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one run or pool.
 
     Args:
-        path: The reader's executed notebook.
-        folder: The project with the book's runs; found from the working directory by default.
+        path: The file or folder, relative to the project.
+        failures: What does not agree, one line each; empty when all does.
+        right: What is said where all agrees.
+    """
+
+    path: str
+    failures: tuple[str, ...]
+    right: str = ""
+
+    def __str__(self) -> str:
+        if self.failures:
+            return f"FAILS {self.path}: {'; '.join(self.failures)}"
+        return f"ok    {self.path}: {self.right}"
+
+
+def verify(name: str | None = None, folder: Path | None = None) -> list[Finding]:
+    """Check every run: its digest, its pool and, of a live one, its executed copy.
+
+    Values are harvested again from the executed copies of live runs. A run that is merely behind
+    the code does not fail.
+
+    Args:
+        name: Short name of one notebook, or ``bench``; all by default.
+        folder: The project; found from the working directory by default.
+    """
+    folder = folder or results.root()
+    pools = sorted(path for path in (folder / "results").glob("*/*") if path.is_dir())
+    pages = sorted((folder / "book" / "notebooks").glob("*.parquet"))
+    names = {path: path.parent.name for path in pools} | {path: path.stem[3:] for path in pages}
+    chosen = [path for path in names if name in (None, names[path])]
+    if name is not None and not chosen:
+        refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, set(names.values()))}")
+    return [_finding(path, folder) for path in chosen]
+
+
+def _finding(path: Path, folder: Path) -> Finding:
+    place = str(path.relative_to(folder))
+    try:
+        if path.is_dir():
+            pool = results.pool(path.parent.name, path.name, folder)
+            if pool is None:
+                return Finding(place, ("it holds no run",))
+            seeds = ", ".join(map(str, pool.seeds))
+            return Finding(place, (), f"seeds {seeds} agree; {results.since(pool.last, folder)}")
+        run = results.read_run(path)
+        failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
+        return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+    except Refusal as refusal:
+        return Finding(place, (str(refusal),))
+
+
+def _against_copy(copy: Path, run: Run) -> Iterator[str]:
+    """Compare a run with the executed notebook that it was made from."""
+    if not copy.is_file():
+        yield f"the executed copy {copy.name} is missing"
+        return
+    if run.manifest.get("executed") != results.digest(copy):
+        yield f"the hash of the executed copy {copy.name} is not the manifest's"
+    try:
+        executed = json.loads(copy.read_text(encoding="utf-8"))
+        shown = {value.name: value for value in harvest.values(executed)}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        yield f"the executed copy {copy.name} is no notebook"
+        return
+    recorded = {value.name: value for value in run.values}
+    for name in sorted(recorded.keys() | shown.keys()):
+        one, two = recorded.get(name), shown.get(name)
+        if one != two:
+            ours, theirs = (value.value if value else "absent" for value in (one, two))
+            yield f"{name} is {ours} in the run and {theirs} in {copy.name}"
+
+
+def compare(path: Path, folder: Path | None = None) -> str:
+    """Put a reader's executed notebook beside the book's runs and the papers' numbers.
 
     Returns:
         Text: what was compared, differences in parameters, versions and hardware, then the ledger,
-        and every value of both where the notebook has no claims.
-
-    Raises:
-        Refusal: Those of `study.read_notebook`; E-COMPARE for one of the book's own files.
+        or every value of both where the notebook has no claims.
     """
     folder = folder or results.root()
-    mine = read_notebook(path, folder)
+    mine = harvest.read_notebook(path, folder)
     shown = results.live(mine.notebook, folder)
     book = [*results.pools(mine.notebook, folder).values(), *([shown] if shown else [])]
     if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
         refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")
-    other = _nearest(mine, book)
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
+    place = TIERS.index(mine.tier)  # beside the pool of this tier, else of the next lower one
+    key = lambda pool: (pool.rank[0] > place, abs(pool.rank[0] - place))  # noqa: E731
+    other = min(book, key=key, default=None)
     if other is None:
         lines.append("the book has no run of this notebook yet")
     else:
-        first = other.runs[0]
         where = f"at {other.protocol}, seeds {', '.join(map(str, other.seeds))}"
         lines.append(f"beside the book's runs {where}; differences (yours | book's):")
-        lines.extend(_differences(mine, first) or ["  none"])
-    return "\n".join([*lines, "", *_ledger(mine, book), *_values(mine, other)])
-
-
-def _nearest(mine: Run, book: list[Pool]) -> Pool | None:
-    """The book's pool at the reader's tier, else at the next lower one, else the lowest."""
-    place = TIERS.index(mine.tier)
-    return min(
-        book,
-        key=lambda pool: (pool.rank[0] > place, abs(pool.rank[0] - place)),
-        default=None,
-    )
+        lines += _differences(mine, other.runs[0]) or ["  none"]
+    claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
+    rest = _ledger(claims, mine, book) if claims else _values(mine, other)
+    return "\n".join([*lines, "", *rest])
 
 
 def _differences(mine: Run, other: Run) -> list[str]:
     ours, theirs = dict(_facts(mine)), dict(_facts(other))
-    lines = []
-    for name in dict.fromkeys([*ours, *theirs]):
-        a, b = ours.get(name, UNKNOWN), theirs.get(name, UNKNOWN)
-        if a != b:
-            lines.append(f"  {name}: {a} | {b}")
-    return lines
+    pairs = [(name, ours.get(name, UNKNOWN), theirs.get(name, UNKNOWN))
+             for name in dict.fromkeys([*ours, *theirs])]  # fmt: skip
+    return [f"  {name}: {a} | {b}" for name, a, b in pairs if a != b]
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
@@ -90,22 +152,18 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "seconds", round(seconds, 1)
 
 
-def _ledger(mine: Run, book: list[Pool]) -> Iterator[str]:
+def _ledger(claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool]) -> Iterator[str]:
     own = Pool(mine.notebook, mine.protocol, (mine,))
-    for claim in papers.claims():
-        if claim.run == mine.notebook:
-            yield f"{claim.id}: {claim.sentence}"
-            yield f"  paper  {claim.printed} ({claim.where})"
-            yield f"  book   {verdicts.row(claim, book).badge}"
-            yield f"  yours  {verdicts.row(claim, [own]).badge}"
+    for claim in claims:
+        yield f"{claim.id}: {claim.sentence}"
+        yield f"  paper  {claim.printed} ({claim.where})"
+        yield f"  book   {verdicts.row(claim, book).badge}"
+        yield f"  yours  {verdicts.row(claim, [own]).badge}"
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:
-    """Every value beside the book's mean, where no claim speaks of the notebook."""
-    if any(claim.run == mine.notebook for claim in papers.claims()):
-        return
+    """Every value beside the book's mean."""
     for value in mine.values:
-        found = other.values(value.name) if other else {}
-        mean = sum(v.value for v in found.values()) / len(found) if found else None
-        book = UNKNOWN if mean is None else f"{mean:.4g}"
+        theirs = [v.value for v in other.values(value.name).values()] if other else []
+        book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN
         yield f"{value.name}: yours {value.value:.4g} | book's {book} {value.unit}"

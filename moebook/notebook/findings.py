@@ -14,7 +14,7 @@ import pandas as pd
 
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
-from moebook.notebook.verdicts import Measurement, Row, amount, span
+from moebook.notebook.verdicts import Measurement, Row, amount, seeds, span
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
@@ -41,16 +41,17 @@ def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    return sorted(rows, key=lambda row: (ORDER.index(str(row.label)), -strength(row)))
+    return sorted(rows, key=lambda row: (ORDER.index(row.label), -strength(row)))
 
 
 SAID = {
-    "reproduced": "Reproduced",
-    "direction holds": "Holds",
-    "direction fails": "Fails",
-    "inconclusive": "Cannot tell",
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "direction fails": "fails",
+    "inconclusive": "cannot tell",
+    "not run": "not run",
 }
-"""What a label is called in a sentence."""
+"""What a label is called in sentences and tables: shorter, so that tables fit a page."""
 
 
 def sentence(row: Row) -> str:
@@ -58,17 +59,17 @@ def sentence(row: Row) -> str:
     best, claim = row.best, row.claim
     if best is None:
         return f"{claim.sentence} **Not run** at a scale at which this can be tested."
-    name, label = best.pool.protocol, str(row.label)
+    name = best.pool.protocol
     where = f"in {name}" if name == results.LIVE else f"at scale {name}"
-    text = f"{claim.sentence} **{SAID[label]}** {where}: {_found(best)}"
+    text = f"{claim.sentence} **{SAID[row.label].capitalize()}** {where}: {_numbers(best)}"
     if not best.decides:
         return f"{text}; three seeds are needed."
-    if label == "inconclusive" and best.smallest:
+    if row.label == "inconclusive" and best.smallest:
         return f"{text}; less than {amount(claim, best.smallest).lstrip('+')} could not be seen."
     return f"{text}."
 
 
-def _found(best: Measurement) -> str:
+def _numbers(best: Measurement) -> str:
     """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
     claim, effect, ends, bound = best.claim, best.effect, best.interval, ""
     if isinstance(claim.reference, (int, float)):
@@ -78,8 +79,7 @@ def _found(best: Measurement) -> str:
     value = amount(claim, effect)
     if ends is None:
         return f"{value}{bound}, " + ("a computed value" if claim.exact else "one value")
-    seeds = f"{best.seeds} seed" + "s" * (best.seeds > 1)
-    return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds})"
+    return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds(best.seeds)})"
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
@@ -97,7 +97,7 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
         lines[claim.id.partition(".")[2]] = [
             best.pool.protocol, best.seeds, amount(claim, best.effect), ends,
             amount(claim, best.smallest).lstrip("+") if best.smallest else "",
-            "" if claim.claimed is None else amount(claim, claim.claimed), str(row.label),
+            "" if claim.claimed is None else amount(claim, claim.claimed), SAID[row.label],
         ]  # fmt: skip
     columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
@@ -112,7 +112,7 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
     points = [
-        _point(row, measured) | ({"line": row.claim.id} if several else {})
+        _point(measured) | ({"line": row.claim.id} if several else {})
         for row in every
         for measured in row.measurements
         if measured.interval and (measured.interval[1] > measured.interval[0])
@@ -120,15 +120,14 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     if not points:
         return None
     frame = pd.DataFrame(points)
-    panels = [panel for panel in ("points", "nats") if panel in set(frame.panel)]
-    order = [*panels, *(panel for panel in dict.fromkeys(frame.panel) if panel not in panels)]
+    order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
     return plotting.forest(frame, xlabel="effect, to the right as claimed", title=title)
 
 
-def _point(row: Row, measured: Measurement) -> dict[str, object]:
+def _point(measured: Measurement) -> dict[str, object]:
     """One line of a forest plot, turned so that right of zero is as claimed."""
-    claim, (low, high) = row.claim, measured.ends
+    claim, (low, high) = measured.claim, measured.ends
     panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
     shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
     turn = -factor if claim.direction == "less" else factor
@@ -152,27 +151,26 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
     """
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        sizes = {m.pool.protocol: m for m in row.measurements}
-        if len(sizes) < 2 or row.claim.exact:
+        if len(row.measurements) < 2 or row.claim.exact:
             continue
-        first, *_, last = sizes.values()
+        first, *_, last = row.measurements
         trend = "no clear change"
-        known = [m.smallest for m in (first, last) if m.smallest is not None]
-        if len(known) == 2 and abs(last.effect - first.effect) > sum(known):
+        visible = [m.smallest for m in (first, last) if m.smallest is not None]
+        if len(visible) == 2 and abs(last.effect - first.effect) > sum(visible):
             trend = "grows" if abs(last.effect) > abs(first.effect) else "shrinks"
             trend = "turns round" if first.effect * last.effect < 0 else trend
-        effects = {name: amount(row.claim, m.effect) for name, m in sizes.items()}
+        effects = {m.pool.protocol: amount(row.claim, m.effect) for m in row.measurements}
         lines[row.claim.id.partition(".")[2]] = effects | {"with scale": trend}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     """Say of each pool which runs it has, of which day, and what of the code has changed since."""
+    lines = {
+        name: [", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), results.since(p.last)]
+        for name, p in pools.items()
+    }
     columns = ["seeds", "runs", "arms", "code"]
-    lines = {}
-    for name, pool in pools.items():
-        seeds = ", ".join(map(str, pool.seeds))
-        lines[name] = [seeds, len(pool.runs), len(pool.arms), results.since(pool.last)]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
@@ -200,13 +198,11 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    text = frame.assign(
-        text=[
-            f"{row.value:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low))
-            for row in frame.itertuples()
-        ]
-    )
-    wide = text.pivot(index="arm", columns="measure", values="text")
+    text = [
+        f"{row.value:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low))
+        for row in frame.itertuples()
+    ]
+    wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
 
@@ -219,16 +215,16 @@ def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
         kind: What stands before the number.
         default: The number that the other arms have, and the arm that stands for it.
     """
-    found = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
-    numbered = {int(text): arm for text, arm in found.items() if text.isdigit()}
-    return dict(sorted((numbered | {default[0]: default[1]}).items()))
+    texts = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
+    numbered = {int(text): arm for text, arm in texts.items() if text.isdigit()}
+    return dict(sorted((numbered | dict([default])).items()))
 
 
 def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     """Return values of several names by seed, ``[S, T]``, over the seeds that have them all."""
-    found = [pool.values(name) for name in names]
-    seeds = [seed for seed in pool.seeds if all(seed in values for values in found)]
-    return np.array([[values[seed].value for values in found] for seed in seeds])
+    every = [pool.values(name) for name in names]
+    seeds = [seed for seed in pool.seeds if all(seed in values for values in every)]
+    return np.array([[values[seed].value for values in every] for seed in seeds])
 
 
 def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
@@ -237,29 +233,20 @@ def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tup
     Args:
         pool: Their runs.
         names: Label to the curve's name; those without a run are left out.
-
-    Raises:
-        Refusal: E-SHAPE for curves at other positions than the first.
     """
-    found = {label: pool.curves(name) for label, name in names.items()}
-    found = {label: curves for label, curves in found.items() if curves}
-    positions = next((c.x for curves in found.values() for c in curves.values()), ())
-    for curves in found.values():
-        for seed, curve in curves.items():
-            if curve.x != positions:
-                where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
-                refuse("E-SHAPE", f"{where}; expected the {len(positions)} of the first curve")
-    return {label: np.array([c.y for c in curves.values()]) for label, curves in found.items()}, (
-        positions
-    )
+    curves = {label: list(pool.curves(name).items()) for label, name in names.items()}
+    every = [pair for pairs in curves.values() for pair in pairs]
+    positions = every[0][1].x if every else ()
+    for seed, curve in every:
+        if curve.x != positions:
+            where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
+            refuse("E-SHAPE", f"{where}; expected the {len(positions)} of the first curve")
+    lines = {k: np.array([curve.y for _, curve in pairs]) for k, pairs in curves.items() if pairs}
+    return lines, positions
 
 
 def of(pools: dict[str, Pool], protocol: str) -> Pool:
-    """Return the pool of a protocol.
-
-    Raises:
-        Refusal: E-PROTOCOL where there is none, with those that there are.
-    """
+    """Return the pool of a protocol, or refuse with those that there are."""
     if protocol not in pools:
         hint = nearest(protocol, pools) if pools else "there is none yet: see moebook study --help"
         refuse("E-PROTOCOL", f"no pool of protocol '{protocol}'; {hint}")

@@ -20,6 +20,7 @@ import re
 import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moebook.errors import nearest, refuse
 
@@ -33,7 +34,7 @@ _CHOICES = re.compile(r"\{([^{}]+)\}\s*$")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One declared parameter; `check` says whether a value may take its place.
+    """One declared parameter.
 
     Args:
         name: A Python identifier.
@@ -50,23 +51,15 @@ class Parameter:
     rule: str = ""
 
     def check(self, value: object, where: str) -> None:
-        """Refuse a value of the wrong type or outside the rule.
-
-        Args:
-            value: What was given.
-            where: Where it was given, for the message.
-
-        Raises:
-            Refusal: ``E-TYPE`` or ``E-RANGE``, with name, value and rule.
-        """
-        shown = repr(value)[:80]
-        if not self._fits(value):
-            refuse("E-TYPE", f"{where}: {self.name} = {shown}: {self._expected(value)}")
+        """Refuse a value of the wrong type (E-TYPE) or outside the rule (E-RANGE)."""
+        given = f"{where}: {self.name} = {repr(value)[:80]}"
+        if type(value) is not self.type and (self.type, type(value)) != (float, int):
+            refuse("E-TYPE", f"{given}: {self._expected(value)}")
         if isinstance(value, str) and value.encode("utf-8", "ignore").decode() != value:
-            refuse("E-TYPE", f"{where}: {self.name} = {shown}: expected text in UTF-8")
-        if (isinstance(value, float) and not math.isfinite(value)) or not self._allows(value):
+            refuse("E-TYPE", f"{given}: expected text in UTF-8")
+        if not self._allows(value):
             note = f" ({self.help})" if self.help else ""
-            refuse("E-RANGE", f"{where}: {self.name} = {shown}: {self._permitted(value)}{note}")
+            refuse("E-RANGE", f"{given}: {self._permitted(value)}{note}")
 
     def read(self, text: str, where: str) -> Scalar:
         """Turn the text of ``-p name=text`` into a checked value of this parameter's type."""
@@ -78,10 +71,21 @@ class Parameter:
         self.check(value, where)
         return value
 
-    def _fits(self, value: object) -> bool:
-        """Say whether the type is right: a bool is no int, but an int is a float."""
-        allowed = (int, float) if self.type is float else (self.type,)
-        return type(value) in allowed
+    @property
+    def choices(self) -> tuple[Scalar, ...]:
+        """The values that the rule lists; empty when it is not a list."""
+        match = _CHOICES.fullmatch(self.rule)
+        texts = [text.strip() for text in match[1].split(",")] if match else []
+        return tuple(text if self.type is str else _number(text, self.type) for text in texts)
+
+    def _allows(self, value: Any) -> bool:
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        if match := _RANGE.fullmatch(self.rule):
+            left, low, high, right = match.groups()
+            above = value >= float(low) if left == "[" else value > float(low)
+            return above and (value <= float(high) if right == "]" else value < float(high))
+        return not self.rule or value in self.choices
 
     def _expected(self, value: object) -> str:
         text = f"expected {self.type.__name__}, found {type(value).__name__}"
@@ -97,45 +101,25 @@ class Parameter:
         kind = "finite float" if self.type is float else self.type.__name__
         return f"expected {kind} in {self.rule}" if self.rule else f"expected {kind}"
 
-    def _allows(self, value: object) -> bool:
-        if match := _RANGE.fullmatch(self.rule):
-            left, low, high, right = match.groups()
-            assert isinstance(value, (int, float))
-            above = value >= float(low) if left == "[" else value > float(low)
-            return above and (value <= float(high) if right == "]" else value < float(high))
-        return not self.rule or value in self.choices
-
-    @property
-    def choices(self) -> tuple[Scalar, ...]:
-        """The values that the rule lists; empty when it is not a list."""
-        match = _CHOICES.fullmatch(self.rule)
-        texts = [text.strip() for text in match[1].split(",")] if match else []
-        return tuple(text if self.type is str else _number(text, self.type) for text in texts)
-
 
 def parse(source: str, where: str) -> dict[str, Parameter]:
-    """Read a parameters cell.
+    """Read a parameters cell: name to `Parameter`, in the order of the cell.
 
-    Args:
-        source: Python text of annotated assignments and comments, nothing else.
-        where: Names the notebook in a refusal.
-
-    Returns:
-        Name to `Parameter`, in the order of the cell.
-
-    Raises:
-        Refusal: ``E-NOTEBOOK`` for a cell that does not follow the grammar of this module,
-            ``E-TYPE`` or ``E-RANGE`` for a default that breaks its own rule.
+    A cell that does not follow the grammar of this module is refused with its line (E-NOTEBOOK), a
+    default that breaks its own rule like any other value.
     """
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
         refuse("E-NOTEBOOK", f"{where}, parameters cell, line {error.lineno}: {error.msg}")
-    comments = _comments(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens
+                if t.type == tokenize.COMMENT}  # fmt: skip
     declared: dict[str, Parameter] = {}
     for statement in statements:
         place = f"{where}, parameters cell, line {statement.lineno}"
-        parameter = _declaration(statement, comments, place)
+        comment = comments.get(statement.end_lineno or statement.lineno, "")
+        parameter = _declaration(statement, comment, place)
         if parameter.name in declared:
             refuse("E-NOTEBOOK", f"{place}: {parameter.name} is declared twice")
         parameter.check(parameter.default, place)
@@ -143,53 +127,30 @@ def parse(source: str, where: str) -> dict[str, Parameter]:
     return declared
 
 
-def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
-    """Split a parameter that lists names, with commas and without spaces; empty for none.
-
-    Args:
-        name: The parameter.
-        text: Its value.
-        known: The names that it may list, each once.
-
-    Raises:
-        Refusal: ``E-RANGE`` for a name that is unknown or stands twice.
-    """
-    names, choices = [part for part in text.split(",") if part], list(known)
-    for place, one in enumerate(names):
-        if one not in choices:
-            refuse("E-RANGE", f"{name} lists '{one}': {nearest(one, choices)}")
-        if one in names[:place]:
-            refuse("E-RANGE", f"{name} lists '{one}' twice")
-    return names
-
-
-def _declaration(statement: ast.stmt, comments: Mapping[int, str], place: str) -> Parameter:
+def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         refuse("E-NOTEBOOK", f"{place}: expected name: type = default  # help, unit, range")
     name, annotation = statement.target.id, ast.unparse(statement.annotation)
     if annotation not in TYPES:
         refuse("E-NOTEBOOK", f"{place}: type of {name}: {nearest(annotation, TYPES)}")
-    kind, default = TYPES[annotation], literal(statement.value, f"{place}: default of {name}")
-    text = comments.get(statement.end_lineno or statement.lineno, "")
-    match = _CHOICES.search(text) or _RANGE.search(text)
-    if match is None and text.endswith(("]", "}")):
-        refuse(
-            "E-NOTEBOOK", f"{place}: cannot read the rule that ends '{text}'; see [1, 64], {{a}}"
-        )
-    if match is not None and not _sensible(match, kind):
-        refuse("E-NOTEBOOK", f"{place}: rule {match[0]} does not suit type {annotation}")
-    rule = match[0].strip() if match else ""
-    return Parameter(
-        name, kind, default, text[: match.start() if match else None].strip(" ,"), rule
-    )
+    default = literal(statement.value, f"{place}: default of {name}")
+    match = _CHOICES.search(comment) or _RANGE.search(comment)
+    if match is None and comment.endswith(("]", "}")):
+        hint = f"cannot read the rule that ends '{comment}'; see [1, 64], {{a}}"
+        refuse("E-NOTEBOOK", f"{place}: {hint}")
+    rule, text = (match[0].strip(), comment[: match.start()]) if match else ("", comment)
+    parameter = Parameter(name, TYPES[annotation], default, text.strip(" ,"), rule)
+    if rule and not _sensible(parameter):
+        refuse("E-NOTEBOOK", f"{place}: rule {rule} does not suit type {annotation}")
+    return parameter
 
 
-def _sensible(match: re.Match[str], kind: type) -> bool:
+def _sensible(parameter: Parameter) -> bool:
     """Say whether a rule can apply: ranges to numbers, choices to all but bool."""
-    if match.re is _RANGE:
+    kind = parameter.type
+    if match := _RANGE.fullmatch(parameter.rule):
         return kind in (int, float) and float(match[2]) <= float(match[3])
-    texts = [text.strip() for text in match[1].split(",")]
-    return kind is str or (kind is not bool and all(type(_number(t, kind)) is kind for t in texts))
+    return kind is not bool and all(type(choice) is kind for choice in parameter.choices)
 
 
 def literal(node: ast.expr | None, where: str) -> Scalar:
@@ -203,43 +164,6 @@ def literal(node: ast.expr | None, where: str) -> Scalar:
     return value
 
 
-def check(declared: Mapping[str, Parameter], values: Mapping[str, object], where: str) -> None:
-    """Refuse values whose name is not declared, or that break their parameter's type or rule.
-
-    Raises:
-        Refusal: ``E-PARAMETER``, ``E-TYPE`` or ``E-RANGE``.
-    """
-    for name, value in values.items():
-        find(declared, name, where).check(value, where)
-
-
-def find(declared: Mapping[str, Parameter], name: object, where: str) -> Parameter:
-    """Return the declared parameter of that name, or refuse with the nearest one."""
-    if not isinstance(name, str) or name not in declared:
-        refuse(
-            "E-PARAMETER", f"{where}: unknown parameter {name!r}; {nearest(str(name), declared)}"
-        )
-    return declared[name]
-
-
-def read_options(declared: Mapping[str, Parameter], texts: Iterable[str]) -> dict[str, Scalar]:
-    """Turn the command line's ``name=value`` texts into checked values.
-
-    Raises:
-        Refusal: ``E-USAGE`` for a text without ``=`` or a name given twice, else as `check`.
-    """
-    values: dict[str, Scalar] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            refuse("E-USAGE", f"-p {text}: expected name=value, as in -p top_k=1")
-        parameter = find(declared, name.strip(), "-p")
-        if parameter.name in values:
-            refuse("E-USAGE", f"-p {parameter.name} is given twice")
-        values[parameter.name] = parameter.read(value.strip(), "-p")
-    return values
-
-
 def _number(text: str, kind: type) -> Scalar:
     """Read a number in Python's notation; text that is none comes back as it is."""
     try:
@@ -249,11 +173,38 @@ def _number(text: str, kind: type) -> Scalar:
     return number
 
 
-def _comments(source: str) -> dict[int, str]:
-    """Map line numbers to the text of the comment that ends them."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {
-        token.start[0]: token.string.lstrip("# ").rstrip()
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    }
+def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
+    """Split a parameter that lists known names with commas, each once; empty for none."""
+    names, choices = [part for part in text.split(",") if part], list(known)
+    for place, one in enumerate(names):
+        if one not in choices:
+            refuse("E-RANGE", f"{name} lists '{one}': {nearest(one, choices)}")
+        if one in names[:place]:
+            refuse("E-RANGE", f"{name} lists '{one}' twice")
+    return names
+
+
+def check(declared: Mapping[str, Parameter], values: Mapping[str, object], where: str) -> None:
+    """Refuse values whose name is not declared, or that break their parameter's type or rule."""
+    for name, value in values.items():
+        _find(declared, name, where).check(value, where)
+
+
+def read_options(declared: Mapping[str, Parameter], texts: Iterable[str]) -> dict[str, Scalar]:
+    """Turn the command line's ``name=value`` texts into checked values."""
+    values: dict[str, Scalar] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            refuse("E-USAGE", f"-p {text}: expected name=value, as in -p top_k=1")
+        parameter = _find(declared, name.strip(), "-p")
+        if parameter.name in values:
+            refuse("E-USAGE", f"-p {parameter.name} is given twice")
+        values[parameter.name] = parameter.read(value.strip(), "-p")
+    return values
+
+
+def _find(declared: Mapping[str, Parameter], name: str, where: str) -> Parameter:
+    if name not in declared:
+        refuse("E-PARAMETER", f"{where}: unknown parameter {name!r}; {nearest(name, declared)}")
+    return declared[name]

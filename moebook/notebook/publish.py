@@ -1,23 +1,31 @@
 """The filter between an executed notebook and the book: what may be shown, and nothing else.
 
 Allowed are text, PNG and SVG figures, tables, and recorded values. Text that a model wrote is
-text/plain like any other. Errors and secrets are refused, everything else is left out and counted.
+text/plain like any other. Tables and figures are reduced by allow-list: an element or attribute
+that is not named here does not pass. Errors and secrets are refused, all else is left out and
+counted.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import html
 import json
+import os
 import re
 import struct
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from moebook.errors import refuse
-from moebook.notebook import markup, privacy
+from moebook.notebook.harvest import code_cells
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
 from moebook.results import Curve, Value, plain, restored
 
@@ -26,6 +34,57 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"gAMA", b"sRGB", b"pHYs", b"IDAT", b"IEND")
 _METADATA = ("kernelspec", "language_info")
 _CELL_METADATA = ("tags", "mystnb", "slideshow")
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIAL|COOKIE|AUTH|API_?KEY|KEY|PAT)S?"
+    r"(_|$)",
+    re.IGNORECASE,
+)
+_SECRET_TEXT = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
+    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})",
+    "a GitLab token": r"\bglpat-[\w-]{20,}",
+    "an API key": r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}",
+    "an AWS key": r"\bA(?:KIA|SIA)[0-9A-Z]{16}\b",
+    "a Google key": r"\bAIza[\w-]{30,}",
+    "a Slack token": r"\bxox[abeprs]-[\w-]{10,}",
+    "a signed web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@",
+}
+_SHORTEST = 8
+"""A variable's value is looked for in a page from this length on; shorter ones are too common."""
+
+_TOPS = "home|root|Users|tmp|var|opt|usr|etc|private|mnt|media|srv|run|work|workspace|content|data"
+_PATH = re.compile(
+    rf"(?<![\w.:/~-])(?:/(?:{_TOPS})(?:/[\w.@+=-]+)+/?|[A-Za-z]:(?:\\[\w.@+=-]+){{2,}})", re.ASCII
+)
+
+
+SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
+
+_HTML = frozenset(
+    "table thead tbody tfoot tr th td caption colgroup col div p br b i em strong sub sup code"
+    " small span".split()
+)
+_VOID = ("br", "col")
+_SILENT = ("script", "style", "iframe", "object", "template", "noscript", "svg", "math")
+_HTML_ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
+_SVG = frozenset(
+    "svg g defs path rect circle ellipse line polyline polygon text tspan use clipPath symbol style"
+    " title desc linearGradient radialGradient stop pattern mask marker image".split()
+)
+_SVG_ATTRIBUTES = frozenset(
+    "id class style d x y x1 y1 x2 y2 cx cy r rx ry fx fy dx dy width height viewBox version"
+    " preserveAspectRatio transform points fill fill-opacity fill-rule stroke stroke-width"
+    " stroke-opacity stroke-linecap stroke-linejoin stroke-dasharray stroke-dashoffset opacity"
+    " clip-path clip-rule clipPathUnits mask offset stop-color stop-opacity gradientUnits"
+    " gradientTransform patternUnits patternTransform markerWidth markerHeight refX refY orient"
+    " font-family font-size font-style font-weight text-anchor type role aria-label aria-labelledby"
+    .split()
+)  # fmt: skip
+_OUTSIDE = re.compile(r"url\(\s*(?!['\"]?#)|@import|expression|javascript:|\\", re.IGNORECASE)
 
 
 def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
@@ -39,63 +98,18 @@ def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
         The notebook, and a count by kind: MIME types, ``stderr``, ``path``, ``metadata`` ...
 
     Raises:
-        Refusal: ``E-OUTPUT`` for an error output or a malformed value, ``E-SECRET`` for a secret.
+        Refusal: ``E-OUTPUT`` for an error output, ``E-VALUE`` for a malformed value, ``E-SECRET``.
     """
     notebook, dropped = json.loads(json.dumps(notebook)), Counter[str]()
-    for number, cell in _code(notebook):
-        kept = [_output(output, f"In [{number}]", folder, dropped) for output in cell["outputs"]]
-        cell["outputs"] = [output for output in kept if output is not None]
+    for number, cell in code_cells(notebook):
+        outputs = [_output(output, f"In [{number}]", folder, dropped) for output in cell["outputs"]]
+        cell["outputs"] = [output for output in outputs if output is not None]
     for cell in notebook["cells"]:
         _forbid_secrets(cell)
         cell["metadata"] = _only(cell["metadata"], _CELL_METADATA)
     dropped["widgets"] += "widgets" in notebook["metadata"]
     notebook["metadata"] = _only(notebook["metadata"], _METADATA)
     return notebook, dict(sorted((+dropped).items()))
-
-
-def values(notebook: Any) -> tuple[Value, ...]:
-    """Harvest the values that a notebook's `Run.record` calls left in its outputs, in order.
-
-    Raises:
-        Refusal: ``E-VALUE`` for an output of that type that is not a value.
-    """
-    found = _outputs(notebook, VALUE)
-    return tuple(restored(Value, content, f"In [{number}]") for number, content in found)
-
-
-def curves(notebook: Any) -> tuple[Curve, ...]:
-    """Harvest curves, as `values` does values."""
-    found = _outputs(notebook, CURVE)
-    return tuple(restored(Curve, content, f"In [{number}]") for number, content in found)
-
-
-def notes(notebook: Any) -> dict[str, Any]:
-    """Gather what a notebook notes of its run: environment, modules, arms, rows, as far as known.
-
-    Raises:
-        Refusal: ``E-OUTPUT`` for an output of that type that is not such a part.
-    """
-    kinds = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
-    found: dict[str, Any] = {}
-    for number, content in _outputs(notebook, NOTE):
-        for part, value in content.items() if isinstance(content, dict) else [("", content)]:
-            if not isinstance(value, kinds.get(part, ())):
-                refuse("E-OUTPUT", f"In [{number}]: malformed note of the run; execute it again")
-            found[part] = found.get(part, {}) | value if isinstance(value, dict) else value
-    return found
-
-
-def _outputs(notebook: Any, mime: str) -> Iterator[tuple[int, Any]]:
-    """Number of the cell and content, of each output that has a representation of this type."""
-    for number, cell in _code(notebook):
-        for output in cell["outputs"]:
-            if mime in output.get("data", {}):
-                yield number, output["data"][mime]
-
-
-def _code(notebook: Any) -> list[tuple[int, Any]]:
-    """Number the code cells from 1, as a fresh kernel does."""
-    return list(enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), start=1))
 
 
 def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any | None:
@@ -108,43 +122,39 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
             dropped[output["name"]] += 1
             return None
         return output | {"text": _text(_joined(output["text"]), folder, dropped)}
-    data = output.get("data", {})
-    kept = {
-        mime: _content(mime, _joined(content), folder, dropped) for mime, content in data.items()
-    }
-    dropped.update(mime for mime, content in kept.items() if content is None)
-    kept = {mime: content for mime, content in kept.items() if content is not None}
-    hidden = kept.keys() & {VALUE, CURVE, NOTE}
-    tag = output.get("metadata", {}).get("scrapbook") if hidden else None
-    return output | {"data": kept, "metadata": {"scrapbook": tag} if tag else {}} if kept else None
+    data: dict[str, Any] = {}
+    for mime, content in output.get("data", {}).items():
+        allowed = _allowed(mime, _joined(content), folder, dropped)
+        if allowed is None:
+            dropped[mime] += 1
+        else:
+            data[mime] = allowed
+    hidden = data.keys() & {VALUE, CURVE, NOTE}
+    metadata = _only(output.get("metadata", {}), ("scrapbook",) if hidden else ())
+    return output | {"data": data, "metadata": metadata} if data else None
 
 
-def _content(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
-    """Return one representation of an output as it may be published, or None."""
-    match mime:
-        case "text/plain":
-            return _text(content, folder, dropped)
-        case "text/html":
-            table = markup.table(content)
-            return None if table is None else _text(table, folder, dropped)
-        case "image/svg+xml":
-            return markup.figure(content)
-        case "image/png":
-            return _png(content, dropped)
-        case _ if mime == f"{GLUE}text/plain":
-            return _text(content, folder, dropped)
-        case _ if mime == VALUE:
-            return plain(restored(Value, content, "a recorded value"))
-        case _ if mime == CURVE:
-            return plain(restored(Curve, content, "a recorded curve"))
-        case _ if mime == NOTE:
-            return json.loads(_text(json.dumps(content), folder, dropped))
-    return None
+def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
+    """Return what may stay of one representation, or None."""
+    if mime in ("text/plain", f"{GLUE}text/plain"):
+        return _text(content, folder, dropped)
+    if mime == "text/html":
+        table = reduced_table(content)
+        return None if table is None else _text(table, folder, dropped)
+    if mime == "image/svg+xml":
+        return reduced_figure(content)
+    if mime == "image/png":
+        return _png(content, dropped)
+    if mime == VALUE:
+        return plain(restored(Value, content, "a recorded value"))
+    if mime == CURVE:
+        return plain(restored(Curve, content, "a recorded curve"))
+    return json.loads(_text(json.dumps(content), folder, dropped)) if mime == NOTE else None
 
 
 def _text(text: str, folder: Path, dropped: Counter[str]) -> str:
     text, controls = _ANSI.subn("", text)
-    text, paths = privacy.scrub(text, folder)
+    text, paths = scrub(text, folder)
     dropped.update({"control": controls, "path": paths})
     return text
 
@@ -157,14 +167,14 @@ def _png(content: str, dropped: Counter[str]) -> str | None:
         return None
     if not data.startswith(_PNG):
         return None
-    kept, place = [_PNG], len(_PNG)
+    chunks, place = [_PNG], len(_PNG)
     while place + 12 <= len(data):
         (length,), name = struct.unpack_from(">I", data, place), data[place + 4 : place + 8]
         chunk = data[place : place + 12 + length]
-        kept.append(chunk if name in _PNG_CHUNKS else b"")
+        chunks.append(chunk if name in _PNG_CHUNKS else b"")
         dropped["png metadata"] += name not in _PNG_CHUNKS
         place += len(chunk)
-    return base64.b64encode(b"".join(kept)).decode()
+    return base64.b64encode(b"".join(chunks)).decode()
 
 
 def _forbid_secrets(cell: Any) -> None:
@@ -172,8 +182,9 @@ def _forbid_secrets(cell: Any) -> None:
     texts = [_joined(cell["source"])]
     for output in cell.get("outputs", []):
         texts.append(_joined(output.get("text", "")))
-        texts += [_shown(c) for m, c in output.get("data", {}).items() if m != "image/png"]
-    kind = privacy.secret("\n".join(texts))
+        contents = (c for mime, c in output.get("data", {}).items() if mime != "image/png")
+        texts += [c if isinstance(c, str) else json.dumps(c) for c in contents]
+    kind = secret("\n".join(texts))
     if kind is not None:
         place = f"In [{cell['execution_count']}]" if cell["cell_type"] == "code" else "a text cell"
         refuse("E-SECRET", f"{place} shows {kind}; nothing was published: remove it from the cell")
@@ -184,9 +195,130 @@ def _joined(content: Any) -> Any:
     return "".join(content) if isinstance(content, list) else content
 
 
-def _shown(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content)
-
-
 def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: metadata[name] for name in names if metadata.get(name)}
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment without the variables that look like secrets.
+
+    A variable goes when its name has a part such as TOKEN or API_KEY, or its value looks like one.
+    """
+    return {k: v for k, v in os.environ.items() if not _SECRET_NAME.search(k) and not secret(v, {})}
+
+
+def secret(text: str, variables: Mapping[str, str] | None = None) -> str | None:
+    """Say what kind of secret a text shows, or None.
+
+    Args:
+        text: Any text.
+        variables: Environment in which secrets are looked up by name, so that the value of any
+            variable with a name such as TOKEN is found as well; this process's by default.
+    """
+    for kind, pattern in _SECRET_TEXT.items():
+        if re.search(pattern, text):
+            return kind
+    for name, value in (os.environ if variables is None else variables).items():
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and value in text:
+            return f"the value of the environment variable {name}"
+    return None
+
+
+def scrub(text: str, folder: Path) -> tuple[str, int]:
+    """Make absolute paths relative inside the project, else ``.../name``; count them too."""
+    text, count = re.subn(rf"{re.escape(str(folder))}(?:/|(?![\w.-]))", "", text)
+    places = {sys.prefix, tempfile.gettempdir(), str(Path.home())} - {"/", ""}
+    below = (re.compile(rf"{re.escape(place)}(?:[/\\][\w.@+=-]+)+") for place in places)
+    for pattern in (*below, _PATH):
+        text, more = pattern.subn(_shorten, text)
+        count += more
+    return text, count
+
+
+def _shorten(match: re.Match[str]) -> str:
+    return ".../" + re.split(r"[/\\]", match[0].rstrip("/\\"))[-1]
+
+
+def reduced_table(text: str) -> str | None:
+    """Return the HTML of a table (pandas') with text, structure and classes only.
+
+    Scripts and styles go with their contents, other unknown elements without them. None when it
+    holds no table.
+    """
+    reader = _Table()
+    reader.feed(text)
+    reader.close()
+    return "".join(reader.parts).strip() if "<table" in "".join(reader.parts) else None
+
+
+class _Table(HTMLParser):
+    """Writes down the allowed part of what it reads, with every element closed once."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self.unclosed: list[str] = []
+        self.silent: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _SILENT:
+            self.silent.append(tag)
+        if self.silent or tag not in _HTML:
+            return
+        allowed = [(name, value) for name, value in attrs if name in _HTML_ATTRIBUTES and value]
+        written = "".join(f' {name}="{html.escape(value)}"' for name, value in allowed if value)
+        self.parts.append(f"<{tag}{written}>")
+        if tag not in _VOID:
+            self.unclosed.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.silent:
+            del self.silent[self.silent.index(tag) :]
+        elif not self.silent and tag in self.unclosed:
+            while (last := self.unclosed.pop()) != tag:
+                self.parts.append(f"</{last}>")
+            self.parts.append(f"</{tag}>")
+
+    def handle_data(self, data: str) -> None:
+        if not self.silent:
+            self.parts.append(html.escape(data, quote=False))
+
+    def close(self) -> None:
+        super().close()
+        self.parts += [f"</{tag}>" for tag in reversed(self.unclosed)]
+
+
+def reduced_figure(text: str) -> str | None:
+    """Return an SVG figure with drawing elements only; None when it is no well-formed SVG.
+
+    Scripts, foreign objects, metadata, event handlers, animations and references to anything
+    outside the figure are left out; embedded PNG pictures stay.
+    """
+    if "<!ENTITY" in text:
+        return None
+    try:
+        tree = ElementTree.fromstring(text)
+    except (ElementTree.ParseError, ValueError):
+        return None
+    if tree.tag != f"{{{SVG}}}svg":
+        return None
+    _reduce(tree)
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    return ElementTree.tostring(tree, encoding="unicode")
+
+
+def _reduce(element: ElementTree.Element) -> None:
+    """Remove from an element, in place, all that is not allowed."""
+    for child in list(element):
+        name = child.tag.removeprefix(f"{{{SVG}}}") if isinstance(child.tag, str) else ""
+        if name in _SVG and not (name == "style" and _OUTSIDE.search(child.text or "")):
+            _reduce(child)
+        else:
+            element.remove(child)
+    for name, value in list(element.attrib.items()):
+        inside = name in _SVG_ATTRIBUTES and not _OUTSIDE.search(value)
+        if name in (f"{{{XLINK}}}href", "href"):
+            inside = value.startswith(("#", "data:image/png;base64,"))
+        if not inside:
+            del element.attrib[name]

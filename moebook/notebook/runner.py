@@ -8,32 +8,47 @@ A failed copy goes to ``runs/failed/<name>/`` and nowhere else. Nothing here tou
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
+import os
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import nbformat
 import papermill
+from ipykernel.kernelspec import make_ipkernel_cmd
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_core.utils import run_sync
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse
-from moebook.notebook import parameters, privacy, publish, sources
-from moebook.notebook.kernel import Kernel, kernel
+from moebook.notebook import parameters, publish, sources
+from moebook.notebook.harvest import harvest, seconds
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}
 """Longest time for one cell; the other tiers have none."""
+
+TRANSPORT = "tcp" if sys.platform == "win32" else "ipc"
+"""Unix sockets in a private folder: no other user and no network can reach the kernel."""
+
+LONGEST = 80
+"""Bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,54 @@ class Outcome:
         return f"{run.notebook} at {run.protocol}: {done}; {page}, {count} beside it"
 
 
+@dataclass(frozen=True)
+class Request:
+    """A notebook that shall run under a protocol; a wrong parameter is refused.
+
+    Args:
+        notebook: What to run.
+        protocol: One of its protocols.
+        overrides: Parameters that go before the protocol's.
+        folder: The project.
+    """
+
+    notebook: Notebook
+    protocol: str
+    folder: Path
+    overrides: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "tier" in self.overrides:
+            refuse("E-USAGE", "the parameter tier is set by the protocol (--on)")
+        parameters.check(self.notebook.parameters, self.overrides, "-p")
+        for name, value in self.overrides.items():
+            if publish.secret(str(value)):
+                refuse("E-SECRET", f"-p {name} looks like a secret; parameters are stored in clear")
+
+    @cached_property
+    def settings(self) -> dict[str, Scalar]:
+        """What differs from the notebook's defaults."""
+        return self.notebook.settings(self.protocol) | dict(self.overrides)
+
+    @cached_property
+    def parameters(self) -> dict[str, Scalar]:
+        """All parameters."""
+        return self.notebook.defaults | self.settings
+
+    @cached_property
+    def lock(self) -> Path:
+        """The project's lock file."""
+        return self.folder / "requirements.lock"
+
+    @cached_property
+    def store(self) -> Path:
+        """Where its executed copy is kept: named by its parameters, notebook and lock."""
+        parts = [self.parameters, *map(results.digest, (self.notebook.path, self.lock))]
+        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+        mine = self.folder / "runs" / "mine"
+        return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
+
+
 def run_notebook(
     name: str,
     protocol: str,
@@ -90,48 +153,23 @@ def run_notebook(
         What is kept; None in all processes but the first, which leave nothing.
 
     Raises:
-        Refusal: ``E-NOTEBOOK``, ``E-PROTOCOL``, ``E-PARAMETER``, ``E-TYPE``, ``E-RANGE`` or
-            ``E-CONFIG`` before anything runs; ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``,
-            ``E-OUTPUT``, ``E-SECRET`` or the notebook's own refusal after a failed run.
+        Refusal: Before anything runs for a wrong name, protocol or parameter; afterwards
+            ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or the notebook's
+            own.
     """
     folder = folder or results.root()
-    notebook = sources.find(folder, name)
-    settings = _settings(notebook, protocol, overrides or {})
-    defaults = {p.name: p.default for p in notebook.parameters.values()}
-    store = _store(notebook, protocol, defaults | settings, folder)
-    found = None if force or notebook.findings else _found(store, folder)
-    if found is None:
-        limit = cell_seconds or CELL_SECONDS.get(str(settings["tier"]))
-        given = {"parameters": defaults | settings, "overrides": dict(overrides or {})}
-        _execute(notebook, protocol, settings, given, folder, store, limit)
+    request = Request(sources.find(folder, name), protocol, folder, overrides or {})
+    store = request.store
+    run = None if force or request.notebook.findings else _kept(store, folder)
+    fresh = run is None
+    if fresh:
+        _execute(request, cell_seconds or CELL_SECONDS.get(str(request.settings["tier"])))
     if runtime.processes()[0]:
         return None
-    run = found or results.read_run(store.with_suffix(".parquet"))
-    return Outcome(run, store, found is None)
+    return Outcome(run or results.read_run(store.with_suffix(".parquet")), store, fresh)
 
 
-def _settings(
-    notebook: Notebook, protocol: str, overrides: Mapping[str, Scalar]
-) -> dict[str, Scalar]:
-    """Merge the protocol's parameters with the reader's, checked."""
-    if "tier" in overrides:
-        refuse("E-USAGE", "the parameter tier is set by the protocol (--on)")
-    parameters.check(notebook.parameters, overrides, "-p")
-    for name, value in overrides.items():
-        if privacy.secret(str(value)):
-            refuse("E-SECRET", f"-p {name} looks like a secret; parameters are stored in clear")
-    return notebook.settings(protocol) | dict(overrides)
-
-
-def _store(notebook: Notebook, protocol: str, parameters: Mapping[str, Any], folder: Path) -> Path:
-    """Name the executed copy of a run: by its parameters, notebook and lock."""
-    lock = results.digest(folder / "requirements.lock")
-    parts = [dict(parameters), results.digest(notebook.path), lock]
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
-    return folder / "runs" / "mine" / notebook.name / f"{protocol}-{key}.ipynb"
-
-
-def _found(store: Path, folder: Path) -> Run | None:
+def _kept(store: Path, folder: Path) -> Run | None:
     """Return the run in the store if it is whole and nothing has changed since, else None."""
     try:
         run = results.read_run(store.with_suffix(".parquet"))
@@ -141,15 +179,7 @@ def _found(store: Path, folder: Path) -> Run | None:
     return run if whole and not results.changed(run, folder) else None
 
 
-def _execute(
-    notebook: Notebook,
-    protocol: str,
-    settings: Mapping[str, Scalar],
-    given: Mapping[str, Any],
-    folder: Path,
-    store: Path,
-    limit: float | None,
-) -> None:
+def _execute(request: Request, limit: float | None) -> None:
     """Run in a temporary folder; on success fill the store, on failure keep the copy aside.
 
     Of several processes only the first does either.
@@ -158,38 +188,28 @@ def _execute(
     with tempfile.TemporaryDirectory(prefix="moebook-") as directory:
         staged = Path(directory) / "staged.ipynb"
         try:
-            peak = _papermill(notebook, settings, folder, staged, limit)
+            peak = _papermill(request, staged, limit)
             if first:
-                _keep(staged, notebook, protocol, {**given, "peak_memory": peak}, folder, store)
+                _keep(request, staged, peak)
         except Refusal as refusal:
             if not staged.is_file() or not first:
                 raise
-            failed = folder / "runs" / "failed" / notebook.name / store.name
-            results.write(failed, staged.read_text(encoding="utf-8"))
-            place = failed.relative_to(folder)
+            aside = request.folder / "runs" / "failed" / request.notebook.name / request.store.name
+            results.write(aside, staged.read_text(encoding="utf-8"))
+            place = aside.relative_to(request.folder)
             refuse(refusal.code, f"{refusal.message}; the failed copy is {place}")
 
 
-def _papermill(
-    notebook: Notebook,
-    settings: Mapping[str, Scalar],
-    folder: Path,
-    staged: Path,
-    limit: float | None,
-) -> int | None:
-    """Execute into the staged copy; return the kernel's peak memory in bytes.
-
-    Raises:
-        Refusal: For any way in which the notebook can fail.
-    """
+def _papermill(request: Request, staged: Path, limit: float | None) -> int | None:
+    """Execute into the staged copy; return the kernel's peak memory in bytes."""
     logging.getLogger("papermill").addHandler(logging.NullHandler())
-    source = nbformat.read(notebook.path, as_version=4)
+    notebook, folder = request.notebook, request.folder
     with kernel(folder, staged.parent) as manager:
         try:
             papermill.execute_notebook(
-                source,
+                nbformat.read(notebook.path, as_version=4),
                 str(staged),
-                parameters=dict(settings),
+                parameters=request.settings,
                 kernel_name="python3",
                 language="python",
                 progress_bar={"desc": notebook.name} if sys.stderr.isatty() else False,
@@ -227,81 +247,104 @@ def _refuse_kernel(manager: Kernel, place: str) -> NoReturn:
 def _place(staged: Path, name: str) -> str:
     """Name the last cell that was started."""
     cells = nbformat.read(staged, as_version=4).cells if staged.is_file() else []
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    started = [cell for cell in code if cell.metadata.get("papermill", {}).get("start_time")]
+    started = [cell for cell in cells if cell.cell_type == "code"
+               and cell.metadata.get("papermill", {}).get("start_time")]  # fmt: skip
     return f"cell In [{len(started)}] of notebooks/{name}"
 
 
-def _keep(
-    staged: Path,
-    notebook: Notebook,
-    protocol: str,
-    given: Mapping[str, Any],
-    folder: Path,
-    store: Path,
-) -> None:
+def _keep(request: Request, staged: Path, peak: int | None) -> None:
     """Filter an executed notebook, harvest its run, and write both to the store."""
     executed = nbformat.read(staged, as_version=4)
-    clean, stripped = publish.clean(executed, folder)
+    clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **given,
+        "parameters": request.parameters,
+        "overrides": dict(request.overrides),
+        "peak_memory": peak,
         **seconds(executed),
-        "commit": results.commit(folder),
+        "commit": results.commit(request.folder),
         "stripped": stripped,
         "executed": hashlib.sha256(text.encode()).hexdigest(),
     }
-    lock = results.digest(folder / "requirements.lock")
-    code = {"notebook": results.source(notebook.path), "lock": lock}
-    run = harvest(clean, notebook.name, protocol, given["parameters"], code, manifest)
-    store.with_suffix(".parquet").unlink(missing_ok=True)
-    results.write(store, text)
-    results.write_run(store.with_suffix(".parquet"), run)
+    notebook = request.notebook
+    run = harvest(clean, notebook.name, request.protocol, notebook.path, request.lock, manifest)
+    path = request.store.with_suffix(".parquet")
+    path.unlink(missing_ok=True)
+    results.write(request.store, text)
+    results.write_run(path, run)
 
 
-def harvest(
-    executed: Any,
-    name: str,
-    protocol: str,
-    parameters: Mapping[str, Any],
-    code: Mapping[str, Any],
-    manifest: Mapping[str, Any],
-) -> Run:
-    """Make a run of what an executed notebook left in its outputs.
+class Kernel(AsyncKernelManager):
+    """A kernel of this very interpreter, whatever kernels the user has installed.
+
+    Attributes:
+        peak: Highest peak memory seen of its process, in bytes; None before the first look.
+    """
+
+    peak: int | None = None
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """Start ``python -m ipykernel_launcher`` with the Python that runs now."""
+        return KernelSpec(argv=make_ipkernel_cmd(), display_name="Python 3", language="python")
+
+    def client(self, **options: Any) -> Any:
+        """Connect, and remember the connection so that it can be closed."""
+        self.connection = super().client(**options)
+        return self.connection
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit status of a kernel that ended by itself, negative for a signal; else None."""
+        process = getattr(self.provisioner, "process", None)
+        return None if process is None else process.poll()
+
+    def watch(self, stop: threading.Event) -> None:
+        """Follow the process's peak memory until told to stop, ten times a second.
+
+        The mark itself is exact; following it is needed since `runtime.stopwatch` resets it.
+        """
+        while True:
+            now = runtime.peak_memory(getattr(self.provisioner, "pid", None) or 0)
+            self.peak = max(filter(None, (self.peak, now)), default=None)
+            if stop.wait(0.1):
+                return
+
+
+@contextmanager
+def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
+    """Run a kernel for the length of the block; it is gone afterwards, whatever happens.
 
     Args:
-        executed: The notebook, as JSON.
-        name: Short name of the notebook.
-        protocol: What it ran under.
-        parameters: All of them, with the values they had.
-        code: Hashes of the ``notebook`` and the ``lock``; those of modules are in the outputs.
-        manifest: Everything else that is known.
+        folder: Its working directory, the project.
+        directory: A private, short-lived folder for its connection file and sockets.
     """
-    notes = publish.notes(executed)
-    return Run(
-        notebook=name,
-        protocol=protocol,
-        tier=str(parameters["tier"]),
-        seed=int(parameters.get("seed", 0)),
-        values=publish.values(executed),
-        curves=publish.curves(executed),
-        arms=tuple(notes.get("arms", ())),
-        settings=sources.design(parameters),
-        rows=notes.get("rows", {}),
-        code={**code, "modules": notes.get("modules", {})},
-        manifest={
-            **manifest,
-            "environment": notes.get("environment", {}),
-            "known_arms": notes.get("known", []),
-        },
+    if TRANSPORT == "ipc" and len(os.fsencode(directory)) > LONGEST:
+        refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
+    manager = Kernel(
+        kernel_name="python3", transport=TRANSPORT, connection_file=str(directory / "kernel.json")
     )
+    environment = publish.environment() | {runtime.QUIET: "1"}
+    quiet = ["--HistoryManager.hist_file=:memory:"]
+    run_sync(manager.start_kernel)(extra_arguments=quiet, env=environment, cwd=str(folder))
+    stop = threading.Event()
+    watcher = threading.Thread(target=manager.watch, args=(stop,), daemon=True)
+    watcher.start()
+    try:
+        yield manager
+    finally:
+        stop.set()
+        watcher.join()
+        run_sync(_abandon)()
+        if hasattr(manager, "connection"):
+            manager.connection.stop_channels()
+        run_sync(manager.shutdown_kernel)(now=True)
 
 
-def seconds(executed: Any) -> dict[str, Any]:
-    """Read the time of the run and of each code cell, as papermill measured them."""
-    cells = [cell for cell in executed["cells"] if cell["cell_type"] == "code"]
-    took = [cell["metadata"].get("papermill", {}).get("duration") for cell in cells]
-    spent = {str(number): duration for number, duration in enumerate(took, start=1)}
-    total = executed["metadata"].get("papermill", {}).get("duration")
-    return {"seconds": total, "cell_seconds": spent}
+async def _abandon() -> None:
+    """Cancel the tasks that an interrupt left waiting; else each would complain at the end."""
+    waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

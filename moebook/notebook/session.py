@@ -28,9 +28,9 @@ VALUE = "application/vnd.moebook.value+json"
 CURVE = "application/vnd.moebook.curve+json"
 NOTE = "application/vnd.moebook.note+json"
 GLUE = "application/papermill.record/"
-"""MIME types of what no page shows: a recorded value, a recorded curve, a part of what is known
-about the run (machine, versions, code, arms, rows), and the prefix under which the book's {glue}
-finds any of them (and hides it)."""
+"""MIME types of what no page shows: a recorded value, a recorded curve, a fact about the run
+(machine, versions, code, arms, rows), and the prefix under which the book's {glue} finds any of
+them (and hides it)."""
 
 ALL = "all"
 """What the parameter ``arms`` says for all arms of a notebook."""
@@ -40,24 +40,16 @@ Arm = TypeVar("Arm")
 
 @dataclass(frozen=True)
 class Run:
-    """A checked and seeded run of a notebook.
-
-    Args:
-        tier: The scale at which it runs, one of `results.TIERS`.
-    """
+    """A checked and seeded run of a notebook at one scale, one of `results.TIERS`."""
 
     tier: str
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
-        """Return the arms that this run has, and note them: of one seed they may be run apart.
+        """Return the arms that this run has, and note them: one seed's may run in several parts.
 
         Args:
             text: The parameter ``arms``: names with commas between them, or ``all``.
             known: Every arm of the notebook by name, in its order.
-
-        Raises:
-            Refusal: ``E-RANGE`` for an arm that is unknown (with the nearest) or stands twice, and
-                for none at all.
         """
         names = list(known) if text == ALL else parameters.listed("arms", text, known)
         if not names:
@@ -67,12 +59,9 @@ class Run:
         return chosen
 
     def rows(self, **drawn: Any) -> None:
-        """Note which rows this run trains on and is tested on, as a hash of each.
+        """Note the rows it trains on (``train=``) and is tested on (``test=``), as a hash of each.
 
         Runs of one seed with different arms are only joined where these agree.
-
-        Args:
-            drawn: ``train=``, ``test=``: rows, or anything that JSON can write.
         """
         texts = {name: json.dumps(rows, sort_keys=True) for name, rows in drawn.items()}
         _note(rows={k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
@@ -82,21 +71,15 @@ class Run:
     ) -> None:
         """Keep one result: an output that no page shows and that the run's file is made of.
 
-        In the book, {glue} finds it by its name.
-
         Args:
-            name: Slash path such as ``pesc/sparse/accuracy``, once in a notebook.
+            name: Slash path such as ``pesc/sparse/accuracy``, once in a notebook; {glue} finds it.
             value: A finite number; NumPy's and torch's scalars are taken too.
             unit: One of `results.UNITS`.
             items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
-
-        Raises:
-            Refusal: ``E-VALUE`` when these do not fit together.
         """
         numbers = None if items is None else rounded(items)
-        made = Value(name, float(value), unit, numbers)
-        bundle = {VALUE: results.plain(made), f"{GLUE}text/plain": repr(made.value)}
-        _leave(made.name, bundle)
+        kept = Value(name, float(value), unit, numbers)
+        _leave(name, {VALUE: results.plain(kept), f"{GLUE}text/plain": repr(kept.value)})
 
     def curve(
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
@@ -108,17 +91,14 @@ class Run:
             y: Heights, kept `rounded`.
             unit: One of `results.UNITS`, of the heights.
             x: Positions; 1, 2, ... by default.
-
-        Raises:
-            Refusal: ``E-VALUE`` when these do not fit together.
         """
         heights = rounded(y)
         positions = range(1, len(heights) + 1) if x is None else x
-        made = Curve(name, unit, tuple(map(float, positions)), heights)
-        _leave(f"curve/{made.name}", {CURVE: results.plain(made)})
+        kept = Curve(name, unit, tuple(map(float, positions)), heights)
+        _leave(f"curve/{name}", {CURVE: results.plain(kept)})
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
-        """Record what an evaluation came to: accuracy, likelihood, and accuracy by domain.
+        """Record an evaluation's accuracy, likelihood and, with ``domains``, accuracy by domain.
 
         Args:
             name: Path of the arm, such as ``pesc/sparse``: ``/accuracy``, ``/nll`` and
@@ -139,17 +119,12 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     """Check a notebook's parameters, seed everything, note machine and code, and start its run.
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters. The
-    parameters cell is found among the executed cells: the latest that holds nothing but annotated
-    assignments, ``tier`` among them. Cells after it that begin with ``# Parameters`` are what
-    papermill injected.
+    parameters cell is the latest executed one that holds nothing but annotated assignments,
+    ``tier`` among them. Cells after it that begin with ``# Parameters`` are papermill's.
 
     Args:
         cells: The sources executed so far, IPython's ``In``.
         names: The variables as they are now, ``globals()``.
-
-    Raises:
-        Refusal: ``E-PARAMETER``, ``E-TYPE`` or ``E-RANGE`` for a wrong parameter, ``E-NOTEBOOK``
-            when there is no parameters cell.
     """
     index, declared = _declared(cells)
     for source in cells[index + 1 :]:
@@ -174,8 +149,7 @@ def _note_code() -> None:
     shell, noted = get_ipython(), dict[str, str]()
 
     def note(*_: object) -> None:
-        now = results.loaded(noted)
-        if now:
+        if now := results.loaded(noted):
             noted.update(now)
             _note(modules=now)
 
@@ -187,10 +161,10 @@ def _note_code() -> None:
         shell.events.register("post_run_cell", note)
 
 
-def _note(**part: Any) -> None:
-    """Leave a part of what is known about the run: environment, modules, arms or rows."""
-    digest = hashlib.sha256(json.dumps(part).encode()).hexdigest()
-    _leave(f"note/{digest[:12]}", {NOTE: part})
+def _note(**fact: Any) -> None:
+    """Leave a fact about the run: environment, modules, arms or rows."""
+    digest = hashlib.sha256(json.dumps(fact).encode()).hexdigest()
+    _leave(f"note/{digest[:12]}", {NOTE: fact})
 
 
 def _leave(name: str, bundle: Mapping[str, Any]) -> None:
@@ -203,32 +177,23 @@ def _leave(name: str, bundle: Mapping[str, Any]) -> None:
 def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:
     """Find the parameters cell; return its position and what it declares."""
     for index in reversed(range(len(cells))):
-        if _declares_tier(cells[index]):
+        try:
+            statements = ast.parse(cells[index]).body
+        except SyntaxError:
+            continue
+        targets = [ast.unparse(s.target) for s in statements if isinstance(s, ast.AnnAssign)]
+        if len(targets) == len(statements) and "tier" in targets:
             return index, parameters.parse(cells[index], "notebook")
     refuse("E-NOTEBOOK", "no parameters cell was executed: lines of name: type = default  # help")
 
 
-def _declares_tier(source: str) -> bool:
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError:
-        return False
-    targets = [s.target for s in statements if isinstance(s, ast.AnnAssign)]
-    names = [target.id for target in targets if isinstance(target, ast.Name)]
-    return len(targets) == len(statements) and "tier" in names
-
-
 def injected(source: str) -> dict[str, object]:
-    """Read a cell that papermill injected, which may hold nothing but ``name = literal``.
-
-    Raises:
-        Refusal: ``E-PARAMETER`` for anything else.
-    """
-    found: dict[str, object] = {}
+    """Read a cell that papermill injected; it may hold nothing but ``name = literal``."""
+    values: dict[str, object] = {}
     for statement in ast.parse(source).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                found[name] = parameters.literal(value, f"injected {name}")
+                values[name] = parameters.literal(value, f"injected {name}")
             case _:
                 refuse("E-PARAMETER", f"injected line {statement.lineno} is not name = value")
-    return found
+    return values

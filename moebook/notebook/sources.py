@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moebook import results
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
+from moebook.results import COMMITTED, TIERS, Run
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 _FLAT = (
@@ -54,34 +56,38 @@ class Notebook:
         """Whether it reads the pools of another notebook, and has nothing to run at a scale."""
         return self.name.endswith("_findings")
 
+    @cached_property
+    def defaults(self) -> dict[str, Scalar]:
+        """Its parameters' defaults."""
+        return {parameter.name: parameter.default for parameter in self.parameters.values()}
+
     @property
     def protocols(self) -> list[str]:
         """Names of its protocols: the tiers in their order, where `study` stands for its own."""
         files = self.path.parent.glob(f"{self.path.stem}.*.yaml")
-        names = {path.name.split(".")[1] for path in files} | {str(self.parameters["tier"].default)}
-        order = {tier: place for place, tier in enumerate(results.TIERS)}
+        names = {path.name.split(".")[1] for path in files} | {str(self.defaults["tier"])}
+        order = {tier: place for place, tier in enumerate(TIERS)}
         return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
 
     def settings(self, protocol: str) -> dict[str, Scalar]:
-        """Read and check what a protocol sets, the parameter ``tier`` included.
-
-        Raises:
-            Refusal: ``E-PROTOCOL`` for one that the notebook lacks, ``E-CONFIG``, ``E-PARAMETER``,
-                ``E-TYPE`` or ``E-RANGE`` for a file that breaks the rules.
-        """
+        """Read and check what a protocol sets, ``tier`` included."""
         file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
         if protocol not in self.protocols:
             known = nearest(protocol, self.protocols)
             refuse("E-PROTOCOL", f"{self.name} has no protocol '{protocol}' ({file.name}); {known}")
-        found = read_flat(file) if file.is_file() else {}
-        for name, (value, where) in found.items():
+        settings = {"tier": self.defaults["tier"]}
+        for name, (value, where) in read_flat(file).items() if file.is_file() else ():
             parameters.check(self.parameters, {name: value}, where)
-        settings = {name: value for name, (value, _) in found.items()}
-        tier = settings.setdefault("tier", self.parameters["tier"].default)
-        if tier != protocol and (protocol in results.TIERS or tier not in results.COMMITTED):
-            wanted = protocol if protocol in results.TIERS else ", ".join(results.COMMITTED)
+            settings[name] = value
+        tier = settings["tier"]
+        if tier != protocol and (protocol in TIERS or tier not in COMMITTED):
+            wanted = protocol if protocol in TIERS else ", ".join(COMMITTED)
             refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {wanted}")
         return settings
+
+    def design(self, protocol: str) -> dict[str, Any]:
+        """Return the parameters that all runs of a protocol share."""
+        return design(self.defaults | self.settings(protocol))
 
 
 def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,26 +95,24 @@ def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in parameters.items() if k not in ("seed", "arms", "device")}
 
 
-def notebooks(folder: Path) -> dict[str, Notebook]:
-    """Read all notebooks of the project, by short name, in the order of their numbers.
+def _paths(folder: Path) -> list[Path]:
+    paths = sorted((folder / "notebooks").glob("*.ipynb"))
+    return [path for path in paths if _STEM.fullmatch(path.stem)]
 
-    Raises:
-        Refusal: ``E-NOTEBOOK`` for one that cannot be read, or a short name used twice.
-    """
-    paths = [p for p in sorted((folder / "notebooks").glob("*.ipynb")) if _STEM.fullmatch(p.stem)]
-    found: dict[str, Notebook] = {}
-    for path in paths:
-        notebook = read(path)
-        if notebook.name in found:
-            refuse("E-NOTEBOOK", f"{found[notebook.name].path.name} and {path.name} share a name")
-        found[notebook.name] = notebook
-    return found
+
+def notebooks(folder: Path) -> dict[str, Notebook]:
+    """Read all notebooks of the project, by short name, in the order of their numbers."""
+    every: dict[str, Notebook] = {}
+    for notebook in map(read, _paths(folder)):
+        other = every.setdefault(notebook.name, notebook).path.name
+        if other != notebook.path.name:
+            refuse("E-NOTEBOOK", f"{other} and {notebook.path.name} share a name")
+    return every
 
 
 def find(folder: Path, name: str) -> Notebook:
     """Return the notebook with that short name, or refuse with the nearest one."""
-    paths = sorted((folder / "notebooks").glob("*.ipynb"))
-    known = {match[1]: path for path in paths if (match := _STEM.fullmatch(path.stem))}
+    known = {path.stem[3:]: path for path in _paths(folder)}
     if not known:
         refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
     if name not in known:
@@ -119,34 +123,27 @@ def find(folder: Path, name: str) -> Notebook:
 def read(path: Path) -> Notebook:
     """Read one notebook's parameters cell and title; nothing of it is executed.
 
-    Raises:
-        Refusal: ``E-NOTEBOOK`` when it is not a notebook of format 4 with one cell tagged
-            ``parameters`` that declares ``tier``.
+    It must be of format 4 with one cell tagged ``parameters`` that declares ``tier`` (E-NOTEBOOK).
     """
     where = f"notebooks/{path.name}"
-    cells = _cells(path, where)
-    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
-    if len(tagged) != 1:
-        refuse("E-NOTEBOOK", f"{where}: expected one cell tagged 'parameters', found {len(tagged)}")
-    declared = parameters.parse(_text(tagged[0]), where)
-    if "tier" not in declared:
-        refuse("E-NOTEBOOK", f'{where} must declare tier: str = "cpu"  # {{smoke, cpu, ...}}')
-    lines = [line for c in cells if c.get("cell_type") == "markdown" for line in _lines(c)]
-    titles = [line[2:].strip() for line in lines if line.startswith("# ")]
-    return Notebook(path, titles[0] if titles else "", declared)
-
-
-def _cells(path: Path, where: str) -> list[dict[str, Any]]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         refuse("E-NOTEBOOK", f"{where} is not JSON ({error}); it may be cut off")
-    if not isinstance(data, dict) or data.get("nbformat") != 4 or "cells" not in data:
+    if not isinstance(data, dict) or data.get("nbformat") != 4:
         refuse("E-NOTEBOOK", f"{where}: expected nbformat 4; convert it with jupyter nbconvert")
-    cells: list[dict[str, Any]] = data["cells"]
+    cells = data.get("cells")
     if not isinstance(cells, list) or not all(map(_is_cell, cells)):
         refuse("E-NOTEBOOK", f"{where}: malformed cells; open and save it in Jupyter")
-    return cells
+    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+    if len(tagged) != 1:
+        refuse("E-NOTEBOOK", f"{where}: expected one cell tagged 'parameters', found {len(tagged)}")
+    declared = parameters.parse("".join(tagged[0].get("source", "")), where)
+    if "tier" not in declared:
+        refuse("E-NOTEBOOK", f'{where} must declare tier: str = "cpu"  # {{smoke, cpu, ...}}')
+    texts = ["".join(c.get("source", "")) for c in cells if c.get("cell_type") == "markdown"]
+    title = re.search(r"^# (.*)", "\n".join(texts), re.MULTILINE)
+    return Notebook(path, title[1].strip() if title else "", declared)
 
 
 def _is_cell(cell: object) -> bool:
@@ -154,61 +151,90 @@ def _is_cell(cell: object) -> bool:
     return isinstance(metadata, dict) and isinstance(metadata.get("tags", []), list)
 
 
-def _text(cell: dict[str, Any]) -> str:
-    source = cell.get("source", "")
-    return source if isinstance(source, str) else "".join(source)
-
-
-def _lines(cell: dict[str, Any]) -> list[str]:
-    return _text(cell).splitlines()
-
-
 def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
     """Read a YAML file of one flat mapping: name to value and the place of its line.
 
     Tags, anchors, lists, nested mappings and repeated keys are refused, each with file:line:col,
-    because papermill would turn some of them into code.
-
-    Raises:
-        Refusal: ``E-CONFIG``.
+    because papermill would turn some of them into code (E-CONFIG).
     """
-    text = _decode(path)
+    pairs: dict[str, tuple[Any, str]] = {}
     try:
-        tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
-        for token in tokens:
+        text = path.read_text(encoding="utf-8-sig")
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
             if not isinstance(token, _FLAT):
-                refuse("E-CONFIG", f"{_at(path, token.start_mark)}: {_kind(token)} is not allowed")
-        if sum(isinstance(token, yaml.BlockMappingStartToken) for token in tokens) > 1:
-            refuse("E-CONFIG", f"{path.name}: expected one flat mapping of name: value")
-        return _pairs(path, yaml.compose(text, Loader=yaml.SafeLoader))
+                kind = type(token).__name__.removesuffix("Token").lower()
+                refuse("E-CONFIG", f"{_at(path, token.start_mark)}: YAML {kind} is not allowed")
+        node = yaml.compose(text, Loader=yaml.SafeLoader) or yaml.MappingNode("", [])
+        if not isinstance(node, yaml.MappingNode):
+            refuse("E-CONFIG", f"{_at(path, node.start_mark)}: expected name: value")
+        for key, value in node.value:
+            where = _at(path, key.start_mark)
+            if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
+                refuse("E-CONFIG", f"{where}: expected one flat mapping of name: value")
+            if key.value in pairs:
+                refuse("E-CONFIG", f"{where}: {key.value} is given twice")
+            pairs[key.value] = (yaml.SafeLoader("").construct_object(value), where)
+    except UnicodeDecodeError as error:
+        refuse("E-CONFIG", f"{path.name}: not UTF-8 at byte {error.start}")
     except yaml.MarkedYAMLError as error:
         refuse("E-CONFIG", f"{_at(path, error.problem_mark)}: {error.problem}")
     except (yaml.YAMLError, ValueError) as error:
         refuse("E-CONFIG", f"{path.name}: {error}")
-
-
-def _pairs(path: Path, node: yaml.Node | None) -> dict[str, tuple[Any, str]]:
-    if node is not None and not isinstance(node, yaml.MappingNode):
-        refuse("E-CONFIG", f"{_at(path, node.start_mark)}: expected name: value")
-    found: dict[str, tuple[Any, str]] = {}
-    for key, value in node.value if node is not None else []:
-        where = _at(path, key.start_mark)
-        if key.value in found:
-            refuse("E-CONFIG", f"{where}: {key.value} is given twice")
-        found[key.value] = (yaml.SafeLoader("").construct_object(value), where)
-    return found
-
-
-def _decode(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        refuse("E-CONFIG", f"{path.name}: not UTF-8 at byte {error.start}")
+    return pairs
 
 
 def _at(path: Path, mark: yaml.Mark | None) -> str:
     return path.name if mark is None else f"{path.name}:{mark.line + 1}:{mark.column + 1}"
 
 
-def _kind(token: yaml.Token) -> str:
-    return f"YAML {type(token).__name__.removesuffix('Token').lower()}"
+def overview(folder: Path) -> str:
+    """Return the text of ``moebook list``: a block a notebook, with protocols and their costs."""
+    blocks = [_block(notebook, folder) for notebook in notebooks(folder).values()]
+    return "\n\n".join(blocks) or f"no notebooks/NN_name.ipynb in {folder}"
+
+
+def _block(notebook: Notebook, folder: Path) -> str:
+    pools = results.pools(notebook.name, folder)
+    if shown := results.live(notebook.name, folder):
+        pools.setdefault(shown.last.protocol, shown)
+    width = max(len(name) for name in notebook.parameters)
+    lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
+    for p in notebook.parameters.values():
+        start = f"  -p {p.name:<{width}} {p.type.__name__:<5} = {p.default!r}"
+        lines.append(f"{start}  {p.help} {p.rule}".rstrip())
+    for protocol in notebook.protocols:
+        measured = "not measured"
+        if pool := pools.get(protocol):
+            seeds = f"seeds {', '.join(map(str, pool.seeds))}, each " * (len(pool.seeds) > 1)
+            measured = seeds + cost(pool.last)
+        lines.append(f"  --on {protocol:<8} {measured}")
+    return "\n".join(lines)
+
+
+def cost(run: Run) -> str:
+    """Say what a run cost, from its manifest: time, peak memory, and on what."""
+    try:
+        spent, memory = run.manifest["seconds"], run.manifest["peak_memory"]
+        machine = run.manifest["environment"]
+        hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
+        several = run.manifest.get("parameters", {}).get("seeds", 1)  # once one run had several
+        share = f" for {several} seeds" if several > 1 else ""
+        return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
+        refuse("E-RUN", f"{where} is incomplete ({type(error).__name__}: {error}); run it again")
+
+
+def duration(seconds: float) -> str:
+    """Write seconds as ``4.2 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(bytes_: int | None) -> str:
+    """Write bytes as MB or GB (powers of ten)."""
+    if bytes_ is None:
+        return "memory not measured"
+    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.0f} MB"

@@ -1,7 +1,8 @@
 """Fill pools: each run in a process of its own, from a frozen copy of the commit.
 
 A run that is in the pool is skipped, one that fails is reported while the others go on, and each is
-kept as soon as it has ended: what was finished survives whatever ends the study.
+kept as soon as it has ended: what was finished survives whatever ends the study. A process has one
+thread and ends when its parent does.
 """
 
 from __future__ import annotations
@@ -10,44 +11,159 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moebook import results
-from moebook.errors import Refusal, nearest, refuse
-from moebook.notebook import processes, publish, runner, sources
-from moebook.notebook.processes import Job
-from moebook.notebook.session import ALL, injected
+from moebook import results, runtime
+from moebook.errors import Refusal, refuse
+from moebook.notebook import sources
+from moebook.notebook.harvest import read_notebook
+from moebook.notebook.parameters import Scalar
+from moebook.notebook.runner import run_notebook
+from moebook.notebook.session import ALL
 from moebook.results import COMMITTED, Pool, Run
 
 CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")
 """What a frozen copy holds."""
 
-Ended = Generator[tuple[Job, Path | Refusal], None, None]
+START = "from moebook.notebook import study; study.child()"
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to execute: a notebook under a protocol, with parameters that go before its own."""
+
+    notebook: str
+    protocol: str
+    overrides: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+Outcome = Path | Refusal
+"""What became of a job: its executed notebook, or why there is none."""
+
+Ended = Generator[tuple[Job, Outcome], None, None]
+
+
+class Processes:
+    """The processes that this one has started and not yet heard the end of.
+
+    Use it as a context: at its end, however it comes, none of them is left.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()  # jobs are executed in threads
+        self._ended = False
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._ended = True
+            left = list(self._running)
+        for process in left:
+            process.terminate()
+        for process in left:
+            process.wait()
+
+    def execute(self, job: Job, folder: Path) -> Outcome:
+        """Execute a job with the code that lies in a project."""
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        with self._lock:
+            if self._ended:
+                return Refusal("E-RUN", "was not started: the others were ended")
+            process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(vars(job))],
+                cwd=folder,
+                env={**os.environ, **THREADS, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,  # closed when this process ends, however it does
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the parent, who ends its children
+            )
+            self._running.add(process)
+        out, errors = _outputs(process)
+        with self._lock:
+            self._running.discard(process)
+        if not process.returncode:
+            return Path(out.strip().splitlines()[-1])
+        last = (errors.strip().splitlines() or [f"ended with status {process.returncode}"])[-1]
+        code, _, text = last.partition(": ")
+        return Refusal(code, text) if code.startswith("E-") and text else Refusal("E-RUN", last)
+
+    def side_by_side(self, jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
+        """Execute jobs, as many at a time as there are workers; yield each as it ends."""
+        with ThreadPoolExecutor(workers) as threads:
+            futures = {threads.submit(self.execute, job, folder): job for job in jobs}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.__exit__()
+                raise
+
+
+def _outputs(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Read both outputs to their ends and wait; unlike `communicate`, leave stdin open."""
+    assert process.stdin and process.stdout and process.stderr
+    with process.stdin, process.stdout as stdout, process.stderr as stderr:
+        with ThreadPoolExecutor(1) as reader:
+            errors = reader.submit(stderr.read)
+            out = stdout.read()
+        process.wait()
+    return out, errors.result()
+
+
+def child() -> None:
+    """Execute the job that the command line holds, and print the path of its notebook."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = Job(**json.loads(sys.argv[-1]))
+    try:
+        outcome = run_notebook(job.notebook, job.protocol, job.overrides)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
+    if outcome:
+        print(outcome.notebook)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def cores() -> int:
+    """How many processes may run side by side: as many as this one may use cores."""
+    return int(runtime.environment()["cores"])
 
 
 def seeds(text: str) -> list[int]:
-    """Read ``0-9``, ``3`` or ``0-2,7``.
-
-    Raises:
-        Refusal: ``E-RANGE`` for anything else, a range that runs backwards, or a seed given twice.
-    """
-    found: list[int] = []
+    """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
+    numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             refuse("E-RANGE", f"--seeds {text}: '{part}'; expected rising numbers, as in 0-9 or 3")
-        found += range(first, last + 1)
-    if twice := [seed for seed in found if found.count(seed) > 1]:
+        numbers += range(first, last + 1)
+    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
         refuse("E-RANGE", f"--seeds {text} names seed {twice[0]} twice")
-    return found
+    return numbers
 
 
 def study(
@@ -74,24 +190,44 @@ def study(
     Raises:
         Refusal: ``E-TIER`` for a protocol that no pool is kept of, ``E-POOL`` for one that has
             changed since its runs, ``E-GIT`` without a commit to freeze, ``E-DEP`` or
-            ``E-CLUSTER`` without Ray or a cluster; those of `sources.Notebook.settings`.
+            ``E-CLUSTER`` without Ray or a cluster.
     """
     folder = folder or results.root()
     notebook = sources.find(folder, name)
-    settings = notebook.settings(protocol)
-    if settings["tier"] not in COMMITTED:
-        known = ", ".join(
-            p for p in notebook.protocols if notebook.settings(p)["tier"] in COMMITTED
-        )
-        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {settings['tier']}); use {known}")
-    declared = {p.name: p.default for p in notebook.parameters.values()}
-    kept = results.pool(name, protocol, folder)
-    _check_design(kept, sources.design(declared | settings))
-    asked = arms or str((declared | settings).get("arms", ""))
-    todo = [job for seed in wanted for job in _jobs(name, protocol, seed, asked, declared, kept)]
+    tier = notebook.settings(protocol)["tier"]
+    if tier not in COMMITTED:
+        known = [p for p in notebook.protocols if notebook.settings(p)["tier"] in COMMITTED]
+        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(known)}")
+    pool, design = results.pool(name, protocol, folder), notebook.design(protocol)
+    then = pool.last.settings if pool else {}
+    for key in sorted(then.keys() & design.keys()):
+        if then[key] != design[key]:
+            pair = f"{key} = {design[key]!r}, its runs were made with {then[key]!r}"
+            refuse("E-POOL", f"protocol {protocol} says {pair}; give it another name")
+    default = (notebook.defaults | notebook.settings(protocol)).get("arms")
+    if arms and default is None:
+        refuse("E-RANGE", f"{name} has no arms; leave --arms away")
+    asked = None if default is None else arms or str(default)
+    every = [_lacking(seed, asked, pool) for seed in wanted]
+    todo = [Job(name, protocol, overrides) for overrides in every if overrides]
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
-    if not todo:
-        return 0
+    return _run_all(todo, engine, jobs, folder) if todo else 0
+
+
+def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
+    """Return the overrides of the run that is missing of a seed; empty where none is."""
+    runs = [run for run in pool.runs if run.seed == seed] if pool else []
+    if arms is None or not runs:
+        return {} if runs else {"seed": seed} | ({} if arms is None else {"arms": arms})
+    have = {arm for run in runs for arm in run.arms}
+    known = [arm for run in runs for arm in run.manifest.get("known_arms", run.arms)]
+    asked = dict.fromkeys(known if arms == ALL else arms.split(","))
+    rest = ",".join(arm for arm in asked if arm not in have)
+    return {"seed": seed, "arms": rest} if rest else {}
+
+
+def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -> int:
+    """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
     copy, failed, start = freeze(folder), 0, time.monotonic()
     with closing(_local(todo, copy, jobs) if engine == "local" else _cluster(todo, copy)) as ended:
         for number, (job, outcome) in enumerate(ended, start=1):
@@ -103,36 +239,10 @@ def study(
     return failed
 
 
-def _check_design(kept: Pool | None, design: dict[str, Any]) -> None:
-    """Refuse a protocol whose parameters are not those that its runs were made with."""
-    then = kept.runs[0].settings if kept else {}
-    for name in sorted(then.keys() & design.keys()):
-        if kept and then[name] != design[name]:
-            pair = f"{name} = {design[name]!r}, its runs were made with {then[name]!r}"
-            refuse("E-POOL", f"protocol {kept.protocol} says {pair}; give it another name")
-
-
-def _jobs(
-    name: str, protocol: str, seed: int, arms: str, declared: dict[str, Any], kept: Pool | None
-) -> list[Job]:
-    """What is missing of one seed: a job, or none."""
-    runs = [run for run in kept.runs if run.seed == seed] if kept else []
-    have = {arm for run in runs for arm in run.arms}
-    overrides: dict[str, Any] = {"seed": seed}
-    if "arms" in declared:
-        known = [arm for run in runs for arm in run.manifest.get("known_arms", run.arms)]
-        asked = dict.fromkeys(known if arms == ALL else arms.split(","))
-        overrides["arms"] = ",".join(a for a in asked if a not in have) if runs else arms
-    elif arms:
-        refuse("E-RANGE", f"{name} has no arms; leave --arms away")
-    missing = not runs or overrides.get("arms")
-    return [Job(name, protocol, overrides)] if missing else []
-
-
 def _local(todo: Sequence[Job], copy: Path, jobs: int | None) -> Ended:
     """Execute jobs on this machine."""
-    with processes.Processes() as started:
-        yield from started.side_by_side(todo, copy, min(jobs or processes.cores(), len(todo)))
+    with Processes() as started:
+        yield from started.side_by_side(todo, copy, min(jobs or cores(), len(todo)))
 
 
 def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
@@ -166,12 +276,15 @@ def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
 
 
 def _task(job: Job) -> bytes:
-    """What a task does on its node: the same process as `local`, in the copy that Ray brought."""
-    with processes.Processes() as started:
-        return started.execute(job, Path.cwd()).with_suffix(".parquet").read_bytes()
+    """What a task does on its node: the same process as `_local`, in the copy that Ray brought."""
+    with Processes() as started:
+        outcome = started.execute(job, Path.cwd())
+    if isinstance(outcome, Refusal):
+        raise outcome
+    return outcome.with_suffix(".parquet").read_bytes()
 
 
-def _take_in(outcome: Path | Refusal, copy: Path, folder: Path) -> tuple[str, bool]:
+def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
     """Add a finished run to its pool; say in a line what became of it, and whether it is there."""
     try:
         if isinstance(outcome, Refusal):
@@ -186,38 +299,23 @@ def _take_in(outcome: Path | Refusal, copy: Path, folder: Path) -> tuple[str, bo
 
 
 def add(run: Run, folder: Path) -> Path:
-    """Put a run into its pool and return its file; one that does not belong there is refused.
-
-    Raises:
-        Refusal: ``E-POOL``, and the pool stays as it was.
-    """
-    kept = results.pool(run.notebook, run.protocol, folder)
-    Pool(run.notebook, run.protocol, (*(kept.runs if kept else ()), run))
+    """Put a run into its pool and return its file; one that does not belong there is refused."""
+    pool = results.pool(run.notebook, run.protocol, folder)
+    Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
     place = folder / "results" / run.notebook / run.protocol
-    path = place / f"{run.seed}.parquet"
-    for part in range(2, 1000):
-        if not path.exists():
-            break
-        path = place / f"{run.seed}.{part}.parquet"
+    names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
+    path = next(place / name for name in names if not (place / name).exists())
     results.write_run(path, run)
     return path
 
 
-def add_notebook(path: Path, folder: Path | None = None) -> tuple[Run, Path]:
-    """Take in an executed notebook, such as plain papermill leaves it, as a run of its protocol.
-
-    Raises:
-        Refusal: ``E-NOFILE``, ``E-NOTEBOOK`` or ``E-RUN`` for a file that is no executed notebook
-            of this project or does not say when it was executed, ``E-PROTOCOL`` for parameters that
-            are no protocol's, ``E-POOL`` as in `add`.
-    """
-    folder = folder or results.root()
+def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
+    """Take in an executed notebook, such as plain papermill leaves it, as a run of its protocol."""
     run = read_notebook(path, folder)
     if "date" not in run.manifest:
         refuse("E-RUN", f"{path.name} does not say when it was executed; give papermill's output")
     notebook = sources.find(folder, run.notebook)
-    declared = {p.name: p.default for p in notebook.parameters.values()}
-    designs = {p: sources.design(declared | notebook.settings(p)) for p in notebook.protocols}
+    designs = {protocol: notebook.design(protocol) for protocol in notebook.protocols}
     fits = [p for p, design in designs.items() if design == run.settings]
     if not fits or run.tier not in COMMITTED:
         near = [p for p, design in designs.items() if design["tier"] == run.tier] or ["cpu"]
@@ -227,68 +325,6 @@ def add_notebook(path: Path, folder: Path | None = None) -> tuple[Run, Path]:
         refuse("E-PROTOCOL", f"{path.name} is of no protocol; beside '{near[0]}' {odd[0]}")
     run = replace(run, protocol=fits[0])
     return run, add(run, folder)
-
-
-def read_notebook(path: Path, folder: Path) -> Run:
-    """Read an executed notebook as a run, protocol unknown (``mine``).
-
-    Raises:
-        Refusal: ``E-NOFILE``, ``E-NOTEBOOK``, ``E-PARAMETER`` or ``E-RUN`` as in `add_notebook`.
-    """
-    if not path.is_file():
-        refuse("E-NOFILE", f"no file {path}; give an executed notebook, such as my_run.ipynb")
-    beside = path.with_suffix(".parquet")  # as `moebook run` leaves it: it knows cost and day
-    if beside.is_file():
-        run = results.read_run(beside)
-        if run.manifest.get("executed") == results.digest(path):
-            return replace(run, protocol="mine")
-    source = sources.read(path)
-    executed = json.loads(path.read_text(encoding="utf-8"))
-    if not all(map(_whole, executed["cells"])):
-        refuse("E-NOTEBOOK", f"{path.name} has a cell without outputs; open and save it in Jupyter")
-    values = publish.values(executed)
-    if not values:
-        refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
-    name, known = values[0].name.split("/")[0], sources.notebooks(folder)
-    if name not in known:
-        refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
-    given = {p.name: p.default for p in source.parameters.values()} | _injected(executed, path.name)
-    lock = results.digest(folder / "requirements.lock")
-    code = {"notebook": results.source(path), "lock": lock}
-    cost = {**runner.seconds(executed), "peak_memory": None}
-    manifest = {"parameters": given, "overrides": {}, **cost, **_when(executed)}
-    return runner.harvest(executed, name, "mine", given, code, manifest)
-
-
-def _when(executed: Any) -> dict[str, Any]:
-    """The date on which papermill ended a notebook, where it did."""
-    date = executed.get("metadata", {}).get("papermill", {}).get("end_time")
-    return {"date": date} if date else {}
-
-
-def _whole(cell: Any) -> bool:
-    """Whether a cell has what a notebook's format asks of it and is read here."""
-    outputs = cell.get("outputs") if cell.get("cell_type") == "code" else []
-    return (
-        {"cell_type", "source"} <= set(cell)
-        and isinstance(cell.get("metadata", {}), dict)
-        and isinstance(outputs, list)
-        and all(isinstance(o, dict) and isinstance(o.get("data", {}), dict) for o in outputs)
-    )
-
-
-def _injected(executed: Any, where: str) -> dict[str, Any]:
-    """What papermill set: its cell is tagged, also in copies whose other metadata are gone."""
-    tagged = [
-        cell for cell in executed["cells"]
-        if "injected-parameters" in cell.get("metadata", {}).get("tags", [])
-    ]  # fmt: skip
-    if not tagged:
-        return {}
-    try:
-        return injected("".join(tagged[-1]["source"]))
-    except (SyntaxError, ValueError) as error:
-        refuse("E-PARAMETER", f"{where}: the injected cell is not name = value lines ({error})")
 
 
 def freeze(folder: Path) -> Path:
@@ -307,14 +343,14 @@ def freeze(folder: Path) -> Path:
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
-        tree = ["git", "-C", str(folder), "archive", commit["id"], "--"]
+        archive, code = Path(temporary) / "code.tar", Path(temporary) / "code"
         names = [name for name in CODE if (folder / name).exists()]
-        archive = subprocess.run([*tree, *names], capture_output=True, check=False)
-        if archive.returncode:
-            refuse("E-GIT", f"git archive: {archive.stderr.decode().strip()}")
-        (Path(temporary) / "code.tar").write_bytes(archive.stdout)
-        shutil.unpack_archive(Path(temporary) / "code.tar", Path(temporary) / "code", filter="data")
-        results.write(Path(temporary) / "code" / results.FROZEN, commit["id"])
+        command = ["git", "-C", str(folder), "archive", "-o", str(archive), commit["id"], "--"]
+        done = subprocess.run([*command, *names], capture_output=True, check=False)
+        if done.returncode:
+            refuse("E-GIT", f"git archive: {done.stderr.decode().strip()}")
+        shutil.unpack_archive(archive, code, filter="data")
+        results.write(code / results.FROZEN, commit["id"])
         with suppress(OSError):  # another study of this commit was faster
-            os.rename(Path(temporary) / "code", place)
+            os.rename(code, place)
     return place

@@ -1,8 +1,8 @@
 """What pools of runs say about the papers' claims: pure functions from pools to verdicts.
 
 A claim is measured in each pool that its notebook has. Its verdict is the label of the largest
-scale that may decide. "reproduced" cannot be made without a pool of the paper's own scale (`Label`
-refuses), and a comparison is decided by three seeds of a study or better (`Measurement.decides`).
+scale that may decide. Only a pool of the paper's own scale can earn "reproduced", and a comparison
+is decided by three seeds of a study or better (`Measurement.decides`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from moebook import papers, results
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.papers import Claim
 from moebook.results import COMMITTED, Pool
 from moebook.results.intervals import CONFIDENCE, interval, p_value
@@ -28,18 +28,15 @@ SEEDS = 3
 LABELS = ("reproduced", "direction holds", "direction fails", "inconclusive", "not run")
 
 SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
-"""What the effect itself says, whatever its interval, by its side."""
+"""What an effect says by its side."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One claim in one pool.
 
-    Attributes:
-        claim: The claim.
-        pool: Where the values come from.
-        effects: Value minus reference by seed and test item, [S, I], in the claim's unit; I is 1
-            where the values carry no items.
+    Its ``effects`` are value minus reference by seed and test item, ``[S, I]``, in the claim's
+    unit; I is 1 where the values carry no items.
     """
 
     claim: Claim
@@ -78,6 +75,11 @@ class Measurement:
         return side(self.claim, *self.ends)
 
     @property
+    def so_far(self) -> str:
+        """What the effect itself says, whatever its interval."""
+        return SO_FAR[side(self.claim, self.effect, self.effect)]
+
+    @property
     def decides(self) -> bool:
         """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
         compared = self.claim.kind == "direction" or self.claim.reference is not None
@@ -94,10 +96,7 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None when the pool does not hold what it needs.
 
     A run at a tier that the claim does not name is no evidence for it, nor are two arms that no
-    seed has together.
-
-    Raises:
-        Refusal: E-VERDICT for a value in another unit than the claim's.
+    seed has together. A value in another unit than the claim's is refused (E-VERDICT).
     """
     if pool.tier not in claim.scales:
         return None
@@ -121,58 +120,24 @@ def side(claim: Claim, low: float, high: float) -> int:
     return -int(high < target - tolerance or low > target + tolerance)
 
 
-@dataclass(frozen=True)
-class Label:
-    """One of `LABELS`, with the pool it rests on.
-
-    Args:
-        text: The label.
-        evidence: The pool; None for "not run" and only for it.
-
-    Raises:
-        Refusal: E-VERDICT for "reproduced" without a pool of tier ``paper``, for a label without
-            its evidence, and for an unknown label.
-    """
-
-    text: str
-    evidence: Pool | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.text not in LABELS:
-            refuse("E-VERDICT", f"unknown label '{self.text}'; {nearest(self.text, LABELS)}")
-        if (self.evidence is None) != (self.text == "not run"):
-            refuse("E-VERDICT", f"'{self.text}': every label but 'not run' rests on runs")
-        if self.text == "reproduced" and self.evidence and self.evidence.tier != "paper":
-            refuse("E-VERDICT", f"runs at tier {self.evidence.tier} cannot reproduce a claim")
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def label(measurement: Measurement) -> Label:
-    """Judge one measurement.
+def label(measurement: Measurement) -> str:
+    """Judge one measurement; return one of `LABELS`.
 
     "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
     tolerance of the number that the paper prints.
     """
-    claim, pool = measurement.claim, measurement.pool
+    claim, where = measurement.claim, measurement.side
     if not measurement.decides:
-        return Label("inconclusive", pool)
-    where = measurement.side
+        return "inconclusive"
     gap = math.inf if claim.claimed is None else abs(measurement.effect - claim.claimed)
-    if where > 0 and gap <= (claim.tolerance or 0.0) and pool.tier == "paper":
-        return Label("reproduced", pool)
-    return Label({1: "direction holds", 0: "inconclusive", -1: "direction fails"}[where], pool)
+    if where > 0 and gap <= (claim.tolerance or 0.0) and measurement.pool.tier == "paper":
+        return "reproduced"
+    return {1: "direction holds", 0: "inconclusive", -1: "direction fails"}[where]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger: a claim, all that was measured for it, and its verdict.
-
-    Attributes:
-        claim: The claim.
-        measurements: One for each pool that holds the claim's value, the smallest scale first.
-    """
+    """One line of the ledger: a claim and its measurements by pool, the smallest scale first."""
 
     claim: Claim
     measurements: tuple[Measurement, ...]
@@ -184,30 +149,30 @@ class Row:
         return self.measurements[keys.index(max(keys))] if keys else None
 
     @property
-    def label(self) -> Label:
-        """The verdict."""
-        return label(self.best) if self.best else Label("not run")
+    def label(self) -> str:
+        """The verdict, one of `LABELS`."""
+        return label(self.best) if self.best else "not run"
+
+    @property
+    def by_protocol(self) -> dict[str, Measurement]:
+        """Its measurements by the names of their pools."""
+        return {measured.pool.protocol: measured for measured in self.measurements}
 
     @property
     def committed(self) -> Row:
         """The same without the runs that this build's pages show."""
-        kept = tuple(m for m in self.measurements if m.pool.tier in COMMITTED)
-        return Row(self.claim, kept)
+        return Row(self.claim, tuple(m for m in self.measurements if m.pool.tier in COMMITTED))
 
     @property
     def badge(self) -> str:
         """The verdict in words, with scale, seeds, effect and interval."""
-        return f"{self.label} ({describe(self.best)})" if self.best else str(self.label)
+        return f"{self.label} ({describe(self.best)})" if self.best else self.label
 
 
 def row(claim: Claim, pools: Iterable[Pool]) -> Row:
-    """Measure a claim in pools.
-
-    Raises:
-        Refusal: E-VERDICT for a value in another unit than the claim's.
-    """
-    found = [found for pool in pools if (found := measure(claim, pool))]
-    return Row(claim, tuple(sorted(found, key=lambda measured: measured.pool.rank)))
+    """Measure a claim in pools."""
+    every = [measured for pool in pools if (measured := measure(claim, pool))]
+    return Row(claim, tuple(sorted(every, key=lambda measured: measured.pool.rank)))
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
@@ -217,9 +182,6 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
         folder: The project; found from the working directory by default.
         paper: Short name of one paper; all four by default.
         live: Whether the runs that this build's pages show are measured too.
-
-    Raises:
-        Refusal: E-VERDICT for a recorded value that its claim does not allow.
     """
     claims = papers.claims(paper)
     pools: dict[str, list[Pool]] = {}
@@ -231,10 +193,10 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
 
 @dataclass(frozen=True)
 class Chance:
-    """What chance alone would do to the verdicts of a ledger.
+    """What chance alone would do to the verdicts of a ledger; claims by their ids.
 
     Attributes:
-        tested: Ids of the claims that were tested: of a direction, by seeds, by runs that decide.
+        tested: Claims of a direction that were tested by seeds of runs that decide.
         decided: Those with a verdict (holds or fails).
         expected: How many would have one if there were no effect anywhere.
         holm: Those that survive Holm's correction (no false one at all, in 95 % of ledgers).
@@ -250,42 +212,42 @@ class Chance:
 
 def chance(rows: Sequence[Row]) -> Chance:
     """Ask how many verdicts chance would give, and which survive a correction for their number."""
-    tested = {
+    p = {
         one.claim.id: p_value(one.best.effects)
         for one in rows
         if one.best and one.best.decides and one.best.interval
         and one.claim.direction in ("greater", "less") and one.best.effects.size > 1
     }  # fmt: skip
-    ids, limit = tuple(tested), 1 - CONFIDENCE
-    order = sorted(ids, key=lambda name: tested[name])
-    holm: list[str] = []
-    for place, name in enumerate(order):
-        if tested[name] > limit / (len(order) - place):
-            break
-        holm.append(name)
-    adjusted = stats.false_discovery_control(list(tested.values())) if tested else []
+    limit, order = 1 - CONFIDENCE, sorted(p, key=lambda name: p[name])
+    within = [p[name] <= limit / (len(order) - place) for place, name in enumerate(order)]
+    holm = order[: [*within, False].index(False)]
+    adjusted = stats.false_discovery_control(list(p.values())) if p else []
     return Chance(
-        tested=ids,
-        decided=tuple(name for name in ids if tested[name] < limit),
-        expected=limit * len(ids),
-        holm=tuple(name for name in ids if name in holm),
-        hochberg=tuple(n for n, p in zip(ids, adjusted, strict=True) if p <= limit),
+        tested=tuple(p),
+        decided=tuple(name for name in p if p[name] < limit),
+        expected=limit * len(p),
+        holm=tuple(name for name in p if name in holm),
+        hochberg=tuple(name for name, q in zip(p, adjusted, strict=True) if q <= limit),
     )
 
 
 def describe(measurement: Measurement) -> str:
     """Say a measurement in words: scale, seeds, effect, interval and, with several seeds, size."""
     claim = measurement.claim
-    several = f"{measurement.seeds} seed" + "s" * (measurement.seeds > 1)
-    seeds = "one value" if claim.exact else several
-    parts = [f"{measurement.pool.protocol}, {seeds}: {amount(claim, measurement.effect)}"]
+    number = "one value" if claim.exact else seeds(measurement.seeds)
+    parts = [f"{measurement.pool.protocol}, {number}: {amount(claim, measurement.effect)}"]
     if measurement.interval:
         parts.append(f"95 % from {span(claim, *measurement.interval)}")
     if measurement.size is not None and not claim.exact:
         parts.append(f"effect size {measurement.size:.1f}")
     if not measurement.decides:
-        parts.append(SO_FAR[side(claim, measurement.effect, measurement.effect)])
+        parts.append(measurement.so_far)
     return ", ".join(parts)
+
+
+def seeds(number: int) -> str:
+    """Write a number of seeds."""
+    return f"{number} seed" + "s" * (number != 1)
 
 
 def span(claim: Claim, low: float, high: float) -> str:

@@ -98,9 +98,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
     shutil.copy(ROOT / "_config.yml", folder)
-    (folder / "moebook").symlink_to(ROOT / "moebook")
+    for name in ("moebook", "tests"):
+        (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
-    for page in book.pages(folder):
+    for page in book.notebook_pages(folder):
         copy = folder / "book" / "notebooks" / f"{page}.ipynb"
         write_run(copy.with_suffix(".parquet"), _run(page[3:], "smoke"))
         _write(copy, _notebook(page[3:]))

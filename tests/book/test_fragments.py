@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moebook.notebook import badge, fragments
+from moebook.notebook import pages
 from moebook.papers.arithmetic import Finding
 from moebook.results import Run, Value, write_run
 
@@ -21,16 +21,10 @@ def _finding(place: str, status: str, explanation: str) -> Finding:
 
 def test_the_audit_shows_every_finding_and_folds_those_of_one_cause() -> None:
     differs = [_finding(f"row {number}", "differs", "a <mean>") for number in range(3)]
-    page = fragments.audit([*differs, _finding("row 9", "agrees", "as it should")])
+    page = pages.audit([*differs, _finding("row 9", "agrees", "as it should")])
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
     assert page.count("and 2 more") == 1
     assert "a &lt;mean&gt;" in page and "<mean>" not in page
-
-
-def test_a_row_escapes_what_it_names() -> None:
-    assert fragments.row({"a": "<b>x</b>"}, {"paper": 'P"'}, "i<") == (
-        '<tr id="i&lt;" data-paper="P&quot;"><td data-label="a"><b>x</b></td></tr>'
-    )
 
 
 def _run(seed: int, tier: str = "study", day: int = 2) -> Run:
@@ -55,11 +49,11 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_without_runs_the_page_says_so(tmp_path: Path) -> None:
-    assert fragments.records(tmp_path) == "No run has been recorded yet.\n"
+    assert pages.records(tmp_path) == "No run has been recorded yet.\n"
 
 
 def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> None:
-    _, pooled, live = fragments.records(project).split("<b>PESC</b><br>")
+    _, pooled, live = pages.records(project).split("<b>PESC</b><br>")
     for fact in (
         "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min, 2.0 GB on A &amp; B",
         "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
@@ -72,18 +66,18 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> 
 def test_a_page_leads_from_its_run_to_the_pools_and_what_they_say(project: Path) -> None:
     for path in (project / "notebooks").glob("*_findings.ipynb"):
         path.unlink()
-    told = badge.recorded(_run(0, "smoke"), project)
+    told = pages.badge(_run(0, "smoke"), project)
     assert "Runs at full size: nano (2 seeds); what they say: [the records](../records.md)" in told
     (project / "notebooks" / "01_pesc_findings.ipynb").touch()
-    told = badge.recorded(_run(0, "smoke"), project)
+    told = pages.badge(_run(0, "smoke"), project)
     assert "what they say: [the findings](01_pesc_findings.ipynb)" in told
-    assert badge.recorded(replace(_run(0), notebook="esft"), project) == ""
+    assert "Runs at" not in pages.badge(replace(_run(0), notebook="esft"), project)
 
 
-def test_the_badge_tells_cost_seed_and_what_the_reader_set() -> None:
-    page = badge.badge(_run(3))
+def test_the_badge_tells_cost_seed_and_what_the_reader_set(tmp_path: Path) -> None:
+    page = pages.badge(_run(3), tmp_path)
     for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
                  "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
         assert fact in page
     assert "accelerator" not in page and "numbers mean nothing" not in page
-    assert "numbers mean nothing" in badge.badge(_run(3, "smoke"))
+    assert "numbers mean nothing" in pages.badge(_run(3, "smoke"), tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moebook import papers
-from moebook.notebook import ledger, verdicts
+from moebook.notebook import pages, verdicts
 from moebook.notebook.verdicts import Row
 from moebook.papers import Claim
 from moebook.results import LIVE, Pool, Run, Value
@@ -43,7 +43,7 @@ def _row(name: str, *pools: Pool, claim: Claim = CLAIM) -> Row:
 
 
 def _html(pools: list[Pool], folder: Path) -> str:
-    return ledger.ledger([verdicts.row(CLAIM, pools)], ledger.Places(folder))
+    return pages.ledger([verdicts.row(CLAIM, pools)], pages.Places(folder))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_badge_follows_the_recorded_value(
 def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
     pools = [_pool(0.7, base="smollm2"), _pool(0.3, tier="cpu"), _pool(0.6)]
     rows = [_row("pesc.all", *pools), _row("pesc.one", pools[2])]
-    page = ledger.ledger(rows, ledger.Places(folder))
+    page = pages.ledger(rows, pages.Places(folder))
     assert re.findall(r'<th scope="col">(.*?)</th>', page) == [
         "claim", "the paper", "this build", "nano", "smollm2", "verdict"
     ]  # fmt: skip
@@ -113,34 +113,34 @@ def test_a_claims_code_link_leads_to_the_function_that_python_finds_there(name: 
     found = inspect.unwrap(pkgutil.resolve_name(name))
     file = Path(inspect.getsourcefile(found) or "").relative_to(root).as_posix()
     claim = next(claim for claim in papers.claims() if claim.function == name)
-    assert (ledger.Places(root)._code(claim) or "").partition("#")[0].endswith(f"/{file}")
+    assert (pages.Places(root).code(claim) or "").partition("#")[0].endswith(f"/{file}")
 
 
 def test_the_summary_counts_every_claim_once(folder: Path) -> None:
     rows = [verdicts.row(claim, []) for claim in papers.claims()]
-    page = ledger.summary(rows)
+    page = pages.summary(rows)
     for paper in papers.PAPERS:
         count = len(papers.claims(paper))
         assert f'verdict=not+run">{count}</a>' in page
 
 
 def test_every_label_has_a_badge_of_its_own() -> None:
-    assert set(ledger.KINDS) == set(verdicts.LABELS)
-    assert len(set(ledger.KINDS.values())) == len(verdicts.LABELS)
+    assert set(pages.KINDS) == set(verdicts.LABELS)
+    assert len(set(pages.KINDS.values())) == len(verdicts.LABELS)
 
 
 def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survive() -> None:
     scores = {"pesc.sure": 0.9, "pesc.<": 0.6, "pesc.open": 0.5, "pesc.same": 0.5}
     rows = [_row(name, _pool(score)) for name, score in scores.items()]
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
-    text = ledger.corrections(rows)
+    text = pages.corrections(rows)
     assert "Of the 6 claims, 4 about a direction were tested by runs that may decide; 2 of" in text
     assert "chance alone would give about 0.2." in text
     links = '<a href="#pesc.sure">pesc.sure</a>, <a href="#pesc.&lt;">pesc.&lt;</a>.'
     holm, hochberg = (line for line in text.splitlines() if line.startswith("2 survive "))
     assert holm.endswith(links) and hochberg.endswith(links) and "Holm's" in holm
-    assert ": none." in ledger.corrections(rows[2:3])
-    assert ledger.corrections(rows[4:]) == "No claim has been tested yet by runs that decide.\n"
+    assert ": none." in pages.corrections(rows[2:3])
+    assert pages.corrections(rows[4:]) == "No claim has been tested yet by runs that decide.\n"
 
 
 def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> None:
@@ -150,7 +150,7 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> No
         _row("pesc.fails", _pool(0.2)), _row("pesc.live", _pool(0.9, tier="cpu")),
         _row("esft.none", claim=other),
     ]  # fmt: skip
-    page = ledger.found(rows, {"pesc": "_generated/found_pesc.svg"})
+    page = pages.found(rows, {"pesc": "_generated/found_pesc.svg"})
     assert re.findall(r"^## (.*)", page, re.MULTILINE) == ["PESC", "ESFT"]
     links = re.findall(r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE)
     assert links[:2] == ["pesc.fails", "pesc.holds"]
@@ -165,11 +165,11 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> No
 def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
     decided = [_row(f"pesc.n{step}", _pool(0.8, step=step)) for step in (3, 6, 1, 5, 2, 4)]
     rows = [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.open", _pool(0.5)), *decided]
-    page = ledger.front(rows)
+    page = pages.front(rows)
     assert re.findall(r'^- PESC: .*#pesc\.(.*?)">ledger</a>', page, re.MULTILINE) == [
         "n1", "n2", "n3", "n4", "n5"
     ]  # fmt: skip
     assert "{figure}" not in page
-    assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in ledger.front(
+    assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in pages.front(
         rows, "_generated/found_front.svg"
     )

@@ -90,7 +90,7 @@ def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
     frame = findings.summary(rows)
     assert frame.loc["holds"].to_dict() == {
         "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
-        "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "direction holds",
+        "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
     }  # fmt: skip
     assert len(frame) == 1, "what is computed has neither interval nor seeds"
     assert findings.summary([row(CLAIM, [])]).empty

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
 
 from moebook.errors import Refusal
-from moebook.notebook import Run, begin, parameters, privacy
+from moebook.notebook import Run, begin, parameters, publish
 
 CELL = """\
 # What the reader may change.
@@ -188,7 +188,7 @@ def test_the_kernels_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-key")
     monkeypatch.setenv("INNOCENT", "hf_" + "a" * 30)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    found = privacy.environment()
+    found = publish.environment()
     assert not {"HF_TOKEN", "WANDB_API_KEY", "INNOCENT"} & set(found)
     assert {"TOKENIZERS_PARALLELISM", "PATH"} <= set(found)
 

@@ -14,8 +14,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from moebook import results
-from moebook.notebook import processes
-from moebook.notebook.processes import Job, Processes
+from moebook.notebook import study
+from moebook.notebook.study import Job, Processes
 from moebook.training import fit
 
 PARAMETERS = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
@@ -96,7 +96,7 @@ def test_an_interrupt_ends_all_processes_and_starts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
-    monkeypatch.setattr(processes, "START", waits)
+    monkeypatch.setattr(study, "START", waits)
     jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt), Processes() as started:

@@ -14,7 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moebook.errors import Refusal
-from moebook.notebook import markup, privacy, publish
+from moebook.notebook import harvest, publish
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
 from moebook.results import Curve, Value
 
@@ -102,12 +102,12 @@ def test_pandas_tables_keep_their_cells_and_nothing_that_acts() -> None:
     ],
 )
 def test_html_is_reduced_to_tables(given: str, kept: str | None) -> None:
-    assert markup.table(given) == kept
+    assert publish.reduced_table(given) == kept
 
 
 def test_figures_lose_scripts_handlers_and_what_lies_outside() -> None:
     figure = f"""<?xml version="1.0"?><!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "svg11.dtd">
-    <svg xmlns="{markup.SVG}" xmlns:xlink="{markup.XLINK}" viewBox="0 0 1 1" onload="evil()">
+    <svg xmlns="{publish.SVG}" xmlns:xlink="{publish.XLINK}" viewBox="0 0 1 1" onload="evil()">
     <metadata>who</metadata><script>evil()</script><foreignObject><p/></foreignObject>
     <style>*{{stroke-linejoin: round}}</style><style>@import "http://x"</style>
     <defs><clipPath id="c"><rect width="1" height="1"/></clipPath></defs>
@@ -126,7 +126,7 @@ def test_figures_lose_scripts_handlers_and_what_lies_outside() -> None:
     [
         "<svg>",
         "<html xmlns='http://www.w3.org/2000/svg'/>",
-        f"<!DOCTYPE svg [<!ENTITY a 'b'>]><svg xmlns='{markup.SVG}'/>",
+        f"<!DOCTYPE svg [<!ENTITY a 'b'>]><svg xmlns='{publish.SVG}'/>",
         "",
     ],
 )
@@ -148,7 +148,7 @@ def test_absolute_paths_become_relative_or_names() -> None:
     text = "/srv/project/toy/notebooks/a.py /home/me/x/b.txt 'C:\\Users\\me\\c.txt' 3/4 a/b"
     assert _shown("text/plain", text) == "notebooks/a.py .../b.txt '.../c.txt' 3/4 a/b"
     url = "https://example.org/home/me/data x:/y"
-    assert privacy.scrub(url, FOLDER) == (url, 0)
+    assert publish.scrub(url, FOLDER) == (url, 0)
 
 
 def test_metadata_of_notebook_and_cells_goes() -> None:
@@ -219,16 +219,16 @@ def _kept(mime: str, content: Any) -> Any:
 
 
 def test_recorded_values_and_curves_pass_whole_and_are_harvested() -> None:
-    assert publish.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
-    assert publish.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
-    assert publish.curves(_kept(CURVE, CURVE_OF)) == (Curve("toy/a", "nats", (1, 2), (0.5, 0.25)),)
+    assert harvest.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
+    assert harvest.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
+    assert harvest.curves(_kept(CURVE, CURVE_OF)) == (Curve("toy/a", "nats", (1, 2), (0.5, 0.25)),)
 
 
 def test_notes_of_the_run_are_gathered_over_cells() -> None:
     parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
              {"modules": {"b.py": "2"}}, {"rows": {"train": "3"}}, {"environment": {}})  # fmt: skip
     cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]
-    assert publish.notes(new_notebook(cells=cells)) == {
+    assert harvest.notes(new_notebook(cells=cells)) == {
         "modules": {"a.py": "1", "b.py": "2"},
         "arms": ["x"],
         "known": ["x", "y"],
@@ -256,4 +256,4 @@ def test_a_value_or_curve_that_breaks_a_rule_is_refused(mime: str, content: Any)
 @pytest.mark.parametrize("content", ["a", {"modules": ["a"]}, {"other": {}}, {"arms": "a"}])
 def test_a_malformed_note_is_refused_when_the_run_is_made(content: Any) -> None:
     with pytest.raises(Refusal, match=r"E-OUTPUT: In \[1\]: malformed note"):
-        publish.notes(_kept(NOTE, content))
+        harvest.notes(_kept(NOTE, content))

@@ -19,11 +19,10 @@ import pytest
 
 from moebook import results, runtime
 from moebook.errors import Refusal
-from moebook.notebook import runner, study
-from moebook.notebook.compare import compare
+from moebook.notebook import harvest, runner, study
+from moebook.notebook.compare import compare, verify
 from moebook.notebook.runner import Outcome, run_notebook
 from moebook.notebook.session import GLUE, NOTE
-from moebook.notebook.verify import verify
 from moebook.results import Value
 
 CANARY = "canary-in-the-environment"
@@ -268,7 +267,7 @@ def test_plain_papermill_refuses_a_wrong_name(mill: Callable[..., tuple[Path, st
 def test_the_copy_of_plain_papermill_is_compared_with_the_books_runs(
     milled: Path, fresh: Path
 ) -> None:
-    run = study.read_notebook(milled, fresh)
+    run = harvest.read_notebook(milled, fresh)
     here = runtime.environment()
     other = {**here, "cpu": "X 9000", "versions": {**here["versions"], "torch": "1.0"}}
     theirs = {**run.manifest, "environment": other, "seconds": 100.0}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moebook.errors import Refusal
-from moebook.notebook import overview, sources
+from moebook.notebook import sources
 
 
 def test_a_notebook_is_found_by_its_short_name(fresh: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_protocol_file_reads_as_papermill_reads_it(tmp_path: Path) -> None:
 
 
 def test_the_overview_shows_parameters_and_what_was_never_measured(fresh: Path) -> None:
-    text = overview.text(fresh)
+    text = sources.overview(fresh)
     assert "toy  A toy (notebooks/01_toy.ipynb)" in text
     assert "-p top_k int   = 2  experts per token [1, 64]" in text
     assert text.count("not measured") == 4
@@ -153,4 +153,4 @@ def test_the_overview_shows_parameters_and_what_was_never_measured(fresh: Path) 
     [(4.24, "4.2 s"), (59.99, "60.0 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")],
 )
 def test_durations_are_written_for_readers(seconds: float, text: str) -> None:
-    assert overview.duration(seconds) == text
+    assert sources.duration(seconds) == text

@@ -1,0 +1,147 @@
+"""What an executed notebook left in its outputs: values, curves, notes, and the run of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moebook import results
+from moebook.errors import nearest, refuse
+from moebook.notebook import sources
+from moebook.notebook.session import CURVE, NOTE, VALUE, injected
+from moebook.results import Curve, Run, Value, restored
+
+NOTES = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
+
+
+def code_cells(notebook: Any) -> list[tuple[int, Any]]:
+    """Number the code cells from 1, as a fresh kernel does."""
+    return list(enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), start=1))
+
+
+def values(notebook: Any) -> tuple[Value, ...]:
+    """Return what a notebook's `Run.record` calls left, in order."""
+    return tuple(restored(Value, content, where) for where, content in _outputs(notebook, VALUE))
+
+
+def curves(notebook: Any) -> tuple[Curve, ...]:
+    """Return what a notebook's `Run.curve` calls left, in order."""
+    return tuple(restored(Curve, content, where) for where, content in _outputs(notebook, CURVE))
+
+
+def notes(notebook: Any) -> dict[str, Any]:
+    """Gather what a notebook notes of its run: environment, modules, arms, rows."""
+    facts: dict[str, Any] = {}
+    for where, content in _outputs(notebook, NOTE):
+        for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
+            if not isinstance(fact, NOTES.get(name, ())):
+                refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
+            facts[name] = facts.get(name, {}) | fact if isinstance(fact, dict) else fact
+    return facts
+
+
+def _outputs(notebook: Any, mime: str) -> Iterator[tuple[str, Any]]:
+    """Cell and content of each output that has a representation of this type."""
+    for number, cell in code_cells(notebook):
+        for output in cell["outputs"]:
+            if mime in output.get("data", {}):
+                yield f"In [{number}]", output["data"][mime]
+
+
+def seconds(executed: Any) -> dict[str, Any]:
+    """Read the time of the run and of each code cell, as papermill measured them."""
+    took = {str(number): cell["metadata"].get("papermill", {}).get("duration")
+            for number, cell in code_cells(executed)}  # fmt: skip
+    total = executed["metadata"].get("papermill", {}).get("duration")
+    return {"seconds": total, "cell_seconds": took}
+
+
+def harvest(
+    executed: Any,
+    name: str,
+    protocol: str,
+    source: Path,
+    lock: Path,
+    manifest: Mapping[str, Any],
+) -> Run:
+    """Make a run of what an executed notebook left in its outputs.
+
+    Args:
+        executed: The notebook, as JSON.
+        name: Short name of the notebook.
+        protocol: What it ran under.
+        source: The notebook's source, which is hashed.
+        lock: The lock file, which is hashed.
+        manifest: All ``parameters`` with the values they had, and everything else that is known.
+    """
+    facts, parameters = notes(executed), manifest["parameters"]
+    code = {"notebook": results.source(source), "lock": results.digest(lock)}
+    known = {"environment": facts.get("environment", {}), "known_arms": facts.get("known", [])}
+    return Run(
+        notebook=name,
+        protocol=protocol,
+        tier=str(parameters["tier"]),
+        seed=int(parameters.get("seed", 0)),
+        values=values(executed),
+        curves=curves(executed),
+        arms=tuple(facts.get("arms", ())),
+        settings=sources.design(parameters),
+        rows=facts.get("rows", {}),
+        code={**code, "modules": facts.get("modules", {})},
+        manifest={**manifest, **known},
+    )
+
+
+def read_notebook(path: Path, folder: Path) -> Run:
+    """Read an executed notebook as a run whose protocol is unknown (``mine``)."""
+    if not path.is_file():
+        refuse("E-NOFILE", f"no file {path}; give an executed notebook, such as my_run.ipynb")
+    beside = path.with_suffix(".parquet")  # as `moebook run` leaves it: it knows cost and day
+    if beside.is_file():
+        run = results.read_run(beside)
+        if run.manifest.get("executed") == results.digest(path):
+            return replace(run, protocol="mine")
+    source = sources.read(path)
+    executed = json.loads(path.read_text(encoding="utf-8"))
+    if not all(map(_is_whole, executed["cells"])):
+        refuse("E-NOTEBOOK", f"{path.name} has a cell without outputs; open and save it in Jupyter")
+    recorded = values(executed)
+    if not recorded:
+        refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
+    name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
+    if name not in known:
+        refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
+    manifest = {
+        "parameters": source.defaults | _injected(executed, path.name),
+        "overrides": {},
+        **seconds(executed),
+        "peak_memory": None,
+    }
+    if date := executed.get("metadata", {}).get("papermill", {}).get("end_time"):
+        manifest["date"] = date
+    return harvest(executed, name, "mine", path, folder / "requirements.lock", manifest)
+
+
+def _is_whole(cell: Any) -> bool:
+    """Whether a cell has what a notebook's format asks of it and is read here."""
+    outputs = cell.get("outputs") if cell.get("cell_type") == "code" else []
+    return (
+        {"cell_type", "source"} <= set(cell)
+        and isinstance(outputs, list)
+        and all(isinstance(o, dict) and isinstance(o.get("data", {}), dict) for o in outputs)
+    )
+
+
+def _injected(executed: Any, where: str) -> dict[str, Any]:
+    """What papermill set: its cell is tagged, also in copies whose other metadata are gone."""
+    tagged = [
+        cell for cell in executed["cells"]
+        if "injected-parameters" in cell.get("metadata", {}).get("tags", [])
+    ]  # fmt: skip
+    try:
+        return injected("".join(tagged[-1]["source"])) if tagged else {}
+    except (SyntaxError, ValueError) as error:
+        refuse("E-PARAMETER", f"{where}: the injected cell is not name = value lines ({error})")

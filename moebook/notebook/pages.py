@@ -1,0 +1,229 @@
+"""The book's generated pages: jinja2 templates filled from verdicts, pools and the audit.
+
+Each page reads without JavaScript; ``_static/tables.js`` adds the filters. As a Sphinx extension
+(``extra_extensions`` in _config.yml) the module puts a badge under each notebook's title: what its
+run really cost. It is added while a page is read, so the executed copies stay as they ran.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from moebook import results
+from moebook.notebook import findings, sources, verdicts
+from moebook.notebook.findings import SAID
+from moebook.notebook.session import VALUE
+from moebook.notebook.sources import cost, duration, size
+from moebook.notebook.verdicts import Row, amount, seeds, span
+from moebook.papers import Claim
+from moebook.papers.arithmetic import STATUSES, Finding
+from moebook.results import COMMITTED, LIVE, Run, since
+
+TITLES = {
+    "bases": "Base and tasks",
+    "pesc": "PESC",
+    "router_init": "Router initialisation",
+    "rocket": "Rocket",
+    "esft": "ESFT",
+    "kernels": "Kernels",
+}
+KINDS = {
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "direction fails": "fails",
+    "inconclusive": "inconclusive",
+    "not run": "notrun",
+}
+"""Label to the badge's class in ``_static/moebook.css``."""
+
+
+def commit(run: Run) -> str:
+    """Write a run's commit: seven digits, and whether files differed from it."""
+    known = run.manifest.get("commit")
+    return f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
+
+
+def bound(claim: Claim) -> str:
+    """Say which number is subtracted from a claim's quantity, if any."""
+    number = isinstance(claim.reference, (int, float)) and claim.reference
+    return f", less {number:g}" if number else ""
+
+
+ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
+    ENVIRONMENT.globals[thing.__name__] = thing
+ENVIRONMENT.globals.update(TITLES=TITLES, KINDS=KINDS, SAID=SAID, STATUSES=STATUSES, LIVE=LIVE)
+
+
+def _page(name: str, **parts: Any) -> str:
+    return ENVIRONMENT.get_template(f"{name}.md").render(parts).strip("\n") + "\n"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a project's ledger links to: findings, the cell that records a value, the code."""
+
+    folder: Path
+
+    def links(self, row: Row) -> dict[str, str]:
+        """Return the links of a row: what each is called, and its address."""
+        claim, best = row.claim, row.best
+        pooled = best is not None and best.pool.tier in COMMITTED
+        links = {
+            "findings": self._page(f"{claim.notebook}_findings") if pooled else None,
+            "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
+            claim.function.removeprefix("moebook.").removeprefix("methods."): self.code(claim),
+        }
+        return {text: url for text, url in links.items() if url}
+
+    def _page(self, name: str, anchor: str = "") -> str | None:
+        copy = self.folder / "book" / "notebooks" / f"{name}.ipynb"
+        return f"notebooks/{name}.html{anchor}" if copy.is_file() else None
+
+    @cached_property
+    def _anchors(self) -> dict[str, str]:
+        """Recorded value to the heading above its cell, over all executed copies."""
+        anchors: dict[str, str] = {}
+        for path in (self.folder / "book" / "notebooks").glob("*.ipynb"):
+            heading = ""
+            for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+                titles = re.findall(r"^#{2,} +(.+)$", "".join(cell["source"]), re.MULTILINE)
+                if cell["cell_type"] == "markdown" and titles:
+                    words = re.sub(r"[^a-z0-9]+", "-", titles[-1].lower())
+                    heading = "#" + words.strip("-")
+                for output in cell.get("outputs", []):
+                    if value := output.get("data", {}).get(VALUE):
+                        anchors.setdefault(value["name"], heading)
+        return anchors
+
+    def code(self, claim: Claim) -> str | None:
+        """Return the address of the line that defines a claim's function."""
+        module, _, name = claim.function.rpartition(".")
+        place = self.folder / module.replace(".", "/")
+        files = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        for path in filter(Path.is_file, files):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            for number, line in enumerate(lines, start=1):
+                if re.match(rf"(def|class) {name}\b", line):
+                    return f"{self._repository}/{path.relative_to(self.folder)}#L{number}"
+        return None
+
+    @cached_property
+    def _repository(self) -> str:
+        config = yaml.safe_load((self.folder / "_config.yml").read_text(encoding="utf-8"))
+        return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
+
+
+def ledger(rows: Sequence[Row], places: Places) -> str:
+    """Return one row a claim, a column a scale, with filters by verdict and, if several, paper."""
+    several = len({row.claim.paper for row in rows}) > 1
+    ranked = sorted((m.pool.rank, m.pool.protocol) for row in rows for m in row.measurements)
+    scales = list(dict.fromkeys(name for _, name in ranked))
+    filters = "paper verdict" if several else "verdict"
+    return _page("ledger", rows=rows, scales=scales, places=places, filters=filters)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many claims of each paper have which verdict; every number leads to its rows."""
+    return _page("summary", counts=_counted((row.claim.paper, row.label) for row in rows))
+
+
+def _counted(pairs: Any) -> dict[str, Counter[str]]:
+    """Count by paper, in the order of `TITLES`."""
+    every = Counter(pairs)
+    counts = {paper: Counter({k: n for (p, k), n in every.items() if p == paper})
+              for paper in TITLES}  # fmt: skip
+    return {paper: count for paper, count in counts.items() if count}
+
+
+def corrections(rows: Sequence[Row]) -> str:
+    """Say how many verdicts chance alone would give, and which survive a correction for that."""
+    return _page("chance", rows=rows, chance=verdicts.chance(rows))
+
+
+def found(rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
+    """Return what was found: a sentence a claim, paper by paper, surprises first.
+
+    Args:
+        rows: The ledger.
+        pictures: Paper to the file of its forest plot, beside the generated text.
+    """
+    papers = dict.fromkeys(row.claim.paper for row in rows)
+    mine = {p: findings.ordered(row for row in rows if row.claim.paper == p) for p in papers}
+    return _page("found", papers=mine, pictures=pictures)
+
+
+def front(rows: Sequence[Row], file: str | None = None) -> str:
+    """Return the five strongest lines of what was found, and their picture."""
+    return _page("front", rows=findings.strongest(rows), file=file)
+
+
+def audit(every: Sequence[Finding]) -> str:
+    """Return the audit: the counts by paper, then every finding, those of one cause in one row."""
+    folds: dict[tuple[str, ...], list[Finding]] = {}
+    for one in every:
+        how = "" if one.status == "agrees" else one.explanation
+        folds.setdefault((one.paper, one.group, one.status, how), []).append(one)
+    order = sorted(folds.values(), key=lambda fold: -STATUSES.index(fold[0].status))
+    return _page("audit", counts=_counted((one.paper, one.status) for one in every), folds=order)
+
+
+def records(folder: Path) -> str:
+    """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
+    names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
+    pools = [pool for name in names for pool in results.pools(name, folder).values()]
+    pools += [pool for name in names if (pool := results.live(name, folder))]
+    return _page("records", pools=pools, folder=folder)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Connect to Sphinx."""
+    app.connect("source-read", _insert)
+    return {"parallel_read_safe": True}
+
+
+def _insert(app: Any, docname: str, source: list[str]) -> None:
+    """Put the badge after the first cell of an executed notebook that measures."""
+    path = Path(app.srcdir) / f"{docname}.parquet"
+    if not docname.startswith("notebooks/") or docname.endswith("_findings"):
+        return
+    app.env.note_dependency(str(path))
+    text, notebook = badge(results.read_run(path), path.parents[2]), json.loads(source[0])
+    notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": text})
+    source[0] = json.dumps(notebook)
+
+
+def badge(run: Run, folder: Path) -> str:
+    """Return what a live page's run cost, and where the pools of its notebook are."""
+    manifest, machine = run.manifest, run.manifest["environment"]
+    facts = {
+        "tier": run.tier,
+        "seed": run.seed,
+        "ran in": duration(manifest["seconds"]),
+        "peak memory": (peak := manifest["peak_memory"]) and size(peak),
+        "cores": f"{machine['cores']} × {machine['cpu']}",
+        "accelerator": machine["accelerator"],
+        "date": manifest["date"][:10],
+        "commit": commit(run),
+        "set by the reader": ", ".join(f"{k} = {v}" for k, v in manifest["overrides"].items()),
+    }
+    pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
+    where = f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
+    pools = results.pools(run.notebook, folder)
+    return "\n" + _page("badge", run=run, facts=facts, pools=pools, where=where)
