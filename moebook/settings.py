@@ -45,7 +45,7 @@ def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
     construct = made.__init__
 
     @functools.wraps(construct)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
+    def __init__(self: Any, /, *args: Any, **values: Any) -> None:
         with in_one_line([field.name for field in fields(made)]):
             construct(self, *args, **values)
 
@@ -89,7 +89,7 @@ def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
         expected = first["msg"].replace("Input should be", "expected")
         for side in ("greater", "less"):
             expected = expected.replace(f"expected {side}", f"expected a number {side}")
-        refuse(code, f"{place}{name} is {first['input']!r}, {expected}")
+        refuse(code, f"{place}{name} is {first['input']!r:.200}, {expected}")
 
 
 def preset(

@@ -68,7 +68,7 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     ``.grad`` is written; the model runs in evaluation mode, without dropout.
     """
     layers, device = routed(model), next(model.parameters()).device
-    weights = [layer.router.weight for layer in layers]  # type: ignore[union-attr]
+    weights = [layer.router.weight for layer in layers]
     if not all(weight.requires_grad for weight in weights):
         refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from peft.tuners.lora import ParamWrapper
 from torch import nn
@@ -39,8 +39,8 @@ class Layer:
     mlp: nn.Module
     kind: Literal["dense", "sparse"]
     width: int
-    router: nn.Module | None = None
-    experts: nn.Module | None = None
+    router: Any = None
+    experts: Any = None
     shared: nn.Module | None = None
 
     def replace(self, mlp: nn.Module) -> None:

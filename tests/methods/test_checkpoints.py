@@ -38,7 +38,7 @@ def crafted(model, name="lora", sparse=True):
 
 
 def specialised(model, experts=(5, 2), seed=3, **options):
-    esft.specialise(model, esft.Selection({1: experts, 2: experts[:1]}, **options))
+    esft.specialise(model, esft.Selection(experts={1: experts, 2: experts[:1]}, **options))
     drift(esft.trained(model), seed)
     return model
 
@@ -169,7 +169,7 @@ def test_experts_specialised_in_an_upcycled_model_are_restored(host, batch, tmp_
     def base():
         return upcycling.upcycle(host(), upcycling.Config(experts=3))
 
-    model = esft.specialise(base(), esft.Selection({0: (2,), 1: (0, 1)}))
+    model = esft.specialise(base(), esft.Selection(experts={0: (2,), 1: (0, 1)}))
     drift(esft.trained(model))
     assert_same(model, esft.load(base(), esft.save(model, tmp_path / "run")), batch)
 

@@ -16,7 +16,9 @@ OPTIONS = ["shared_experts", "non_expert_modules", "router"]
 
 def selection_of(model, count=2, **options):
     layers = [layer.index for layer in anatomy(model).layers if layer.kind == "sparse"]
-    return esft.Selection({layer: tuple(range(3, 3 - count, -1)) for layer in layers}, **options)
+    return esft.Selection(
+        experts={layer: tuple(range(3, 3 - count, -1)) for layer in layers}, **options
+    )
 
 
 def rows(count=24):
@@ -196,12 +198,12 @@ def test_selections_that_do_not_fit_are_refused_and_the_model_untouched(mixture,
     }
     for message, experts in wrong.items():
         with pytest.raises(Refusal, match=message):
-            esft.specialise(model, esft.Selection(experts))
+            esft.specialise(model, esft.Selection(experts=experts))
     with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
-        esft.specialise(host(), esft.Selection({0: (0,)}))
+        esft.specialise(host(), esft.Selection(experts={0: (0,)}))
     adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
     with pytest.raises(Refusal, match="E-MODEL: layer 0: Adapters holds"):
-        esft.specialise(adapters, esft.Selection({0: (0,), 1: (0,)}))
+        esft.specialise(adapters, esft.Selection(experts={0: (0,), 1: (0,)}))
     assert fingerprint(model) == base
     assert all(p.requires_grad for p in model.parameters())
 

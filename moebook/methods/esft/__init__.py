@@ -3,16 +3,32 @@
 ``measure`` -> ``select`` -> ``specialise`` -> train -> ``save`` or ``merge``.
 """
 
-from moebook.methods.esft.baselines import full, lora
-from moebook.methods.esft.comparing import concentration, half_mass, overlap, shared_top, switches
+from moebook.methods.esft.arms import (
+    Arm,
+    arms,
+    budget,
+    cost,
+    full,
+    lora,
+    mix,
+    plan,
+    rows,
+    sweep,
+)
+from moebook.methods.esft.comparing import (
+    by_arm,
+    concentration,
+    counts,
+    half_mass,
+    layers,
+    overlap,
+    shared_top,
+    spread,
+    switches,
+)
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.costing import cost
-from moebook.methods.esft.grouping import cooccurrence, group, ungroup
-from moebook.methods.esft.planning import Arm, arms, budget, plan
-from moebook.methods.esft.published import replay
-from moebook.methods.esft.routing import layers
-from moebook.methods.esft.sampling import mix, rows, samples
-from moebook.methods.esft.scoring import Scores, Tally, measure
+from moebook.methods.esft.grouping import cooccurrence, group, partition
+from moebook.methods.esft.scoring import Scores, Tally, measure, replay, samples
 from moebook.methods.esft.selection import Selection, random_selection, select
 from moebook.methods.esft.specialising import (
     load,
@@ -23,9 +39,6 @@ from moebook.methods.esft.specialising import (
     specialise,
     trained,
 )
-from moebook.methods.esft.subsets import partition
-from moebook.methods.esft.sweeping import sweep
-from moebook.methods.esft.tabling import by_arm, counts, spread
 
 __all__ = [
     "Arm",
@@ -66,5 +79,4 @@ __all__ = [
     "sweep",
     "switches",
     "trained",
-    "ungroup",
 ]

@@ -1,16 +1,21 @@
-"""How concentrated routing is, how tasks' experts overlap (Fig. 2, 3), what a reading changes."""
+"""Tables: how concentrated routing is, how tasks' experts overlap (Fig. 2, 3), who trains what."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from moebook.errors import refuse
+from moebook.evaluation import by_benchmark
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.scoring import Scores
-from moebook.methods.esft.selection import select
+from moebook.methods.esft.scoring import Scores, sparse_layers
+from moebook.methods.esft.selection import Selection, select
+from moebook.models.anatomy import anatomy
 
 CHANGES: dict[str, dict[str, object]] = {
     "within_samples": {"pooling": "samples"},
@@ -20,75 +25,65 @@ CHANGES: dict[str, dict[str, object]] = {
 """What the paper reads otherwise than the released code: one thing, the other, and both."""
 
 
-def concentration(scores: Scores) -> list[float]:
-    """Return the shares of a layer's gate scores, best expert first, averaged over layers (Fig. 2).
-
-    Args:
-        scores: From `measure`.
+def layers(model: nn.Module) -> pd.DataFrame:
+    """Describe a mixture layer by layer, as the package sees it.
 
     Returns:
-        ``[E]``, falling, with sum 1.
+        By layer: ``kind``; ``width``, F of the dense MLP or of one expert; ``routed experts``, 0 in
+        a dense layer; ``parameters`` of the whole block.
     """
+    routed = {layer.index: len(layer.router.weight) for layer in sparse_layers(model)}
+    return pd.DataFrame([
+        {
+            "kind": layer.kind,
+            "width": layer.width,
+            "routed experts": routed.get(layer.index, 0),
+            "parameters": sum(p.numel() for p in layer.block.parameters()),
+        }
+        for layer in anatomy(model).layers
+    ])  # fmt: skip
+
+
+def concentration(scores: Scores) -> list[float]:
+    """Return the shares of a layer's gate scores ``[E]``, best first, mean over layers (Fig. 2)."""
     rows = torch.stack([*scores.gate.values()])
     ranked = (rows / rows.sum(1, keepdim=True)).sort(descending=True).values
-    found: list[float] = ranked.mean(0).tolist()
-    return found
+    shares: list[float] = ranked.mean(0).tolist()
+    return shares
 
 
-def half_mass(scores: Scores, kind: str = "gate") -> dict[int, float]:
-    """Return, by layer, the least share of experts that hold half of the layer's scores (Fig. 2).
+def half_mass(scores: Scores) -> dict[int, float]:
+    """Return, by layer, the least share of experts that hold half of the gate scores (Fig. 2).
 
-    Args:
-        scores: From `measure`.
-        kind: ``"gate"`` (the figure) or ``"token"``.
-
-    Returns:
-        Layer -> share in (0, 0.5]; 0.5 up to rounding of E / 2 where all experts are alike.
+    In (0, 0.5]; 0.5 up to rounding of E / 2 where all experts are alike.
     """
     shares = {}
-    for layer, row in getattr(scores, kind).items():
+    for layer, row in scores.gate.items():
         reached = row.sort(descending=True).values.cumsum(0)
         shares[layer] = (int((reached < reached[-1] / 2).sum()) + 1) / len(row)
     return shares
 
 
-def shared_top(first: Scores, second: Scores, top: int, kind: str = "gate") -> float:
+def shared_top(first: Scores, second: Scores, top: int) -> float:
     """Return how many of the best experts two measurements share, averaged over layers (Fig. 3).
 
     Args:
-        first: Scores on one task.
+        first: Scores on one task; the gate score counts.
         second: Scores of the same model on another task, or on another sample of the first.
         top: Experts looked at in each layer, 1 to E; 6 in the figure, its model's K.
-        kind: ``"gate"`` or ``"token"``.
-
-    Returns:
-        A number from 0 to ``top``.
-
-    Raises:
-        Refusal: E-KEYS for scores of different layers, E-SHAPE for another number of experts,
-            E-RANGE for ``top`` outside 1 to E.
     """
-    if first.token.keys() != second.token.keys():
-        refuse("E-KEYS", f"layers {sorted(first.token)} and {sorted(second.token)} differ")
-    if first.experts != second.experts:
-        refuse("E-SHAPE", f"{first.experts} and {second.experts} experts a layer")
+    if first.token.keys() != second.token.keys() or first.experts != second.experts:
+        refuse("E-KEYS", "the scores are of models that differ in their layers or experts")
     if not 1 <= top <= first.experts:
         refuse("E-RANGE", f"top is {top}, expected 1 to {first.experts} (experts)")
     shared = [
-        len(_best(row, top) & _best(getattr(second, kind)[layer], top))
-        for layer, row in getattr(first, kind).items()
+        len(_best(row, top) & _best(second.gate[layer], top)) for layer, row in first.gate.items()
     ]
     return sum(shared) / len(shared)
 
 
 def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int) -> pd.DataFrame:
-    """Compare every task with every task by `shared_top` (Fig. 3).
-
-    Args:
-        first: By task, measured on one sample; these are the rows.
-        second: By task, measured on another sample; these are the columns.
-        top: As in `shared_top`.
-    """
+    """Compare tasks (rows) with tasks measured on another sample (columns) by `shared_top`."""
     shared = [[shared_top(a, b, top) for b in second.values()] for a in first.values()]
     return pd.DataFrame(shared, index=list(first), columns=list(second))
 
@@ -112,12 +107,63 @@ def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> p
             config = Config.preset("released", score=score, threshold=threshold, **change)
             now = select(pooled[config.pooling], config).experts
             moved = [len(set(was[layer]) ^ set(now[layer])) for layer in was]
-            layers = sum(map(bool, moved))
-            lines[score, name] = [sum(moved), layers, layers / len(moved)]
+            differ = sum(map(bool, moved))
+            lines[score, name] = [sum(moved), differ, differ / len(moved)]
     columns = ["experts that differ", "layers that differ", "share of layers"]
     return pd.DataFrame.from_dict(lines, "index", columns=columns).set_index(
         pd.MultiIndex.from_tuples(lines, names=["score", "change"])
     )
+
+
+def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
+    """Count the selected experts: a line a score and task, a column a layer (Fig. 5)."""
+    return pd.DataFrame({
+        key: {layer: len(ids) for layer, ids in selection.experts.items()}
+        for key, selection in selections.items()
+    }).T  # fmt: skip
+
+
+def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
+    """Gather which share of the experts trains: by score, and in middle and outer layers (Fig. 5).
+
+    Args:
+        shares: `counts` over E, by score and task.
+
+    Returns:
+        Score -> shares of all its tasks and layers; ``layers/middle`` and ``layers/outer`` -> the
+        means over a third of the layers and over the others, by score and task; 0 where there are
+        no such layers.
+    """
+    gathered = {
+        score: part.to_numpy().ravel() for score, part in shares.groupby(level=0, sort=False)
+    }
+    first, middle, last = np.array_split(np.arange(shares.shape[1]), 3)
+    for name, where in {"middle": middle, "outer": np.r_[first, last]}.items():
+        part = shares.to_numpy()[:, where]
+        gathered[f"layers/{name}"] = part.sum(1) / max(len(where), 1)
+    return gathered
+
+
+def by_arm(
+    tables: Mapping[tuple[str, str], pd.DataFrame], tests: Iterable[str]
+) -> dict[str, pd.DataFrame]:
+    """Join each arm's evaluations over the tasks that it was tuned on.
+
+    Args:
+        tables: From `evaluation.evaluate`, by arm and task.
+        tests: Names that were evaluated, each of them a benchmark.
+
+    Returns:
+        Arm -> a table as of `evaluation.by_benchmark`, with the task in ``tuned``.
+    """
+    parts: dict[str, list[pd.DataFrame]] = {}
+    for (arm, task), table in tables.items():
+        parts.setdefault(arm, []).append(table.assign(tuned=task))
+    names = {name: name for name in tests}
+    return {
+        arm: by_benchmark(pd.concat(several, ignore_index=True), names)
+        for arm, several in parts.items()
+    }
 
 
 def _best(row: torch.Tensor, top: int) -> set[int]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
-from moebook.methods import settings
+from pydantic import Field
 
-CHOICES = {"score": ("token", "gate"), "pooling": ("tokens", "samples")}
-FLAGS = ("normalised", "shared_experts", "non_expert_modules", "router")
+from moebook import settings
+from moebook.errors import Refusal, refuse
+
+Kind = TypeVar("Kind")
+Pooling = Literal["tokens", "samples"]
+Score = Literal["token", "gate"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings.settings
 class Config:
     """How experts are scored and chosen, and what trains beside them (ESFT Sec. 3.3).
 
@@ -21,8 +27,7 @@ class Config:
     Attributes:
         score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
             or ``"gate"``, the mean of its gates (Eq. 6).
-        threshold: p of Eq. 8, in (0, 1]: the best experts of a layer are taken until their scores
-            reach it.
+        threshold: p of Eq. 8: the best experts of a layer are taken until their scores reach it.
         pooling: Average over all ``"tokens"`` (released), or within each of the ``"samples"`` and
             then over these (Eq. 6 and 7 as printed).
         normalised: Whether a layer's scores are divided by their sum first, so that p is a share
@@ -33,28 +38,16 @@ class Config:
         non_expert_modules: Whether all else outside the MoE layers' experts and routers trains too:
             attention, norms, embeddings, dense layers, head.
         router: Whether the routers train too (the released code counts them to the former).
-
-    Raises:
-        Refusal: E-RANGE, E-TYPE or E-CHOICE, naming the field and its value.
     """
 
-    score: str = "token"
-    threshold: float = 0.2
-    pooling: str = "tokens"
+    score: Score = "token"
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2
+    pooling: Pooling = "tokens"
     normalised: bool = False
-    decimals: int | None = None
+    decimals: Annotated[int, Field(ge=1, le=15)] | None = None
     shared_experts: bool = False
     non_expert_modules: bool = False
     router: bool = False
-
-    def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            settings.chosen(name, getattr(self, name), choices)
-        for name in FLAGS:
-            settings.flag(name, getattr(self, name))
-        settings.real("threshold", self.threshold, "(0, 1]")
-        if self.decimals is not None:
-            settings.whole("decimals", self.decimals, 1, 15)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -62,10 +55,7 @@ class Config:
 
         ``paper`` is the text: averages within samples, p a share of the total. ``released`` is the
         authors' code, from which the published experts follow: averages over tokens, four decimals,
-        plain sums. ``fixed`` is the same without the rounding: the defaults.
-
-        Raises:
-            Refusal: E-CHOICE for an unknown preset or field.
+        plain sums. ``fixed`` is the same without the rounding.
         """
         return settings.preset(cls, PRESETS, name, changes)
 
@@ -75,3 +65,27 @@ PRESETS: dict[str, dict[str, Any]] = {
     "released": {"decimals": 4},
     "fixed": {},
 }
+
+
+def from_json(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
+    """Make settings from a JSON object in a file, whose keys that are numbers become numbers."""
+    path = Path(path)
+    if not path.is_file():
+        refuse("E-NOFILE", f"{path} is missing")
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_numbered)
+    except (ValueError, RecursionError) as error:
+        refuse("E-FORMAT", f"{path} is not JSON: {error}")
+    if not isinstance(content, dict):
+        refuse("E-FORMAT", f"{path}: expected a JSON object")
+    try:
+        return kind(**{str(key): value for key, value in content.items()})
+    except Refusal as problem:
+        refuse(problem.code, f"{path}: {problem.message}")
+
+
+def _numbered(pairs: list[tuple[str, Any]]) -> dict[str | int, Any]:
+    numbered = {int(key) if key.isdecimal() else key: value for key, value in pairs}
+    if len(numbered) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return numbered

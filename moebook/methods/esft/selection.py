@@ -6,144 +6,100 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moebook import results
 from moebook.errors import refuse
-from moebook.methods.esft.config import Config
-from moebook.methods.esft.files import layer_of, read_json
+from moebook.methods.esft.config import Config, from_json
 from moebook.methods.esft.scoring import Scores
+from moebook.settings import settings
 
-Groups = Mapping[int, Sequence[Sequence[int]]]
+Group = tuple[int, ...]
+Expert = Annotated[int, Field(ge=0)]
+Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
 FLAGS = ("shared_experts", "non_expert_modules", "router")
 SLACK = 1e-9
 """What sums of decimal scores may lack by rounding in float64, and still count as p."""
 
 
-@dataclass(frozen=True)
+@settings
 class Selection:
     """Which experts of each layer train, and what beside them.
 
     Attributes:
-        experts: Decoder layer -> expert numbers, the best first.
+        experts: Decoder layer -> expert numbers, the best first; at least one a layer.
         shared_experts, non_expert_modules, router: As in `Config`.
-
-    Raises:
-        Refusal: E-DATA for no layer or a layer without experts, E-RANGE for a negative number or an
-            expert that stands twice, E-TYPE for what is not a whole number.
     """
 
-    experts: dict[int, tuple[int, ...]]
+    experts: Annotated[dict[int, Experts], Field(min_length=1)]
     shared_experts: bool = False
     non_expert_modules: bool = False
     router: bool = False
 
     def __post_init__(self) -> None:
-        if not self.experts:
-            refuse("E-DATA", "the selection names no layer")
         for layer, ids in self.experts.items():
-            if not ids:
-                refuse("E-DATA", f"layer {layer}: no expert is selected; each layer needs one")
-            for expert in ids:
-                if not isinstance(expert, int) or isinstance(expert, bool):
-                    refuse("E-TYPE", f"layer {layer}: expert {expert!r} is not a whole number")
-                if expert < 0:
-                    refuse("E-RANGE", f"layer {layer}: expert {expert} is negative")
-                if ids.count(expert) > 1:
-                    refuse("E-RANGE", f"layer {layer}: expert {expert} stands twice")
+            if len(set(ids)) < len(ids):
+                refuse("E-RANGE", f"layer {layer}: an expert stands twice in {ids}")
 
     @property
     def count(self) -> int:
         """Selected experts in all layers together."""
         return sum(map(len, self.experts.values()))
 
+    def published(self) -> dict[str, object]:
+        """Return the published JSON form; ``router`` is our own key and stands only when true."""
+        flags = {name: getattr(self, name) for name in FLAGS if name != "router" or self.router}
+        return {"experts": {str(n): list(ids) for n, ids in self.experts.items()}, **flags}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the published JSON form, whole or not at all."""
         results.write(Path(path), json.dumps(self.published()))
 
-    def published(self) -> dict[str, object]:
-        """Return the published JSON form; ``router`` is our own key and stands only when true."""
-        experts = {str(layer): list(ids) for layer, ids in self.experts.items()}
-        flags = {name: getattr(self, name) for name in FLAGS if name != "router" or self.router}
-        return {"experts": experts, **flags}
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Selection:
-        """Read the published JSON form.
-
-        Raises:
-            Refusal: E-NOFILE, E-FORMAT, and those of the class.
-        """
-        found = read_json(Path(path))
-        experts = found.get("experts")
-        if not {"experts"} <= set(found) <= {"experts", *FLAGS} or not isinstance(experts, dict):
-            refuse("E-FORMAT", f"{path}: expected experts (layer -> numbers), {', '.join(FLAGS)}")
-        layers = {layer_of(key, Path(path)): ids for key, ids in experts.items()}
-        for layer, ids in layers.items():
-            if not isinstance(ids, list):
-                refuse("E-FORMAT", f"{path}: layer {layer} holds no list of experts")
-        flags = {name: value for name, value in found.items() if name != "experts"}
-        if not all(isinstance(value, bool) for value in flags.values()):
-            refuse("E-FORMAT", f"{path}: {', '.join(flags)} must be true or false")
-        return cls({layer: tuple(layers[layer]) for layer in sorted(layers)}, **flags)
+        """Read the published JSON form."""
+        return from_json(cls, path)
 
 
-def select(scores: Scores, config: Config, *, groups: Groups | None = None) -> Selection:
+def select(
+    scores: Scores, config: Config, *, groups: Mapping[int, Sequence[Group]] | None = None
+) -> Selection:
     """Take the best experts of each layer until their scores reach p (Eq. 8).
 
     Among equal scores the lower number comes first. Each layer gets at least one expert, since p is
-    above 0. A total that misses p only by rounding (of ``decimals``, or in float64) counts as p.
+    above 0. A total that misses p only by rounding (of ``decimals``, or in float64) counts as p;
+    one that misses it by more (unnormalised gate scores) is refused.
 
     Args:
         scores: From `measure` or a file.
-        config: The settings.
+        config: The settings; the selection takes over its three options.
         groups: Layer -> groups of experts, from `group`: then whole groups are taken, the score of
             a group is the sum of its members'.
-
-    Returns:
-        The selection, with the three options of the configuration.
-
-    Raises:
-        Refusal: E-DATA for a layer whose experts were never used (0/0), E-RANGE where even all
-            experts together do not reach p (unnormalised gate scores), E-KEYS for missing groups.
     """
-    chosen = {}
+    experts = {}
     for layer, row in getattr(scores, config.score).items():
-        units = [[expert] for expert in range(len(row))] if groups is None else groups.get(layer)
-        if units is None or sorted(e for unit in units for e in unit) != list(range(len(row))):
-            refuse("E-KEYS", f"layer {layer}: the groups are not a partition of its experts")
-        taken = _taken(row, units, config, layer)
-        chosen[layer] = tuple(expert for unit in taken for expert in unit)
-    return Selection(chosen, **{name: getattr(config, name) for name in FLAGS})
+        units = [(expert,) for expert in range(len(row))] if groups is None else groups[layer]
+        experts[layer] = tuple(e for unit in _taken(row, units, config, layer) for e in unit)
+    return Selection(experts=experts, **{name: getattr(config, name) for name in FLAGS})
 
 
 def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
-    """Replace the experts by random ones, as many in each layer (Table 3).
-
-    Args:
-        selection: Gives the counts and the options.
-        experts: E, routed experts a layer.
-        seed: Any whole number or text.
-
-    Raises:
-        Refusal: E-RANGE when a layer of the selection has more experts than the model.
-    """
+    """Replace the experts by random ones of ``experts`` (E), as many in each layer (Table 3)."""
     rng = random.Random(f"esft/random/{seed}")
-    drawn = {}
-    for layer, ids in selection.experts.items():
-        if len(ids) > experts:
-            refuse("E-RANGE", f"layer {layer}: {len(ids)} experts selected of {experts}")
-        drawn[layer] = tuple(rng.sample(range(experts), len(ids)))
-    return Selection(drawn, **{name: getattr(selection, name) for name in FLAGS})
+    drawn = {
+        layer: tuple(rng.sample(range(experts), len(ids)))
+        for layer, ids in selection.experts.items()
+    }
+    return Selection(experts=drawn, **{name: getattr(selection, name) for name in FLAGS})
 
 
-def _taken(
-    row: Tensor, units: Sequence[Sequence[int]], config: Config, layer: int
-) -> list[Sequence[int]]:
+def _taken(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> list[Group]:
+    """Return the best units of a layer whose scores ``row [E]`` reach p together."""
     total = float(row.sum())
     if total <= 0:
         refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0")

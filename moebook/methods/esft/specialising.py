@@ -14,9 +14,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.esft.routing import Sparse, check_layers, experts_of, sparse_layers
+from moebook.methods.esft.scoring import sparse_layers
 from moebook.methods.esft.selection import Selection
 from moebook.models import checkpoint
+from moebook.models.anatomy import Layer
 from moebook.models.registry import unlike
 from moebook.nn import SplitExperts
 from moebook.settings import settings
@@ -50,16 +51,11 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
 
     Args:
         model: A mixture with fused gated experts: Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and
-            Qwen3 MoE, or one upcycled here.
+            Qwen3 MoE, or one upcycled here. One that is refused is left untouched.
         selection: From `select` or a file; every sparse layer of the model, and no other.
 
     Returns:
         The same model.
-
-    Raises:
-        Refusal: E-MODEL for a dense model, one specialised already, or experts of another form;
-            E-KEYS for layers that do not fit; E-RANGE for an expert that does not exist. The model
-            is untouched then.
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
@@ -70,13 +66,8 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
 def merge(model: nn.Module) -> nn.Module:
     """Put the trained experts into their places, so that the model is a plain one again.
 
-    ``save_pretrained`` then writes a checkpoint that transformers loads without this package.
-
-    Returns:
-        The same model, with all parameters free to train again, as transformers loads it.
-
-    Raises:
-        Refusal: E-MODEL when the model is not specialised.
+    ``save_pretrained`` then writes a checkpoint that transformers loads without this package. All
+    parameters are free to train again, as transformers loads them.
     """
     origin(model)
     for layer in sparse_layers(model):
@@ -86,20 +77,12 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def restore(model: nn.Module) -> nn.Module:
-    """Drop what was trained and put the base back, bit for bit.
-
-    Returns:
-        The same model, with all parameters free to train again.
-
-    Raises:
-        Refusal: E-MODEL when the model is not specialised.
-    """
-    made = origin(model)
+    """Drop what was trained and put the base back, bit for bit; all parameters train again."""
+    options_of_base = origin(model).options
     for layer in sparse_layers(model):
         layer.mlp.experts = layer.experts.frozen
-    parameters = dict(model.named_parameters())
-    for name, value in made.options.items():
-        parameters[name].copy_(value)
+    for name, value in options_of_base.items():
+        model.get_parameter(name).copy_(value)
     return _released(model)
 
 
@@ -109,26 +92,34 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def checked(model: nn.Module, selection: Selection) -> list[Sparse]:
+def checked(model: nn.Module, selection: Selection) -> list[Layer]:
     """Return the sparse layers, or refuse a selection or a model that does not fit."""
     layers = sparse_layers(model)
     check_layers("the selection", selection.experts, layers)
     for layer in layers:
-        experts = experts_of(layer)
-        if (worst := max(selection.experts[layer.index])) >= experts:
-            refuse(
-                "E-RANGE", f"layer {layer.index}: expert {worst}, the model has 0 to {experts - 1}"
-            )
-        _check_form(layer, experts)
+        last, largest = len(layer.router.weight) - 1, max(selection.experts[layer.index])
+        if largest > last:
+            refuse("E-RANGE", f"layer {layer.index}: expert {largest}, the model has 0 to {last}")
+        _check_form(layer)
     return layers
 
 
-def install(model: nn.Module, selection: Selection, layers: list[Sparse], base: str) -> nn.Module:
+def check_layers(where: str, numbers: Iterable[int], layers: Iterable[Layer]) -> None:
+    """Refuse (E-KEYS) layer numbers that are not exactly those of the model's sparse layers."""
+    given, wanted = set(numbers), {layer.index for layer in layers}
+    if wanted != given:
+        refuse(
+            "E-KEYS",
+            f"{where}: layers missing {sorted(wanted - given)}, surplus {sorted(given - wanted)};"
+            f" the model's sparse layers are {sorted(wanted)}",
+        )
+
+
+def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
     """Split the experts of checked layers and set what trains."""
     model.requires_grad_(False)
     free = options(model, selection, layers)
-    kept = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
-    made = Origin(base=base, selection=selection, options=kept)
+    copies = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
     for layer in layers:
         experts = layer.experts
         dtype = torch.promote_types(experts.down_proj.dtype, torch.float32)
@@ -136,7 +127,7 @@ def install(model: nn.Module, selection: Selection, layers: list[Sparse], base: 
         layer.mlp.experts = split.train(experts.training)
     for parameter in free.values():
         parameter.requires_grad_(True)
-    model.esft = made
+    model.esft = Origin(base=base, selection=selection, options=copies)
     return model
 
 
@@ -217,49 +208,47 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
     }
 
 
-def _check_form(layer: Sparse, experts: int) -> None:
-    """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
-    bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
-    held = {name: tuple(p.shape) for name, p in bank.named_parameters()}
-    hidden = layer.router.weight.shape[1]
-    wanted = {
-        "gate_up_proj": (experts, 2 * layer.width, hidden),
-        "down_proj": (experts, hidden, layer.width),
-    }
-    problem = unlike(bank)
-    if held != wanted or problem:
-        refuse(
-            "E-MODEL",
-            f"layer {layer.index}: {type(bank).__name__} holds {held}, {problem or 'gated'};"
-            f" expected {wanted}, gate and up one after the other, act_fn(gate) * up, and nothing"
-            " behind the down projection",
-        )
-
-
-def options(
-    model: nn.Module, selection: Selection, layers: list[Sparse]
-) -> dict[str, nn.Parameter]:
+def options(model: nn.Module, selection: Selection, layers: list[Layer]) -> dict[str, nn.Parameter]:
     """Return the parameters beside the routed experts that are to train, by name."""
     routed = _owned(layer.experts for layer in layers)
     shared = _owned(layer.shared for layer in layers)
     routers = _owned(layer.router for layer in layers)
-    wanted = {}
+    free = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in routed:
-            continue
-        if id(parameter) in shared:
+        if parameter in routed:
+            trains = False
+        elif parameter in shared:
             trains = selection.shared_experts
-        elif id(parameter) in routers:
+        elif parameter in routers:
             trains = selection.router
         else:
             trains = selection.non_expert_modules
         if trains:
-            wanted[name] = parameter
-    return wanted
+            free[name] = parameter
+    return free
 
 
-def _owned(modules: Iterable[nn.Module | None]) -> set[int]:
-    return {id(p) for module in modules if module is not None for p in module.parameters()}
+def _owned(modules: Iterable[nn.Module | None]) -> set[nn.Parameter]:
+    return {p for module in modules if module is not None for p in module.parameters()}
+
+
+def _check_form(layer: Layer) -> None:
+    """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
+    bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
+    shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
+    hidden = layer.router.weight.shape[1]
+    wanted = {
+        "gate_up_proj": (len(layer.router.weight), 2 * layer.width, hidden),
+        "down_proj": (len(layer.router.weight), hidden, layer.width),
+    }
+    problem = unlike(bank)
+    if shapes != wanted or problem:
+        refuse(
+            "E-MODEL",
+            f"layer {layer.index}: {type(bank).__name__} holds {shapes}, {problem or 'gated'};"
+            f" expected {wanted}, gate and up one after the other, act_fn(gate) * up, and nothing"
+            " behind the down projection",
+        )
 
 
 def _released(model: nn.Module) -> nn.Module:

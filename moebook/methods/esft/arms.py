@@ -1,0 +1,300 @@
+"""The arms that are compared: ESFT, full fine-tuning and LoRA; their data, sweeps and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+import numpy as np
+import torch
+from datasets import Dataset as Rows
+from datasets import concatenate_datasets
+from peft import LoraConfig, inject_adapter_in_model
+from pydantic import Field
+from torch import Tensor, nn
+
+from moebook.analysis.memory import step_memory
+from moebook.data import hub, tasks
+from moebook.errors import refuse
+from moebook.methods.esft.config import Config, Score
+from moebook.methods.esft.grouping import group
+from moebook.methods.esft.scoring import Scores, measure, sparse_layers
+from moebook.methods.esft.selection import random_selection, select
+from moebook.methods.esft.specialising import Origin
+from moebook.models.anatomy import anatomy
+from moebook.models.checkpoint import origin_or_none
+from moebook.settings import checked
+from moebook.training import fit
+from moebook.training.batches import Batches
+
+RANKS = 512
+"""The largest rank of LoRA in the paper's sweep (Sec. 6.2)."""
+STEPS = 9
+"""Of the short run that `cost` times; the first one, which warms up, is not counted."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training among those that are compared.
+
+    Attributes:
+        method: ``fft``, ``lora``, or the score that chooses experts, ``token`` or ``gate``.
+        size: Rank of LoRA or threshold of the score; 1 for full fine-tuning.
+        random: Whether as many random experts stand for those that the score chooses.
+        group: Experts that share a gate; 1 leaves the model as it is.
+        main: Whether it runs on every task; else on the first one.
+    """
+
+    method: str
+    size: float = 1
+    random: bool = False
+    group: int = 1
+    main: bool = True
+
+
+def sweep(
+    thresholds_gate: str, thresholds_token: str, ranks: str, group_sizes: str
+) -> dict[str, list[float]]:
+    """Read the values of the sweeps (Fig. 6 and 7) by arm: rising numbers with commas between.
+
+    Thresholds of the gate score and ranks are compared place by place, so there must be as many.
+
+    Args:
+        thresholds_gate: p of ESFT-Gate, each in (0, 1]; read as ``gate``.
+        thresholds_token: p of ESFT-Token, each in (0, 1]; read as ``token``.
+        ranks: Of LoRA, whole numbers from 1 to `RANKS`; read as ``lora``.
+        group_sizes: Experts that share a gate, whole numbers from 2; read as ``groups``.
+    """
+    tried = {
+        "gate": _rising("thresholds_gate", thresholds_gate, float, 0, 1),
+        "token": _rising("thresholds_token", thresholds_token, float, 0, 1),
+        "lora": _rising("ranks", ranks, int, 0, RANKS),
+        "groups": _rising("group_sizes", group_sizes, int, 1, math.inf),
+    }
+    if len(tried["gate"]) != len(tried["lora"]):
+        refuse(
+            "E-RANGE",
+            f"thresholds_gate is '{thresholds_gate}' and ranks '{ranks}'; expected as many of both,"
+            " since they are compared in turn",
+        )
+    return tried
+
+
+def _rising(
+    name: str, text: str, kind: type[int] | type[float], above: float, most: float
+) -> list[float]:
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        expected = "whole numbers" if kind is int else "numbers"
+        refuse("E-TYPE", f"{name} is '{text}': {error}; expected {expected} with commas between")
+    if values != sorted(set(values)) or not all(above < value <= most for value in values):
+        limits = f"above {above}, at most {most}"
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}, each once")
+    return values
+
+
+def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, Arm]:
+    """Return every arm by name: the main ones, ``gate-0.3`` of a sweep, ``gate-g2`` with groups.
+
+    Args:
+        tried: The values of the sweeps, from `sweep`.
+        usual: Threshold of ``token`` and ``gate`` and rank of ``lora`` in the main arms.
+    """
+    known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
+    for score in get_args(Score):
+        known[score] = Arm(score, usual[score])
+        known[f"random_{score}"] = Arm(score, usual[score], random=True)
+    for method, names in budget(tried, usual).items():
+        for name, size in zip(names, tried[method], strict=True):
+            known.setdefault(name, Arm(method, size, main=False))
+    for size in tried["groups"]:
+        known[f"fft-g{size}"] = Arm("fft", group=size, main=False)
+        known[f"gate-g{size}"] = Arm("gate", usual["gate"], group=size, main=False)
+    return known
+
+
+def budget(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, list[str]]:
+    """Return the names of the arms by method that Fig. 6 compares, the smallest first.
+
+    A value that a main arm has is that arm: it is not trained twice. Arguments as in `arms`.
+    """
+    return {
+        method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
+        for method, value in usual.items()
+    }
+
+
+def plan(
+    arms: Mapping[str, Arm],
+    model: nn.Module,
+    drawn: Mapping[str, Iterable[Mapping[str, Any]]],
+    scores: Mapping[str, Scores],
+    together: Mapping[int, Tensor],
+    *,
+    preset: str,
+    scale: float,
+    seed: int,
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what each arm's method is called with, for each of its tasks.
+
+    Args:
+        arms: Those to run, by name.
+        model: The base, which is left as it is.
+        drawn: Samples by task, on which grouped experts are measured.
+        scores: From `measure` on these samples, by task; the first is the task of the sweeps.
+        together: From `cooccurrence`, which decides the groups.
+        preset: Of `Config`.
+        scale: Of `lora`.
+        seed: Decides the random experts, together with score and task.
+
+    Returns:
+        Arm and task -> arguments by name: ``rank`` and ``scale`` of `lora`, ``selection`` of
+        `specialise`; none of `full`.
+    """
+    calls: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, arm in arms.items():
+        for task in list(scores) if arm.main else list(scores)[:1]:
+            if arm.method == "fft":
+                calls[name, task] = {}
+            elif arm.method == "lora":
+                calls[name, task] = {"rank": int(arm.size), "scale": scale}
+            else:
+                config = Config.preset(preset, score=arm.method, threshold=arm.size)
+                measured, groups = scores[task], None
+                if arm.group > 1:
+                    bound = deepcopy(model)
+                    groups = group(bound, together, arm.group)
+                    measured = measure(bound, drawn[task], config)
+                selection = select(measured, config, groups=groups)
+                if arm.random:
+                    label = f"{arm.method}/{task}/{seed}"
+                    selection = random_selection(selection, measured.experts, label)
+                calls[name, task] = {"selection": selection}
+    return calls
+
+
+def full(model: nn.Module) -> nn.Module:
+    """Let every parameter of a mixture train, routers included (FFT)."""
+    _check_plain(model)
+    return model.requires_grad_(True)
+
+
+@checked
+def lora(
+    model: nn.Module, *, rank: Annotated[int, Field(ge=1)] = 8, scale: float = 2.0
+) -> nn.Module:
+    """Freeze a mixture and put LoRA on it in place, with PEFT.
+
+    The paper names rank and scale but not the modules. Here they are the linear layers of
+    attention, of dense layers' MLPs and of shared experts, and the routed experts' fused tensors,
+    to each of which PEFT adds one product of rank ``rank`` per expert (a fused gate and up share
+    it). Routers, norms, embeddings and head stay frozen. LoRA weights are float32 or wider.
+
+    Args:
+        model: A mixture with fused experts.
+        rank: r.
+        scale: What the product is multiplied by (PEFT's alpha is scale times r).
+    """
+    _check_plain(model)
+    layers = anatomy(model).layers
+    # PEFT gets the blocks, which bear no configuration: by a model's it would take "gate_proj" for
+    # the name of an unfused expert, rename it, and leave dense layers and shared experts out.
+    blocks = nn.ModuleList(layer.block for layer in layers)
+    adapted = [layer.attention for layer in layers]
+    adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
+    linears = {
+        part for owner in adapted if owner for part in owner.modules() if type(part) is nn.Linear
+    }
+    banks = {p for layer in sparse_layers(model) for p in layer.experts.parameters()}
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=scale * rank,
+        target_modules=[name for name, part in blocks.named_modules() if part in linears],
+        target_parameters=[name for name, p in blocks.named_parameters() if p in banks],
+    )
+    inject_adapter_in_model(config, blocks)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains := ".lora_" in name)
+        if trains:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return model
+
+
+def _check_plain(model: nn.Module) -> None:
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        refuse("E-MODEL", "the model holds LoRA already: load the base again")
+    if origin_or_none(model, Origin):
+        refuse("E-MODEL", "the model is specialised: esft.restore or esft.merge it first")
+    sparse_layers(model)
+
+
+def rows(
+    targets: Iterable[str], alignment: Iterable[str], size: int, *, revisions: str = "", seed: int
+) -> dict[str, list[dict[str, str]]]:
+    """Draw the training rows of target tasks and of alignment data.
+
+    Args:
+        targets: Embedded tasks, or data sets of the hub.
+        alignment: The same; of the hub's twice as many rows are drawn, as some prove too long.
+        size: Rows of each; an embedded task may have fewer.
+        revisions: Commits of the hub's data sets, for `hub.pins`.
+        seed: Decides the draws.
+    """
+    pins, drawn = hub.pins(revisions), {}
+    for times, names in ((2, alignment), (1, targets)):
+        for name in names:
+            if name in tasks.KNOWN:
+                count = min(size, tasks.find(name).available("train"))
+                drawn[name] = tasks.rows(name, "train", count, seed)
+            else:
+                pin = pins.get(name)
+                drawn[name] = hub.load(name, revision=pin, size=times * size, seed=seed)
+    return drawn
+
+
+@checked
+def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)], seed: int) -> Rows:
+    """Mix a task's rows with alignment data, which keeps the general abilities (Sec. 4.3).
+
+    Args:
+        task: Encoded rows of the task; all of them are used.
+        alignment: Encoded rows of alignment data, drawn without replacement.
+        share: Of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.
+        seed: Decides draw and order.
+    """
+    wanted = math.floor(len(task) * share / (1 - share) + 0.5)
+    if wanted > len(alignment):
+        refuse("E-DATA", f"{wanted} alignment rows needed, {len(alignment)} given")
+    drawn = alignment.shuffle(seed=seed).select(range(wanted))
+    return concatenate_datasets([task, drawn]).shuffle(seed=seed)
+
+
+def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
+    """Train a few steps and count what a step holds and what is stored for the task (Fig. 4).
+
+    Args:
+        model: From `full`, `lora` or `specialise`; its parameters move.
+        train: Rows as `training.fit` takes them.
+        recipe: As for `training.fit`, with ``batch``, ``seed`` and ``pad_id``; the number of steps
+            is `STEPS`.
+
+    Returns:
+        ``time``, the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
+        (weights and buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
+    """
+    first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
+    device = next(model.parameters()).device
+    inputs = {k: part.to(device) if torch.is_tensor(part) else part for k, part in first.items()}
+    memory = step_memory(model.train(), inputs)
+    seconds = fit(model, train, **recipe | {"steps": STEPS}).seconds
+    return {
+        "time": float(np.median(np.diff(seconds))),
+        "peak_memory": memory.total,
+        "resident": memory.parameters,
+        "optimizer": 2 * memory.trained // 3,
+        "storage": memory.trained // 3,
+    }

@@ -1,0 +1,225 @@
+"""The arms of ESFT: names, arguments, data, costs; what trains in the baselines."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+
+from moebook.data import hub, tasks
+from moebook.errors import Refusal
+from moebook.methods import esft
+from moebook.models import anatomy
+from moebook.training import fit
+
+FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
+TEXTS = {
+    "thresholds_gate": "0.1,0.3", "thresholds_token": "0.2", "ranks": "4,8", "group_sizes": "2",
+}  # fmt: skip
+TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
+USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
+
+
+def encoded():
+    torch.manual_seed(4)
+    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+
+
+def test_a_sweep_is_read_by_arm():
+    assert esft.sweep(**TEXTS) == TRIED
+    assert all(isinstance(rank, int) for rank in esft.sweep(**TEXTS)["lora"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ranks", "4,8,16", "E-RANGE: thresholds_gate is '0.1,0.3' and ranks '4,8,16'"),
+        ("ranks", "4,8.5", "E-TYPE: ranks is '4,8.5': .*expected whole numbers with commas"),
+        ("ranks", "0,8", "E-RANGE: ranks is '0,8', expected rising numbers above 0, at most 512"),
+        ("ranks", "8,4", "E-RANGE: ranks is '8,4', expected rising numbers"),
+        ("thresholds_gate", "", "E-TYPE: thresholds_gate is ''"),
+        ("thresholds_gate", "0.1,1.5", "E-RANGE: thresholds_gate is '0.1,1.5'"),
+        ("thresholds_gate", "0.1,nan", "E-RANGE: thresholds_gate is"),
+        ("thresholds_token", "0.2,0.2", "E-RANGE: thresholds_token is '0.2,0.2'"),
+        ("group_sizes", "1,2", "E-RANGE: group_sizes is '1,2', expected rising numbers above 1"),
+    ],
+)
+def test_a_sweep_that_cannot_run_is_refused(name, text, message):
+    with pytest.raises(Refusal, match=message):
+        esft.sweep(**TEXTS | {name: text})
+
+
+def test_every_arm_has_a_name_and_none_is_trained_twice():
+    known = esft.arms(TRIED, USUAL)
+    main = ["fft", "lora", "token", "random_token", "gate", "random_gate"]
+    assert list(known) == [*main, "gate-0.3", "lora-4", "fft-g2", "gate-g2"]
+    assert [name for name, arm in known.items() if arm.main] == main
+    assert known["gate-0.3"] == esft.Arm("gate", 0.3, main=False)
+    assert known["random_gate"] == esft.Arm("gate", 0.1, random=True)
+    assert known["gate-g2"] == esft.Arm("gate", 0.1, group=2, main=False)
+    assert known["lora-4"].size == 4 and known["lora"].size == 8
+
+
+def test_the_arms_of_a_sweep_are_named_smallest_first():
+    want = {"gate": ["gate", "gate-0.3"], "token": ["token"], "lora": ["lora-4", "lora"]}
+    assert esft.budget(TRIED, USUAL) == want
+    other = esft.budget(TRIED, USUAL | {"gate": 0.2})
+    assert other["gate"] == ["gate-0.1", "gate-0.3"]
+    assert set(other["gate"]) <= set(esft.arms(TRIED, USUAL | {"gate": 0.2}))
+
+
+@pytest.fixture
+def measured(mixture, batch):
+    """A mixture whose K suits groups of two, and what `plan` takes beside the arms."""
+    model = mixture("DeepseekV2", num_experts_per_tok=4)
+    drawn = {"one": [batch], "two": [{key: part[:1] for key, part in batch.items()}]}
+    scores = {task: esft.measure(model, batches) for task, batches in drawn.items()}
+    return model, drawn, scores, esft.cooccurrence(model, [batch])
+
+
+def planned(arms, measured, seed=0):
+    return esft.plan(arms, *measured, preset="fixed", scale=3.0, seed=seed)
+
+
+def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(measured):
+    known = esft.arms(TRIED, USUAL)
+    plan, scores = planned(known, measured), measured[2]
+    for name, arm in known.items():
+        trained_on = [task for other, task in plan if other == name]
+        assert trained_on == (["one", "two"] if arm.main else ["one"])
+    assert plan["fft", "two"] == plan["fft-g2", "one"] == {}
+    assert plan["lora", "one"] == {"rank": 8, "scale": 3.0}
+    assert plan["lora-4", "one"] == {"rank": 4, "scale": 3.0}
+    for name, score, p in [
+        ("token", "token", 0.2),
+        ("gate", "gate", 0.1),
+        ("gate-0.3", "gate", 0.3),
+    ]:
+        want = esft.select(scores["one"], esft.Config(score=score, threshold=p))
+        assert plan[name, "one"] == {"selection": want}
+    drawn, like = plan["random_gate", "two"]["selection"], plan["gate", "two"]["selection"]
+    assert drawn == esft.random_selection(like, scores["two"].experts, "gate/two/0")
+
+
+def test_an_arm_of_a_part_of_them_gets_what_it_gets_among_all(measured):
+    known = esft.arms(TRIED, USUAL)
+    plan = planned(known, measured)
+    for name in known:
+        alone = planned({name: known[name]}, measured)
+        assert alone == {key: given for key, given in plan.items() if key[0] == name}
+    other = planned(known, measured, seed=5)
+    assert {key for key in plan if plan[key] != other[key]} <= {
+        key for key in plan if key[0].startswith("random")
+    }
+
+
+def test_grouped_experts_are_measured_in_groups_and_the_base_is_left_alone(measured):
+    model, drawn, _, together = measured
+    before = copy.deepcopy(model.state_dict())
+    (given,) = planned({"gate-g2": esft.Arm("gate", 0.1, group=2, main=False)}, measured).values()
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
+    groups = esft.group(model, together, 2)
+    config = esft.Config(score="gate", threshold=0.1)
+    want = esft.select(esft.measure(model, drawn["one"]), config, groups=groups)
+    assert given["selection"] == want
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, batch):
+    base, model = mixture(family), esft.lora(mixture(family), rank=4)
+    assert torch.equal(model(**batch).logits, base(**batch).logits)
+    experts = len(anatomy(base).layers[1].router.weight)
+    model(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name), name
+        if ".lora_" in name:
+            rank = 4 * experts if ".mlp.experts." in name else 4
+            assert rank in parameter.shape, name
+            assert parameter.grad is not None
+
+
+def test_lora_adapts_attention_dense_layers_shared_and_routed_experts(mixture):
+    model = esft.lora(mixture("DeepseekV2"))
+    free = {name for name, p in model.named_parameters() if p.requires_grad}
+    layers = [{n.split(".")[4] for n in free if f"layers.{i}.mlp" in n} for i in (0, 1)]
+    assert layers == [{"gate_proj", "up_proj", "down_proj"}, {"experts", "shared_experts"}]
+    assert sum(".self_attn." in name for name in free) == 3 * 4 * 2
+    assert not any("norm" in name or ".mlp.gate." in name for name in free)
+
+
+def test_lora_multiplies_its_product_by_the_scale(mixture):
+    model = esft.lora(mixture("Mixtral"), rank=2, scale=3.0)
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_()
+    x = torch.randn(5, 32)
+    product = x @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * product)
+
+
+@pytest.mark.parametrize("arm", ["full", "lora"])
+def test_the_baselines_learn(arm, mixture):
+    model = getattr(esft, arm)(mixture("DeepseekV2").requires_grad_(False))
+    assert arm == "lora" or all(p.requires_grad for p in model.parameters())
+    loss = fit(model, encoded(), steps=20, batch=6, lr=0.003, pad_id=2).loss
+    assert loss[-1] < 0.9 * loss[0]
+
+
+def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
+    model = esft.lora(mixture("Mixtral"))
+    special = esft.specialise(mixture("Mixtral"), esft.Selection(experts={0: (0,), 1: (0,)}))
+    for arm in (esft.full, esft.lora):
+        with pytest.raises(Refusal, match="E-MODEL: the model holds LoRA already"):
+            arm(model)
+        with pytest.raises(Refusal, match="E-MODEL: the model is specialised"):
+            arm(special)
+        with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
+            arm(host())
+    with pytest.raises(Refusal, match="E-RANGE: rank is 0"):
+        esft.lora(mixture("Mixtral"), rank=0)
+
+
+def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
+    asked = {}
+
+    def load(name, *, revision, size, seed):
+        asked[name] = (revision, size, seed)
+        return [{"task": name}] * size
+
+    monkeypatch.setattr(hub, "load", load)
+    pin = "a" * 40
+    drawn = esft.rows(["licence", "metamathqa"], ["gcd", "slimorca"], 5000,
+                      revisions=f"slimorca={pin}", seed=3)  # fmt: skip
+    assert asked == {"metamathqa": (None, 5000, 3), "slimorca": (pin, 10000, 3)}
+    whole = tasks.find("licence").available("train")
+    assert drawn["licence"] == tasks.rows("licence", "train", whole, 3)
+    assert len(esft.rows(["licence"], ["licence"], 7, seed=0)["licence"]) == 7
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 10), (0.2, 3), (0.75, 30)])
+def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
+    task, alignment = (Dataset.from_dict({"id": range(*ends)}) for ends in [(10,), (1000, 1030)])
+    mixed = esft.mix(task, alignment, share, seed=0)["id"]
+    assert sorted(i for i in mixed if i < 1000) == list(range(10))
+    drawn = [i for i in mixed if i >= 1000]
+    assert len(drawn) == len(set(drawn)) == count
+    with pytest.raises(Refusal, match="E-RANGE: share is 1"):
+        esft.mix(task, alignment, 1.0, seed=0)
+    with pytest.raises(Refusal, match="E-DATA: 30 alignment rows needed, 10 given"):
+        esft.mix(task, task, 0.75, seed=0)
+
+
+def test_costs_are_those_of_the_tensors_that_train(mixture):
+    recipe = {"batch": 4, "seed": 0, "pad_id": 2, "steps": 2, "lr": 0.01}
+    whole = sum(p.nbytes for p in mixture("DeepseekV2").parameters())
+    full = esft.cost(esft.full(mixture("DeepseekV2")), encoded(), **recipe)
+    assert full["storage"] == whole and full["optimizer"] == 2 * whole
+    assert full["peak_memory"] > full["resident"] + 3 * whole
+    model = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)}))
+    chosen = sum(p.nbytes for p in esft.trained(model).values())
+    small = esft.cost(model, encoded(), **recipe)
+    assert small["storage"] == chosen and small["optimizer"] == 2 * chosen
+    assert small["resident"] == pytest.approx(full["resident"] + chosen)
+    assert small["peak_memory"] < full["peak_memory"] and small["time"] > 0
