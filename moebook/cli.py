@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         options = _parse(arguments)
-        command: Callable[[argparse.Namespace], int] = options.command
-        code = command(options)
+        code: int = options.command(options)
         print(end="", flush=True)  # a reader that has gone is noticed here, not when Python ends
         return code
     except Refusal as refusal:
@@ -76,107 +75,70 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"moebook {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    checks = (_add_verify, _add_audit, _add_compare)
-    for add in (_add_run, _add_study, _add_list, _add_book, *checks, _add_bench, _add_pretrain):
-        add(commands)
+    for name, (function, text, wanted) in COMMANDS.items():
+        sub: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(command=function, parser=sub)
+        for words, rules in wanted:
+            sub.add_argument(*words, **rules)
     options, rest = parser.parse_known_args(arguments)
     if rest:
         options.parser.error(f"unrecognized arguments: {rest[0]}")
     return options
 
 
-def _add(commands: Any, name: str, command: Callable[[Any], int], text: str) -> Parser:
-    parser: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(command=command, parser=parser)
-    return parser
+Command = Callable[[argparse.Namespace], int]
+Option = tuple[tuple[str, ...], dict[str, Any]]
+COMMANDS: dict[str, tuple[Command, str, tuple[Option, ...]]] = {}
 
 
-def _add_run(commands: Any) -> None:
-    parser = _add(commands, "run", run, "execute one notebook for yourself, into runs/mine/")
-    parser.add_argument("notebook", help="short name, such as pesc")
-    parser.add_argument(
-        "--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL",
-        help="parameter file beside the notebook: a tier, or a study's such as nano (default: cpu)",
-    )  # fmt: skip
-    parser.add_argument(
-        "-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"
-    )
-    parser.add_argument("--force", action="store_true", help="run even if nothing has changed")
+def option(*names: str, **rules: Any) -> Option:
+    """Describe an argument as `argparse.ArgumentParser.add_argument` takes it."""
+    return names, rules
 
 
-def _add_study(commands: Any) -> None:
-    parser = _add(commands, "study", study, "add runs to a pool, one seed a run")
-    parser.add_argument("notebook", nargs="?", help="short name, such as pesc")
-    parser.add_argument("--on", dest="protocol", metavar="PROTOCOL", help="such as nano")
-    parser.add_argument("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5")
-    parser.add_argument("--arms", help="names with commas, or all (default: the protocol's)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: cores)")
-    parser.add_argument(
-        "--engine", default="local", choices=("local", "ray"), help="where (default: local)"
-    )
-    parser.add_argument("--add", metavar="FILE", help="take in an executed notebook instead")
+def command(name: str, text: str, *options: Option) -> Callable[[Command], Command]:
+    """Register a function as the sub-command of that name."""
+
+    def register(function: Command) -> Command:
+        COMMANDS[name] = function, text, options
+        return function
+
+    return register
 
 
-def _add_list(commands: Any) -> None:
-    _add(commands, "list", list_notebooks, "show notebooks, parameters, protocols and their costs")
-
-
-def _add_book(commands: Any) -> None:
-    parser = _add(commands, "book", book, "execute the notebooks and render the book")
-    parser.add_argument("--tier", default="cpu", choices=LIVE, help="scale (default: cpu)")
-    parser.add_argument("--only", metavar="NOTEBOOK", help="execute this one, render everything")
-
-
-def _add_verify(commands: Any) -> None:
-    parser = _add(commands, "verify", verify, "recompute hashes and values of all runs")
-    parser.add_argument("notebook", nargs="?", help="short name, or bench; all by default")
-
-
-def _add_audit(commands: Any) -> None:
-    parser = _add(commands, "audit", audit, "recompute the derived numbers of the papers' tables")
-    parser.add_argument("paper", nargs="?", help="short name, such as rocket; all by default")
-    parser.add_argument("--all", action="store_true", help="show the numbers that agree too")
-
-
-def _add_compare(commands: Any) -> None:
-    parser = _add(commands, "compare", compare, "put your executed notebook beside the book's runs")
-    parser.add_argument("notebook", help="an executed notebook, such as my_run.ipynb")
-
-
-def _add_bench(commands: Any) -> None:
-    parser = _add(commands, "bench", bench, "time the ops against their floors and peers")
-    parser.add_argument("op", nargs="?", help="such as experts; all by default, with a record")
-    parser.add_argument("--peers", action="store_true", help="list the peers that are installed")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (default: auto)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
-    parser.add_argument("--scale", help="tiny, small, full or model (default: that of the goals)")
-
-
-def _add_pretrain(commands: Any) -> None:
-    parser = _add(commands, "pretrain", pretrain, "make an embedded base from its recipe")
-    known = sorted(recipe.parent.name for recipe in MODELS.glob("*/recipe.yaml"))
-    parser.add_argument("base", choices=known, help="the base to make")
-    parser.add_argument("--steps", type=int, help="stop after so many steps; goes on from there")
-
-
+@command(
+    "run", "execute one notebook for yourself, into runs/mine/",
+    option("notebook", help="short name, such as pesc"),
+    option("--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL",
+           help="parameter file beside the notebook: a tier, or a study's such as nano "
+           "(default: cpu)"),
+    option("-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"),
+    option("--force", action="store_true", help="run even if nothing has changed"),
+)  # fmt: skip
 def run(options: argparse.Namespace) -> int:
     """``moebook run``: execute one notebook."""
     from moebook import results
-    from moebook.notebook import parameters, sources
-    from moebook.notebook.runner import run_notebook
+    from moebook.notebook import parameters, runner, sources
 
     folder = results.root()
     declared = sources.find(folder, options.notebook).parameters
-    overrides = parameters.read_options(declared, options.p)
-    outcome = run_notebook(
-        options.notebook, options.protocol, overrides, folder=folder, force=options.force
-    )
-    if outcome:
+    given = parameters.read_options(declared, options.p)
+    call = (options.notebook, options.protocol, given)
+    if outcome := runner.run_notebook(*call, folder=folder, force=options.force):
         print(outcome.describe(folder))
     return 0
 
 
+@command(
+    "study", "add runs to a pool, one seed a run",
+    option("notebook", nargs="?", help="short name, such as pesc"),
+    option("--on", dest="protocol", metavar="PROTOCOL", help="such as nano"),
+    option("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5"),
+    option("--arms", help="names with commas, or all (default: the protocol's)"),
+    option("--jobs", type=int, metavar="N", help="runs at a time (default: cores)"),
+    option("--engine", default="local", choices=("local", "ray"), help="where (default: local)"),
+    option("--add", metavar="FILE", help="take in an executed notebook instead"),
+)  # fmt: skip
 def study(options: argparse.Namespace) -> int:
     """``moebook study``: fill a pool; exit 1 when a run failed."""
     from moebook import results
@@ -195,12 +157,12 @@ def study(options: argparse.Namespace) -> int:
     if options.jobs is not None and (options.jobs < 1 or options.engine == "ray"):
         rule = "a cluster decides by itself" if options.jobs > 0 else "expected at least 1"
         refuse("E-RANGE", f"--jobs is {options.jobs}: {rule}")
-    wanted = studies.seeds(options.seeds)
-    settings = {"arms": options.arms, "jobs": options.jobs, "engine": options.engine}
-    failed = studies.study(options.notebook, options.protocol, wanted, **settings, folder=folder)
-    return int(failed > 0)
+    call = (options.notebook, options.protocol, studies.seeds(options.seeds))
+    where = {"arms": options.arms, "jobs": options.jobs, "engine": options.engine}
+    return int(studies.study(*call, **where, folder=folder) > 0)
 
 
+@command("list", "show notebooks, parameters, protocols and their costs")
 def list_notebooks(options: argparse.Namespace) -> int:
     """``moebook list``: show what can be run, and what it cost."""
     from moebook import results
@@ -210,6 +172,11 @@ def list_notebooks(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "book", "execute the notebooks and render the book",
+    option("--tier", default="cpu", choices=LIVE, help="scale (default: cpu)"),
+    option("--only", metavar="NOTEBOOK", help="execute this one, render everything"),
+)  # fmt: skip
 def book(options: argparse.Namespace) -> int:
     """``moebook book``: execute what has changed, then render."""
     from moebook import results
@@ -221,15 +188,24 @@ def book(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "verify", "recompute hashes and values of all runs",
+    option("notebook", nargs="?", help="short name, or bench; all by default"),
+)  # fmt: skip
 def verify(options: argparse.Namespace) -> int:
     """``moebook verify``: exit 1 when a run, its pool and its executed copy do not agree."""
-    from moebook.notebook.compare import verify as findings
+    from moebook.notebook import compare
 
-    found = findings(options.notebook)
-    print("\n".join(map(str, found)) or "no runs: nothing was run yet")
-    return int(any(finding.failures for finding in found))
+    findings = compare.verify(options.notebook)
+    print("\n".join(map(str, findings)) or "no runs: nothing was run yet")
+    return int(any(finding.failures for finding in findings))
 
 
+@command(
+    "audit", "recompute the derived numbers of the papers' tables",
+    option("paper", nargs="?", help="short name, such as rocket; all by default"),
+    option("--all", action="store_true", help="show the numbers that agree too"),
+)  # fmt: skip
 def audit(options: argparse.Namespace) -> int:
     """``moebook audit``: print what the papers' own arithmetic gives."""
     from moebook import papers
@@ -238,14 +214,27 @@ def audit(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "compare", "put your executed notebook beside the book's runs",
+    option("notebook", help="an executed notebook, such as my_run.ipynb"),
+)  # fmt: skip
 def compare(options: argparse.Namespace) -> int:
     """``moebook compare``: print the ledger of a reader's notebook beside the book's."""
-    from moebook.notebook.compare import compare as text
+    from moebook.notebook.compare import compare as beside
 
-    print(text(Path(options.notebook)))
+    print(beside(Path(options.notebook)))
     return 0
 
 
+@command(
+    "bench", "time the ops against their floors and peers",
+    option("op", nargs="?", help="such as experts; all by default, with a record"),
+    option("--peers", action="store_true", help="list the peers that are installed"),
+    option("--threads", type=int, default=1, help="of the CPU (default: 1)"),
+    option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
+    option("--rounds", type=int, default=5, help="turns of each (default: 5)"),
+    option("--scale", help="tiny, small, full or model (default: that of the goals)"),
+)  # fmt: skip
 def bench(options: argparse.Namespace) -> int:
     """``moebook bench``: print the tables; keep a record of all ops at the goals' settings."""
     if options.threads < 1:
@@ -278,6 +267,12 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "pretrain", "make an embedded base from its recipe",
+    option("base", choices=sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml")),
+           help="the base to make"),
+    option("--steps", type=int, help="stop after so many steps; goes on from there"),
+)  # fmt: skip
 def pretrain(options: argparse.Namespace) -> int:
     """``moebook pretrain``: train a base in ``runs/pretrain/``, from where it was stopped."""
     from moebook import results

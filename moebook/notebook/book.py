@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
     ]
     workers = 1 if tier in ("gpu", "paper") else min(study.cores(), len(jobs))
     failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
-    with study.Processes() as started:
-        for job, outcome in started.side_by_side(jobs, folder, workers):
+    with closing(study.side_by_side(jobs, folder, workers)) as ended:
+        for job, outcome in ended:
             if isinstance(outcome, Refusal):
                 failures.append(outcome)
                 line = f"failed: {outcome}"

@@ -12,6 +12,7 @@ from moebook import results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
 from moebook.notebook.session import CURVE, NOTE, VALUE, injected
+from moebook.notebook.sources import Notebook
 from moebook.results import Curve, Run, Value, restored
 
 NOTES = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
@@ -60,28 +61,23 @@ def seconds(executed: Any) -> dict[str, Any]:
 
 
 def harvest(
-    executed: Any,
-    name: str,
-    protocol: str,
-    source: Path,
-    lock: Path,
-    manifest: Mapping[str, Any],
+    executed: Any, source: Notebook, protocol: str, folder: Path, manifest: Mapping[str, Any]
 ) -> Run:
     """Make a run of what an executed notebook left in its outputs.
 
     Args:
         executed: The notebook, as JSON.
-        name: Short name of the notebook.
+        source: What was executed; it is hashed as the project's lock is.
         protocol: What it ran under.
-        source: The notebook's source, which is hashed.
-        lock: The lock file, which is hashed.
+        folder: The project.
         manifest: All ``parameters`` with the values they had, and everything else that is known.
     """
     facts, parameters = notes(executed), manifest["parameters"]
-    code = {"notebook": results.source(source), "lock": results.digest(lock)}
+    lock = results.digest(folder / "requirements.lock")
+    code = {"notebook": results.source(source.path), "lock": lock}
     known = {"environment": facts.get("environment", {}), "known_arms": facts.get("known", [])}
     return Run(
-        notebook=name,
+        notebook=source.name,
         protocol=protocol,
         tier=str(parameters["tier"]),
         seed=int(parameters.get("seed", 0)),
@@ -122,7 +118,7 @@ def read_notebook(path: Path, folder: Path) -> Run:
     }
     if date := executed.get("metadata", {}).get("papermill", {}).get("end_time"):
         manifest["date"] = date
-    return harvest(executed, name, "mine", path, folder / "requirements.lock", manifest)
+    return replace(harvest(executed, source, "mine", folder, manifest), notebook=name)
 
 
 def _is_whole(cell: Any) -> bool:

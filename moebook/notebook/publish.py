@@ -1,9 +1,8 @@
 """The filter between an executed notebook and the book: what may be shown, and nothing else.
 
-Allowed are text, PNG and SVG figures, tables, and recorded values. Text that a model wrote is
-text/plain like any other. Tables and figures are reduced by allow-list: an element or attribute
-that is not named here does not pass. Errors and secrets are refused, all else is left out and
-counted.
+Allowed are text, PNG figures, tables, and recorded values. Text that a model wrote is text/plain
+like any other. A table's elements and attributes pass only if they are named here. Errors and
+secrets are refused, everything else is left out and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from moebook.errors import refuse
 from moebook.notebook.harvest import code_cells
@@ -52,8 +50,7 @@ _SECRET_TEXT = {
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     "a password in an address": r"\b[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@",
 }
-_SHORTEST = 8
-"""A variable's value is looked for in a page from this length on; shorter ones are too common."""
+_SHORTEST = 8  # a variable's value is looked for from this length on; shorter ones are too common
 
 _TOPS = "home|root|Users|tmp|var|opt|usr|etc|private|mnt|media|srv|run|work|workspace|content|data"
 _PATH = re.compile(
@@ -61,44 +58,20 @@ _PATH = re.compile(
 )
 
 
-SVG = "http://www.w3.org/2000/svg"
-XLINK = "http://www.w3.org/1999/xlink"
-
-_HTML = frozenset(
+_ELEMENTS = frozenset(
     "table thead tbody tfoot tr th td caption colgroup col div p br b i em strong sub sup code"
     " small span".split()
 )
 _VOID = ("br", "col")
 _SILENT = ("script", "style", "iframe", "object", "template", "noscript", "svg", "math")
-_HTML_ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
-_SVG = frozenset(
-    "svg g defs path rect circle ellipse line polyline polygon text tspan use clipPath symbol style"
-    " title desc linearGradient radialGradient stop pattern mask marker image".split()
-)
-_SVG_ATTRIBUTES = frozenset(
-    "id class style d x y x1 y1 x2 y2 cx cy r rx ry fx fy dx dy width height viewBox version"
-    " preserveAspectRatio transform points fill fill-opacity fill-rule stroke stroke-width"
-    " stroke-opacity stroke-linecap stroke-linejoin stroke-dasharray stroke-dashoffset opacity"
-    " clip-path clip-rule clipPathUnits mask offset stop-color stop-opacity gradientUnits"
-    " gradientTransform patternUnits patternTransform markerWidth markerHeight refX refY orient"
-    " font-family font-size font-style font-weight text-anchor type role aria-label aria-labelledby"
-    .split()
-)  # fmt: skip
-_OUTSIDE = re.compile(r"url\(\s*(?!['\"]?#)|@import|expression|javascript:|\\", re.IGNORECASE)
+_ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 
 
 def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
     """Return a copy of an executed notebook that may be published, and what was left out.
 
-    Args:
-        notebook: As papermill leaves it (nbformat 4).
-        folder: The project, whose absolute paths become relative ones.
-
-    Returns:
-        The notebook, and a count by kind: MIME types, ``stderr``, ``path``, ``metadata`` ...
-
-    Raises:
-        Refusal: ``E-OUTPUT`` for an error output, ``E-VALUE`` for a malformed value, ``E-SECRET``.
+    Paths in the project become relative. What was left out is counted by kind: MIME types,
+    ``stderr``, ``path``, ``metadata`` ... An error output, malformed value or secret is refused.
     """
     notebook, dropped = json.loads(json.dumps(notebook)), Counter[str]()
     for number, cell in code_cells(notebook):
@@ -141,8 +114,6 @@ def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
     if mime == "text/html":
         table = reduced_table(content)
         return None if table is None else _text(table, folder, dropped)
-    if mime == "image/svg+xml":
-        return reduced_figure(content)
     if mime == "image/png":
         return _png(content, dropped)
     if mime == VALUE:
@@ -200,20 +171,15 @@ def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without the variables that look like secrets.
-
-    A variable goes when its name has a part such as TOKEN or API_KEY, or its value looks like one.
-    """
+    """Return this process's environment without variables whose name or value suggests a secret."""
     return {k: v for k, v in os.environ.items() if not _SECRET_NAME.search(k) and not secret(v, {})}
 
 
 def secret(text: str, variables: Mapping[str, str] | None = None) -> str | None:
     """Say what kind of secret a text shows, or None.
 
-    Args:
-        text: Any text.
-        variables: Environment in which secrets are looked up by name, so that the value of any
-            variable with a name such as TOKEN is found as well; this process's by default.
+    The values of variables with names such as TOKEN are found too: in this process's environment,
+    unless others are given.
     """
     for kind, pattern in _SECRET_TEXT.items():
         if re.search(pattern, text):
@@ -240,10 +206,9 @@ def _shorten(match: re.Match[str]) -> str:
 
 
 def reduced_table(text: str) -> str | None:
-    """Return the HTML of a table (pandas') with text, structure and classes only.
+    """Return the HTML of a table (pandas') with text, structure and classes only; None without one.
 
-    Scripts and styles go with their contents, other unknown elements without them. None when it
-    holds no table.
+    Scripts and styles go with their contents, other unknown elements without them.
     """
     reader = _Table()
     reader.feed(text)
@@ -263,10 +228,10 @@ class _Table(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in _SILENT:
             self.silent.append(tag)
-        if self.silent or tag not in _HTML:
+        if self.silent or tag not in _ELEMENTS:
             return
-        allowed = [(name, value) for name, value in attrs if name in _HTML_ATTRIBUTES and value]
-        written = "".join(f' {name}="{html.escape(value)}"' for name, value in allowed if value)
+        allowed = [(name, value) for name, value in attrs if name in _ATTRIBUTES and value]
+        written = "".join(f' {name}="{html.escape(value or "")}"' for name, value in allowed)
         self.parts.append(f"<{tag}{written}>")
         if tag not in _VOID:
             self.unclosed.append(tag)
@@ -286,39 +251,3 @@ class _Table(HTMLParser):
     def close(self) -> None:
         super().close()
         self.parts += [f"</{tag}>" for tag in reversed(self.unclosed)]
-
-
-def reduced_figure(text: str) -> str | None:
-    """Return an SVG figure with drawing elements only; None when it is no well-formed SVG.
-
-    Scripts, foreign objects, metadata, event handlers, animations and references to anything
-    outside the figure are left out; embedded PNG pictures stay.
-    """
-    if "<!ENTITY" in text:
-        return None
-    try:
-        tree = ElementTree.fromstring(text)
-    except (ElementTree.ParseError, ValueError):
-        return None
-    if tree.tag != f"{{{SVG}}}svg":
-        return None
-    _reduce(tree)
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", XLINK)
-    return ElementTree.tostring(tree, encoding="unicode")
-
-
-def _reduce(element: ElementTree.Element) -> None:
-    """Remove from an element, in place, all that is not allowed."""
-    for child in list(element):
-        name = child.tag.removeprefix(f"{{{SVG}}}") if isinstance(child.tag, str) else ""
-        if name in _SVG and not (name == "style" and _OUTSIDE.search(child.text or "")):
-            _reduce(child)
-        else:
-            element.remove(child)
-    for name, value in list(element.attrib.items()):
-        inside = name in _SVG_ATTRIBUTES and not _OUTSIDE.search(value)
-        if name in (f"{{{XLINK}}}href", "href"):
-            inside = value.startswith(("#", "data:image/png;base64,"))
-        if not inside:
-            del element.attrib[name]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import nbformat
 import papermill
@@ -44,22 +44,13 @@ from moebook.results import Run
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}
 """Longest time for one cell; the other tiers have none."""
 
-TRANSPORT = "tcp" if sys.platform == "win32" else "ipc"
-"""Unix sockets in a private folder: no other user and no network can reach the kernel."""
-
 LONGEST = 80
 """Bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run.
-
-    Args:
-        run: Its values and manifest.
-        notebook: The executed copy; the run's file lies beside it under the same name.
-        fresh: Whether it was executed now; False when an equal run was there already.
-    """
+    """A finished run and its executed notebook; ``fresh`` when it was not there already."""
 
     run: Run
     notebook: Path
@@ -72,23 +63,16 @@ class Outcome:
 
     def describe(self, folder: Path) -> str:
         """Say in one line what was done, with paths relative to the project."""
-        spent = self.run.manifest["seconds"]
-        done = f"executed in {spent:.1f} s" if self.fresh else "unchanged, not executed again"
-        page, run = self.notebook.relative_to(folder), self.run
-        count = f"{len(run.values)} values in {self.path.name}"
-        return f"{run.notebook} at {run.protocol}: {done}; {page}, {count} beside it"
+        run, page = self.run, self.notebook.relative_to(folder)
+        spent = f"executed in {run.manifest['seconds']:.1f} s"
+        done = spent if self.fresh else "unchanged, not executed again"
+        values = f"{len(run.values)} values in {self.path.name} beside it"
+        return f"{run.notebook} at {run.protocol}: {done}; {page}, {values}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A notebook that shall run under a protocol; a wrong parameter is refused.
-
-    Args:
-        notebook: What to run.
-        protocol: One of its protocols.
-        overrides: Parameters that go before the protocol's.
-        folder: The project.
-    """
+    """A notebook that shall run under a protocol in a project; a wrong parameter is refused."""
 
     notebook: Notebook
     protocol: str
@@ -109,19 +93,10 @@ class Request:
         return self.notebook.settings(self.protocol) | dict(self.overrides)
 
     @cached_property
-    def parameters(self) -> dict[str, Scalar]:
-        """All parameters."""
-        return self.notebook.defaults | self.settings
-
-    @cached_property
-    def lock(self) -> Path:
-        """The project's lock file."""
-        return self.folder / "requirements.lock"
-
-    @cached_property
     def store(self) -> Path:
         """Where its executed copy is kept: named by its parameters, notebook and lock."""
-        parts = [self.parameters, *map(results.digest, (self.notebook.path, self.lock))]
+        files = (self.notebook.path, self.folder / "requirements.lock")
+        parts = [self.notebook.defaults | self.settings, *map(results.digest, files)]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
         mine = self.folder / "runs" / "mine"
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
@@ -138,8 +113,9 @@ def run_notebook(
 ) -> Outcome | None:
     """Run a notebook under a protocol, unless an equal run is there.
 
-    Under ``accelerate launch`` every process runs the notebook, in which they train together, and
-    the first one keeps what it left.
+    Under ``accelerate launch`` every process runs the notebook, in which they train together; the
+    first one keeps what it left, the others return None. A notebook that fails is refused too: with
+    ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or its own refusal.
 
     Args:
         name: Short name, such as ``pesc``.
@@ -148,14 +124,6 @@ def run_notebook(
         folder: The project; found from the working directory by default.
         force: Run even when an equal run is there.
         cell_seconds: Longest time for one cell; `CELL_SECONDS` by default.
-
-    Returns:
-        What is kept; None in all processes but the first, which leave nothing.
-
-    Raises:
-        Refusal: Before anything runs for a wrong name, protocol or parameter; afterwards
-            ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or the notebook's
-            own.
     """
     folder = folder or results.root()
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
@@ -218,30 +186,18 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
                 execution_timeout=limit,
             )
         except PapermillExecutionError as error:
-            _refuse_cell(error, notebook.path.name)
+            code, text = "E-CELL", f"{error.ename}: {error.evalue}"
+            if error.ename == Refusal.__name__:  # the notebook's own keeps its code
+                code, _, text = str(error.evalue).partition(": ")
+            where = f"cell In [{error.exec_count}] of notebooks/{notebook.path.name}"
+            refuse(code, f"{where}: {text[:400]}")
         except CellTimeoutError:
             place = _place(staged, notebook.path.name)
             refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
         except (DeadKernelError, RuntimeError):
-            _refuse_kernel(manager, _place(staged, notebook.path.name))
+            place = _place(staged, notebook.path.name)
+            refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
     return manager.peak
-
-
-def _refuse_cell(error: PapermillExecutionError, name: str) -> NoReturn:
-    """Name the cell and its error; a refusal in the notebook keeps its own code."""
-    code, text = "E-CELL", f"{error.ename}: {error.evalue}"
-    if error.ename == Refusal.__name__:
-        code, _, text = str(error.evalue).partition(": ")
-    refuse(code, f"cell In [{error.exec_count}] of notebooks/{name}: {text[:400]}")
-
-
-def _refuse_kernel(manager: Kernel, place: str) -> NoReturn:
-    """Say how the kernel ended."""
-    status = manager.exit_code
-    how = "did not answer" if status is None else f"ended with status {status}"
-    if status is not None and status < 0:
-        how = f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
-    refuse("E-KERNEL", f"the kernel {how} in {place}")
 
 
 def _place(staged: Path, name: str) -> str:
@@ -259,7 +215,7 @@ def _keep(request: Request, staged: Path, peak: int | None) -> None:
     text = json.dumps(clean, indent=1) + "\n"
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "parameters": request.parameters,
+        "parameters": request.notebook.defaults | request.settings,
         "overrides": dict(request.overrides),
         "peak_memory": peak,
         **seconds(executed),
@@ -267,8 +223,7 @@ def _keep(request: Request, staged: Path, peak: int | None) -> None:
         "stripped": stripped,
         "executed": hashlib.sha256(text.encode()).hexdigest(),
     }
-    notebook = request.notebook
-    run = harvest(clean, notebook.name, request.protocol, notebook.path, request.lock, manifest)
+    run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
     path = request.store.with_suffix(".parquet")
     path.unlink(missing_ok=True)
     results.write(request.store, text)
@@ -276,13 +231,9 @@ def _keep(request: Request, staged: Path, peak: int | None) -> None:
 
 
 class Kernel(AsyncKernelManager):
-    """A kernel of this very interpreter, whatever kernels the user has installed.
+    """A kernel of this very interpreter, whatever kernels the user has installed."""
 
-    Attributes:
-        peak: Highest peak memory seen of its process, in bytes; None before the first look.
-    """
-
-    peak: int | None = None
+    peak: int | None = None  # memory of its process in bytes, as far as seen
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -295,10 +246,13 @@ class Kernel(AsyncKernelManager):
         return self.connection
 
     @property
-    def exit_code(self) -> int | None:
-        """Exit status of a kernel that ended by itself, negative for a signal; else None."""
+    def ending(self) -> str:
+        """Say how it ended."""
         process = getattr(self.provisioner, "process", None)
-        return None if process is None else process.poll()
+        status = None if process is None else process.poll()
+        if status is not None and status < 0:
+            return f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
+        return "did not answer" if status is None else f"ended with status {status}"
 
     def watch(self, stop: threading.Event) -> None:
         """Follow the process's peak memory until told to stop, ten times a second.
@@ -314,17 +268,15 @@ class Kernel(AsyncKernelManager):
 
 @contextmanager
 def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
-    """Run a kernel for the length of the block; it is gone afterwards, whatever happens.
+    """Run a kernel in a project for the length of the block; it is gone afterwards.
 
-    Args:
-        folder: Its working directory, the project.
-        directory: A private, short-lived folder for its connection file and sockets.
+    Its Unix sockets lie in a private, short-lived ``directory``: no other user and no network can
+    reach it.
     """
-    if TRANSPORT == "ipc" and len(os.fsencode(directory)) > LONGEST:
+    if len(os.fsencode(directory)) > LONGEST:
         refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
-    manager = Kernel(
-        kernel_name="python3", transport=TRANSPORT, connection_file=str(directory / "kernel.json")
-    )
+    connection = str(directory / "kernel.json")
+    manager = Kernel(kernel_name="python3", transport="ipc", connection_file=connection)
     environment = publish.environment() | {runtime.QUIET: "1"}
     quiet = ["--HistoryManager.hist_file=:memory:"]
     run_sync(manager.start_kernel)(extra_arguments=quiet, env=environment, cwd=str(folder))

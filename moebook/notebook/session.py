@@ -49,7 +49,7 @@ class Run:
 
         Args:
             text: The parameter ``arms``: names with commas between them, or ``all``.
-            known: Every arm of the notebook by name, in its order.
+            known: Every arm of the notebook, in its order.
         """
         names = list(known) if text == ALL else parameters.listed("arms", text, known)
         if not names:
@@ -84,13 +84,10 @@ class Run:
     def curve(
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
     ) -> None:
-        """Keep a line that a figure over seeds needs, such as a training loss.
+        """Keep a line that a figure over seeds needs, such as a training loss by name.
 
-        Args:
-            name: Slash path such as ``pesc/sparse/loss``, once in a notebook.
-            y: Heights, kept `rounded`.
-            unit: One of `results.UNITS`, of the heights.
-            x: Positions; 1, 2, ... by default.
+        Its heights ``y``, in a unit of `results.UNITS`, are kept `rounded`; its positions ``x`` are
+        1, 2, ... by default.
         """
         heights = rounded(y)
         positions = range(1, len(heights) + 1) if x is None else x
@@ -98,13 +95,10 @@ class Run:
         _leave(f"curve/{name}", {CURVE: results.plain(kept)})
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
-        """Record an evaluation's accuracy, likelihood and, with ``domains``, accuracy by domain.
+        """Record what `evaluation.by_benchmark` found of an arm, such as ``pesc/sparse``.
 
-        Args:
-            name: Path of the arm, such as ``pesc/sparse``: ``/accuracy``, ``/nll`` and
-                ``/accuracy/<domain>`` are added.
-            table: From `evaluation.by_benchmark`.
-            domains: Whether domains are recorded too.
+        Values are ``<arm>/accuracy``, ``<arm>/nll`` and, with ``domains``,
+        ``<arm>/accuracy/<domain>``.
         """
         self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
         nats = table.nll.dropna()
@@ -118,20 +112,16 @@ class Run:
 def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     """Check a notebook's parameters, seed everything, note machine and code, and start its run.
 
-    Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters. The
-    parameters cell is the latest executed one that holds nothing but annotated assignments,
-    ``tier`` among them. Cells after it that begin with ``# Parameters`` are papermill's.
-
-    Args:
-        cells: The sources executed so far, IPython's ``In``.
-        names: The variables as they are now, ``globals()``.
+    Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters: with the
+    sources executed so far and the variables as they are now. The parameters cell is the latest
+    one that holds nothing but annotated assignments, ``tier`` among them. Cells after it that begin
+    with ``# Parameters`` are papermill's.
     """
     index, declared = _declared(cells)
     for source in cells[index + 1 :]:
         if source.lstrip().startswith("# Parameters"):
             parameters.check(declared, injected(source), "injected parameters")
-    missing = [name for name in declared if name not in names]
-    if missing:
+    if missing := [name for name in declared if name not in names]:
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
     parameters.check(declared, {name: names[name] for name in declared}, "parameters")
     if "seed" in declared:

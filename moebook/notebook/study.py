@@ -2,7 +2,7 @@
 
 A run that is in the pool is skipped, one that fails is reported while the others go on, and each is
 kept as soon as it has ended: what was finished survives whatever ends the study. A process has one
-thread and ends when its parent does.
+thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -36,7 +35,13 @@ from moebook.results import COMMITTED, Pool, Run
 CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")
 """What a frozen copy holds."""
 
-START = "from moebook.notebook import study; study.child()"
+START = """
+import os, sys, threading
+end = lambda: (sys.stdin.read(), os.kill(os.getpid(), 15))
+threading.Thread(target=end, daemon=True).start()
+from moebook.notebook import study
+study.child()
+"""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
@@ -49,89 +54,48 @@ class Job:
     overrides: Mapping[str, Scalar] = field(default_factory=dict)
 
 
-Outcome = Path | Refusal
-"""What became of a job: its executed notebook, or why there is none."""
-
+Outcome = Path | Refusal  # the executed notebook, or why there is none
 Ended = Generator[tuple[Job, Outcome], None, None]
 
 
-class Processes:
-    """The processes that this one has started and not yet heard the end of.
+def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
+    """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    Use it as a context: at its end, however it comes, none of them is left.
+    The processes wait at the read end of one pipe: when its other end closes, however this process
+    ends, they end as well.
     """
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()  # jobs are executed in threads
-        self._ended = False
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._ended = True
-            left = list(self._running)
-        for process in left:
-            process.terminate()
-        for process in left:
-            process.wait()
-
-    def execute(self, job: Job, folder: Path) -> Outcome:
-        """Execute a job with the code that lies in a project."""
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        with self._lock:
-            if self._ended:
-                return Refusal("E-RUN", "was not started: the others were ended")
-            process = subprocess.Popen(
-                [sys.executable, "-c", START, json.dumps(vars(job))],
-                cwd=folder,
-                env={**os.environ, **THREADS, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,  # closed when this process ends, however it does
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the parent, who ends its children
-            )
-            self._running.add(process)
-        out, errors = _outputs(process)
-        with self._lock:
-            self._running.discard(process)
-        if not process.returncode:
-            return Path(out.strip().splitlines()[-1])
-        last = (errors.strip().splitlines() or [f"ended with status {process.returncode}"])[-1]
-        code, _, text = last.partition(": ")
-        return Refusal(code, text) if code.startswith("E-") and text else Refusal("E-RUN", last)
-
-    def side_by_side(self, jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
-        """Execute jobs, as many at a time as there are workers; yield each as it ends."""
-        with ThreadPoolExecutor(workers) as threads:
-            futures = {threads.submit(self.execute, job, folder): job for job in jobs}
-            try:
-                for future in as_completed(futures):
-                    yield futures[future], future.result()
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                self.__exit__()
-                raise
+    waiting, lifeline = os.pipe()
+    with os.fdopen(waiting), ThreadPoolExecutor(workers) as threads:
+        futures = {threads.submit(_execute, job, folder, waiting): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            os.close(lifeline)
 
 
-def _outputs(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Read both outputs to their ends and wait; unlike `communicate`, leave stdin open."""
-    assert process.stdin and process.stdout and process.stderr
-    with process.stdin, process.stdout as stdout, process.stderr as stderr:
-        with ThreadPoolExecutor(1) as reader:
-            errors = reader.submit(stderr.read)
-            out = stdout.read()
-        process.wait()
-    return out, errors.result()
+def _execute(job: Job, folder: Path, waiting: int) -> Outcome:
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", START, json.dumps(vars(job))],
+        cwd=folder,
+        env={**os.environ, **THREADS, "PYTHONPATH": path},
+        stdin=waiting,
+        capture_output=True,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the parent, whose end ends its children
+    )
+    if not done.returncode:
+        return Path(done.stdout.strip().splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+    code, _, text = last.partition(": ")
+    return Refusal(code, text) if code.startswith("E-") and text else Refusal("E-RUN", last)
 
 
 def child() -> None:
     """Execute the job that the command line holds, and print the path of its notebook."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     job = Job(**json.loads(sys.argv[-1]))
     try:
         outcome = run_notebook(job.notebook, job.protocol, job.overrides)
@@ -140,11 +104,6 @@ def child() -> None:
         sys.exit(2)
     if outcome:
         print(outcome.notebook)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def cores() -> int:
@@ -186,11 +145,6 @@ def study(
         jobs: Runs at a time; as many as there are cores by default. A cluster decides by itself.
         engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
         folder: The project; found from the working directory by default.
-
-    Raises:
-        Refusal: ``E-TIER`` for a protocol that no pool is kept of, ``E-POOL`` for one that has
-            changed since its runs, ``E-GIT`` without a commit to freeze, ``E-DEP`` or
-            ``E-CLUSTER`` without Ray or a cluster.
     """
     folder = folder or results.root()
     notebook = sources.find(folder, name)
@@ -229,7 +183,9 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
 def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -> int:
     """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
     copy, failed, start = freeze(folder), 0, time.monotonic()
-    with closing(_local(todo, copy, jobs) if engine == "local" else _cluster(todo, copy)) as ended:
+    workers = min(jobs or cores(), len(todo))
+    running = side_by_side(todo, copy, workers) if engine == "local" else _cluster(todo, copy)
+    with closing(running) as ended:
         for number, (job, outcome) in enumerate(ended, start=1):
             left = (time.monotonic() - start) / number * (len(todo) - number) / 60
             ahead = f"{number} of {len(todo)}" + (f", about {left:.0f} min left" if left else "")
@@ -237,12 +193,6 @@ def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -
             failed += not good
             print(f"seed {job.overrides['seed']}: {line} ({ahead})", flush=True)
     return failed
-
-
-def _local(todo: Sequence[Job], copy: Path, jobs: int | None) -> Ended:
-    """Execute jobs on this machine."""
-    with Processes() as started:
-        yield from started.side_by_side(todo, copy, min(jobs or cores(), len(todo)))
 
 
 def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
@@ -276,9 +226,8 @@ def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
 
 
 def _task(job: Job) -> bytes:
-    """What a task does on its node: the same process as `_local`, in the copy that Ray brought."""
-    with Processes() as started:
-        outcome = started.execute(job, Path.cwd())
+    """What a task does on its node: the same process as here, in the copy that Ray brought."""
+    ((_, outcome),) = side_by_side([job], Path.cwd(), 1)
     if isinstance(outcome, Refusal):
         raise outcome
     return outcome.with_suffix(".parquet").read_bytes()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
@@ -15,7 +16,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from moebook import results
 from moebook.notebook import study
-from moebook.notebook.study import Job, Processes
+from moebook.notebook.study import Job, side_by_side
 from moebook.training import fit
 
 PARAMETERS = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
@@ -95,12 +96,13 @@ def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(projec
 def test_an_interrupt_ends_all_processes_and_starts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
-    monkeypatch.setattr(study, "START", waits)
+    start = study.START.partition("from moebook")[0]
+    waits = "import time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    monkeypatch.setattr(study, "START", start + waits)
     jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Processes() as started:
-        for job, outcome in started.side_by_side(jobs, tmp_path, 3):
+    with pytest.raises(KeyboardInterrupt), closing(side_by_side(jobs, tmp_path, 3)) as ended:
+        for job, outcome in ended:
             assert (job.notebook, outcome) == ("short", Path("done"))
             raise KeyboardInterrupt
     assert time.monotonic() - begun < 30

@@ -168,7 +168,7 @@ def test_of_each_seed_what_is_missing_runs_and_nothing_else(
             begun.append(job)
             yield job, fresh
 
-    monkeypatch.setattr(study, "_local", execute)
+    monkeypatch.setattr(study, "side_by_side", execute)
     monkeypatch.setattr(study, "freeze", lambda folder: folder)
     monkeypatch.setattr(study, "_take_in", lambda *_: ("taken", True))
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\narms: right\n")
