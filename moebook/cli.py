@@ -23,6 +23,10 @@ LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
 
 MODELS = Path(__file__).parent / "models"
+BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
+
+
+ON = "parameter file beside the notebook: a tier, or a study's such as nano (default: cpu)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,7 +79,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"moebook {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (function, text, wanted) in COMMANDS.items():
+    for name, (function, wanted) in COMMANDS.items():
+        text = (function.__doc__ or "").splitlines()[0]
         sub: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(command=function, parser=sub)
         for words, rules in wanted:
@@ -88,7 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 Command = Callable[[argparse.Namespace], int]
 Option = tuple[tuple[str, ...], dict[str, Any]]
-COMMANDS: dict[str, tuple[Command, str, tuple[Option, ...]]] = {}
+COMMANDS: dict[str, tuple[Command, tuple[Option, ...]]] = {}
 
 
 def option(*names: str, **rules: Any) -> Option:
@@ -96,27 +101,24 @@ def option(*names: str, **rules: Any) -> Option:
     return names, rules
 
 
-def command(name: str, text: str, *options: Option) -> Callable[[Command], Command]:
-    """Register a function as the sub-command of that name."""
+def command(*options: Option) -> Callable[[Command], Command]:
+    """Register a function as a sub-command; its docstring is the help."""
 
     def register(function: Command) -> Command:
-        COMMANDS[name] = function, text, options
+        COMMANDS[function.__name__.removesuffix("_")] = function, options
         return function
 
     return register
 
 
 @command(
-    "run", "execute one notebook for yourself, into runs/mine/",
     option("notebook", help="short name, such as pesc"),
-    option("--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL",
-           help="parameter file beside the notebook: a tier, or a study's such as nano "
-           "(default: cpu)"),
+    option("--on", "--tier", dest="protocol", default="cpu", metavar="PROTOCOL", help=ON),
     option("-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"),
     option("--force", action="store_true", help="run even if nothing has changed"),
-)  # fmt: skip
+)
 def run(options: argparse.Namespace) -> int:
-    """``moebook run``: execute one notebook."""
+    """Execute one notebook for yourself, into runs/mine/."""
     from moebook import results
     from moebook.notebook import parameters, runner, sources
 
@@ -130,7 +132,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 @command(
-    "study", "add runs to a pool, one seed a run",
     option("notebook", nargs="?", help="short name, such as pesc"),
     option("--on", dest="protocol", metavar="PROTOCOL", help="such as nano"),
     option("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5"),
@@ -138,9 +139,9 @@ def run(options: argparse.Namespace) -> int:
     option("--jobs", type=int, metavar="N", help="runs at a time (default: cores)"),
     option("--engine", default="local", choices=("local", "ray"), help="where (default: local)"),
     option("--add", metavar="FILE", help="take in an executed notebook instead"),
-)  # fmt: skip
+)
 def study(options: argparse.Namespace) -> int:
-    """``moebook study``: fill a pool; exit 1 when a run failed."""
+    """Add runs to a pool, one seed a run; exit with 1 when one failed."""
     from moebook import results
     from moebook.notebook import study as studies
 
@@ -162,9 +163,9 @@ def study(options: argparse.Namespace) -> int:
     return int(studies.study(*call, **where, folder=folder) > 0)
 
 
-@command("list", "show notebooks, parameters, protocols and their costs")
-def list_notebooks(options: argparse.Namespace) -> int:
-    """``moebook list``: show what can be run, and what it cost."""
+@command()
+def list_(options: argparse.Namespace) -> int:
+    """Show notebooks, parameters, protocols and their costs."""
     from moebook import results
     from moebook.notebook import sources
 
@@ -173,12 +174,11 @@ def list_notebooks(options: argparse.Namespace) -> int:
 
 
 @command(
-    "book", "execute the notebooks and render the book",
     option("--tier", default="cpu", choices=LIVE, help="scale (default: cpu)"),
     option("--only", metavar="NOTEBOOK", help="execute this one, render everything"),
-)  # fmt: skip
+)
 def book(options: argparse.Namespace) -> int:
-    """``moebook book``: execute what has changed, then render."""
+    """Execute the notebooks that have changed, and render the book."""
     from moebook import results
     from moebook.notebook import book as books
 
@@ -188,12 +188,9 @@ def book(options: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    "verify", "recompute hashes and values of all runs",
-    option("notebook", nargs="?", help="short name, or bench; all by default"),
-)  # fmt: skip
+@command(option("notebook", nargs="?", help="short name, or bench; all by default"))
 def verify(options: argparse.Namespace) -> int:
-    """``moebook verify``: exit 1 when a run, its pool and its executed copy do not agree."""
+    """Recompute hashes and values of all runs; exit with 1 where they do not agree."""
     from moebook.notebook import compare
 
     findings = compare.verify(options.notebook)
@@ -202,24 +199,20 @@ def verify(options: argparse.Namespace) -> int:
 
 
 @command(
-    "audit", "recompute the derived numbers of the papers' tables",
     option("paper", nargs="?", help="short name, such as rocket; all by default"),
     option("--all", action="store_true", help="show the numbers that agree too"),
-)  # fmt: skip
+)
 def audit(options: argparse.Namespace) -> int:
-    """``moebook audit``: print what the papers' own arithmetic gives."""
+    """Recompute the derived numbers of the papers' tables."""
     from moebook import papers
 
     print(papers.report(papers.audit(options.paper), everything=options.all))
     return 0
 
 
-@command(
-    "compare", "put your executed notebook beside the book's runs",
-    option("notebook", help="an executed notebook, such as my_run.ipynb"),
-)  # fmt: skip
+@command(option("notebook", help="an executed notebook, such as my_run.ipynb"))
 def compare(options: argparse.Namespace) -> int:
-    """``moebook compare``: print the ledger of a reader's notebook beside the book's."""
+    """Put your executed notebook beside the book's runs."""
     from moebook.notebook.compare import compare as beside
 
     print(beside(Path(options.notebook)))
@@ -227,16 +220,15 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @command(
-    "bench", "time the ops against their floors and peers",
     option("op", nargs="?", help="such as experts; all by default, with a record"),
     option("--peers", action="store_true", help="list the peers that are installed"),
     option("--threads", type=int, default=1, help="of the CPU (default: 1)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
     option("--rounds", type=int, default=5, help="turns of each (default: 5)"),
     option("--scale", help="tiny, small, full or model (default: that of the goals)"),
-)  # fmt: skip
+)
 def bench(options: argparse.Namespace) -> int:
-    """``moebook bench``: print the tables; keep a record of all ops at the goals' settings."""
+    """Time the ops against their floors and peers; keep a record of all at the goals' settings."""
     if options.threads < 1:
         refuse("E-RANGE", f"--threads is {options.threads}, expected at least 1")
     # Read when torch and NumPy are imported, which is below.
@@ -252,29 +244,26 @@ def bench(options: argparse.Namespace) -> int:
         return 0
     folder = results.root()
     names = None if options.op is None else [options.op]
-    frame = benches.measure(
-        names, scale=options.scale, device=options.device, rounds=options.rounds
-    )
+    device = options.device
+    frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
     print(benches.table(frame), flush=True)
-    growth = benches.growth(names, device=options.device)
+    growth = benches.growth(names, device=device)
     print(f"\n{benches.growth_table(growth)}")
     if options.op is None and benches.stated(frame):
-        path = benches.write(folder, frame, growth, benches.ceilings(options.device))
+        path = benches.write(folder, frame, growth, benches.ceilings(device))
         print(f"\nrecord in {path.relative_to(folder)}")
     elif options.op is None:
-        stated = "scale full (on a GPU: model), 5 rounds or more and one thread"
-        print(f"\nno record is kept: goals are stated for {stated}")
+        print("\nno record is kept: goals are stated for scale full (on a GPU: model), 5 rounds or"
+              " more and one thread")  # fmt: skip
     return 0
 
 
 @command(
-    "pretrain", "make an embedded base from its recipe",
-    option("base", choices=sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml")),
-           help="the base to make"),
+    option("base", choices=BASES, help="the base to make"),
     option("--steps", type=int, help="stop after so many steps; goes on from there"),
-)  # fmt: skip
+)
 def pretrain(options: argparse.Namespace) -> int:
-    """``moebook pretrain``: train a base in ``runs/pretrain/``, from where it was stopped."""
+    """Make an embedded base from its recipe, in runs/pretrain/; go on where it was stopped."""
     from moebook import results
 
     folder = results.root()
