@@ -40,7 +40,7 @@ def model_of(family):
         config = getattr(tr, f"{family}Config")(**SIZE, **EXPERTS[family])
         return getattr(tr, f"{family}ForCausalLM")(config).eval()
     dense = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE)).eval()
-    start = upcycling.random(dense, 4, kind="wide")
+    start = upcycling.su(dense, 4, kind="wide")
     return upcycling.upcycle(dense, upcycling.Config(top_k=2), start)
 
 

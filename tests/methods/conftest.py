@@ -4,6 +4,8 @@ import pytest
 import torch
 import transformers as tr
 
+from moebook.models.anatomy import anatomy
+
 
 def build(family="Llama", dtype=torch.float32, **changes):
     """A random host of width 32 and 2 layers, in evaluation mode."""
@@ -61,3 +63,19 @@ def batch():
     mask = torch.arange(9) < torch.tensor([[9], [6], [4]])
     ids = torch.randint(3, 48, (3, 9)).where(mask, 2)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+
+
+@pytest.fixture
+def apart():
+    """Moves experts and routers, so that experts differ and choices are clear."""
+
+    @torch.no_grad()
+    def move(model):
+        torch.manual_seed(2)
+        for layer in anatomy(model).layers:
+            if layer.kind == "sparse":
+                for weight in layer.mlp.parameters():
+                    weight += 0.3 * torch.randn_like(weight)
+        return model
+
+    return move

@@ -1,18 +1,26 @@
-"""Collection: equal to a naive full one, sampled on the fly, bounded in memory."""
+"""The hardest instances; collection: equal to a naive full one, sampled, bounded in memory."""
 
+import math
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moebook.errors import Refusal
 from moebook.methods import upcycling
+from moebook.methods.upcycling.representations import perplexities, sampled
 from moebook.models import fingerprint
 
 FAMILIES = ["Llama", "Qwen3", "Gemma2", "Olmo2"]
+ROWS = [
+    {"input_ids": [0, 7, 9, 11], "labels": [-100, -100, 9, 11]},
+    {"input_ids": [0, 8], "labels": [-100, 8]},
+    {"input_ids": [0, 12, 5, 40, 33, 6], "labels": [-100, 12, 5, -100, -100, 6]},
+]
 
 
 def texts(count, length=8, size=4):
@@ -68,7 +76,7 @@ def test_collection_equals_a_naive_full_one(family, tensor, host):
         rows = [p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)]
         torch.testing.assert_close(got.points[layer], torch.cat(rows))
     assert got.labels.tolist() == [0] * 56 + [1] * 28
-    assert (got.tasks, got.layers, got.tensor) == (("a", "b"), (0, 1), tensor)
+    assert (got.tasks, got.tensor) == (("a", "b"), tensor)
     assert got.base == fingerprint(model)
 
 
@@ -78,18 +86,12 @@ def test_last_and_mean_take_one_vector_a_row(host):
     last = upcycling.collect(model, {"a": batches}, tensor="residual", tokens="last")
     mean = upcycling.collect(model, {"a": batches}, tensor="residual", tokens="mean")
     ends = torch.tensor([7, 3, 7, 7])
+    torch.testing.assert_close(mean.means()[:, 0], mean.points.mean(1))
     for layer in range(2):
         want = torch.cat([part[torch.arange(4), ends] for part in full[layer]])
         torch.testing.assert_close(last.points[layer], want)
         want = torch.cat([part.mean(1) for part in full[layer]])
         torch.testing.assert_close(mean.points[layer], want)
-
-
-def test_means_are_those_of_each_task(host):
-    batches = texts(3)
-    got = upcycling.collect(host(), {"a": batches[:1], "b": batches[1:]})
-    want = torch.stack([got.points[:, :28].mean(1), got.points[:, 28:].mean(1)], dim=1)
-    torch.testing.assert_close(got.means(), want)
 
 
 def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(host):
@@ -206,7 +208,7 @@ def test_the_model_comes_back_as_it_was_and_hooks_are_gone(host):
     model = host().train()
     upcycling.collect(model, {"a": texts(1)})
     assert model.training
-    chunks = upcycling.sampled(model, {"a": texts(2)})
+    chunks = sampled(model, {"a": texts(2)})
     next(chunks)
     chunks.close()
     assert model.training
@@ -216,29 +218,62 @@ def test_the_model_comes_back_as_it_was_and_hooks_are_gone(host):
 def test_a_batch_without_a_hit_is_not_run(host):
     model, runs = host(), []
     model.model.register_forward_hook(lambda m, args, out: runs.append(1))
-    taken = list(upcycling.sampled(model, {"a": texts(100)}, share=0.005))
+    taken = list(sampled(model, {"a": texts(100)}, share=0.005))
     assert len(runs) == len(taken) < 40
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
+def test_collections_that_cannot_be_made_are_refused(host):
+    for changes, code in (
         ({"tensor": "attention"}, "E-CHOICE: tensor is 'attention'"),
         ({"tokens": "all"}, "E-CHOICE"),
         ({"share": 0}, "E-RANGE: share is 0"),
-        ({"share": 1.5}, "E-RANGE"),
         ({"share": float("nan")}, "E-RANGE"),
         ({"limit": 0}, "E-RANGE"),
         ({"seed": -1}, "E-RANGE: seed is -1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes, code, host):
-    with pytest.raises(Refusal, match=code):
-        upcycling.collect(host(), {"a": texts(1)}, **changes)
-
-
-def test_a_task_with_no_instances_is_named(host):
+    ):
+        with pytest.raises(Refusal, match=code):
+            upcycling.collect(host(), {"a": texts(1)}, **changes)
     with pytest.raises(Refusal, match="E-DATA: task 'law' has no instances"):
         upcycling.collect(host(), {"code": texts(1), "law": []})
     with pytest.raises(Refusal, match="E-DATA: no tasks"):
         upcycling.collect(host(), {})
+
+
+@pytest.mark.parametrize("of", ["answer", "all"])
+def test_perplexities_are_those_of_one_row_at_a_time(of, host):
+    model = host(dtype=torch.float64)
+    got = perplexities(model, Dataset.from_list(ROWS), of=of, size=2)
+    for row, value in zip(ROWS, got.tolist(), strict=True):
+        with torch.no_grad():
+            logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        scored = row["input_ids"] if of == "all" else row["labels"]
+        nats = [-logs[i - 1, t].item() for i, t in enumerate(scored) if i and t != -100]
+        assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_the_hardest_share_of_each_task_is_kept_in_order(host):
+    model = host()
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in rng.integers(3, 48, (60, 6)).tolist()]
+    data = Dataset.from_list(rows)
+    hard = upcycling.hardest(model, {"a": data, "b": data.select(range(20))})
+    scores = perplexities(model, data).tolist()
+    best = sorted(sorted(range(60), key=lambda i: -scores[i])[:3])
+    assert hard["a"]["input_ids"] == [rows[i]["input_ids"] for i in best]
+    assert len(hard["b"]) == 1
+    assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
+
+
+def test_tasks_without_enough_instances_are_named(host):
+    data = Dataset.from_list(ROWS)
+    with pytest.raises(Refusal, match=r"task 'law' has 3 instances, .* 0.05 needs 20"):
+        upcycling.hardest(host(), {"law": data})
+    with pytest.raises(Refusal, match="task 'law' has 0 instances"):
+        upcycling.hardest(host(), {"law": data.select([])})
+    with pytest.raises(Refusal, match="E-RANGE"):
+        upcycling.hardest(host(), {"law": data}, share=1.5)
+    with pytest.raises(Refusal, match="E-RANGE: size is 0"):
+        next(upcycling.batches(data, 0))
+    mute = Dataset.from_list([{"input_ids": [0, 7], "labels": [-100, -100]}])
+    with pytest.raises(Refusal, match="E-NONFINITE: row 0"):
+        perplexities(host(), mute)

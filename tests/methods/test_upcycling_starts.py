@@ -4,14 +4,14 @@ import math
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
 from moebook.analysis.routers import statistics
 from moebook.errors import Refusal
 from moebook.methods import upcycling
+from moebook.methods.upcycling.representations import Representations
+from moebook.methods.upcycling.starts import cheap_embed, hidden
 from moebook.models import fingerprint
 
 
@@ -19,23 +19,18 @@ def held(*layers, labels=None, tasks=("a",), tensor="attention_output", base="b"
     """Representations from lists of points, one list a layer."""
     points = torch.tensor(layers, dtype=torch.float32)
     labels = torch.tensor(labels or [0] * points.shape[1])
-    return upcycling.Representations(points, labels, tasks, tuple(range(len(points))), tensor, base)
+    return Representations(points, labels, tasks, tensor, base)
 
 
 # Two clusters: {(0, 0), (0, 2), (0, 4)} around (0, 2), {(10, 0), (10, 2)} around (10, 1).
 TOY = [[0, 0], [10, 0], [0, 2], [10, 2], [0, 4]]
-ROWS = [
-    {"input_ids": [0, 7, 9, 11], "labels": [-100, -100, 9, 11]},
-    {"input_ids": [0, 8], "labels": [-100, 8]},
-    {"input_ids": [0, 12, 5, 40, 33, 6], "labels": [-100, 12, 5, -100, -100, 6]},
-]
 
 
 def test_crsu_finds_the_centroids_of_a_hand_worked_toy():
     start = upcycling.crsu(held(TOY, TOY), 2)
     for layer in start.weights:
         torch.testing.assert_close(layer[layer[:, 0].argsort()], torch.tensor([[0.0, 2], [10, 1]]))
-    assert (start.layers, start.base) == ((0, 1), "b" * 64)
+    assert start.base == "b" * 64
 
 
 def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
@@ -63,16 +58,16 @@ def test_centroids_are_the_means_of_the_points_nearest_to_them():
 def test_random_starts_have_the_spread_they_name(host):
     model = host(hidden_size=64)
     for kind, deviation in (("normal", 0.02), ("wide", 1.0), ("kaiming", 1 / math.sqrt(3 * 64))):
-        weights = upcycling.random(model, 16, kind=kind, seed=1).weights
+        weights = upcycling.su(model, 16, kind=kind, seed=1).weights
         assert weights.shape == (2, 16, 64)
         assert weights.std().item() == pytest.approx(deviation, rel=0.05)
-        assert torch.equal(weights, upcycling.random(model, 16, kind=kind, seed=1).weights)
-    assert upcycling.random(model, 2).base is None
+        assert torch.equal(weights, upcycling.su(model, 16, kind=kind, seed=1).weights)
+    assert upcycling.su(model, 2).base is None
 
 
 def test_hidden_is_the_unit_mean_of_each_task():
     positive = held([[1, 0], [3, 0], [0, 2]], labels=[0, 0, 1], tasks=("a", "b"))
-    start = upcycling.hidden(positive)
+    start = hidden(positive)
     torch.testing.assert_close(start.weights, torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]))
 
 
@@ -96,10 +91,10 @@ def test_prompt_starts_equal_mergekits_own_output(host):
         theirs = router.get_hidden_states(model, BatchEncoding(batch), average=average)
         theirs = theirs / theirs.norm(dim=-1, keepdim=True)
         reps = upcycling.collect(model, {"a": [batch]}, tensor="block_input", tokens=tokens)
-        torch.testing.assert_close(upcycling.hidden(reps).weights[:, 0], theirs)
+        torch.testing.assert_close(hidden(reps).weights[:, 0], theirs)
     table = model.get_input_embeddings().weight.detach()
     theirs = router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)
-    torch.testing.assert_close(upcycling.cheap_embed(model, {"a": [batch]}).weights[:, 0], theirs)
+    torch.testing.assert_close(cheap_embed(model, {"a": [batch]}).weights[:, 0], theirs)
 
 
 class Letters:
@@ -124,11 +119,11 @@ def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_nam
     parts = {"a+b": ["ab", "xy", "bq"], "c": ["cdc"]}
     tasks = {name: [read(texts, max_length=9)] for name, texts in parts.items()}
     if mode == "cheap_embed":
-        want = upcycling.cheap_embed(model, tasks)
+        want = cheap_embed(model, tasks)
     else:
         tokens = {"hidden": "last", "hidden_avg": "mean"}[mode]
         reps = upcycling.collect(model, tasks, tensor="block_input", tokens=tokens)
-        want = upcycling.hidden(reps)
+        want = hidden(reps)
     assert torch.equal(got, want.weights)
     with pytest.raises(Refusal, match="E-DATA: 3 tasks cannot be dealt out to 4 experts"):
         upcycling.prompted(model, read, rows, 4, mode=mode)
@@ -136,7 +131,7 @@ def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_nam
 
 def test_cheap_embed_sums_the_embeddings_of_real_tokens(host):
     model, batch = host(), prompts()
-    start = upcycling.cheap_embed(model, {"a": [batch], "b": [{"input_ids": torch.tensor([[9]])}]})
+    start = cheap_embed(model, {"a": [batch], "b": [{"input_ids": torch.tensor([[9]])}]})
     table = model.get_input_embeddings().weight
     total = table[batch["input_ids"][batch["attention_mask"].bool()]].sum(0)
     for layer in start.weights:
@@ -144,7 +139,7 @@ def test_cheap_embed_sums_the_embeddings_of_real_tokens(host):
         torch.testing.assert_close(layer[1], (table[9] / table[9].norm()).detach())
     assert start.base == fingerprint(model)
     with pytest.raises(Refusal, match="task 'law' has no tokens"):
-        upcycling.cheap_embed(model, {"law": []})
+        cheap_embed(model, {"law": []})
 
 
 def test_matched_starts_give_logits_of_the_target_deviation(host):
@@ -198,46 +193,6 @@ def test_representations_that_cannot_be_clustered_are_refused():
             upcycling.trsu(held(TOY), seed=seed)
     with pytest.raises(Refusal, match="E-RANGE"):
         upcycling.crsu(held(TOY), 0)
-
-
-@pytest.mark.parametrize("of", ["answer", "all"])
-def test_perplexities_are_those_of_one_row_at_a_time(of, host):
-    model = host(dtype=torch.float64)
-    got = upcycling.perplexities(model, Dataset.from_list(ROWS), of=of, size=2)
-    for row, value in zip(ROWS, got.tolist(), strict=True):
-        with torch.no_grad():
-            logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
-        scored = row["input_ids"] if of == "all" else row["labels"]
-        nats = [-logs[i - 1, t].item() for i, t in enumerate(scored) if i and t != -100]
-        assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
-
-
-def test_the_hardest_share_of_each_task_is_kept_in_order(host):
-    model = host()
-    rng = np.random.default_rng(0)
-    rows = [{"input_ids": ids, "labels": ids} for ids in rng.integers(3, 48, (60, 6)).tolist()]
-    data = Dataset.from_list(rows)
-    kept = upcycling.hardest(model, {"a": data, "b": data.select(range(20))})
-    found = upcycling.perplexities(model, data).tolist()
-    best = sorted(sorted(range(60), key=lambda i: -found[i])[:3])
-    assert kept["a"]["input_ids"] == [rows[i]["input_ids"] for i in best]
-    assert len(kept["b"]) == 1
-    assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
-
-
-def test_tasks_without_enough_instances_are_named(host):
-    data = Dataset.from_list(ROWS)
-    with pytest.raises(Refusal, match=r"task 'law' has 3 instances, .* 0.05 is none.*at least 20"):
-        upcycling.hardest(host(), {"law": data})
-    with pytest.raises(Refusal, match="task 'law' has 0 instances"):
-        upcycling.hardest(host(), {"law": data.select([])})
-    with pytest.raises(Refusal, match="E-RANGE"):
-        upcycling.hardest(host(), {"law": data}, share=1.5)
-    with pytest.raises(Refusal, match="E-RANGE: size is 0"):
-        next(upcycling.batches(data, 0))
-    mute = Dataset.from_list([{"input_ids": [0, 7], "labels": [-100, -100]}])
-    with pytest.raises(Refusal, match="E-NONFINITE: row 0"):
-        upcycling.perplexities(host(), mute)
 
 
 def test_representations_of_another_model_are_refused_by_upcycle(host):

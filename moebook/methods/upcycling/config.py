@@ -17,19 +17,15 @@ Rule = Literal["renormalised", "probability"]
 class Config:
     """How a dense decoder becomes a sparse one with full experts (router-initialisation Sec. 4).
 
-    What ``combine`` does at step 0, while all experts are copies of the dense FFN:
-
-    - ``"probability"`` (Eq. 2 as printed): a layer's output is the dense FFN's times the sum of the
-      token's K largest probabilities, between K/E and 1, so the model is NOT the dense one. The
-      router has a gradient, even with K = 1.
-    - ``"renormalised"`` (Mixtral, and so what mergekit writes): the weights sum to 1, the model is
-      the dense one. But with K = 1 (a constant weight) and with K = 2 and equal experts the
-      language-model loss gives the router no gradient. Noise in the experts restores it for K = 2.
-
     Attributes:
         experts: E, copies of the FFN per layer (2 or 4 in the paper).
         top_k: K, experts per token (1 in the paper).
-        combine: See above.
+        combine: ``"probability"`` (Eq. 2 as printed): at step 0 a layer's output is the dense FFN's
+            times the sum of the token's K largest probabilities, between K/E and 1, so the model is
+            NOT the dense one; the router has a gradient, even with K = 1. ``"renormalised"``
+            (Mixtral, and so what mergekit writes): the weights sum to 1, the model is the dense
+            one; but with K = 1 (a constant weight), and with K = 2 and equal experts, the
+            language-model loss gives the router no gradient.
         noise: Standard deviation of Gaussian noise on each expert's weights, as a share of that of
             the dense tensor it is added to; 0 (the paper's) copies.
         layers: Decoder layers to upcycle; None for all of them (the paper's).
@@ -52,24 +48,21 @@ class Config:
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
 
+# Experts, start, and the length of its rows; "" is the length that was asked for.
 MAIN = {
-    "dense": (1, ""), "su": (2, "random"), "trsu": (2, "trsu"), "su4": (4, "random"),
-    "crsu": (4, "crsu"), "trsu3": (3, "trsu3"), "crsu2": (2, "crsu"), "su8": (8, "random"),
-    "crsu8": (8, "crsu"),
+    "dense": (1, "", ""), "su": (2, "random", "raw"), "trsu": (2, "trsu", ""),
+    "su4": (4, "random", "raw"), "crsu": (4, "crsu", ""), "trsu3": (3, "trsu3", ""),
+    "crsu2": (2, "crsu", ""), "su8": (8, "random", "raw"), "crsu8": (8, "crsu", ""),
 }  # fmt: skip
-"""Experts and start of the arms of Tables 1 to 7, by name."""
-
 LABORATORY = {
-    "kaiming": ("kaiming", "raw"), "wide": ("wide", "raw"), "random_matched": ("random", "matched"),
-    "crsu_matched": ("crsu", "matched"), "ffn_input": ("ffn_input", "matched"),
-    "trsu4": ("trsu", ""), "hidden": ("hidden", "raw"), "hidden_avg": ("hidden_avg", "raw"),
-    "cheap_embed": ("cheap_embed", "raw"), "su4_renormalised": ("random", "raw"),
-    "crsu_renormalised": ("crsu", ""),
+    "kaiming": (4, "kaiming", "raw"), "wide": (4, "wide", "raw"),
+    "random_matched": (4, "random", "matched"), "crsu_matched": (4, "crsu", "matched"),
+    "ffn_input": (4, "ffn_input", "matched"), "trsu4": (4, "trsu", ""),
+    "hidden": (4, "hidden", "raw"), "hidden_avg": (4, "hidden_avg", "raw"),
+    "cheap_embed": (4, "cheap_embed", "raw"), "su4_renormalised": (4, "random", "raw"),
+    "crsu_renormalised": (4, "crsu", ""),
 }  # fmt: skip
-"""Start and length of the laboratory's arms, all with four experts; "": the main arms' length."""
-
-LED = ("su4", "crsu")
-"""The arms that are tested after each quarter (Table 5) and compared with the laboratory's."""
+LED = ("su4", "crsu")  # tested after each quarter (Table 5), compared with the laboratory's
 
 
 @dataclass(frozen=True)
@@ -97,22 +90,21 @@ class Arm:
 
 
 def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> dict[str, Arm]:
-    """Return every arm by name; those of the laboratory train for a quarter of the steps.
-
-    ``length`` is that of centroids, unless `LABORATORY` has another; ``combine`` the rule of all
-    arms but those whose name ends in ``renormalised``.
-    """
+    """Return every arm by name: Tables 1 to 7, and the laboratory with a quarter of the steps."""
     every, table = tuple(quarters(steps).values()), {}
-    short = every[0]
-    for name, (experts, start) in MAIN.items():
-        rows = "raw" if start == "random" else length
-        scored = every if name in LED else (steps,)
-        watched = (thirds(steps) if start else ()) + (thirds(short) if name in LED else ())
-        table[name] = Arm(name, experts, start, rows, combine, steps, scored, watched)
-    for name, (start, fixed) in LABORATORY.items():
-        rule = "renormalised" if name.endswith("renormalised") else combine
-        path, rows = f"lab/{name}", fixed or length
-        table[name] = Arm(path, 4, start, rows, rule, short, (short,), thirds(short))
+    for name, (experts, start, fixed) in (MAIN | LABORATORY).items():
+        lab, led = name in LABORATORY, name in LED
+        last = every[0] if lab else steps
+        table[name] = Arm(
+            path=f"lab/{name}" if lab else name,
+            experts=experts,
+            start=start,
+            length=fixed or length,
+            combine="renormalised" if name.endswith("renormalised") else combine,
+            steps=last,
+            scored=every if led else (last,),
+            watched=(thirds(last) if start else ()) + (thirds(every[0]) if led else ()),
+        )
     return table
 
 

@@ -25,7 +25,7 @@ from transformers import (
 from moebook import __version__
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config
-from moebook.methods.upcycling.upcycling import origin
+from moebook.methods.upcycling.upcycling import Origin
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import evaluating
@@ -68,12 +68,9 @@ def export(
 
     Routers are rounded to the host's dtype, in which these families keep them. In half precision a
     token near a tie may then take another expert, so logits agree to about 1 % and not bit by bit.
-
-    Without a ``form`` the first of the three that can hold the model is taken. One that cannot, or
-    whose logits differ, is refused with the reason. The folder must not exist yet; it gets a
-    manifest with the hash of every file.
+    By default the form is the first that can hold the model; one whose logits differ is refused.
     """
-    target, source = Path(folder), origin(model)
+    target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():
         refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
     for name, parameter in model.named_parameters():

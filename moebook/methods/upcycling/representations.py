@@ -1,21 +1,26 @@
-"""Collecting what a dense model represents: hooks at every layer, one pass, bounded memory.
+"""What a dense model finds hard, and what it represents: hooks at every layer, bounded memory.
 
-`sampled` streams chunks and keeps nothing; `collect` keeps a uniform sample of bounded size. One
-percent of 200 M tokens x 32 layers x 4,096 numbers would be a terabyte: it never exists at once.
+`sampled` streams and keeps nothing; `collect` keeps a uniform sample of bounded size. One percent
+of 200 M tokens x 32 layers x 4,096 numbers would be a terabyte: it never exists at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from datasets import Dataset
 from pydantic import Field, SkipValidation
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from moebook.data import IGNORED
+from moebook.data.padding import padded
 from moebook.errors import refuse
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
@@ -26,27 +31,87 @@ Batch = Mapping[str, Tensor]
 Tasks = SkipValidation[Mapping[str, Iterable[Batch]]]
 Source = Literal["attention_output", "residual", "ffn_input", "block_input"]
 Tokens = Literal["each", "last", "mean"]
+Scored = Literal["answer", "all"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
+@checked
+def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Yield encoded rows in order, padded on the right: B = ``size`` rows at a time.
+
+    Yields:
+        ``input_ids``, ``attention_mask`` and ``labels`` (-100 where masked), each ``[B, T]``.
+    """
+    for at in range(0, len(rows), size):
+        part = rows[at : at + size]
+        ids, mask = padded(part["input_ids"], pad_id)
+        labels, _ = padded(part["labels"], IGNORED)
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@checked
+@torch.no_grad()
+def perplexities(
+    model: nn.Module, rows: Dataset, *, of: Scored = "answer", size: int = 32, pad_id: int = 0
+) -> Tensor:
+    """Return the perplexity of each instance under the model, ``[len(rows)]`` float64.
+
+    ``of="answer"`` scores the labelled tokens given the prompt, ``"all"`` every token after the
+    first: the paper says "instance-level perplexity" and not of what.
+    """
+    device, means = next(model.parameters()).device, [torch.zeros(0, dtype=torch.float64)]
+    with evaluating(model):
+        for batch in batches(rows, size, pad_id=pad_id):
+            targets = batch.pop("labels")
+            if of == "all":
+                targets = batch["input_ids"].where(batch["attention_mask"].bool(), IGNORED)
+            logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
+            predicted, actual = logits[:, :-1].float().mT, targets[:, 1:].to(device)
+            nats = cross_entropy(predicted, actual, ignore_index=IGNORED, reduction="none")
+            means.append((nats.double().sum(1) / (actual != IGNORED).sum(1)).cpu())
+    mean_nats = torch.cat(means)
+    for row in (~mean_nats.isfinite()).nonzero().flatten().tolist():
+        refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no {of} token)")
+    return mean_nats.exp()
+
+
+@checked
+def hardest(
+    model: nn.Module,
+    tasks: Mapping[str, Dataset],
+    *,
+    share: Share = 0.05,
+    of: Scored = "answer",
+    pad_id: int = 0,
+) -> dict[str, Dataset]:
+    """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
+
+    ``floor(share * instances)`` are kept, of equal ones the first. The paper contradicts itself:
+    Sec. 4.2 speaks of "representative" samples.
+    """
+    hard = {}
+    for task, rows in tasks.items():
+        wanted = math.floor(share * len(rows) + 1e-9)
+        if not wanted:
+            least = f"a share of {share:g} needs {math.ceil(1 / share)}"
+            refuse("E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least")
+        scores = perplexities(model, rows, of=of, pad_id=pad_id)
+        order = scores.argsort(descending=True, stable=True)[:wanted]
+        hard[task] = rows.select(order.sort().values.tolist())
+    return hard
+
+
 @dataclass(frozen=True)
 class Representations:
-    """What a model represents at every layer, for a sample of tokens.
+    """What a model represents at each of its L layers, for a sample of tokens."""
 
-    Attributes:
-        points: ``[L, S, D]`` float32 on the CPU, task by task in the order of the text.
-        labels: ``[S]`` the number of each sample's task.
-        base: Fingerprint of the model.
-    """
-
-    points: Tensor
-    labels: Tensor
+    points: Tensor  # [L, S, D] float32 on the CPU, task by task in the order of the text
+    labels: Tensor  # [S] the number of each sample's task
     tasks: tuple[str, ...]
-    layers: tuple[int, ...]
     tensor: Source
-    base: str
+    base: str  # fingerprint of the model
 
     def means(self) -> Tensor:
         """Return the mean of each task's samples by layer, ``[L, tasks, D]``."""
@@ -57,10 +122,10 @@ class Representations:
         """Return the samples of these tasks, in the order in which they are held."""
         if absent := [task for task in tasks if task not in self.tasks]:
             refuse("E-DATA", f"no task '{absent[0]}' in the representations of {self.tasks}")
-        numbers = torch.tensor([self.tasks.index(name) for name in self.tasks if name in tasks])
+        names = tuple(name for name in self.tasks if name in tasks)
+        numbers = torch.tensor([self.tasks.index(name) for name in names])
         rows = torch.isin(self.labels, numbers)
         labels = torch.searchsorted(numbers, self.labels[rows])
-        names = tuple(name for name in self.tasks if name in tasks)
         return replace(self, points=self.points[:, rows], labels=labels, tasks=names)
 
 
@@ -83,34 +148,32 @@ def sampled(
 
     Args:
         model: A decoder, in evaluation mode here.
-        tasks: For each task its batches of ``input_ids`` and, where padded, ``attention_mask``
-            ``[B, T]``.
+        tasks: For each its batches of ``input_ids`` and, where padded, ``attention_mask [B, T]``.
         tensor: ``"attention_output"``, the output of the attention's last projection;
             ``"residual"``, that plus the residual stream, before the FFN's norm; ``"ffn_input"``,
             the normed input that the FFN, and later the router, reads; ``"block_input"``, the
             residual stream before the layer (mergekit's choice). The paper says "attention
             outputs" and leaves open which of the first three is meant.
-        tokens: ``"each"`` token on its own; ``"last"``, the last real token of every row;
-            ``"mean"``, the mean over a row's columns, padding averaged in as mergekit's
-            ``hidden_avg`` does. For the latter two a draw is made per row.
-        share: Probability of a token (or row) to be taken.
+        tokens: ``"each"`` on its own; ``"last"``, the last real one of every row; ``"mean"``, the
+            mean over a row's columns, padding averaged in as mergekit's ``hidden_avg`` does.
+        share: Probability of a token (for the latter two: of a row) to be taken.
         seed: Of the draw.
 
     Yields:
         The task's number, points ``[L, n, D]`` float32 on the CPU, and the numbers drawn ``[n]``.
     """
-    host, device = anatomy(model), next(model.parameters()).device
+    host = anatomy(model)
     with evaluating(model):
         for number, batches in enumerate(tasks.values()):
             rng = np.random.default_rng([seed, number])
             for batch in batches:
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-                drawn = mask if tokens == "each" else mask.any(1)  # tokens, or rows that have any
-                keys = torch.from_numpy(rng.random(int(drawn.sum())))
-                taken = keys < share
-                if taken.any():
-                    pick = _picker(mask.to(device), tokens, taken.to(device))
-                    yield number, _forward(host, tensor, batch, device, pick), keys[taken]
+                rows, columns = _places(mask, tokens)
+                keys = torch.from_numpy(rng.random(len(rows)))
+                hit = keys < share
+                if hit.any():
+                    places = rows[hit], None if tokens == "mean" else columns[hit]
+                    yield number, _forward(host, tensor, batch, *places), keys[hit]
 
 
 @checked
@@ -135,7 +198,7 @@ def collect(
         refuse("E-DATA", "no tasks to collect from: give at least one")
     points = torch.empty(len(host.layers), len(names) * limit, host.hidden)
     keys = torch.full((len(names), limit), torch.inf, dtype=torch.float64)
-    order = torch.zeros(len(names), limit, dtype=torch.int64)
+    order = torch.full((len(names), limit), torch.iinfo(torch.int64).max)
     seen = 0
     draw = sampled(model, tasks, tensor=tensor, tokens=tokens, share=share, seed=seed)
     for task, fresh, fresh_keys in draw:
@@ -149,16 +212,11 @@ def collect(
     for name, counted in zip(names, filled.sum(1), strict=True):
         if not counted:
             refuse("E-DATA", f"task '{name}' has no instances: give it text, or a larger share")
-    order[~filled] = seen  # behind all samples
-    ranks = order.argsort(1) + torch.arange(len(names))[:, None] * limit
-    slots = torch.cat([row[:count] for row, count in zip(ranks, filled.sum(1), strict=True)])
+    slots = order.flatten().argsort()[: int(filled.sum())]  # tasks come one after the other
     for layer in points:  # in place: a second copy of all layers would double the bound
         layer[: len(slots)] = layer[slots]
-    places = tuple(layer.index for layer in host.layers)
     labels = filled.nonzero()[:, 0]
-    return Representations(
-        points[:, : len(slots)], labels, names, places, tensor, fingerprint(model)
-    )
+    return Representations(points[:, : len(slots)], labels, names, tensor, fingerprint(model))
 
 
 def clouds(
@@ -187,32 +245,29 @@ def clouds(
     }
 
 
-def _picker(mask: Tensor, tokens: str, taken: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what takes the hit samples ``[n, D]`` out of a layer's tensor ``[B, T, D]``."""
+def _places(mask: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return rows and columns of real tokens, or of the last one in each row that has any."""
     if tokens == "each":
-        rows = mask.flatten().nonzero().flatten()[taken]
-        return lambda h: h.flatten(0, 1)[rows]
-    rows = mask.any(1).nonzero().flatten()[taken]
-    if tokens == "mean":
-        return lambda h: h[rows].float().mean(1)
+        return mask.nonzero(as_tuple=True)
+    rows = mask.any(1).nonzero().flatten()
     last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
-    return lambda h: h[rows, last[rows]]
+    return rows, last[rows]
 
 
 @torch.no_grad()
 def _forward(
-    host: Anatomy,
-    tensor: str,
-    batch: Batch,
-    device: torch.device,
-    pick: Callable[[Tensor], Tensor],
+    host: Anatomy, tensor: Source, batch: Batch, rows: Tensor, columns: Tensor | None
 ) -> Tensor:
-    """Run one batch and return what ``pick`` takes at each layer, ``[L, n, D]``."""
+    """Run one batch and return each layer's samples ``[L, n, D]``; without columns rows' means."""
+    device = next(host.decoder.parameters()).device
+    rows, columns = rows.to(device), None if columns is None else columns.to(device)
     points: dict[int, Tensor] = {}
 
     def see(layer: int, arguments: tuple[Any, ...], output: Any) -> None:
-        value = output if tensor == "attention_output" else arguments[0]
-        points[layer] = pick(value[0] if isinstance(value, tuple) else value).float().cpu()
+        h = output if tensor == "attention_output" else arguments[0]
+        h = h[0] if isinstance(h, tuple) else h
+        taken = h[rows].float().mean(1) if columns is None else h[rows, columns].float()
+        points[layer] = taken.cpu()
 
     with hooked({layer.index: _source(layer, tensor) for layer in host.layers}, see):
         inputs = {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}
@@ -220,7 +275,7 @@ def _forward(
     return torch.stack([points[layer.index] for layer in host.layers])
 
 
-def _source(layer: Layer, tensor: str) -> nn.Module:
+def _source(layer: Layer, tensor: Source) -> nn.Module:
     """Return the module whose input (of the attention: whose output) is the tensor."""
     if tensor == "block_input":
         return layer.block

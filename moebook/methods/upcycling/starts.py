@@ -36,21 +36,14 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class Start:
-    """First weights of the routers.
+    """First weights of the routers of all L layers; a layer's rows are its experts' (Eq. 1)."""
 
-    Attributes:
-        weights: ``[L, E, D]`` float32: the rows of a layer are its experts' embeddings (Eq. 1).
-        layers: The L decoder layers that they belong to.
-        base: Fingerprint of the model they were taken from; None when they fit any model.
-    """
-
-    weights: Tensor
-    layers: tuple[int, ...]
-    base: str | None = None
+    weights: Tensor  # [L, E, D] float32
+    base: str | None = None  # fingerprint of the model they were taken from; None fits any
 
 
 @checked
-def random(
+def su(
     model: nn.Module,
     experts: Count,
     *,
@@ -72,7 +65,7 @@ def random(
         weights = (2 * torch.rand(shape, generator=generator) - 1) * bound
     else:
         weights = torch.randn(shape, generator=generator) * (1.0 if kind == "wide" else 0.02)
-    return Start(weights, tuple(range(shape[0])))
+    return Start(weights)
 
 
 @checked
@@ -94,9 +87,8 @@ def trsu(
     groups = []
     for task, name in enumerate(representations.tasks):
         points = representations.points[:, representations.labels == task]
-        where = f"task '{name}', "
-        groups.append(_centroids(points, representations.layers, experts // tasks, seed, where))
-    return Start(torch.cat(groups, dim=1), representations.layers, representations.base)
+        groups.append(_centroids(points, experts // tasks, seed, f"task '{name}', "))
+    return Start(torch.cat(groups, dim=1), representations.base)
 
 
 @checked
@@ -107,9 +99,8 @@ def crsu(representations: Representations, experts: Count, *, seed: Seed = 0) ->
     with E clusters in every layer. K-means numbers the clusters anew in every layer: "expert 0" has
     no common meaning through the layers. Tasks are ignored.
     """
-    layers = representations.layers
-    weights = _centroids(representations.points, layers, experts, seed, by_size=False)
-    return Start(weights, layers, representations.base)
+    weights = _centroids(representations.points, experts, seed, by_size=False)
+    return Start(weights, representations.base)
 
 
 def hidden(prompts: Representations) -> Start:
@@ -119,7 +110,7 @@ def hidden(prompts: Representations) -> Start:
     decoder layer (embeddings for layer 0) at the prompt's last token. Its ``hidden_avg`` is
     ``tokens="mean"``, padding averaged in. Neither is TRSU's attention output.
     """
-    return Start(_unit(prompts.means()), prompts.layers, prompts.base)
+    return Start(_unit(prompts.means()), prompts.base)
 
 
 @torch.no_grad()
@@ -138,9 +129,8 @@ def cheap_embed(model: nn.Module, tasks: Tasks) -> Start:
         if not total.any():
             refuse("E-DATA", f"task '{task}' has no tokens: give it at least one prompt")
         rows.append(total)
-    layers = len(anatomy(model).layers)
-    weights = _unit(torch.stack(rows)).repeat(layers, 1, 1)
-    return Start(weights, tuple(range(layers)), fingerprint(model))
+    weights = _unit(torch.stack(rows)).repeat(len(anatomy(model).layers), 1, 1)
+    return Start(weights, fingerprint(model))
 
 
 @checked
@@ -192,11 +182,11 @@ def scaled(
         return start
     if scale == "unit":
         return replace(start, weights=_unit(start.weights))
-    if inputs is None or inputs.tensor != "ffn_input" or inputs.layers != start.layers:
+    if inputs is None or inputs.tensor != "ffn_input":
         refuse("E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')")
     same_base(inputs.base, start.base)
     rows = []
-    for layer, points, weight in zip(start.layers, inputs.points, start.weights, strict=True):
+    for layer, (points, weight) in enumerate(zip(inputs.points, start.weights, strict=True)):
         spread = logit_scale(points @ weight.T)
         if not spread > 0:
             refuse("E-DATA", f"layer {layer}: the routers' logits are all equal, no scale fits")
@@ -211,12 +201,7 @@ def same_base(base: str, other: str | None) -> None:
 
 
 def _centroids(
-    points: Tensor,
-    layers: tuple[int, ...],
-    wanted: int,
-    seed: int,
-    where: str = "",
-    by_size: bool = True,
+    points: Tensor, wanted: int, seed: int, where: str = "", *, by_size: bool = True
 ) -> Tensor:
     """Cluster each layer's points ``[L, S, D]``: centroids ``[L, wanted, D]``.
 
@@ -224,15 +209,12 @@ def _centroids(
     (`kernels.clusters`) follows, so that every centroid is the mean of its points. Lloyd's to the
     end took up to 70 times as long on a CPU, for an inertia at most 0.4 % less.
     """
-    for layer, rows in zip(layers, points, strict=True):
+    for layer, rows in enumerate(points):
         if not rows.isfinite().all():
             refuse("E-NONFINITE", f"{where}layer {layer}: representations hold NaN or infinity")
         if (distinct := len({row.tobytes() for row in rows.numpy()})) < wanted:
-            refuse(
-                "E-DATA",
-                f"{where}layer {layer}: {wanted} centroids asked for, but there are only"
-                f" {distinct} distinct points: fewer experts, or more text",
-            )
+            counts = f"{wanted} centroids asked for, but only {distinct} distinct points"
+            refuse("E-DATA", f"{where}layer {layer}: {counts}: fewer experts, or more text")
     centroids = points[:, :1]
     if wanted > 1:
         size = min(BATCH, points.shape[1])

@@ -20,7 +20,7 @@ from moebook import nn as mnn
 from moebook.analysis.routers import gradients
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
-from moebook.methods.upcycling.starts import Start, random, same_base
+from moebook.methods.upcycling.starts import Start, same_base, su
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.nn import balance
@@ -39,47 +39,42 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
 
     In each chosen layer the FFN, a gated MLP without biases, gives way to E copies of itself in
-    fused 3-D weights and a linear router that reads the FFN's (normed) input. Whether the model is
-    the dense one at step 0 depends on ``config.combine``. Routers are float32 (float64 in a float64
-    host). Everything new requires a gradient; the rest is left as it was (the paper trains it all).
-    Without a ``start`` the routers are SU's, N(0, 0.02^2) drawn from ``config.seed``. A model that
-    is refused is left untouched.
+    fused 3-D weights and a linear router that reads the FFN's (normed) input, in float32 or wider.
+    Everything new requires a gradient; the rest is left as it was (the paper trains it all).
+    Without a ``start`` the routers are SU's, N(0, 0.02^2) drawn from ``config.seed``.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
     base = checkpoint.fingerprint(model)
-    start = random(model, config.experts, seed=config.seed) if start is None else start
+    start = su(model, config.experts, seed=config.seed) if start is None else start
     same_base(base, start.base)
-    _install(host, layers, _weights(start, host, layers, config), config)
+    shape, expected = tuple(start.weights.shape), (len(host.layers), config.experts, host.hidden)
+    if shape != expected:
+        refuse("E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}")
+    if not start.weights.isfinite().all():
+        refuse("E-NONFINITE", "the router start holds NaN or infinity")
+    _install(host, layers, start.weights, config)
     model.upcycling = Origin(config=config, base=base)
     return model
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write all parameters, the settings and the dense base's fingerprint to a new folder.
+    """Write all parameters (all of them train) and the `Origin` to a new folder, of any host.
 
-    The whole model of any host, since in sparse upcycling all of it trains; NaN is refused.
     `export` writes what transformers reads alone, for the families that have such a form.
     """
-    return checkpoint.save(folder, origin(model), dict(model.named_parameters()))
+    tensors = dict(model.named_parameters())
+    return checkpoint.save(folder, checkpoint.origin(model, Origin), tensors)
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Restore an upcycled model onto its dense base, in place and bit for bit, after all checks.
-
-    Args:
-        model: The dense base, as it was before `upcycle`; untouched when it is refused.
-        folder: Written by `save`.
-
-    Returns:
-        The same model, upcycled as it was when it was saved.
-    """
+    """Restore a saved model onto its dense base, in place and bit for bit, after all checks."""
 
     def restore(model: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
         config = replace(made_from.config, noise=0.0)  # what was drawn is in the checkpoint
         host = anatomy(model)
         layers = dense_layers(host, config.layers, "upcycling")
-        _install(host, layers, [torch.zeros(config.experts, host.hidden)] * len(layers), config)
+        _install(host, layers, torch.zeros(len(host.layers), config.experts, host.hidden), config)
         model.upcycling = made_from
         return dict(model.named_parameters())
 
@@ -95,13 +90,8 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     ``training.fit(..., penalty=upcycling.balance_loss)``. The mask is by default the one that the
     model was called with.
     """
-    weight = origin(model).config.balance_weight
+    weight = checkpoint.origin(model, Origin).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)
-
-
-def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a model, also inside a wrapper (DDP, PEFT)."""
-    return checkpoint.origin(model, Origin)
 
 
 def step_zero(
@@ -127,29 +117,14 @@ def step_zero(
     return pd.DataFrame(rows).T.rename_axis(["combine", "experts per token", "start"])
 
 
-def _weights(start: Start, host: Anatomy, layers: list[Layer], config: Config) -> list[Tensor]:
-    """Return the router weights ``[E, D]`` of each chosen layer, or refuse a start."""
-    shape, expected = tuple(start.weights.shape), (config.experts, host.hidden)
-    if len(shape) != 3 or shape[1:] != expected:
-        refuse(
-            "E-SHAPE", f"the router start is {shape}, expected [L, {expected[0]}, {expected[1]}]"
-        )
-    if not start.weights.isfinite().all():
-        refuse("E-NONFINITE", "the router start holds NaN or infinity")
-    by_layer = dict(zip(start.layers, start.weights, strict=True))
-    for layer in layers:
-        if layer.index not in by_layer:
-            refuse("E-SHAPE", f"the router start has no weights for layer {layer.index}")
-    return [by_layer[layer.index] for layer in layers]
-
-
-def _install(host: Anatomy, layers: list[Layer], weights: list[Tensor], config: Config) -> None:
-    """Make all blocks, then put them in."""
+def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config) -> None:
+    """Make all blocks, with routers that start at ``weights [L, E, D]``, then put them in."""
     trace, blocks = mnn.Trace(), []
-    for layer, weight in zip(layers, weights, strict=True):
+    for layer in layers:
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
+        dense = experts.down_proj
         router = mnn.Router(
             host.hidden,
             config.experts,
@@ -157,11 +132,11 @@ def _install(host: Anatomy, layers: list[Layer], weights: list[Tensor], config: 
             layer=layer.index,
             trace=trace,
             combine=config.combine,
-            dtype=torch.promote_types(torch.float32, experts.down_proj.dtype),
-            device=experts.down_proj.device,
+            dtype=torch.promote_types(torch.float32, dense.dtype),
+            device=dense.device,
         )
         with torch.no_grad():
-            router.weight.copy_(weight)
+            router.weight.copy_(weights[layer.index])
         blocks.append(mnn.ExpertMoE(router, experts).train(layer.block.training))
     for layer, block in zip(layers, blocks, strict=True):
         layer.replace(block)
@@ -170,10 +145,10 @@ def _install(host: Anatomy, layers: list[Layer], weights: list[Tensor], config: 
 
 @torch.no_grad()
 def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
-    """Add Gaussian noise to every expert, of ``noise`` times each fused tensor's own deviation.
+    """Add Gaussian noise to every expert, drawn on the CPU: equal on every device.
 
-    The standard deviation is that of the dense tensor (all experts are still copies of it), gate
-    and up projection taken together. Drawn on the CPU, so equal on every device.
+    Its standard deviation is ``noise`` times that of the dense tensor (all experts are still copies
+    of it), gate and up projection taken together.
     """
     generator = torch.Generator().manual_seed(seed)
     for weight in (experts.gate_up_proj, experts.down_proj):
