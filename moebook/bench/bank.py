@@ -17,7 +17,7 @@ from moebook.bench.case import Axis, Case, Op, size_of
 from moebook.bench.floors import Product
 from moebook.data import IGNORED, encode, tasks
 from moebook.data.padding import padded
-from moebook.methods.rocket import attachment, loras, packing, scoring
+from moebook.methods.rocket import loras, packing, scoring
 from moebook.methods.rocket.loras import Lora
 
 TARGETS = ("q_proj", "v_proj")
@@ -34,7 +34,7 @@ def _bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
     if bits == 64:
         hosted.double()
     case = Case(size_of(*model.parameters()))
-    case.add("ours", lambda: scoring.perplexity(model, tokenizer, bank, shots))
+    case.add("ours", lambda: scoring.log_perplexity(model, tokenizer, bank, shots))
     case.floor(_products(model, items, N, R), device, torch.float32)
     case.add("set_adapter, all shots at once", lambda: _looped(hosted, bank, items, len(items)))
     case.add("set_adapter, shot by shot", lambda: _looped(hosted, bank, items, 1))
@@ -94,7 +94,7 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
     tokens = sum(len(pack.tokens) for pack in made)
     places = number * sum(len(pack.answers.readers.unique()) for pack in made)
     answers = number * sum(len(pack.answers.readers) for pack in made)
-    shared, ends = attachment.spared(model)
+    shared, ends = packing.spared(model)
     last = {layer for part in ends for layer in part.modules()}
     shapes: Counter[tuple[int, int, int]] = Counter()
     for path, layer in model.named_modules():

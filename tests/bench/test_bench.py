@@ -129,8 +129,8 @@ def test_pefts_use_of_an_old_name_shows_no_warning() -> None:
 
 
 def test_a_bank_that_is_wrong_in_the_fifth_digit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bank.scoring.perplexity
-    monkeypatch.setattr(bank.scoring, "perplexity", lambda *given: right(*given) + 2e-5)
+    right = bank.scoring.log_perplexity
+    monkeypatch.setattr(bank.scoring, "log_perplexity", lambda *given: right(*given) + 2e-5)
     found = bench.errors(["bank"], device="cpu")
     assert list(found["what"]) == ["perplexities"] and not found["right"].any()
 

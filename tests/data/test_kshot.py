@@ -8,7 +8,7 @@ from moebook.data import tasks
 from moebook.data.tasks import kshot
 from moebook.data.tasks.common_sense import kinship
 from moebook.errors import Refusal
-from moebook.methods.rocket import catalogue
+from moebook.methods.rocket import bank
 
 
 def every(name, split):
@@ -66,8 +66,8 @@ def test_both_kinds_of_clauses_are_frequent_and_none_is_in_the_bank():
     kinds = [row["answer"] for split in tasks.SPLITS for row in every("copyleft", split)]
     assert 0.4 < kinds.count("copyleft") / len(kinds) < 0.6
     assert set(kinds) == {"copyleft", "permissive"}
-    bank = "\n".join(row["prompt"] for row in catalogue.embedded(2000)["licence"])
-    assert not any(clause in bank for clause in kshot.reserved())
+    texts = "\n".join(row["prompt"] for row in bank.embedded(2000)["licence"])
+    assert not any(clause in texts for clause in kshot.reserved())
 
 
 def test_they_are_found_by_name_like_any_other():

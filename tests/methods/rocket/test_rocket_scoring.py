@@ -1,4 +1,4 @@
-"""Perplexities against transformers one sample at a time; accuracies; what is left out."""
+"""Perplexities against transformers one sample at a time; accuracies; packs; rationales."""
 
 import math
 
@@ -7,12 +7,12 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
+from transformers import LlamaForCausalLM
 
 from moebook.data import IGNORED, encode, raw
 from moebook.errors import Refusal
 from moebook.kernels import matmul
-from moebook.methods import rocket
-from moebook.methods.rocket import generation, scoring
+from moebook.methods.rocket import loras, packing, scoring
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -23,7 +23,7 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
     monkeypatch.setattr(matmul, "ENOUGH", 0)  # as if the model were wide
     model = base(attention_dropout=0.5)
     bank = make_bank(model, 3)
-    found = scoring.perplexity(
+    found = scoring.log_perplexity(
         model.train(), tokenizer, bank, shots, reduction=reduction, tokens=tokens
     )
     assert model.training
@@ -31,7 +31,7 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
     for name, each in bank.items():
         folder = tmp_path / name
         if not folder.exists():
-            rocket.loras.write(each, folder)
+            loras.write(each, folder)
         peft = PeftModel.from_pretrained(base(), folder).eval()
         for place, row in enumerate(rows):
             ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
@@ -45,8 +45,8 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
 def test_scoring_leaves_the_base_without_hooks_and_repeats(base, make_bank, shots, tokenizer):
     model = base()
     bank = make_bank(model, 3)
-    one = scoring.perplexity(model, tokenizer, bank, shots)
-    two = scoring.perplexity(model, tokenizer, bank, shots)
+    one = scoring.log_perplexity(model, tokenizer, bank, shots)
+    two = scoring.log_perplexity(model, tokenizer, bank, shots)
     assert np.array_equal(one, two)
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -54,9 +54,9 @@ def test_scoring_leaves_the_base_without_hooks_and_repeats(base, make_bank, shot
 def test_reasoning_perplexity_scores_the_rationale_too(base, make_bank, shots, tokenizer):
     model = base()
     bank = make_bank(model, 2)
-    plain = scoring.perplexity(model, tokenizer, bank, shots, reduction="sum")
-    told = rocket.rationales.expand(shots)
-    reasoned = scoring.perplexity(model, tokenizer, bank, told, reduction="sum")
+    plain = scoring.log_perplexity(model, tokenizer, bank, shots, reduction="sum")
+    told = scoring.expand(shots)
+    reasoned = scoring.log_perplexity(model, tokenizer, bank, told, reduction="sum")
     assert (reasoned > plain).all(axis=None)
 
 
@@ -69,7 +69,7 @@ def test_accuracy_counts_greedy_answers_after_post_processing(
         row["input_ids"][: row["labels"].count(IGNORED)]
         for row in encode(shots, tokenizer, max_length=1000)
     ]
-    rocket.loras.write(bank["b"], tmp_path / "b")
+    loras.write(bank["b"], tmp_path / "b")
     peft = PeftModel.from_pretrained(base(), tmp_path / "b").eval()
     texts = []
     for context in contexts:
@@ -99,13 +99,13 @@ def test_a_right_number_is_right_in_other_words_and_code_is_refused(
         asked.append(limit)
         return texts
 
-    monkeypatch.setattr(generation, "greedy", greedy)
+    monkeypatch.setattr(scoring, "generate", greedy)
     bank = make_bank(model := base(), 2)
     found = scoring.accuracy(model, tokenizer, bank, rows)
     assert found.to_numpy().tolist() == [[True, True, False]] * 2
     assert asked == [256, 256]
     for order in ("answer_first", "rationale_first"):
-        (expanded, *_) = rocket.rationales.expand(rows, order=order)
+        (expanded, *_) = scoring.expand(rows, order=order)
         assert expanded["answer"].count("<<48/2=24>>") == 1
     for name in ("MBPP", "mbpp"):
         code = {"task": name, "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
@@ -117,8 +117,8 @@ def test_scores_are_equations_4_and_5():
     nats = pd.DataFrame([[1.0, 2.0], [700.0, 800.0]], index=["a", "b"])
     hits = pd.DataFrame([[True, False], [True, True]], index=["a", "b"])
     found = scoring.scores(nats, hits)
-    assert found.loc["a", "perplexity"] == pytest.approx(math.log(math.e + math.e**2))
-    assert found.loc["b", "perplexity"] == pytest.approx(800.0)  # exp(800) overflows a double
+    assert found.loc["a", "log_perplexity"] == pytest.approx(math.log(math.e + math.e**2))
+    assert found.loc["b", "log_perplexity"] == pytest.approx(800.0)  # exp(800) overflows a double
     assert found["accuracy"].tolist() == [0.5, 1.0]
 
 
@@ -126,7 +126,7 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(base, make_bank
     model = base()
     bank = make_bank(model, 3)
     next(iter(bank["b"].up.values()))[0, 0] = torch.nan
-    nats = scoring.perplexity(model, tokenizer, bank, shots)
+    nats = scoring.log_perplexity(model, tokenizer, bank, shots)
     hits = pd.DataFrame(True, index=list(bank), columns=range(4))
     with pytest.warns(UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"):
         found = scoring.scores(nats, hits)
@@ -154,17 +154,152 @@ def test_what_cannot_be_scored_is_refused(base, make_bank, shots, tokenizer):
     model = base()
     bank = make_bank(model, 2)
     with pytest.raises(Refusal, match="E-KSHOT: have 0"):
-        scoring.perplexity(model, tokenizer, bank, [])
+        scoring.log_perplexity(model, tokenizer, bank, [])
     with pytest.raises(Refusal, match="E-BANK: the bank is empty"):
-        scoring.perplexity(model, tokenizer, {}, shots)
-    with pytest.raises(Refusal, match="E-CHOICE: reduction is 'max'"):
-        scoring.perplexity(model, tokenizer, bank, shots, reduction="max")
+        scoring.log_perplexity(model, tokenizer, {}, shots)
     long = [{"prompt": "x" * 300, "answer": "y"}]
     with pytest.raises(Refusal, match=r"E-KSHOT: shot 0 has .* the model takes 256"):
-        scoring.perplexity(model, tokenizer, bank, long)
+        scoring.log_perplexity(model, tokenizer, bank, long)
 
 
 def test_generation_gives_the_mode_back(base, tokenizer):
     model = base().train()
-    assert len(generation.greedy(model, tokenizer, [[0, 5, 6]], limit=3)) == 1
+    assert len(scoring.generate(model, tokenizer, [[0, 5, 6]], limit=3)) == 1
     assert model.training
+
+
+SAMPLES = [
+    ([5, 6, 7, 8, 1], 3),
+    ([5, 6, 9, 1], 2),
+    ([4, 4, 4], 2),
+    ([5, 6, 7, 2, 2, 1], 3),
+    ([5, 6, 7, 8, 1], 4),  # the first one again, with a shorter answer
+]
+
+
+def items():
+    return [
+        {"input_ids": ids, "labels": [IGNORED] * first + ids[first:], "length": len(ids)}
+        for ids, first in SAMPLES
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 5, 9, 100])
+def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
+    found = {}
+    for pack in packing.packs(items(), limit):
+        assert len(pack.tokens) <= limit or len(pack.lines) == 1
+        at = 0
+        for line, length in zip(pack.lines, pack.answers.lengths.tolist(), strict=True):
+            last = int(pack.answers.readers[at + length - 1])
+            path = pack.seen[last].nonzero().flatten()
+            assert pack.positions[path].tolist() == list(range(len(path)))
+            answer = pack.answers.targets[at : at + length].tolist()
+            found[line] = (pack.tokens[path].tolist() + answer[-1:], length)
+            at += length
+    assert found == {n: (ids, len(ids) - first) for n, (ids, first) in enumerate(SAMPLES)}
+
+
+def test_a_common_beginning_stands_once():
+    (pack,) = packing.packs(items(), 100)
+    rows = [tuple(pack.tokens[seen].tolist()) for seen in pack.seen]
+    begun = {tuple(ids[: end + 1]) for ids, _ in SAMPLES for end in range(len(ids) - 1)}
+    assert sorted(rows) == sorted(begun)
+
+
+def everywhere(model, seed, rank=3):
+    """A LoRA on every linear layer of the decoder."""
+    torch.manual_seed(seed)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    layers = loras.linears(model, names)
+    down = {path: torch.randn(rank, layer.in_features) / 5 for path, layer in layers.items()}
+    up = {path: torch.randn(layer.out_features, rank) / 5 for path, layer in layers.items()}
+    return loras.Lora(str(seed), rank, 2.0, down, up)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, whole, base, make_bank):
+    model = base(num_hidden_layers=layers)
+    bank = list(make_bank(model, 3).values())
+    if whole:
+        bank = [everywhere(model, seed) for seed in range(3)]
+    ids, places = torch.arange(10, 22).expand(3, -1), torch.tensor([4, 7, 11])
+    with loras.attached(model.eval(), bank), torch.no_grad():
+        wanted = model.model(input_ids=ids).last_hidden_state[:, places]
+        with packing.trimmed(model, 3, 12, places):
+            found = model.model(input_ids=ids).last_hidden_state[:, places]
+        again = model.model(input_ids=ids).last_hidden_state[:, places]
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(again, wanted)
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda m: setattr(m.config, "logit_scale", 0.5), "config.logit_scale, expected one"),
+        (lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 259)), "a bias, expected one product"),
+        (lambda m: delattr(m.model.layers[1], "self_attn"), "layer 1 has no attention"),
+    ],
+)
+def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(
+    alter, message, base, make_bank, shots, tokenizer
+):
+    model: LlamaForCausalLM = base()
+    bank = make_bank(model, 2)
+    alter(model)
+    with pytest.raises(Refusal, match=f"E-MODEL: .*{message}"):
+        scoring.log_perplexity(model, tokenizer, bank, shots)
+
+
+def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
+    seen = []
+    product = packing.product
+    monkeypatch.setattr(packing, "product", lambda *args: seen.append(1) or product(*args))
+    torch.manual_seed(0)
+    x = torch.randn(2, 200, 96)
+    for bias in (True, False):
+        layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
+        with packing.Products():
+            found = layer(x)
+        wanted = layer.double()(x.double())
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2
+    layer(x.double())
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("order", scoring.ORDERS)
+def test_rationales_are_put_into_answers_in_both_orders(order, shots):
+    for row, told in zip(shots, scoring.expand(shots, order=order), strict=True):
+        text = told["answer"]
+        assert row["rationale"] in text
+        assert text.startswith(row["answer"]) is (order == "answer_first")
+        assert text.endswith(row["answer"]) is (order == "rationale_first")
+
+
+def test_a_model_writes_rationales_from_the_prompt_of_figure_3(base, tokenizer, shots, monkeypatch):
+    seen = []
+
+    def written(model, tok, contexts, *, limit):
+        seen.extend(tok.decode(ids) for ids in contexts)
+        return [f"Because {n}." for n in range(len(contexts))]
+
+    monkeypatch.setattr(scoring, "generate", written)
+    found = scoring.write_rationales(shots, base(), tokenizer)
+    assert found[1]["rationale"] == "Because 1."
+    assert "provide the answer first then with its explanation" in seen[0]
+    assert seen[0].index("Question: Add 1 and 2.") < seen[0].index("Answer: 3.")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    scoring.write_rationales(shots, base(), tokenizer, order="rationale_first")
+    assert seen[-1].startswith("[Read the question")
+    assert "explanation first then with the answer" in seen[-1]
+    monkeypatch.setattr(scoring, "generate", lambda m, t, c, limit: [" "] * len(c))
+    with pytest.raises(Refusal, match="E-DATA: row 0: the model wrote no rationale"):
+        scoring.write_rationales(shots, base(), tokenizer)
+
+
+def test_missing_rationales_are_refused():
+    with pytest.raises(Refusal, match="E-DATA: row 0 has no rationale"):
+        scoring.expand([{"prompt": "a", "answer": "b"}])

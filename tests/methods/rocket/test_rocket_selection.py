@@ -22,14 +22,15 @@ def tables(seed, size, *, ties=False):
     accuracy = rng.integers(0, 4, size) / 4 if ties else rng.random(size)
     cosines = rng.uniform(-0.2, 1, (size, size))
     cosines = (cosines + cosines.T) / 2
-    scores = pd.DataFrame({"perplexity": perplexity, "accuracy": accuracy}, index=names)
+    scores = pd.DataFrame({"log_perplexity": perplexity, "accuracy": accuracy}, index=names)
     return scores, pd.DataFrame(cosines, index=names, columns=names)
 
 
 def algorithm_1(scores, cosines, candidates, experts, *, literal):
     """Alg. 1 as it is printed, line by line; equal values share a rank, equal sums go by name."""
     bank = sorted(scores.index)
-    r_p = {m: 1 + sum(scores.perplexity[o] < scores.perplexity[m] for o in bank) for m in bank}
+    nats = scores.log_perplexity
+    r_p = {m: 1 + sum(nats[o] < nats[m] for o in bank) for m in bank}
     r_a = {m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank}
     chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
     groups = list(combinations(sorted(chosen), experts))
@@ -72,7 +73,7 @@ def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch
 
 def test_selection_does_not_depend_on_the_order_of_the_bank():
     scores, cosines = tables(3, 9, ties=True)
-    scores["perplexity"] = 1.0
+    scores["log_perplexity"] = 1.0
     config = rocket.Config(candidates=5, experts=2)
     one = selection.select(scores, cosines, config)
     two = selection.select(scores.iloc[::-1], cosines.iloc[::-1, ::-1], config)
@@ -82,7 +83,7 @@ def test_selection_does_not_depend_on_the_order_of_the_bank():
 
 def test_when_all_is_equal_the_names_decide():
     names = ["c", "a", "d", "b"]
-    scores = pd.DataFrame({"perplexity": 1.0, "accuracy": 0.5}, index=names)
+    scores = pd.DataFrame({"log_perplexity": 1.0, "accuracy": 0.5}, index=names)
     cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
     found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
     assert found.experts == ("a", "b")
@@ -90,7 +91,7 @@ def test_when_all_is_equal_the_names_decide():
 
 def test_equal_accuracies_leave_the_choice_to_perplexity():
     names = list("abcd")
-    scores = pd.DataFrame({"perplexity": [4.0, 3, 2, 1], "accuracy": 0.0}, index=names)
+    scores = pd.DataFrame({"log_perplexity": [4.0, 3, 2, 1], "accuracy": 0.0}, index=names)
     cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
     found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
     assert found.experts == ("d", "c")
@@ -100,7 +101,7 @@ def test_a_single_ranking_takes_its_own_best():
     scores, cosines = tables(5, 10)
     config = rocket.Config(candidates=6, experts=3)
     by_perplexity = selection.select(scores, cosines, config, rankings=["perplexity"])
-    assert by_perplexity.experts == tuple(scores.perplexity.sort_values().index[:3])
+    assert by_perplexity.experts == tuple(scores.log_perplexity.sort_values().index[:3])
     by_accuracy = selection.select(scores, cosines, config, rankings=["accuracy"])
     assert by_accuracy.experts == tuple(scores.accuracy.sort_values(ascending=False).index[:3])
 
@@ -175,11 +176,9 @@ def test_a_matrix_that_is_zero_has_cosine_zero(base, make_bank):
     [(0.5, 2.0, 2.0), (0.0, math.inf, math.inf), (-0.25, math.inf, -4.0)],
 )
 def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inverse):
-    names = list("abc")
-    cosines = pd.DataFrame(np.full((3, 3), cosine), index=names, columns=names)
-    assert selection.diversity(cosines, names) == ordered
-    assert selection.diversity(cosines, names, form="inverse") == inverse
-    assert selection.diversity(cosines, ["b"]) == math.inf
+    mean = np.array([cosine])
+    assert selection.diversity(mean) == ordered
+    assert selection.diversity(mean, "inverse") == inverse
 
 
 def test_a_group_of_opposites_is_the_most_diverse_unless_equation_6_is_read_literally():
@@ -187,7 +186,7 @@ def test_a_group_of_opposites_is_the_most_diverse_unless_equation_6_is_read_lite
     cosines = pd.DataFrame(
         [[1, -0.5, 0.9], [-0.5, 1, 0.9], [0.9, 0.9, 1]], index=names, columns=names
     )
-    scores = pd.DataFrame({"perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}, index=names)
+    scores = pd.DataFrame({"log_perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}, index=names)
     for form, place in (("ordered", 1), ("inverse", 3)):
         config = rocket.Config(candidates=3, experts=2, diversity=form)
         groups = selection.select(scores, cosines, config).groups
