@@ -10,9 +10,8 @@ from typing import NoReturn
 class Refusal(Exception):
     """Input that cannot be used, told in one line; the command line exits with code 2.
 
-    Args:
-        code: Short code such as ``E-RANGE``; one vocabulary for the whole project.
-        message: One line: what is wrong, where, what was expected, how to fix it.
+    The message says what is wrong, where, what was expected and how to fix it; the short code, such
+    as ``E-RANGE``, is of one vocabulary for the whole project.
     """
 
     def __init__(self, code: str, message: str) -> None:

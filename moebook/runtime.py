@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
+from pydantic import Field
 from tqdm import tqdm
 
 from moebook.errors import nearest, refuse
+from moebook.settings import checked
 
 if TYPE_CHECKING:
     import torch
@@ -37,41 +39,27 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (all devices).
-
-    Args:
-        seed: From 0 to 2^32 - 1, which is all that NumPy's global generator takes.
-
-    Raises:
-        Refusal: ``E-RANGE`` for anything else.
-    """
+@checked
+def seed_everything(seed: Annotated[int, Field(ge=0, lt=2**32)]) -> None:
+    """Seed Python's, NumPy's and torch's generators on all devices; NumPy takes 32 bits."""
     import torch
 
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        refuse("E-RANGE", f"seed = {seed!r}: expected an integer in [0, {2**32 - 1}]")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def processes() -> tuple[int, int]:
-    """Return the number of this process and how many there are, as ``accelerate launch`` says.
-
-    (0, 1) for a process that was not launched so.
-    """
+    """Return this process's number and how many ``accelerate launch`` started, else (0, 1)."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device that is there.
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device that this machine has.
 
     Of several processes on a machine, each has a GPU of its own: ``cuda`` is that.
-
-    Raises:
-        Refusal: ``E-DEVICE`` for an unknown name, or for a GPU that this machine does not have.
     """
     import torch
 
@@ -92,10 +80,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
     """Turn ``auto``, ``float32``, ``bfloat16`` or ``float16`` into a dtype the device can train in.
 
-    ``auto`` is float32 on a CPU, bfloat16 on a GPU that has it, else float32.
-
-    Raises:
-        Refusal: ``E-DTYPE`` for an unknown name, or one that the device cannot train in.
+    ``auto`` is bfloat16 on a GPU that has it, else float32.
     """
     import torch
 
@@ -104,22 +89,20 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
         return torch.bfloat16 if gpu and torch.cuda.is_bf16_supported() else torch.float32
     if name not in DTYPES:
         refuse("E-DTYPE", f"unknown dtype '{name}': {nearest(name, ['auto', *DTYPES])}")
-    if name == "float16" and not gpu:
-        refuse("E-DTYPE", f"dtype float16 needs a GPU, the device is {device}; use float32")
-    if name == "bfloat16" and gpu and not torch.cuda.is_bf16_supported():
-        refuse("E-DTYPE", f"dtype bfloat16 is not supported by {device}; use float32 or float16")
+    if (name == "float16" and not gpu) or (
+        name == "bfloat16" and gpu and not torch.cuda.is_bf16_supported()
+    ):
+        refuse("E-DTYPE", f"dtype {name} needs a GPU that has it, not {device}; use float32")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 @dataclass
-class Lap:
-    """What a block of code cost: seconds, and the peak memory in bytes while it ran.
+class Timing:
+    """What a block of code cost: wall-clock seconds, and the peak memory in bytes while it ran.
 
-    Attributes:
-        seconds: Wall-clock time, the device's queued work included.
-        memory: On a GPU the peak allocated by torch, on a CPU the peak resident memory of the
-            process during the block; None where the system cannot tell (only Linux can on a CPU).
+    Memory is what torch allocated on a GPU, on a CPU the resident memory of the process; None where
+    the system cannot tell (on a CPU only Linux can).
     """
 
     seconds: float = 0.0
@@ -127,45 +110,36 @@ class Lap:
 
 
 @contextmanager
-def stopwatch(device: str | torch.device = "cpu") -> Iterator[Lap]:
-    """Measure the time and peak memory of a ``with`` block: its `Lap` is filled at the end."""
-    gpu = str(device).startswith("cuda")
-    lap, known = Lap(), _reset_peak(device) if gpu else _reset_resident_peak()
+def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
+    """Measure the time and peak memory of a ``with`` block: its `Timing` is filled at the end.
+
+    A GPU's queued work is waited for at both ends.
+    """
+    import torch
+
+    gpu, known, timing = str(device).startswith("cuda"), True, Timing()
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        try:  # start the kernel's high-water mark anew
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            known = False
     start = time.perf_counter()
     try:
-        yield lap
+        yield timing
     finally:
-        lap.memory = _peak(device) if gpu else peak_memory() if known else None
-        lap.seconds = time.perf_counter() - start
-
-
-def _peak(device: str | torch.device) -> int:
-    """Wait for the GPU's queued work, then read the peak that torch allocated."""
-    import torch
-
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
-def _reset_peak(device: str | torch.device) -> bool:
-    import torch
-
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return True
-
-
-def _reset_resident_peak() -> bool:
-    """Start the kernel's high-water mark anew (Linux); False where that cannot be done."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        if gpu:
+            torch.cuda.synchronize(device)
+            timing.memory = torch.cuda.max_memory_allocated(device)
+        else:
+            timing.memory = peak_memory() if known else None
+        timing.seconds = time.perf_counter() - start
 
 
 def peak_memory(pid: int | str = "self") -> int | None:
-    """Peak resident memory of a process in bytes since it or its last `stopwatch` started.
+    """Return a process's peak resident memory in bytes since it, or its last `stopwatch`, started.
 
     None where the system keeps no such mark (only Linux does), or the process has ended.
     """
@@ -200,17 +174,15 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """List the versions of the installed packages that results may depend on."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {
+        package: importlib.metadata.version(package)
+        for package in PACKAGES
+        if any(importlib.metadata.distributions(name=package))
+    }
 
 
 def _cpu() -> str:
-    """Name the CPU's model, as Linux reports it."""
+    """Name the CPU's model."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -218,20 +190,15 @@ def _cpu() -> str:
 
 
 def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
-    """Show a progress bar around the loop where someone watches; else the loop alone.
+    """Show a progress bar around the loop in a terminal and in Jupyter; else the loop alone.
 
-    Someone watches in a terminal, and in a notebook in Jupyter or the like. Nobody does when a
-    notebook is executed as a whole (``MOEBOOK_QUIET=1``, or plain papermill), when the output goes
-    to a file, and in all processes but the first. The bar is plain text on purpose: widgets leave
-    dead boxes in a rendered page.
+    There is none when a notebook is executed as a whole (``MOEBOOK_QUIET=1``, or papermill, which
+    cannot be asked for input), when the output goes to a file, and in all processes but the first.
+    The bar is plain text on purpose: widgets leave dead boxes in a rendered page.
     """
-    if os.environ.get(QUIET) == "1" or not _watched() or processes()[0]:
-        return iterable
-    return tqdm(iterable, desc=desc or None, total=total, leave=False)
-
-
-def _watched() -> bool:
-    """Whether a terminal is there, or a notebook's frontend: one that could be asked for input."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     kernel = getattr(shell, "kernel", None)
-    return sys.stderr.isatty() if kernel is None else bool(getattr(kernel, "_allow_stdin", True))
+    watched = sys.stderr.isatty() if kernel is None else getattr(kernel, "_allow_stdin", True)
+    if os.environ.get(QUIET) == "1" or not watched or processes()[0]:
+        return iterable
+    return tqdm(iterable, desc=desc or None, total=total, leave=False)

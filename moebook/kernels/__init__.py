@@ -11,20 +11,7 @@ from moebook.kernels.route import Routing, grouped, route
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 
 __all__ = [
-    "Bank",
-    "Largest",
-    "Routing",
-    "adapters",
-    "balance_loss",
-    "bank_scoring",
-    "clusters",
-    "duplicates",
-    "experts",
-    "grouped",
-    "groups",
-    "largest",
-    "lora_mixture",
-    "nearest_rows",
-    "route",
-    "split_experts",
-]
+    "Bank", "Largest", "Routing", "adapters", "balance_loss", "bank_scoring", "clusters",
+    "duplicates", "experts", "grouped", "groups", "largest", "lora_mixture", "nearest_rows",
+    "route", "split_experts",
+]  # fmt: skip

@@ -7,18 +7,6 @@ from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
 from moebook.nn.routing import Router, balance, routers
 
 __all__ = [
-    "AdapterMoE",
-    "Adapters",
-    "Decision",
-    "ExpertMoE",
-    "Experts",
-    "LoraMixture",
-    "Router",
-    "SplitExperts",
-    "Trace",
-    "balance",
-    "evaluating",
-    "hooked",
-    "observe",
-    "routers",
-]
+    "AdapterMoE", "Adapters", "Decision", "ExpertMoE", "Experts", "LoraMixture", "Router",
+    "SplitExperts", "Trace", "balance", "evaluating", "hooked", "observe", "routers",
+]  # fmt: skip

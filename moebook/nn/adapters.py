@@ -16,12 +16,9 @@ class Adapters(nn.Module):
     """E bottleneck adapters held in two tensors, ``down [E, D, R]`` and ``up [E, R, D]``.
 
     ``up`` starts at zero, so that at first every adapter adds nothing. ``down`` starts
-    kaiming-uniform with a = sqrt 5, or at zero too: see the warning.
-
-    Warning:
-        With both at zero (the paper's "omega_0 is initialised to zero", read literally) neither
-        ever receives a gradient: that of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of
-        ``up`` = 0.
+    kaiming-uniform with a = sqrt 5, or at zero too (``down_init="zero"``). With both at zero (the
+    paper's "omega_0 is initialised to zero", read literally) neither ever receives a gradient: that
+    of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
 
     Args:
         width, experts, adapter_width: D, E and R.
@@ -29,8 +26,6 @@ class Adapters(nn.Module):
         served_scale: Factor in evaluation mode (the released code merges with another one).
         dropout: Share of inputs dropped before ``down`` in training, in [0, 1). One mask a token,
             shared by its K adapters; the released code draws one for each.
-        down_init: ``"kaiming"`` or ``"zero"``.
-        dtype, device: Of both tensors.
     """
 
     def __init__(
@@ -60,11 +55,6 @@ class Adapters(nn.Module):
         source = F.dropout(h, self.dropout) if self.training and self.dropout else None
         scale = self.scale if self.training else self.served_scale
         return adapters(h, routing, self.down, self.up, scale=scale, source=source)
-
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows."""
-        experts, width, narrow = self.down.shape
-        return f"width={width}, experts={experts}, adapter_width={narrow}, scale={self.scale}"
 
 
 class AdapterMoE(nn.Module):

@@ -93,7 +93,3 @@ class SplitExperts(nn.Module):
         self.frozen.gate_up_proj[self.chosen] = self.gate_up_proj.to(self.frozen.gate_up_proj.dtype)
         self.frozen.down_proj[self.chosen] = self.down_proj.to(self.frozen.down_proj.dtype)
         return self.frozen
-
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows."""
-        return f"experts={len(self.slots)}, trained={self.chosen.tolist()}"

@@ -86,8 +86,3 @@ class LoraMixture(nn.Module):
             own = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
             rows = hidden.flatten(0, -3).to(own.dtype)
             return torch.einsum("tnr,nr->tn", rows, own) * (self.ratios * self.scale)
-
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows."""
-        experts, rank, _ = self.down.shape
-        return f"experts={experts}, rank={rank}, reads={self.reads}, scale={self.scale:g}"

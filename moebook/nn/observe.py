@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,13 +17,12 @@ Key = TypeVar("Key")
 
 
 class Decision(NamedTuple):
-    """What one router decides for the tokens of a pass.
+    """What one router decides for the tokens of a pass, as the letters of each field say.
 
     Attributes:
         logits: ``[..., E]``.
         ids: ``[..., K]`` chosen experts.
-        gates: ``[..., K]`` their weights, without the constant factor that some of DeepSeek's
-            models apply afterwards.
+        gates: ``[..., K]`` their weights, without the constant factor of some DeepSeek models.
         mask: ``[...]``, true where a token is real; None in a `Trace`, which holds one for all.
     """
 
@@ -45,17 +45,12 @@ def observe(
 
     Args:
         model: The model, or its decoder alone, which spares the head.
-        routers: Those to read, of `moebook.nn` or of transformers, by whatever tells them apart:
-            ``{layer.index: layer.router for layer in layers}`` by layer, or
-            ``{name: part for name, part in model.named_modules() if isinstance(part, Router)}``
-            where a layer has several. One that the pass does not reach is left out.
+        routers: Those to read, of `moebook.nn` or of transformers, by whatever tells them apart,
+            such as ``{layer.index: layer.router}``. One that the pass does not reach is left out.
         batch: ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``.
 
     Returns:
         Decisions over all tokens ``[B, S, ...]``, padding included; `Decision.real` leaves it out.
-
-    Raises:
-        Refusal: E-MODEL for a router whose output is not understood.
     """
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
@@ -75,16 +70,14 @@ def observe(
     return decisions
 
 
-def _decided(
-    router: nn.Module, arguments: tuple[Any, ...], output: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _decided(router: nn.Module, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, ...]:
     """Return logits, ids and gates from a router of ours or of transformers."""
     if isinstance(output, Routing):
         return router.logits(*arguments), output.ids, output.weights
     triple = isinstance(output, tuple) and len(output) == 3
     if not triple or output[1].shape != output[2].shape or output[2].is_floating_point():
-        refuse("E-MODEL", f"{type(router).__name__} does not return (logits [T, E], gates [T, K],"
-               " ids [T, K])")  # fmt: skip
+        wanted = "(logits [T, E], gates [T, K], ids [T, K])"
+        refuse("E-MODEL", f"{type(router).__name__} does not return {wanted}")
     logits, gates, ids = output
     return logits.float(), ids, gates / getattr(router, "routed_scaling_factor", 1.0)
 
@@ -94,16 +87,14 @@ def hooked(
     modules: Mapping[Key, nn.Module], see: Callable[[Key, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
     """Call ``see(key, arguments, output)`` after each run of a module, while the block lasts."""
+
+    def hook(key: Key, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        see(key, (*args, *kwargs.values()), output)
+
     with ExitStack() as hooks:
         for key, module in modules.items():
-
-            def hook(
-                _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any,
-                key: Key = key,
-            ) -> None:  # fmt: skip
-                see(key, (*args, *kwargs.values()), output)
-
-            hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            handle = module.register_forward_hook(partial(hook, key), with_kwargs=True)
+            hooks.enter_context(handle)
         yield
 
 
@@ -142,6 +133,14 @@ class Trace:
         decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
         decoder.register_forward_hook(self._end, always_call=True)
 
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.attention_mask = mask if isinstance(mask, Tensor) else None
+        self.decisions, self._open = {}, True
+
+    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._open = False
+
     def record(self, layer: int, decision: Decision) -> None:
         """Keep a router's decision under its layer's number, if a pass is under way."""
         if self._open:
@@ -161,11 +160,3 @@ class Trace:
             shape = f"attention_mask {tuple(mask.shape)}"
             refuse("E-SHAPE", f"{shape} does not fit the {rows} tokens of the last pass")
         return mask[:, mask.shape[1] - length :].reshape(-1).bool()
-
-    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self.attention_mask = mask if isinstance(mask, Tensor) else None
-        self.decisions, self._open = {}, True
-
-    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._open = False

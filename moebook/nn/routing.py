@@ -55,11 +55,6 @@ class Router(nn.Module):
             self.trace.record(self.layer, Decision(kept, routing.ids, routing.weights.detach()))
         return routing
 
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows."""
-        experts, width = self.weight.shape
-        return f"width={width}, experts={experts}, top_k={self.top_k}, layer={self.layer}"
-
 
 def routers(model: nn.Module) -> list[Router]:
     """Return the model's routers in the order of their layers."""
