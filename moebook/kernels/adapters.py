@@ -43,7 +43,7 @@ def adapters(
         scale: Factor on the adapters' output (1 in Eq. 8).
         source: ``[T, D]`` what the adapters read; ``h`` by default, ``dropout(h)`` in training.
         impl: ``"auto"``, ``"torch"`` (products over the rows of each pair of adapters),
-            ``"triton"`` or ``"reference"`` (every adapter on every token, then masked).
+            ``"triton"`` (for K = 2) or ``"reference"`` (every adapter on every token, masked).
 
     Returns:
         ``[T, D]`` in the dtype of ``h``.
@@ -52,7 +52,10 @@ def adapters(
     factors = {"down": (down, "E D R"), "up": (up, "E R D")}
     inputs = {"h": (h, "T D"), "source": (source, "T D"), **factors, **routing.named()}
     shapes("adapters", inputs, alike=("h", "source"))
-    run = implementation("adapters", impl, _IMPLEMENTATIONS, h)
+    (experts, _, rank), top_k = down.shape, routing.ids.shape[1]
+    fits = top_k == 2 and experts <= 64 and rank <= (32 if h.dtype == torch.float32 else 64)
+    unless = "" if fits else "it takes 2 of at most 64 experts, R up to 64 (in float32 32)"
+    run = implementation("adapters", impl, _IMPLEMENTATIONS, h, unless=unless)
     y: Tensor = run(h, source, routing, down.to(h.dtype), up.to(h.dtype), scale)
     return y
 

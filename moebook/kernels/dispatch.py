@@ -31,24 +31,26 @@ def implementation(
     impl: str,
     table: Mapping[str, Any],
     on: Tensor | None = None,
+    *,
+    unless: str = "",
 ) -> Callable[..., Any]:
     """Return the function that ``impl`` names for this op: ``"auto"`` or a key of ``table``.
 
     ``"auto"`` is ``"triton"`` where the tensor ``on`` of the call lies on a GPU that can run it,
     else the first of the table. The table names a Triton kernel ``"experts.run"`` by module and
     function in `moebook.kernels._triton`; it is imported here, when it is about to run, and at no
-    other time.
+    other time. ``unless`` is why it cannot compute this call, if so.
     """
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
-        runs = compiled and "triton" in table and not obstacle(on)
+        runs = compiled and "triton" in table and not (unless or obstacle(on))
         impl = "triton" if runs else next(iter(table))
     if impl not in table:
         why = f"no implementation impl='{impl}'; {nearest(impl, ['auto', *table])}"
         refuse("E-IMPL", f"{op}: {why}")
     run = table[impl]
     if isinstance(run, str):
-        if problem := obstacle(on):
+        if problem := unless or obstacle(on):
             refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
         module, name = run.split(".")
         run = _launched(getattr(importlib.import_module(f"{__package__}._triton.{module}"), name))

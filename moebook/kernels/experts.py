@@ -18,6 +18,8 @@ from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Part, Routing, lay_out
 
 Activation = Callable[[Tensor], Tensor]
+SILU = ("silu", "SiLU", "SiLUActivation")
+"""As torch's function, torch's module and transformers' module of the fused one are called."""
 PART = 2**18
 """Numbers of the pre-activation up to which neighbouring experts are computed side by side."""
 
@@ -54,7 +56,7 @@ def experts(
         bank: The E experts, used in the dtype of ``x``.
         act: Elementwise activation of the gate (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE).
         impl: ``"auto"``, ``"torch"`` (one product per expert and direction over its own rows),
-            ``"triton"`` or ``"reference"`` (every expert on every token, then masked).
+            ``"triton"`` (for SiLU) or ``"reference"`` (every expert on every token, masked).
 
     Returns:
         ``[T, D]`` in the dtype of ``x``.
@@ -64,9 +66,9 @@ def experts(
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})
-    _check_act("experts", act)
     table = {"torch": gated_ffn, "reference": reference, "triton": "experts.run"}
-    y: Tensor = implementation("experts", impl, table, x)(x, routing, bank.to(x.dtype), act)
+    run = implementation("experts", impl, table, x, unless=_check_act("experts", act))
+    y: Tensor = run(x, routing, bank.to(x.dtype), act)
     return y
 
 
@@ -121,10 +123,9 @@ def split_experts(
         if len({*places}) < len(places) or not {*places} <= {*range(number)}:
             expected = f"-1 or a place in [0, {number}) each, none twice"
             refuse("E-RANGE", f"split_experts: slots are {slots.tolist()}, expected {expected}")
-    _check_act("split_experts", act)
     table = {"torch": gated_ffn, "reference": _split_reference, "triton": "experts.run"}
     still = Bank(frozen.gate_up.detach(), frozen.down.detach()).to(x.dtype)
-    run = implementation("split_experts", impl, table, x)
+    run = implementation("split_experts", impl, table, x, unless=_check_act("split_experts", act))
     y: Tensor = run(x, routing, trained.to(x.dtype), act, still, slots)
     return y
 
@@ -141,8 +142,11 @@ def _split_reference(
     return reference(x, routing, Bank(*merged), act)
 
 
-def _check_act(op: str, act: Activation) -> None:
-    """Refuse, with E-TYPE, an activation that an op's own backward pass cannot go through."""
+def _check_act(op: str, act: Activation) -> str:
+    """Refuse, with E-TYPE, an activation that an op's own backward pass cannot go through.
+
+    Returns why the Triton kernel, which knows SiLU alone, cannot compute it; "" if it can.
+    """
     if not callable(act):
         refuse("E-TYPE", f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()")
     name = f"{op}: act is {type(act).__name__}"
@@ -151,6 +155,8 @@ def _check_act(op: str, act: Activation) -> None:
         refuse("E-TYPE", f"{name}, whose parameters would get no gradient: freeze them")
     if any(getattr(part, "inplace", False) for part in module.modules()):
         refuse("E-TYPE", f"{name}, expected one that is not in place")
+    fused = getattr(act, "__name__", type(act).__name__) in SILU
+    return "" if fused else "its activation is SiLU alone"
 
 
 def gated_ffn(

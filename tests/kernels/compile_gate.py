@@ -53,8 +53,7 @@ def kernels(dtype, arch):
             for flag in (False, True):
                 side = (chosen["BN"], deep) if flag else (deep, chosen["BN"])
                 fetched = {"rows": (chosen["BM"], deep), "matrices": side} if tma else {}
-                yield grouped._product, {"K": 2048, "N": 1024, "TRANSPOSED": flag, "WEIGH": flag,
-                                         **shared}, fetched  # fmt: skip
+                yield grouped._product, {"K": 2048, "N": 1024, "FORWARD": flag, **shared}, fetched
     precision = chosen
     for way in ("", "left", "right", "fetched"):
         tma = way == "fetched"
@@ -67,7 +66,7 @@ def kernels(dtype, arch):
         yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "TMA": tma,
                                          "BY_TOKEN": by_token, **chosen}, blocks  # fmt: skip
     yield experts._gated_back, {"F": 1024, "BF": 1024}, {}
-    yield grouped._combine, {"D": 2048, "K": 4, "ADD": True, "BD": 1024}, {}
+    yield grouped._combine, {"D": 2048, "K": 4, "BD": 1024}, {}
     largest = 32 if dtype == torch.float32 else 64
     for rank, flag in ((16, False), (16, True), (largest, True)):
         inward, outward = adapters.blocks(dtype, rank)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import Routing, adapters, grouped, route
+from moebook.kernels import adapters, grouped, route
 
 SHAPES = [  # T, D, R, E, K
     (12, 8, 4, 4, 2),
@@ -18,9 +18,10 @@ SHAPES = [  # T, D, R, E, K
     (0, 4, 2, 3, 2),
     (260, 6, 3, 2, 2),  # enough tokens to sort them by pair
 ]
+both = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def loop(h, source, ids, weights, down, up, scale):
+def loop(h, source, ids, weights, down, up, scale=0.7):
     """Token by token, expert by expert, with its own gelu."""
     rows = []
     for t in range(len(h)):
@@ -40,17 +41,21 @@ def case(T, D, R, E, K):
     return [torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-def run(function, inputs, top_k):
-    h, source, logits, down, up = inputs
-    out = function(h, source, logits, down, up, top_k)
-    cotangent = torch.arange(out.numel(), dtype=torch.float64).view_as(out).cos().to(out.dtype)
+def run(function, inputs, *rest):
+    out = function(*inputs, *rest)
+    cotangent = torch.arange(out.numel(), device=out.device).view_as(out).cos().to(out.dtype)
     return [out, *torch.autograd.grad(out, inputs, cotangent)]
+
+
+def close(got, want, tolerance=1e-10):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def by_loop(h, source, logits, down, up, top_k):
     values, ids = logits.sort(dim=1, descending=True)
     weights = values[:, :top_k].exp() / values[:, :top_k].exp().sum(1, keepdim=True)
-    return loop(h, source, ids[:, :top_k], weights, down, up, 0.7)
+    return loop(h, source, ids[:, :top_k], weights, down, up)
 
 
 def by_op(impl):
@@ -60,32 +65,24 @@ def by_op(impl):
     return call
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@both
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_and_gradients_equal_the_plain_loop(shape, impl):
-    inputs = case(*shape)
-    for got, want in zip(
-        run(by_op(impl), inputs, shape[-1]),
-        run(by_loop, inputs, shape[-1]) if shape[0] else run(by_op("reference"), inputs, shape[-1]),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    inputs, truth = case(*shape), by_loop if shape[0] else by_op("reference")
+    close(run(by_op(impl), inputs, shape[-1]), run(truth, inputs, shape[-1]))
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@both
 def test_gradcheck_in_float64(impl):
-    inputs = case(6, 4, 3, 3, 2)
-    assert torch.autograd.gradcheck(lambda *args: by_op(impl)(*args, 2), inputs)
+    assert torch.autograd.gradcheck(lambda *args: by_op(impl)(*args, 2), case(6, 4, 3, 3, 2))
 
 
 @pytest.mark.parametrize("tokens", [6, 600])  # by expert, by pair
 def test_what_is_its_own_source_has_one_gradient_for_both(tokens):
     h, _, logits, down, up = case(tokens, 4, 3, 3, 2)
     routing = route(logits.detach(), 2)
-    found = [adapters(h, routing, down, up, impl=impl) for impl in ("torch", "reference")]
-    grads = [torch.autograd.grad(y.cos().sum(), [h, down, up]) for y in found]
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    ys = [adapters(h, routing, down, up, impl=impl) for impl in ("torch", "reference")]
+    close(*(torch.autograd.grad(y.cos().sum(), [h, down, up]) for y in ys))
 
 
 def test_permuting_the_experts_changes_nothing():
@@ -96,41 +93,46 @@ def test_permuting_the_experts_changes_nothing():
     torch.testing.assert_close(before, after)
 
 
-def twice(function, tensors, top_k):
-    """Output and gradients where tokens choose one expert twice, the other twice, or both."""
-    h, source, logits, down, up = (tensor.requires_grad_() for tensor in tensors)
-    slots = torch.arange(len(h) * top_k, device=h.device)
-    ids = (slots % 3 // 2).view(len(h), top_k)  # 0 0 1, 0 0 1, ...
-    weights = logits[:, :1].sigmoid() * torch.arange(1, top_k + 1, device=h.device)
-    out = function(h, source, ids, weights, down, up)
-    return [out, *torch.autograd.grad(out.cos().sum(), [h, source, logits, down, up])]
+def twice(function):
+    """Tokens that choose one expert twice, the other twice, or both."""
+
+    def call(h, source, logits, down, up, top_k):
+        slots = torch.arange(len(h) * top_k, device=h.device)
+        ids = (slots % 3 // 2).view(len(h), top_k)  # 0 0 1, 0 0 1, ...
+        weights = logits[:, :1].sigmoid() * torch.arange(1, top_k + 1, device=h.device)
+        return function(h, source, ids, weights, down, up)
+
+    return call
 
 
 def over_ids(impl):
-    return lambda h, source, ids, weights, down, up: adapters(
-        h, grouped(ids, weights, len(down)), down, up, source=source, impl=impl
-    )
+    def call(h, source, ids, weights, down, up):
+        by = grouped(ids, weights, len(down))
+        return adapters(h, by, down, up, scale=0.7, source=source, impl=impl)
+
+    return call
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@both
 @pytest.mark.parametrize(("tokens", "top_k"), [(5, 2), (7, 3), (300, 2)])  # the last by pair
 def test_an_expert_chosen_twice_counts_twice(tokens, top_k, impl):
     inputs = case(tokens, 6, 3, 2, top_k)
-    got = twice(over_ids(impl), inputs, top_k)
-    want = twice(lambda *given: loop(*given, 1.0), inputs, top_k)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    close(run(twice(over_ids(impl)), inputs, top_k), run(twice(loop), inputs, top_k))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(("rank", "top_k"), [(3, 2), (40, 2), (3, 3)])  # the first by pair
-def test_an_expert_chosen_twice_counts_twice_in_triton(rank, top_k):
+def test_an_expert_chosen_twice_counts_twice_in_triton():
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-    drawn = [tensor.detach().to(device, torch.float32) for tensor in case(7, 16, rank, 2, top_k)]
-    drawn[3:] = [factor / factor.shape[1] ** 0.5 for factor in drawn[3:]]
-    found, wanted = (twice(over_ids(impl), drawn, top_k) for impl in ("triton", "reference"))
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    inputs = [t.detach().to(device, torch.float32) for t in case(7, 16, 3, 2, 2)]
+    inputs[3:] = [factor / factor.shape[1] ** 0.5 for factor in inputs[3:]]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    close(*(run(twice(over_ids(impl)), leaves, 2) for impl in ("triton", "reference")), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 2, 3, 1), (5, 4, 65, 3, 2), (5, 4, 2, 65, 2)])
+def test_triton_takes_two_adapters_a_token_and_few_narrow_ones(shape):
+    with pytest.raises(Refusal, match=r"E-IMPL: adapters: .* it takes 2 of at most 64 experts"):
+        by_op("triton")(*case(*shape), shape[-1])
 
 
 def test_an_expert_without_rows_gets_a_zero_gradient():
@@ -138,17 +140,11 @@ def test_an_expert_without_rows_gets_a_zero_gradient():
     logits = torch.zeros(5, 3, dtype=torch.float64)  # ties: expert 0 takes all
     adapters(h, route(logits, 1), down, up, source=source).sum().backward()
     assert down.grad[0].abs().sum() > 0
-    assert down.grad[1:].abs().sum() == 0
-    assert up.grad[1:].abs().sum() == 0
+    assert down.grad[1:].abs().sum() == up.grad[1:].abs().sum() == 0
 
 
 def test_shapes_that_do_not_fit_are_refused():
     h, _, logits, down, up = case(5, 4, 2, 3, 1)
-    routing = route(logits, 1)
-    short = Routing(routing.ids[:2], *routing[1:])
-    calls = [(h, routing, down[:2], up), (h, routing, down, up.mT), (h, short, down, up)]
-    for call in calls:
+    for wrong in ((logits, down[:2], up), (logits, down, up.mT), (logits[:2], down, up)):
         with pytest.raises(Refusal, match="E-SHAPE: adapters"):
-            adapters(*call)
-    with pytest.raises(Refusal, match="E-IMPL"):
-        adapters(h, routing, down, up, impl="cuda")
+            by_op("torch")(h, h, *wrong, 1)

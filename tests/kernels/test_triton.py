@@ -11,15 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from moebook.errors import Refusal
-from moebook.kernels import (
-    Bank,
-    adapters,
-    duplicates,
-    experts,
-    lora_mixture,
-    route,
-    split_experts,
-)
+from moebook.kernels import Bank, adapters, duplicates, experts, lora_mixture, route, split_experts
 from moebook.kernels.lora_mixture import Projection
 
 pytestmark = [
@@ -29,11 +21,12 @@ pytestmark = [
 ]
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+LORAS = (6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4)  # x, base, gates, down, up
 
 
 def drawn(*shapes):
     torch.manual_seed(0)
-    return [torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes]
+    return [(torch.randn(shape) / shape[-1] ** 0.5).to(DEVICE) for shape in shapes]
 
 
 def through_experts(x, logits, gate_up, down):
@@ -41,8 +34,7 @@ def through_experts(x, logits, gate_up, down):
 
 
 def test_weights_may_begin_anywhere_in_a_buffer():
-    shapes = (5, 8), (5, 3), (3, 16, 8), (3, 8, 8)
-    x, logits, gate_up, down = (t.to(DEVICE, torch.float16) for t in drawn(*shapes))
+    x, logits, gate_up, down = (t.half() for t in drawn((5, 8), (5, 3), (3, 16, 8), (3, 8, 8)))
     moved = torch.cat([gate_up.new_zeros(1), gate_up.flatten()])[1:].view_as(gate_up)
     assert moved.data_ptr() % 16
     ys = [through_experts(x, logits, weight, down) for weight in (gate_up, moved)]
@@ -50,8 +42,7 @@ def test_weights_may_begin_anywhere_in_a_buffer():
 
 
 def test_weights_without_a_gradient_change_no_other():
-    shapes = (12, 8), (12, 4), (4, 8, 8), (4, 8, 4)
-    x, logits, gate_up, down = (t.to(DEVICE) for t in drawn(*shapes))
+    x, logits, gate_up, down = drawn((12, 8), (12, 4), (4, 8, 8), (4, 8, 4))
     x.requires_grad_()
     down.requires_grad_()
     grads = torch.autograd.grad(through_experts(x, logits, gate_up, down).sum(), [x, down])
@@ -83,14 +74,14 @@ def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, enough,
 def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wanted):
     grouped = importlib.import_module("moebook.kernels._triton.grouped")
     setattr(torch.backends.cuda.matmul, name, value)
-    found = grouped.precision()
+    precision = grouped.precision()
     torch.backends.cuda.matmul.allow_tf32 = False
-    assert found == wanted
+    assert precision == wanted
 
 
 def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
     shapes = (12, 8), (12, 4), (4, 8, 8), (4, 8, 4), (2, 8, 8), (2, 8, 4)
-    x, logits, *weights = (t.to(DEVICE).requires_grad_() for t in drawn(*shapes))
+    x, logits, *weights = (t.requires_grad_() for t in drawn(*shapes))
     slots = torch.tensor([-1, 0, -1, -1], device=DEVICE)
     banks = Bank(*weights[:2]), Bank(*weights[2:])
     y = split_experts(x, route(logits, 2), *banks, slots, F.silu, impl="triton")
@@ -98,60 +89,48 @@ def test_a_trained_expert_that_no_slot_names_has_a_gradient_of_zero():
         assert grad[0].abs().sum() > 0 and grad[1].abs().sum() == 0
 
 
-@pytest.mark.parametrize("top_k", [2, 3])
-def test_weight_gradients_of_frozen_adapters_are_not_computed(top_k, monkeypatch):
-    h, logits, down, up = (t.to(DEVICE) for t in drawn((9, 8), (9, 4), (4, 8, 4), (4, 4, 8)))
-    h.requires_grad_()
+def test_weight_gradients_of_frozen_adapters_are_not_computed(monkeypatch):
+    h, logits, *factors = drawn((9, 8), (9, 4), (4, 8, 4), (4, 4, 8))
 
-    def grads(*leaves):
-        y = adapters(h, route(logits, top_k), down, up, impl="triton")
-        return torch.autograd.grad(y.cos().sum(), [h, *leaves])
+    def grads(*trained):
+        parts = [t.detach().requires_grad_(n in trained) for n, t in enumerate((h, *factors))]
+        y = adapters(parts[0], route(logits, 2), *parts[1:], impl="triton")
+        return torch.autograd.grad(y.cos().sum(), [parts[n] for n in trained])
 
-    for leaf in (down, up):
-        leaf.requires_grad_()
-    want = grads(down, up)
-    for leaf, grad in ((up, want[1]), (down, want[2])):
-        leaf.requires_grad_(False)
-        frozen = grads(*[part for part in (down, up) if part.requires_grad])
-        assert torch.equal(frozen[0], want[0])
-        assert torch.equal(frozen[1], grad)
-        leaf.requires_grad_()
-    down.requires_grad_(False)
-    up.requires_grad_(False)
+    want = grads(0, 1, 2)
+    for n in (1, 2):
+        assert all(torch.equal(a, b) for a, b in zip(grads(0, n), (want[0], want[n]), strict=True))
     monkeypatch.delattr("moebook.kernels._triton.adapters.weight_gradient")
-    assert torch.equal(grads()[0], want[0])
+    assert torch.equal(grads(0)[0], want[0])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")
 def test_a_base_that_the_interpreter_would_round_wrongly_is_refused():
-    x, base, gates, down, up = drawn((6, 8), (6, 5), (6, 2), (2, 3, 8), (2, 5, 3))
+    x, base, *parts = drawn(*LORAS)
     for wrong in (base.bfloat16(), base.double()):
         with pytest.raises(Refusal, match=r"E-IMPL: lora_mixture: .* projection 0's base: "):
-            lora_mixture(x, [Projection(wrong, gates, down, up)], impl="triton")
+            lora_mixture(x, [Projection(wrong, *parts)], impl="triton")
 
 
 def test_numbers_of_numpy_are_numbers_to_a_kernel():
-    x, *parts = (t.to(DEVICE) for t in drawn((6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4)))
-    ys = [lora_mixture(x, [Projection(*parts, scale)], impl="triton")[0]
-          for scale in (0.5, np.float32(0.5))]  # fmt: skip
+    x, *parts = drawn(*LORAS)
+    scales, thresholds = (0.5, np.float32(0.5)), (0.5, np.float32(0.5), torch.tensor(0.5))
+    ys = [lora_mixture(x, [Projection(*parts, scale)], impl="triton")[0] for scale in scales]
     assert torch.equal(*ys)
-    kept = [duplicates(x, x[:, 0], threshold, impl="triton")
-            for threshold in (0.5, np.float32(0.5), torch.tensor(0.5))]  # fmt: skip
-    assert all(torch.equal(found, kept[0]) for found in kept[1:])
+    first, *others = (duplicates(x, x[:, 0], each, impl="triton") for each in thresholds)
+    assert all(torch.equal(other, first) for other in others)
 
 
 @pytest.mark.parametrize("lead", [(), (2, 3)])
 def test_a_mixture_keeps_leading_dimensions(lead):
-    shapes = [(*lead, 8), (*lead, 5), (*lead, 3), (3, 4, 8), (3, 5, 4)]
-    x, *parts = (t.to(DEVICE) for t in drawn(*shapes))
-    ours, plain = (lora_mixture(x, [Projection(*parts)], impl=impl)[0]
-                   for impl in ("triton", "reference"))  # fmt: skip
-    torch.testing.assert_close(ours, plain)
+    x, *parts = drawn((*lead, 8), (*lead, 5), (*lead, 3), (3, 4, 8), (3, 5, 4))
+    ys = [lora_mixture(x, [Projection(*parts)], impl=impl)[0] for impl in ("triton", "reference")]
+    torch.testing.assert_close(*ys)
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
-    x, base, gates, down, up = drawn((6, 8), (6, 5), (6, 3), (3, 4, 8), (3, 5, 4))
-    inputs = [t.to(DEVICE).requires_grad_() for t in (x, base.half(), gates, down, up)]
+    x, base, *parts = drawn(*LORAS)
+    inputs = [t.requires_grad_() for t in (x, base.half(), *parts)]
     ys = [lora_mixture(inputs[0], [Projection(*inputs[1:])], impl=impl)[0]
           for impl in ("triton", "reference")]  # fmt: skip
     assert ys[0].dtype == torch.float16
@@ -170,6 +149,6 @@ def test_route_in_triton_chooses_what_the_reference_chooses_of_equal_and_odd_log
     for number in odd:
         logits[torch.rand(logits.shape) < 0.1] = number
     logits[0] = -torch.inf
-    made, wanted = (route(logits.to(DEVICE), 6, impl=impl) for impl in ("triton", "reference"))
+    ours, wanted = (route(logits.to(DEVICE), 6, impl=impl) for impl in ("triton", "reference"))
     for part in ("ids", "order", "counts"):
-        assert torch.equal(getattr(made, part), getattr(wanted, part)), part
+        assert torch.equal(getattr(ours, part), getattr(wanted, part)), part

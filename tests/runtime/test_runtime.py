@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_numbers_from_all_generators() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "7"])
 def test_a_seed_that_numpy_cannot_take_is_refused(seed: Any) -> None:
-    with pytest.raises(Refusal, match="E-(RANGE|TYPE): seed"):
+    with pytest.raises(Refusal, match=r"E-(RANGE|TYPE): seed"):
         runtime.seed_everything(seed)
 
 

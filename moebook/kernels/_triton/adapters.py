@@ -1,9 +1,9 @@
-"""adapters on a GPU: where K is 2 by PAIRS of experts, else grouped products and a sum onto h.
+"""adapters on a GPU, where K is 2: tokens sorted by the PAIR of their experts.
 
-Sorted by pair, each token appears once: it is read, goes through both adapters, and is written,
-with neither a buffer of T * K wide rows nor atomic additions. The R columns between an adapter's
-two products are written and read, since the second product is spread over more programs than the
-first. The backward pass is the same kernels with the two matrices of an adapter exchanged.
+Each token appears once: it is read, goes through both adapters, and is written, with neither a
+buffer of T * K wide rows nor atomic additions. The R columns between an adapter's two products are
+written and read, since the second product is spread over more programs than the first. The backward
+pass is the same kernels with the two matrices of an adapter exchanged.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,17 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from moebook.kernels._triton.grouped import (
-    aligned,
-    combine,
-    gather,
-    precision,
-    product,
-    sort_rows,
-    weight_gradient,
-)
+from moebook.kernels._triton.grouped import aligned, precision, sort_rows, weight_gradient
 from moebook.kernels._triton.route import sort, tile_table
 from moebook.kernels.route import Routing
 
@@ -38,54 +29,8 @@ def run(
     """Run `moebook.kernels.adapters`."""
     other = None if source is h else source.contiguous()
     gates = routing.weights.float() * scale
-    factors = (aligned(down), aligned(up))
-    function = _Pairs if _by_pairs(routing, down) else _Adapters
-    y: Tensor = function.apply(h.contiguous(), other, gates, *factors, routing)
+    y: Tensor = _Pairs.apply(h.contiguous(), other, gates, aligned(down), aligned(up), routing)
     return y
-
-
-class _Adapters(torch.autograd.Function):
-    """Kept for the backward pass: the inputs and the pre-activation ``[T * K, R]``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
-        routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        source, by = h if other is None else other, sort_rows(routing, h.dtype)
-        gate = gates.flatten()[routing.order].unsqueeze(1)
-        pre = product(gather(source, by), [down], by, transposed=False, gate=None)
-        hidden = (F.gelu(pre.float()) * gate).to(h.dtype)
-        out = product(hidden, [up], by, transposed=False, gate=None)
-        ctx.save_for_backward(source, gate, down, up, pre)
-        ctx.by, ctx.apart = by, other is not None
-        return combine(out, by, base=h)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        source, gate, down, up, pre = ctx.saved_tensors
-        by, grad, wide = ctx.by, grad.contiguous(), pre.float()
-        d_out = gather(grad, by)
-        d_hidden = product(d_out, [up], by, transposed=True, gate=None).float()
-        active = F.gelu(wide)
-        d_gates = (d_hidden * active).sum(1)[by.place]
-        d_pre = torch.ops.aten.gelu_backward(d_hidden * gate, wide).to(pre.dtype)
-        d_down = d_up = None
-        if ctx.needs_input_grad[3]:
-            d_down = weight_gradient(gather(source, by), d_pre, by, down)
-        if ctx.needs_input_grad[4]:
-            d_up = weight_gradient((active * gate).to(pre.dtype), d_out, by, up)
-        d_rows = product(d_pre, [down], by, transposed=True, gate=None)
-        d_source = combine(d_rows, by, base=None if ctx.apart else grad)
-        d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
-        return *d_inputs, d_gates, d_down, d_up, None
-
-
-def _by_pairs(routing: Routing, down: Tensor) -> bool:
-    """Whether tokens have two experts, of few enough pairs, with factors that registers hold."""
-    most = 32 if down.dtype == torch.float32 else 64
-    return routing.ids.shape[1] == 2 and down.shape[0] <= 64 and down.shape[2] <= most
 
 
 def blocks(dtype: torch.dtype, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -201,32 +146,6 @@ def _outward(
         tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
 
 
-def _through(
-    rows: Tensor, base: Tensor | None, by: _Order, gate: Tensor, matrices: tuple[Tensor, Tensor],
-    pre: Tensor, *, back: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return both adapters' sum on the base, what lay between the products, weighted, d_gate.
-
-    The second and third are of use in the backward pass alone.
-    """
-    width, rank = rows.shape[1], pre.shape[2]
-    first, second = matrices
-    sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
-    inward, outward = blocks(rows.dtype, rank)
-    between, out = torch.empty_like(pre), torch.empty_like(rows)
-    weighted, d_gate = (torch.empty_like(t) if back else t for t in (pre, gate))
-    tiles, number = by.tiles
-    _inward[(len(tiles),)](
-        rows, by.token, by.ids, gate, first, pre, weighted, between, d_gate, tiles, number,
-        **sizes, **inward,
-    )  # fmt: skip
-    _outward[(triton.cdiv(width, outward["SPAN"]) * len(tiles),)](
-        between, rows if base is None else base, by.token, by.ids, second, out, tiles, number,
-        ADD=base is not None, **sizes, **outward,
-    )  # fmt: skip
-    return out, between, weighted, d_gate
-
-
 class _Order(NamedTuple):
     """Tokens sorted by pair."""
 
@@ -234,6 +153,31 @@ class _Order(NamedTuple):
     ids: Tensor  # [T, 2], as they were routed
     tiles: tuple[Tensor, Tensor]
     experts: int
+
+
+def _through(
+    rows: Tensor, base: Tensor | None, by: _Order, gate: Tensor, matrices: tuple[Tensor, Tensor],
+    pre: Tensor, *, back: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return both adapters' sum on the base, what lay between the products, weighted, d_gate.
+
+    The last two are of use in the backward pass alone.
+    """
+    width, rank = rows.shape[1], pre.shape[2]
+    sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
+    inward, outward = blocks(rows.dtype, rank)
+    between, out = torch.empty_like(pre), torch.empty_like(rows)
+    weighted, d_gate = (torch.empty_like(t) if back else t for t in (pre, gate))
+    tiles, number = by.tiles
+    _inward[(len(tiles),)](
+        rows, by.token, by.ids, gate, matrices[0], pre, weighted, between, d_gate, tiles, number,
+        **sizes, **inward,
+    )  # fmt: skip
+    _outward[(triton.cdiv(width, outward["SPAN"]) * len(tiles),)](
+        between, rows if base is None else base, by.token, by.ids, matrices[1], out, tiles, number,
+        ADD=base is not None, **sizes, **outward,
+    )  # fmt: skip
+    return out, between, weighted, d_gate
 
 
 class _Pairs(torch.autograd.Function):
@@ -265,12 +209,12 @@ class _Pairs(torch.autograd.Function):
             grad, base, ctx.by, gate, (up, down), pre, back=True
         )
         d_down = d_up = None
-        if any(ctx.needs_input_grad[3:5]):
+        if any(ctx.needs_input_grad[3:5]):  # [T, 2, R] to [S, R]
             by = sort_rows(routing, grad.dtype)
             weighted, d_pre = (t.view(-1, pre.shape[2])[routing.order] for t in (weighted, d_pre))
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[3]:  # [D, S] @ [S, R] of each expert
             d_down = weight_gradient(source, d_pre, by, down, by_token="left")
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[4]:  # [R, S] @ [S, D]
             d_up = weight_gradient(weighted, grad, by, up, by_token="right")
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)
         return *d_inputs, d_gate, d_down, d_up, None

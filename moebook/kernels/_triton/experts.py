@@ -1,9 +1,7 @@
-"""experts on a GPU: gated product and activation in one kernel; x and its result are kept.
+"""experts on a GPU, for SiLU: gated product and activation in one kernel.
 
 The backward pass is grouped products, and one kernel between them that reads each row once for the
 activation's derivative, the weighted activation and the gradient of the row's weight.
-
-That is so for SiLU. Another activation is computed by PyTorch, between the same grouped products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,29 +27,20 @@ from moebook.kernels._triton.grouped import (
     sort_rows,
     view,
     weight_gradient,
-)
-from moebook.kernels.experts import Activation, Bank, _activated
+)  # fmt: skip
+from moebook.kernels.experts import Activation, Bank
 from moebook.kernels.route import Routing
-
-SILU = ("silu", "SiLU", "SiLUActivation")
-"""As torch's function, torch's module and transformers' module of the fused one are called."""
 
 
 def run(
-    x: Tensor,
-    routing: Routing,
-    bank: Bank,
-    act: Activation,
-    frozen: Bank | None = None,
-    slots: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, routing: Routing, bank: Bank, act: Activation,
+    frozen: Bank | None = None, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Run `moebook.kernels.experts`, or `split_experts`: either bank is read by the slots."""
     weights = [aligned(weight) for weight in bank]
     still = [None, None] if frozen is None else [aligned(weight) for weight in frozen]
     slots = None if slots is None else slots.long().contiguous()
-    y: Tensor = _GatedFFN.apply(
-        x.contiguous(), routing.weights, *weights, *still, slots, routing, act
-    )
+    y: Tensor = _GatedFFN.apply(x.contiguous(), routing.weights, *weights, *still, slots, routing)
     return y
 
 
@@ -128,7 +117,7 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
 
 
 class _GatedFFN(torch.autograd.Function):
-    """Kept for the backward pass: ``x`` and the pre-activation ``[T * K, 2F]``.
+    """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K.
 
     The tensor memory accelerator needs rows in their order: they are gathered once for it, which is
     faster than to gather in each product without it. Where there is none, products gather ``x``.
@@ -138,14 +127,14 @@ class _GatedFFN(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
         still_gate_up: Tensor | None, still_down: Tensor | None, slots: Tensor | None,
-        routing: Routing, act: Activation,
+        routing: Routing,
     ) -> Tensor:  # fmt: skip
         by = sort_rows(routing, x.dtype, slots)
-        weight = weights.flatten()[routing.order].float()
-        pre, hidden = _up(x, _both(gate_up, still_gate_up), by, act)
-        out = product(hidden, _both(down, still_down), by, transposed=True, gate=weight)
+        weight = weights.flatten()[routing.order].float()  # [S]
+        pre, hidden = _up(x, _both(gate_up, still_gate_up), by)
+        out = product(hidden, _both(down, still_down), by, weight)  # [S, F] @ [F, D]
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
-        ctx.by, ctx.act, ctx.dtype = by, act, weights.dtype
+        ctx.by, ctx.dtype = by, weights.dtype
         return combine(out, by)
 
     @staticmethod
@@ -154,37 +143,28 @@ class _GatedFFN(torch.autograd.Function):
         x, weight, gate_up, down, still_gate_up, still_down, slots, pre = ctx.saved_tensors
         by, needed = ctx.by, ctx.needs_input_grad
         d_gate_up = d_down = d_x = None
-        d_out = gather(grad.contiguous(), by)
-        weighted = product(d_out, _both(down, still_down), by, transposed=False, gate=None)
-        d_pre, d_weight = _back(weighted, weight, pre, ctx.act)
-        if needed[3]:
+        d_out = gather(grad.contiguous(), by)  # [S, D]
+        weighted = product(d_out, _both(down, still_down), by)  # [S, D] @ [D, F]
+        d_pre, d_weight = _back(weighted, weight, pre)
+        if needed[3]:  # [D, S] @ [S, F] of each expert
             d_down = weight_gradient(d_out, weighted, by, down, slots=slots)
         del weighted, d_out
-        if needed[2]:
+        if needed[2]:  # [2F, S] @ [S, D]
             in_order = fetched(x.dtype, x.device, *gate_up.shape[1:])
             rows, by_token = (gather(x, by), "") if in_order else (x, "right")
             d_gate_up = weight_gradient(d_pre, rows, by, gate_up, slots=slots, by_token=by_token)
-        if needed[0]:
-            banks = _both(gate_up, still_gate_up)
-            d_x = combine(product(d_pre, banks, by, transposed=False, gate=None), by)
+        if needed[0]:  # [S, 2F] @ [2F, D]
+            d_x = combine(product(d_pre, _both(gate_up, still_gate_up), by), by)
         d_weights = d_weight[by.place].to(ctx.dtype)
-        return d_x, d_weights, d_gate_up, d_down, None, None, None, None, None
+        return d_x, d_weights, d_gate_up, d_down, None, None, None, None
 
 
 def _both(first: Tensor, second: Tensor | None) -> list[Tensor]:
     return [first] if second is None else [first, second]
 
 
-def _fused(act: Activation) -> bool:
-    return getattr(act, "__name__", type(act).__name__) in SILU
-
-
-def _up(x: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Tensor, Tensor]:
-    """Return the pre-activation ``[S, 2F]`` and ``act(gate) * up``, ``[S, F]``."""
-    if not _fused(act):
-        pre = product(gather(x, by), banks, by, transposed=True, gate=None)
-        gate, up = pre.chunk(2, dim=1)
-        return pre, (act(gate) * up).contiguous()
+def _up(x: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
+    """Return the pre-activation ``[S, 2F]`` and ``silu(gate) * up``, ``[S, F]``."""
     count, width, F = len(by.token), x.shape[1], banks[0].shape[1] // 2
     pre, hidden = x.new_empty(count, 2 * F), x.new_empty(count, F)
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
@@ -192,30 +172,18 @@ def _up(x: Tensor, banks: list[Tensor], by: Sorted, act: Activation) -> tuple[Te
     rows = gather(x, by) if tma else x
     block, most = (2, chosen["BN"], chosen["BK"]), programs(x.device)
     for bank, share in zip(banks, by.shares, strict=True):
-        if not (count and len(bank)):
-            continue
-        work = len(share.tiles) * triton.cdiv(F, chosen["BN"])
-        _gated_up[(min(most, work),)](
-            view(rows, (chosen["BM"], chosen["BK"]), tma), by.token,
-            view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F, TMA=tma,
-            PROGRAMS=most, **chosen,
-        )  # fmt: skip
+        if count and len(bank):
+            work = len(share[0]) * triton.cdiv(F, chosen["BN"])
+            _gated_up[(min(most, work),)](
+                view(rows, (chosen["BM"], chosen["BK"]), tma), by.token,
+                view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F,
+                TMA=tma, PROGRAMS=most, **chosen,
+            )  # fmt: skip
     return pre, hidden
 
 
-def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the pre-activation and of the weights.
-
-    ``d_hidden`` becomes ``weight * hidden``.
-    """
-    if not _fused(act):
-        gate, up = pre.chunk(2, dim=1)
-        active, derivative = _activated(gate, act)
-        hidden, grad = active.float() * up, d_hidden.float() * weight[:, None]
-        d_weight = (d_hidden * hidden).sum(1)
-        d_gate = derivative((grad * up).to(pre.dtype))
-        torch.mul(hidden, weight[:, None], out=d_hidden)
-        return torch.cat([d_gate, (grad * active).to(pre.dtype)], 1), d_weight
+def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of pre-activation and weights; d_hidden becomes weight * hidden."""
     rows, width = d_hidden.shape
     d_pre, d_weight = torch.empty_like(pre), torch.empty_like(weight)
     if rows:

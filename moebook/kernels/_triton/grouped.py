@@ -25,42 +25,21 @@ from moebook.kernels._triton.route import tile_table
 from moebook.kernels.route import Routing
 
 
-class Share(NamedTuple):
-    """The work on one bank of matrices.
-
-    Attributes:
-        tiles: ``[tiles, 3]`` int64: place in the bank, first row, end of the expert's rows.
-        number: ``[1]`` int64, how many of the tiles count.
-    """
-
-    tiles: Tensor
-    number: Tensor
-
-
 class Sorted(NamedTuple):
-    """S = T * K rows in the order of their experts.
+    """S = T * K rows in the order of their experts; all numbers are int64."""
 
-    Attributes:
-        token: ``[S]`` int64, the token of a row.
-        place: ``[T, K]`` int64, the row of a slot.
-        counts, ends: ``[E]`` int64, rows of each expert, and where they end.
-        shares: One for each bank that the experts lie in.
-        blocks: Sizes of a program's work, warps and stages.
-    """
-
-    token: Tensor
-    place: Tensor
-    counts: Tensor
-    ends: Tensor
-    shares: list[Share]
-    blocks: dict[str, Any]
+    token: Tensor  # [S], the token of a row
+    place: Tensor  # [T, K], the row of a slot
+    counts: Tensor  # [E], rows of each expert
+    ends: Tensor  # [E], where they end
+    shares: list[tuple[Tensor, Tensor]]  # the tiles of each bank, see `tile_table`
+    blocks: dict[str, Any]  # sizes of a program's work, warps and stages
 
 
 def roomy(device: torch.device, kilobytes: int = 160) -> bool:
     """Whether a program can have the shared memory that large tiles of 16-bit numbers need.
 
-    An A100 has 163 KB and an H100 227, the GPUs of desktops and a T4 less; the interpreter needs
-    none.
+    An A100 has 163 KB, an H100 227, desktops' GPUs and a T4 less; the interpreter needs none.
     """
     if device.type == "cpu":
         return True
@@ -99,10 +78,7 @@ def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> di
 def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
     """Make the tables that the kernels read, on the device.
 
-    Args:
-        routing: Where the T tokens go.
-        dtype: Of the rows.
-        slots: ``[E]``, where an expert lies in the first of two banks, -1 for the second.
+    ``slots [E]`` are where an expert lies in the first of two banks, -1 for the second.
     """
     order, counts = routing.order, routing.counts.contiguous()
     many = len(order) >= 64 * len(counts)  # rows that an expert can expect
@@ -110,12 +86,11 @@ def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     shares = [
-        Share(*tile_table(counts, len(order), chosen["BM"], slots=slots, bank=bank))
+        tile_table(counts, len(order), chosen["BM"], slots=slots, bank=bank)
         for bank in ((0,) if slots is None else (0, 1))
     ]
-    top_k = routing.ids.shape[1]
-    token = order // top_k
-    return Sorted(token, place.view(-1, top_k), counts, counts.cumsum(0), shares, chosen)
+    token, place = order // routing.ids.shape[1], place.view(routing.ids.shape)
+    return Sorted(token, place, counts, counts.cumsum(0), shares, chosen)
 
 
 def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
@@ -149,14 +124,12 @@ def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
 
 
 def programs(device: torch.device) -> int:
-    """Return how many programs share the work at most: one for each multiprocessor.
+    """Return how many programs share the work: one for each multiprocessor.
 
-    Little work starts fewer, but the same: a kernel of its own would be compiled for each number.
+    Less work starts fewer of the same: a kernel would be compiled for each number.
     """
-    if device.type == "cpu":
-        return 2
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    has = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
+    return 2 if has is None else int(has.multi_processor_count)
 
 
 @triton.jit
@@ -177,11 +150,11 @@ def block_of(
 @triton.jit
 def _product(
     rows, matrices, gate, out, tiles, number,
-    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr, WEIGH: tl.constexpr,
-    TMA: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, FORWARD: tl.constexpr, TMA: tl.constexpr,
+    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = gate[r] * rows[r] @ matrix [K, N] of r's expert, or transposed."""
+    """out[r] = gate[r] * matrix [N, K] of r's expert @ rows[r]; backward, matrix [K, N].T."""
     columns = tl.cdiv(N, BN)
     for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
         tile = tiles + 3 * (work // columns)
@@ -190,7 +163,7 @@ def _product(
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for first in range(0, K, BK):
             a = block_of(rows, start, first, end, K, BM, BK, TMA)
-            if TRANSPOSED:
+            if FORWARD:
                 top = place * N
                 b = block_of(matrices, top + column, first, top + N, K, BN, BK, TMA).T
             else:
@@ -198,7 +171,7 @@ def _product(
                 b = block_of(matrices, top + first, column, top + K, N, BK, BN, TMA)
             total = tl.dot(a, b, total, input_precision=PRECISION)
         row = start + tl.arange(0, BM)
-        if WEIGH:
+        if FORWARD:
             total *= tl.load(gate + row, mask=row < end, other=0.0)[:, None]
         n = column + tl.arange(0, BN)
         to = out + row[:, None] * N + n[None, :]
@@ -250,15 +223,12 @@ def _weight_gradient(
 
 @triton.jit
 def _combine(
-    rows, place, base, out, D: tl.constexpr, K: tl.constexpr,
-    ADD: tl.constexpr, BD: tl.constexpr,
+    rows, place, out, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """out[t] = base[t] + the sum of the rows of t's K slots."""
+    """out[t] = the sum of the rows of t's K slots."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), dtype=tl.float32)
-    if ADD:
-        total += tl.load(base + token * D + d, mask=d < D, other=0.0).to(tl.float32)
     for k in range(K):
         row = tl.load(place + token * K + k)
         total += tl.load(rows + row * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -266,35 +236,28 @@ def _combine(
 
 
 def product(
-    rows: Tensor, banks: Sequence[Tensor], by: Sorted, *, transposed: bool, gate: Tensor | None
+    rows: Tensor, banks: Sequence[Tensor], by: Sorted, gate: Tensor | None = None
 ) -> Tensor:
-    """Multiply sorted rows by their experts' matrices, ``[K, N]`` or transposed ``[N, K]``.
+    """Multiply sorted rows by their experts' matrices, forward with a gate or backward without.
 
-    Args:
-        rows: ``[S, K]``.
-        banks: The matrices of each share.
-        by: The order.
-        transposed: Whether the matrices lie as ``[N, K]``.
-        gate: ``[S]`` float32 factor on each row of the result, or None.
-
-    Returns:
-        ``[S, N]``.
+    Forward ``gate [S] * rows [S, K] @ matrix [N, K].T``, backward ``rows [S, K] @ matrix [K, N]``;
+    the result is ``[S, N]``. ``banks`` are the matrices of each share; the gate is float32.
     """
+    forward = gate is not None
     first, second = banks[0].shape[1:]
-    width, columns = (second, first) if transposed else (first, second)
+    width, columns = (second, first) if forward else (first, second)
     out = rows.new_empty(len(rows), columns)
     chosen, tma = by.blocks, fetched(rows.dtype, rows.device, width, columns)
     deep, wide, most = chosen["BK"], chosen["BN"], programs(rows.device)
     for bank, share in zip(banks, by.shares, strict=True):
-        work = len(share.tiles) * triton.cdiv(columns, wide)
-        if not (len(rows) and len(bank)):
-            continue
-        _product[(min(most, work),)](
-            view(rows, (chosen["BM"], deep), tma),
-            view(bank, (wide, deep) if transposed else (deep, wide), tma),
-            out if gate is None else gate, out, *share, K=width, N=columns, TRANSPOSED=transposed,
-            WEIGH=gate is not None, TMA=tma, PROGRAMS=most, **chosen,
-        )  # fmt: skip
+        if len(rows) and len(bank):
+            work = len(share[0]) * triton.cdiv(columns, wide)
+            _product[(min(most, work),)](
+                view(rows, (chosen["BM"], deep), tma),
+                view(bank, (wide, deep) if forward else (deep, wide), tma),
+                out if gate is None else gate, out, *share, K=width, N=columns, FORWARD=forward,
+                TMA=tma, PROGRAMS=most, **chosen,
+            )  # fmt: skip
     return out
 
 
@@ -302,16 +265,10 @@ def weight_gradient(
     left: Tensor, right: Tensor, by: Sorted, weight: Tensor, *, slots: Tensor | None = None,
     by_token: str = "",
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a bank ``[N, I, J]``: sums of outer products of its rows.
+    """Return the gradient of a bank ``[N, I, J]``: ``left [S, I].T @ right [S, J]`` by expert.
 
-    Args:
-        left: ``[S, I]``.
-        right: ``[S, J]``.
-        by: The order.
-        weight: The bank.
-        slots: ``[E]``, where an expert lies in the bank, -1 where it does not; None if all do.
-        by_token: ``"left"`` or ``"right"`` for the one that lies as ``[T, ...]`` and is read by
-            token; ``""`` for none.
+    ``slots [E]`` are where an expert lies in the bank, -1 where it does not; None if all do.
+    ``by_token`` names the side, ``"left"`` or ``"right"``, that is ``[T, ...]`` and read by token.
     """
     number, high, wide = weight.shape
     out = torch.empty_like(weight)
@@ -338,14 +295,12 @@ def gather(rows: Tensor, by: Sorted) -> Tensor:
     return combine(rows, by._replace(place=by.token.view(-1, 1)))
 
 
-def combine(rows: Tensor, by: Sorted, base: Tensor | None = None) -> Tensor:
-    """Sum the rows of each token, ``[S, D]`` to ``[T, D]``, onto ``base`` if there is one."""
+def combine(rows: Tensor, by: Sorted) -> Tensor:
+    """Sum the rows of each token, ``[S, D]`` to ``[T, D]``."""
     tokens, top_k = by.place.shape
     out = rows.new_empty(tokens, rows.shape[1])
     if tokens:
         wide = min(1024, triton.next_power_of_2(rows.shape[1]))
-        _combine[(tokens, triton.cdiv(rows.shape[1], wide))](
-            rows, by.place, out if base is None else base, out, D=rows.shape[1], K=top_k,
-            ADD=base is not None, BD=wide,
-        )  # fmt: skip
+        grid = (tokens, triton.cdiv(rows.shape[1], wide))
+        _combine[grid](rows, by.place, out, D=rows.shape[1], K=top_k, BD=wide)
     return out
