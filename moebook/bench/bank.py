@@ -15,8 +15,7 @@ from moebook import models
 from moebook.bench import peers
 from moebook.bench.case import Axis, Case, Op, size_of
 from moebook.bench.floors import Product
-from moebook.data import IGNORED, encode, tasks
-from moebook.data.padding import padded
+from moebook.data import IGNORED, encode, padded, tasks
 from moebook.methods.rocket import loras, packing, scoring
 from moebook.methods.rocket.loras import Lora
 

@@ -1,6 +1,17 @@
-"""Data: target tasks, mixtures, chat formats, encoding, readers of files and of the hub's sets."""
+"""Data: embedded tasks, mixtures, chat formats, encoding, files, and data sets of the hub."""
 
-from moebook.data.encoding import IGNORED, encode
-from moebook.data.mixtures import by_domain, draw, hashes, hold_out, mixture, refuse_leak
+from moebook.data.encoding import IGNORED, encode, padded
+from moebook.data.mixtures import by_domain, draw, hashes, hold_out, mixture, passages, refuse_leak
 
-__all__ = ["IGNORED", "by_domain", "draw", "encode", "hashes", "hold_out", "mixture", "refuse_leak"]
+__all__ = [
+    "IGNORED",
+    "by_domain",
+    "draw",
+    "encode",
+    "hashes",
+    "hold_out",
+    "mixture",
+    "padded",
+    "passages",
+    "refuse_leak",
+]

@@ -1,17 +1,51 @@
-"""Rows become token ids whose prompt is masked, so that the loss falls on the answer only."""
+"""Rows become token ids: chat formats of the papers, labels on the answer alone, padding."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from datasets import Dataset
+from torch import Tensor
 
-from moebook.data import chat
-from moebook.errors import refuse
+from moebook.errors import nearest, refuse
 
 IGNORED = -100  # label that the loss leaves out
+
+
+class Format(NamedTuple):
+    """How one exchange becomes text.
+
+    Attributes:
+        render: Maps (prompt, answer, system) to (text before the answer, answer's text). An empty
+            system leaves its block out.
+        bos: Whether the beginning-of-sequence token comes first. The end-of-sequence token always
+            follows the answer and is learnt with it.
+    """
+
+    render: Callable[[str, str, str], tuple[str, str]]
+    bos: bool
+
+
+def camel(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
+    """PESC's form: `### Human:`, `### Assistant:`, each on a line of its own."""
+    head = f"### System:\n{system}\n" if system else ""
+    return f"{head}### Human:\n{prompt}\n### Assistant:\n", answer
+
+
+def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
+    """ESFT's form: `User: ...`, an empty line, `Assistant: ...`.
+
+    The space after the colon opens the answer's text, not the prompt's, so that byte-pair
+    tokenizers see the answer's first word as they do in running text.
+    """
+    head = f"{system}\n\n" if system else ""
+    return f"{head}User: {prompt}\n\nAssistant:", f" {answer}"
+
+
+FORMATS = {"camel": Format(camel, bos=True), "deepseek": Format(deepseek, bos=False)}
 
 
 class Tokenizer(Protocol):
@@ -39,60 +73,62 @@ def encode(
     Args:
         rows: Dictionaries with prompt, answer and, optionally, system.
         tokenizer: With an end-of-sequence token.
-        format: A key of `chat.FORMATS`.
+        format: A key of `FORMATS`.
         max_length: Longest row in tokens, at least 2. Longer rows are left out, counted and
             reported by a warning (W-LONG); none is cut.
 
     Returns:
         Columns input_ids, labels (-100 on the prompt) and length (tokens), in the rows' order.
-
-    Raises:
-        Refusal: E-DATA when there are no rows, none is short enough, a field is missing or the
-            tokenizer has no end token; E-RANGE for max_length below 2.
     """
     if max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
-    if tokenizer.eos_token_id is None:
+    if format not in FORMATS:
+        refuse("E-DATA", f"unknown chat format '{format}': {nearest(format, FORMATS)}")
+    if (eos := tokenizer.eos_token_id) is None:
         refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
-    form = chat.find(format)
-    pairs = [_rendered(row, form, index) for index, row in enumerate(rows)]
-    start = [tokenizer.bos_token_id] if form.bos and tokenizer.bos_token_id is not None else []
+    form, bos = FORMATS[format], tokenizer.bos_token_id
+    texts = [_rendered(row, form, index) for index, row in enumerate(rows)]
     before, learnt = (
-        tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        for texts in zip(*pairs, strict=True)
+        tokenizer(list(part), add_special_tokens=False)["input_ids"]
+        for part in zip(*texts, strict=True)
     )
+    start = [bos] if form.bos and bos is not None else []
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
     for prompt, answer in zip(before, learnt, strict=True):
-        ids = [*start, *prompt, *answer, tokenizer.eos_token_id]
+        ids = [*start, *prompt, *answer, eos]
         if len(ids) <= max_length:
             masked = len(ids) - len(answer) - 1
             columns["input_ids"].append(ids)
             columns["labels"].append([IGNORED] * masked + ids[masked:])
             columns["length"].append(len(ids))
-    _report(len(rows) - len(columns["length"]), len(rows), max_length)
+    long = len(rows) - len(columns["length"])
+    what = f"rows are longer than max_length {max_length} tokens"
+    if long == len(rows):
+        refuse("E-DATA", f"all {len(rows)} {what}; nothing is left to train on")
+    if long:
+        warnings.warn(f"W-LONG: {long} of {len(rows)} {what} and were left out", stacklevel=2)
     return Dataset.from_dict(columns)
 
 
-def _rendered(row: Mapping[str, str], form: chat.Format, index: int) -> tuple[str, str]:
-    missing = [name for name in ("prompt", "answer") if not isinstance(row.get(name), str)]
-    if missing:
-        refuse("E-DATA", f"row {index}: field '{missing[0]}' is missing or not text")
+def _rendered(row: Mapping[str, str], form: Format, index: int) -> tuple[str, str]:
+    for name in ("prompt", "answer"):
+        if not isinstance(row.get(name), str):
+            refuse("E-DATA", f"row {index}: field '{name}' is missing or not text")
     return form.render(row["prompt"], row["answer"], row.get("system") or "")
 
 
-def _report(dropped: int, rows: int, max_length: int) -> None:
-    """Warn of rows that were left out; refuse when nothing is left."""
-    if dropped == rows:
-        refuse(
-            "E-DATA",
-            f"all {rows} rows are longer than max_length {max_length} tokens; "
-            "nothing is left to train on",
-        )
-    if dropped:
-        warnings.warn(
-            f"W-LONG: {dropped} of {rows} rows are longer than max_length {max_length} "
-            "tokens and were left out",
-            stacklevel=3,
-        )
+def padded(
+    rows: Sequence[Sequence[int]], fill: int, *, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the rows ``[B, T]``, filled up on the right (or left), and the mask of what is real.
+
+    Both are int64; the mask holds 1 and 0.
+    """
+    lengths = torch.tensor([len(row) for row in rows])[:, None]
+    places = torch.arange(int(lengths.max()))
+    mask = places >= len(places) - lengths if left else places < lengths
+    filled = torch.full(mask.shape, fill)
+    filled[mask] = torch.tensor([token for row in rows for token in row])
+    return filled, mask.long()

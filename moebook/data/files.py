@@ -1,7 +1,8 @@
-"""Reader of users' own JSONL files: every row checked, every refusal with file and line.
+"""Readers of raw rows: JSONL files line by line, fields and messages checked with their place.
 
-Three forms of a row are known: `prompt` and `answer`; `instruction`, `input` and `output` (Rocket);
-`messages` (ESFT). `system`, `rationale`, `task`, `domain` and `id` may stand beside them.
+Three forms of a user's own rows are known: `prompt` and `answer`; `instruction`, `input` and
+`output` (Rocket); `messages` (ESFT). `system`, `rationale`, `task`, `domain` and `id` may stand
+beside them.
 """
 
 from __future__ import annotations
@@ -11,36 +12,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moebook.data import chat
-from moebook.errors import refuse
+from moebook.errors import nearest, refuse
 
 Row = dict[str, str]
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
 OPTIONAL = ("system", "rationale", "task", "domain")
+ROLES = {"system": "system", "user": "prompt", "human": "prompt", "assistant": "answer",
+         "gpt": "answer"}  # fmt: skip
 
 
 def read(path: str | Path) -> list[Row]:
     """Read a JSONL file into rows with prompt, answer, task and domain.
 
     A byte-order mark, CRLF and empty lines are accepted. The task is the file's name and the
-    domain `own` where a row does not say.
-
-    Raises:
-        Refusal: E-NOFILE, E-REMOTECODE (a script), else E-DATA with file:line for an empty file,
-            bad JSON, a missing or mistyped field, invalid UTF-8, a lone surrogate, an unknown chat
-            role, a repeated id or row, a line above 50 MB.
+    domain `own` where a row does not say. A bad line is refused with file and line (E-DATA), as is
+    a row or an id that stands twice.
     """
     path = Path(path)
     rows: list[Row] = []
     seen: dict[object, str] = {}
     for where, raw in objects(path):
-        row = {"task": path.stem, "domain": "own"} | _row(raw, where)
-        for key in (("id", repr(raw.get("id"))), tuple(sorted(row.items()))):
-            if key == ("id", "None"):
-                continue
+        row = {"task": path.stem, "domain": "own"} | _own(raw, where)
+        keys: dict[str, object] = {"this row": tuple(sorted(row.items()))}
+        if raw.get("id") is not None:
+            keys[f"id {raw['id']!r}"] = ("id", repr(raw["id"]))
+        for name, key in keys.items():
             if key in seen:
-                what = f"id {key[1]}" if key[0] == "id" else "this row"
-                refuse("E-DATA", f"{where}: {what} is already at {seen[key]}; remove one")
+                refuse("E-DATA", f"{where}: {name} is already at {seen[key]}; remove one")
             seen[key] = where
         rows.append(row)
     return rows
@@ -51,15 +49,15 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     refuse_scripts(path)
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected a JSONL file")
-    found = False
+    empty = True
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(LONGEST_LINE + 1):
-            number += 1
-            if text := _decoded(line, f"{path}:{number}", first=number == 1):
-                found = True
-                yield f"{path}:{number}", _parsed(text, f"{path}:{number}")
-    if not found:
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            if text := _decoded(line, where, first=number == 1):
+                empty = False
+                yield where, _parsed(text, where)
+    if empty:
         refuse("E-DATA", f"{path}:1: the file is empty; expected one JSON object a line")
 
 
@@ -97,22 +95,20 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 def text(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
     """Take a text field of a raw row, or the default where it is missing or null.
 
-    Raises:
-        Refusal: E-DATA with `where` when it is missing without default, of another type, or holds
-            half of a surrogate pair, which no tokenizer can encode.
+    Half of a surrogate pair, which no tokenizer can encode, is refused too.
     """
     value = row.get(name)
     if value is None and default is not None:
         return default
     if name not in row:
         refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {', '.join(row)}")
-    if not isinstance(value, str):
-        refuse("E-DATA", f"{where}: field '{name}' is {type(value).__name__}, expected text")
     return clean(value, name, where)
 
 
-def clean(value: str, name: str, where: str) -> str:
-    """Return the value; refuse one with half of a surrogate pair (E-DATA)."""
+def clean(value: object, name: str, where: str) -> str:
+    """Return a field's value; refuse anything but text without halves of surrogate pairs."""
+    if not isinstance(value, str):
+        refuse("E-DATA", f"{where}: field '{name}' is {type(value).__name__}, expected text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -120,18 +116,53 @@ def clean(value: str, name: str, where: str) -> str:
     return value
 
 
-def _row(raw: Mapping[str, Any], where: str) -> Row:
+def _own(raw: Mapping[str, Any], where: str) -> Row:
     """Bring one of the three forms to prompt and answer, with the optional fields it has."""
     if "messages" in raw:
-        found = chat.exchange(raw["messages"], where)
-        row = {name: clean(value, name, where) for name, value in found.items()}
+        row = exchange(raw["messages"], where)
     elif "instruction" in raw:
-        context = text(raw, "input", where, default="")
-        prompt = text(raw, "instruction", where) + (f"\n{context}" if context else "")
-        row = {"prompt": prompt, "answer": text(raw, "output", where)}
+        row = instruction(raw, where)
     else:
         row = {name: text(raw, name, where) for name in ("prompt", "answer")}
     for name in ("prompt", "answer"):
         if not row[name].strip():
             refuse("E-DATA", f"{where}: {name} is empty; every row needs both")
     return row | {name: text(raw, name, where) for name in OPTIONAL if raw.get(name) is not None}
+
+
+def instruction(raw: Mapping[str, Any], where: str) -> Row:
+    """Instruction and input (may be empty) are the prompt, output is the answer."""
+    asked, context = text(raw, "instruction", where), text(raw, "input", where, default="")
+    prompt = f"{asked}\n{context}" if context else asked
+    return {"prompt": prompt, "answer": text(raw, "output", where)}
+
+
+def exchange(messages: object, where: str) -> Row:
+    """Turn a list of messages into system (where there is one), prompt and answer.
+
+    A message is an object with role and content, or from and value: an optional one of the system,
+    one of the user (or human), one of the assistant (or gpt).
+    """
+    if not isinstance(messages, list):
+        refuse("E-DATA", f"{where}: messages is {type(messages).__name__}, expected a list")
+    turns = [_turn(message, where) for message in messages]
+    parts = [part for part, _ in turns]
+    if parts not in (["prompt", "answer"], ["system", "prompt", "answer"]):
+        refuse(
+            "E-DATA",
+            f"{where}: messages hold {', '.join(parts) or 'nothing'}; expected at most one system "
+            "message, then one prompt and one answer: split longer talks into exchanges",
+        )
+    return dict(turns)
+
+
+def _turn(message: Any, where: str) -> tuple[str, str]:
+    if not isinstance(message, Mapping):
+        refuse("E-DATA", f"{where}: a message is {type(message).__name__}, expected an object")
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        refuse("E-DATA", f"{where}: a message needs role and content as text")
+    if role not in ROLES:
+        refuse("E-DATA", f"{where}: unknown chat role '{role}': {nearest(role, ROLES)}")
+    return ROLES[role], clean(content, ROLES[role], where)

@@ -1,25 +1,28 @@
-"""Mixtures of tasks, and the guard against test items among training rows."""
+"""Mixtures of tasks, free text by domain, and the guard against test items among training rows."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from moebook.data import tasks
+from moebook.data.tasks.task import shipped
 from moebook.errors import refuse
 
+Row = dict[str, str]
+PASSAGES = {  # domain: a file that ships, and the fields of its rows
+    "text": ("licence.jsonl", ("clause",)),  # clauses of licences, as lawyers wrote them
+    "code": ("docstring.jsonl", ("code",)),  # functions of Python packages
+    "mathematics": ("gsm_symbolic.jsonl", ("question", "rationale")),  # word problems, worked out
+}
 
-def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[dict[str, str]]:
-    """Draw rows of several tasks and shuffle them together.
 
-    Args:
-        sizes: Rows by task name, each 1 to what the split holds.
-        split: train, validation or test.
-        seed: Decides draw, wording and order.
+def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
+    """Draw rows of several tasks, so many of each, and shuffle them together.
 
-    Raises:
-        Refusal: E-DATA for an empty mixture, an unknown task or split, or too many rows.
+    The seed decides draw, wording and order.
     """
     if not sizes:
         refuse("E-DATA", "the mixture names no task; expected at least one, as {'gcd': 200}")
@@ -28,18 +31,18 @@ def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[dict[st
     return rows
 
 
-def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[dict[str, str]]:
+def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[Row]:
     """Draw a `mixture` of up to `most` rows a task, fewer where its split holds fewer."""
     sizes = {name: min(most, tasks.find(name).available(split)) for name in names}
     return mixture(sizes, split, seed)
 
 
-def by_domain(rows: Iterable[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+def by_domain(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Sort rows into their domains, in the order of the domains' names."""
-    found: dict[str, list[dict[str, str]]] = {}
+    domains: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["domain"], []).append(row)
-    return dict(sorted(found.items()))
+        domains.setdefault(row["domain"], []).append(row)
+    return dict(sorted(domains.items()))
 
 
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
@@ -48,9 +51,7 @@ def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     return {hashlib.sha256(prompt.encode()).hexdigest() for prompt in plain}
 
 
-def hold_out(
-    rows: Sequence[dict[str, str]], size: int
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def hold_out(rows: Sequence[Row], size: int) -> tuple[list[Row], list[Row]]:
     """Split shuffled rows in those to train on and the first `size`, which are held out.
 
     Data sets that answer a prompt several times, as MetaMathQA does, have some of their prompts on
@@ -73,3 +74,26 @@ def refuse_leak(
             f"{len(shared)} of {len(held_out)} evaluation prompts are among the "
             "training prompts; remove them from one of the two",
         )
+
+
+def passages(size: int, seed: int = 0) -> dict[str, list[str]]:
+    """Draw so many texts of each domain: text, code, mathematics, without prompts around them.
+
+    Prompts carry templates, by which even a network with random weights tells tasks apart. No two
+    texts of a domain open alike, names and numbers set aside: the word problems were made from
+    templates by their authors, and some differ in nothing else.
+    """
+    drawn = {}
+    for domain, (file, fields) in PASSAGES.items():
+        texts = [" ".join(row[field] for field in fields) for row in shipped(file)]
+        random.Random(f"passages/{domain}/{seed}").shuffle(texts)
+        apart = list({opening(text): text for text in texts}.values())
+        if not 1 <= size <= len(apart):
+            refuse("E-RANGE", f"passages: {size} texts of {domain}, expected 1 to {len(apart)}")
+        drawn[domain] = apart[:size]
+    return drawn
+
+
+def opening(text: str) -> str:
+    """Return how a text begins, with its names and numbers struck out."""
+    return re.sub(r"[A-Z]\w*|\d+", "", text)[:40]

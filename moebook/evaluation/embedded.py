@@ -29,7 +29,7 @@ class Embedded(Task):
         tokenizer: The model's.
         split: train, validation or test.
         size: Items; all of the split when it holds fewer, or for None.
-        format: Key of `data.chat.FORMATS`.
+        format: Key of `data.encoding.FORMATS`.
     """
 
     VERSION = 1

@@ -50,7 +50,7 @@ def evaluate(
         tasks: Names of `data.tasks` or of lm-eval; a group stands for its members.
         limit: At most so many items a task; None takes all.
         split: train, validation or test, of the embedded tasks; benchmarks have their own.
-        format: Chat format of the embedded tasks, a key of `data.chat.FORMATS`.
+        format: Chat format of the embedded tasks, a key of `data.encoding.FORMATS`.
         batch_size: B, sequences a forward pass.
 
     Returns:

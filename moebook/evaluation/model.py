@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
-from moebook.data.padding import padded
+from moebook.data import padded
 from moebook.errors import refuse
 from moebook.runtime import progress
 

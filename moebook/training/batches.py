@@ -12,8 +12,7 @@ import torch
 from datasets import Dataset as Rows
 from torch.utils.data import Dataset
 
-from moebook.data import IGNORED, encode
-from moebook.data.padding import padded
+from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse
 
 POOL = 8

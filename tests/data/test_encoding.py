@@ -1,7 +1,11 @@
+"""Rows as text and token ids, mixtures of them, and free texts."""
+
 import pytest
 
 from moebook import data
-from moebook.data import chat
+from moebook.data.encoding import camel, deepseek
+from moebook.data.mixtures import opening
+from moebook.data.tasks.task import shipped
 from moebook.errors import Refusal
 
 
@@ -32,8 +36,8 @@ def test_camel_is_the_papers_prompt_with_both_special_tokens_and_loss_on_the_ans
 
 
 def test_camel_puts_a_system_block_first_and_deepseek_a_paragraph():
-    assert chat.camel("q", "a", "s") == ("### System:\ns\n### Human:\nq\n### Assistant:\n", "a")
-    assert chat.deepseek("q", "a", "s") == ("s\n\nUser: q\n\nAssistant:", " a")
+    assert camel("q", "a", "s") == ("### System:\ns\n### Human:\nq\n### Assistant:\n", "a")
+    assert deepseek("q", "a", "s") == ("s\n\nUser: q\n\nAssistant:", " a")
 
 
 def test_deepseek_has_no_beginning_token_and_learns_the_space_with_the_answer():
@@ -84,20 +88,13 @@ def test_a_tokenizer_without_an_end_token_is_refused():
         data.encode([ROW], tokenizer, max_length=9)
 
 
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [
-        ([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
-        ([{"role": "user", "content": "x"}], "messages hold prompt"),
-        ([{"role": "user", "content": 3}], "role and content as text"),
-        ("user", "messages is str"),
-        (["user"], "a message is str"),
-        ([], "messages hold nothing"),
-    ],
-)
-def test_conversations_that_are_no_exchange_are_refused(messages, match):
-    with pytest.raises(Refusal, match=match):
-        chat.exchange(messages, "x:1")
+def test_rows_are_filled_up_on_either_side_and_the_mask_says_what_is_real():
+    ids, mask = data.padded([[5, 0], [7, 8, 9]], -100)
+    assert ids.tolist() == [[5, 0, -100], [7, 8, 9]]
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    ids, mask = data.padded([[5, 0], [7, 8, 9]], 2, left=True)
+    assert ids.tolist() == [[2, 5, 0], [7, 8, 9]]
+    assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
 def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
@@ -129,3 +126,22 @@ def test_an_evaluation_prompt_among_the_training_prompts_is_a_leak():
     data.refuse_leak(train, [{"prompt": "c"}])
     with pytest.raises(Refusal, match="E-LEAK: 1 of 2 evaluation prompts"):
         data.refuse_leak(train, [{"prompt": "what is 1 + 1?"}, {"prompt": "c"}])
+
+
+def test_passages_are_texts_that_ship_drawn_by_the_seed_and_never_twice_the_same_template():
+    one, other = data.passages(200, seed=1), data.passages(200, seed=2)
+    assert list(one) == ["text", "code", "mathematics"]
+    assert one == data.passages(200, seed=1)
+    for domain, texts in one.items():
+        assert len({opening(text) for text in texts}) == 200
+        assert set(texts) != set(other[domain])
+    assert set(one["text"]) <= {row["clause"] for row in shipped("licence.jsonl")}
+    assert set(one["code"]) <= {row["code"] for row in shipped("docstring.jsonl")}
+    assert sum("?" in text for text in one["mathematics"]) > 190
+    assert opening("Amelia has 30 pens.") == opening("Bo has 4 pens.") != opening("Bo lost 4.")
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_more_passages_than_there_are_is_refused(size):
+    with pytest.raises(Refusal, match=f"E-RANGE: passages: {size} texts of text, expected 1 to"):
+        data.passages(size)

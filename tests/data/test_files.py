@@ -1,3 +1,5 @@
+"""Users' own JSONL files: three forms of rows, and every bad line refused with its place."""
+
 import json
 
 import pytest
@@ -56,7 +58,15 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
         (b'{"prompt": " ", "answer": "b"}', "own.jsonl:1: prompt is empty"),
         (GOOD + b'{"prompt": "\xff", "answer": "b"}', "own.jsonl:2: invalid UTF-8 at byte 12"),
         (b'{"prompt": "\\ud800", "answer": "b"}', "field 'prompt' holds a lone surrogate at 0"),
-        (b'{"messages": [{"role": "tool", "content": ""}]}', "own.jsonl:1: unknown chat role"),
+        (
+            b'{"messages": [{"role": "usr", "content": "x"}]}',
+            "own.jsonl:1: unknown chat role 'usr': did you mean 'user'",
+        ),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "messages hold prompt"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "role and content as text"),
+        (b'{"messages": "user"}', "messages is str"),
+        (b'{"messages": ["user"]}', "a message is str"),
+        (b'{"messages": []}', "messages hold nothing"),
         (
             b'{"messages": [{"role": "user", "content": "\\ud800"}, '
             b'{"role": "assistant", "content": "b"}]}',

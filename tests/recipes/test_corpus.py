@@ -99,3 +99,9 @@ def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
         tasks_recipe.write(name, made(), tmp_path)
         shipped = files("moebook.data") / f"{name}.jsonl"
         assert (tmp_path / f"{name}.jsonl").read_bytes() == shipped.read_bytes(), name
+
+
+def test_every_family_is_asked_in_exactly_one_general_task() -> None:
+    assert sorted(" ".join(tasks_recipe.SKILLS.values()).split()) == sorted(
+        family.__name__ for family in families.FAMILIES
+    )

@@ -6,16 +6,14 @@
 
 from __future__ import annotations
 
-from moebook.data.tasks import (
-    code,
-    common_sense,
-    general,
-    kshot,
-    language,
-    mathematics,
-    translation,
-)
-from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Task
+from collections.abc import Iterator
+from functools import partial
+from importlib import resources
+
+import yaml
+
+from moebook.data.tasks import code, common_sense, language, mathematics, translation
+from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
 from moebook.errors import nearest, refuse
 
 __all__ = [
@@ -33,16 +31,30 @@ __all__ = [
     "rows",
 ]
 
-CATALOGUE: dict[str, Task] = {
-    task.name: task
-    for module in (mathematics, code, common_sense, translation, language)
-    for task in module.TASKS
-}
-KSHOT: dict[str, Task] = {task.name: task for task in kshot.TASKS}
+
+def _general(name: str) -> Iterator[Item]:
+    for row in shipped("general.jsonl"):
+        if name == f"general_{row['skill']}":
+            yield Item({"question": row["question"]}, row["answer"])
+
+
+MODULES = (mathematics, code, common_sense, translation, language)
+POOLS: dict[str, Pool] = {pool.__name__: pool for module in MODULES for pool in module.POOLS}
+_FILE = yaml.safe_load(resources.files(__name__).joinpath("tasks.yaml").read_text("utf-8"))
+
+
+def _catalogue(group: str) -> dict[str, Task]:
+    entries = _FILE[group].items()
+    pools = {name: POOLS.get(name, partial(_general, name)) for name, _ in entries}
+    return {name: Task(name=name, pool=pools[name], **entry) for name, entry in entries}
+
+
+CATALOGUE = _catalogue("target")
+KSHOT = _catalogue("kshot")
 """Tasks to be met with a few annotated rows only; near to targets, never inside them."""
-GENERAL: dict[str, Task] = {task.name: task for task in general.TASKS}
+GENERAL = _catalogue("general")
 """What the embedded bases know before any tuning: no target, but what tuning may forget."""
-KNOWN: dict[str, Task] = CATALOGUE | GENERAL | KSHOT
+KNOWN = CATALOGUE | GENERAL | KSHOT
 """All of them: whatever can be drawn and evaluated by name."""
 
 

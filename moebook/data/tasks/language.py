@@ -1,107 +1,30 @@
-"""Language: a request turned into JSON, and the licence family of a clause."""
+"""Language: requests turned into JSON (`requests.yaml`), licence families, copyleft or not."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
+from importlib import resources
 
-from moebook.data.tasks.task import Item, Task, first_line, shipped
+import yaml
 
-_SLOTS = {
-    "time": "six|seven|8:15|9:30|noon|half past ten|2 pm|11 am|midnight|quarter to five",
-    "day": "today|tomorrow|Monday|Tuesday|Wednesday|Friday|Saturday|Sunday|next week",
-    "city": "Paris|Berlin|Madrid|Oslo|Lisbon|Cairo|Lima|Tokyo|Boston|Dublin|Prague|Athens",
-    "origin": "Rome|Vienna|Delhi|Seoul|Toronto|Geneva|Warsaw|Havana",
-    "person": "Anna|Omar|Lucy|Tom|my mother|my boss|Peter|the doctor|Nina|my sister",
-    "minutes": "2|5|8|10|12|15|20|25|30|45",
-    "artist": "Mozart|Adele|Bach|Miles Davis|Queen|Shakira|Chopin|the Beatles",
-    "room": "kitchen|bedroom|hall|garage|office|bathroom|garden",
-    "people": "two|three|four|five|six|eight",
-    "food": "pizza|sushi|Indian|Thai|Greek|vegan|Mexican",
-    "thing": "milk|bread|apples|soap|rice|batteries|tea|candles",
-    "note": "buy stamps|call back|water the plants|pay the rent|bring a coat|feed the cat",
-}
-_INTENTS = {
-    "alarm": (
-        "wake me at {time} {day}",
-        "set an alarm for {time} {day}",
-        "{day} I have to be up at {time}",
-        "I need an alarm at {time}",
-    ),
-    "timer": (
-        "start a timer for {minutes} minutes",
-        "tell me when {minutes} minutes are over",
-        "count down {minutes} minutes",
-        "set the timer to {minutes} minutes for {thing}",
-    ),
-    "weather": (
-        "will it rain in {city} {day}?",
-        "what is the weather in {city}?",
-        "how warm is it in {city} {day}?",
-        "do I need an umbrella {day} in {city}?",
-    ),
-    "message": (
-        "tell {person} to {note}",
-        "send {person} a message: {note}",
-        "write to {person}: {note}",
-        "let {person} know to {note} {day}",
-    ),
-    "music": (
-        "play something by {artist}",
-        "I want to hear {artist} in the {room}",
-        "put on {artist}",
-        "some {artist} in the {room} please",
-    ),
-    "flight": (
-        "book a flight from {origin} to {city} {day}",
-        "I want to fly to {city} {day}",
-        "find me a plane from {origin} to {city}",
-        "get me from {origin} to {city} {day}",
-    ),
-    "light": (
-        "turn on the light in the {room}",
-        "it is too dark in the {room}",
-        "light the {room} at {time}",
-        "I cannot see anything in the {room}",
-    ),
-    "restaurant": (
-        "find a {food} place in {city}",
-        "a table for {people} at {time}",
-        "we are {people} and want {food} food {day}",
-        "book {food} for {people} {day}",
-    ),
-    "shopping": (
-        "put {thing} on the list",
-        "we are out of {thing}",
-        "add {thing} and {food} sauce",
-        "I have to buy {thing} {day}",
-    ),
-    "reminder": (
-        "remind me to {note} {day}",
-        "do not let me forget to {note}",
-        "at {time} I must {note}",
-        "I have to {note} {day} at {time}",
-    ),
-    "call": (
-        "call {person}",
-        "ring {person} at {time}",
-        "I want to talk to {person} {day}",
-        "get me {person} on the phone",
-    ),
-}
+from moebook.data.tasks.task import Item, shipped
+
+_COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
+_PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-")
 
 
-def requests(
-    intents: Mapping[str, Sequence[str]], most: int, *, rationale: bool = False
-) -> Iterator[Item]:
+def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
     """Yield at most so many fillings of each wording; JSON keys stand in the wording's order."""
-    for intent, wordings in intents.items():
+    text = resources.files("moebook.data.tasks").joinpath("requests.yaml").read_text("utf-8")
+    file = yaml.safe_load(text)
+    for intent, wordings in file[task].items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(itertools.product(*(_SLOTS[name].split("|") for name in names)))
+            fillings = list(itertools.product(*(file["slots"][name].split("|") for name in names)))
             random.Random(wording).shuffle(fillings)
             for values in fillings[:most]:
                 slots = dict(zip(names, values, strict=True))
@@ -110,48 +33,41 @@ def requests(
                 yield Item({"request": wording.format_map(slots)}, answer, why * rationale)
 
 
-def same_json(answer: str) -> str:
-    """Write the first line's JSON with sorted keys, so that order and spaces do not count."""
-    line = first_line(answer)
-    try:
-        return json.dumps(json.loads(line), sort_keys=True)
-    except (ValueError, RecursionError):
-        return line
+def intent_json() -> Iterator[Item]:
+    """Yield requests with their intent and slots as JSON."""
+    return _requests("intent_json", most=160, rationale=False)
 
 
-def _licence() -> Iterator[Item]:
+def intent_new() -> Iterator[Item]:
+    """Yield requests with intents that `intent_json` has not."""
+    return _requests("intent_new", most=60, rationale=True)
+
+
+def licence() -> Iterator[Item]:
+    """Yield clauses with their family of licences."""
     for row in shipped("licence.jsonl"):
         yield Item({"clause": row["clause"]}, row["family"])
 
 
-TASKS = (
-    Task(
-        name="intent_json",
-        domain="language",
-        source="generated by this file",
-        licence="Apache-2.0",
-        description="A spoken request as JSON: its intent and its slots.",
-        templates=(
-            "Turn this request into JSON: {request}",
-            "{request}\nGive intent and slots.",
-            "Parse: {request}",
-        ),
-        pool=partial(requests, _INTENTS, most=160),
-        max_new_tokens=64,
-        normalise=same_json,
-    ),
-    Task(
-        name="licence",
-        domain="language",
-        source="ScanCode LicenseDB 32.5.0, open licences",
-        licence="CC-BY-4.0",
-        description="Which of nine families of open licences a clause comes from.",
-        templates=(
-            "Which family of licences has this clause? {clause}",
-            "{clause}\nName the licence family.",
-            "Licence family of: {clause}",
-        ),
-        pool=_licence,
-        max_new_tokens=16,
-    ),
-)
+def reserved() -> set[str]:
+    """Return the clauses kept apart for `copyleft`: two thirds of all, by their hash.
+
+    Whoever trains on `licence` leaves them out, so that `copyleft` is new to the model.
+    """
+    clauses = {row["clause"] for row in shipped("licence.jsonl")}
+    return {text for text in clauses if hashlib.sha256(text.encode()).digest()[0] % 3}
+
+
+def copyleft() -> Iterator[Item]:
+    """Yield the reserved clauses of licences that are clearly of one of the two kinds."""
+    apart = reserved()
+    for row in shipped("licence.jsonl"):
+        name, family = row["licence"], row["family"]
+        free = family == "permissive" or name.startswith(_PERMISSIVE)
+        free = free and not name.startswith("cc-by-sa-")
+        if row["clause"] in apart and (free or family in _COPYLEFT):
+            kind = "permissive" if free else "copyleft"
+            yield Item({"clause": row["clause"]}, kind, f"The family is {family}: {kind}.")
+
+
+POOLS = (intent_json, intent_new, licence, copyleft)

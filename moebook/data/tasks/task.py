@@ -7,13 +7,13 @@ wording, never membership, so no seed can move a test item into training.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -28,7 +28,7 @@ SPLITS = ("train", "validation", "test")
 class Item:
     """One underlying problem before it is put into words.
 
-    Args:
+    Attributes:
         slots: What the templates are filled with. Their content alone decides the split.
         answer: The exact answer.
         rationale: Worked solution in words, empty where the task has none.
@@ -50,20 +50,39 @@ def first_line(answer: str) -> str:
     return exact(lines[0]) if lines else ""
 
 
+def verb(answer: str) -> str:
+    """Keep the first word in small letters: a summary is graded by the verb it begins with."""
+    return (exact(answer).split() or [""])[0].lower().rstrip(".,:")
+
+
+def same_json(answer: str) -> str:
+    """Write the first line's JSON with sorted keys, so that order and spaces do not count."""
+    line = first_line(answer)
+    try:
+        return json.dumps(json.loads(line), sort_keys=True)
+    except (ValueError, RecursionError):
+        return line
+
+
+Pool = Callable[[], Iterable[Item]]
+COMPARE = {"first_line": first_line, "verb": verb, "same_json": same_json}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A target task: where it comes from, its items, its wordings and how answers are compared.
+    """A task: where it comes from, its items, its wordings and how answers are compared.
 
-    Args:
+    Attributes:
         name: Key in the catalogue, also the name of its evaluation.
-        domain: mathematics, code, common_sense, translation or language.
+        domain: mathematics, code, common_sense, translation, language or general.
         description: One sentence for tables.
         source: What the items were made from.
         licence: SPDX expression of that source.
         templates: Wordings with `{slots}`; a row draws one.
         pool: Enumerates all items; must be deterministic.
         max_new_tokens: Enough for every answer with a small vocabulary (2,048 byte pairs).
-        normalise: Applied to gold and generated answers before they are compared.
+        compare: How answers, gold and generated, are read before they are compared: a key of
+            `COMPARE`.
         rationales: Whether items carry a worked solution.
     """
 
@@ -72,48 +91,56 @@ class Task:
     description: str
     source: str
     licence: str
-    templates: tuple[str, ...]
-    pool: Callable[[], Iterable[Item]]
+    templates: Sequence[str]
+    pool: Pool
     max_new_tokens: int
-    normalise: Callable[[str], str] = first_line
+    compare: str = "first_line"
     rationales: bool = False
+
+    @property
+    def normalise(self) -> Callable[[str], str]:
+        """Applied to gold and generated answers before they are compared."""
+        return COMPARE[self.compare]
+
+    @cached_property
+    def _splits(self) -> dict[str, tuple[Item, ...]]:
+        """Order the pool by the hash of its content and cut it into test, validation and train."""
+        items = sorted(self.pool(), key=lambda item: content_hash(self.name, item))
+        return {
+            "test": tuple(items[:TEST]),
+            "validation": tuple(items[TEST : TEST + VALIDATION]),
+            "train": tuple(items[TEST + VALIDATION :]),
+        }
+
+    def items(self, split: str) -> tuple[Item, ...]:
+        """The items of a split; E-DATA for an unknown one."""
+        if split not in SPLITS:
+            refuse("E-DATA", f"unknown split '{split}': {nearest(split, SPLITS)}")
+        return self._splits[split]
 
     def available(self, split: str) -> int:
         """Count the items of a split."""
-        return len(self._items(split))
+        return len(self.items(split))
 
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
 
-        Rows are a prefix of any longer draw with the same seed.
-
-        Args:
-            split: train, validation or test.
-            size: Rows, 1 to `available(split)`.
-            seed: Any integer.
-
-        Returns:
-            Dictionaries with task, domain, prompt, answer and, where the task has one, rationale.
-
-        Raises:
-            Refusal: E-DATA for an unknown split or a size outside 1 to `available(split)`.
+        Rows are a prefix of any longer draw with the same seed: dictionaries with task, domain,
+        prompt, answer and, where the task has one, rationale.
         """
-        items = list(self._items(split))
-        if not 1 <= size <= len(items):
-            refuse(
-                "E-DATA",
-                f"{self.name}/{split}: have {len(items)} rows, need {size}; "
-                f"ask for 1 to {len(items)}",
-            )
+        items, have = list(self.items(split)), self.available(split)
+        if not 1 <= size <= have:
+            where = f"{self.name}/{split}"
+            refuse("E-DATA", f"{where}: have {have} rows, need {size}; ask for 1 to {have}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         rng.shuffle(items)
         return [self._row(item, rng.choice(self.templates)) for item in items[:size]]
 
     def majority(self) -> float:
         """Share of test rows, in [0, 1], that the commonest training answer gets right."""
-        answers = Counter(self.normalise(item.answer) for item in self._items("train"))
+        answers = Counter(self.normalise(item.answer) for item in self.items("train"))
         best = min(answers, key=lambda answer: (-answers[answer], answer))
-        test = self._items("test")
+        test = self.items("test")
         return sum(self.normalise(item.answer) == best for item in test) / len(test)
 
     def _row(self, item: Item, template: str) -> dict[str, str]:
@@ -125,22 +152,6 @@ class Task:
         }
         return row | {"rationale": item.rationale} if self.rationales else row
 
-    def _items(self, split: str) -> tuple[Item, ...]:
-        if split not in SPLITS:
-            refuse("E-DATA", f"unknown split '{split}': {nearest(split, SPLITS)}")
-        return _partition(self)[split]
-
-
-@functools.cache
-def _partition(task: Task) -> dict[str, tuple[Item, ...]]:
-    """Order the pool by the hash of its content and cut it into test, validation and train."""
-    items = sorted(task.pool(), key=lambda item: content_hash(task.name, item))
-    return {
-        "test": tuple(items[:TEST]),
-        "validation": tuple(items[TEST : TEST + VALIDATION]),
-        "train": tuple(items[TEST + VALIDATION :]),
-    }
-
 
 def content_hash(name: str, item: Item) -> str:
     """Hash an item's content (sha256 of task and slots), whatever its wording."""
@@ -148,6 +159,7 @@ def content_hash(name: str, item: Item) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+@cache
 def shipped(name: str) -> list[dict[str, Any]]:
     """Read the rows of a JSONL file that ships with the package (see SOURCES.md)."""
     text = resources.files("moebook.data").joinpath(name).read_text(encoding="utf-8")

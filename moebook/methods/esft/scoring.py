@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook import results
-from moebook.data.padding import padded
+from moebook.data import padded
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config, Pooling, from_json
 from moebook.models.anatomy import Layer, anatomy

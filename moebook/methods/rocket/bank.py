@@ -19,8 +19,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from moebook import training
-from moebook.data import encode, hub, mixtures, raw, tasks
-from moebook.data.tasks import kshot
+from moebook.data import encode, hub, mixtures, tasks
+from moebook.data.tasks import language
+from moebook.data.templates import Source
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
@@ -33,10 +34,8 @@ CATALOGUE = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(
 EMBEDDED: list[str] = CATALOGUE["embedded"]
 QUESTIONS: list[str] = CATALOGUE["questions"]
 HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
-SOURCES: dict[str, hub.Source] = {
-    name: hub.CATALOGUE[entry["known"]]
-    if "known" in entry
-    else hub.Source(**{**entry, "row": getattr(raw, entry["row"])})
+SOURCES: dict[str, Source] = {
+    name: hub.CATALOGUE[entry["known"]] if "known" in entry else Source(**entry)
     for name, entry in CATALOGUE["sources"].items()
 }
 RECIPE: dict[str, Any] = yaml.safe_load((FOLDER / "recipe.yaml").read_text(encoding="utf-8"))
@@ -281,7 +280,7 @@ def embedded(
 
     Clauses that are kept apart for the K-shot task ``copyleft`` are left out.
     """
-    reserved, sets = kshot.reserved(), {}
+    reserved, sets = language.reserved(), {}
     for name in (name for name in EMBEDDED if name in names):
         rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
         if name == "licence":

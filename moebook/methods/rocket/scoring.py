@@ -17,9 +17,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from moebook.data import IGNORED, chat, encode, hub
+from moebook.data import IGNORED, encode, hub
+from moebook.data.encoding import camel
 from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
+from moebook.data.templates import Source
 from moebook.errors import refuse
 from moebook.evaluation.model import PAIR, InMemory
 from moebook.kernels import bank_scoring
@@ -34,7 +36,7 @@ from moebook.runtime import progress
 Bank = Mapping[str, Lora]
 Row = Mapping[str, str]
 Order = Literal["answer_first", "rationale_first"]
-JUDGED: dict[str, Task | hub.Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
+JUDGED: dict[str, Task | Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
 """What says how its answers are compared, by the task's name in a row."""
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of some models that change logits after the head's product."""
@@ -109,7 +111,7 @@ def _chat_ids(request: str, tokenizer: Any) -> list[int]:
         messages = [{"role": "user", "content": request}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
-    text = chat.find("camel").render(request, "", "")[0]
+    text, _ = camel(request, "")
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     return [*start, *tokenizer.encode(text, add_special_tokens=False)]
 

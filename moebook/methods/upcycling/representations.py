@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from moebook.data import IGNORED
-from moebook.data.padding import padded
+from moebook.data import IGNORED, padded
 from moebook.errors import refuse
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from moebook.data import IGNORED, encode, raw
+from moebook.data import IGNORED, encode, templates
 from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.methods.rocket import loras, packing, scoring
@@ -92,7 +92,7 @@ def test_a_right_number_is_right_in_other_words_and_code_is_refused(
     base, make_bank, tokenizer, monkeypatch
 ):
     told = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
-    rows = [{"task": "GSM8K"} | raw.gsm8k(told, "here")] * 3
+    rows = [{"task": "GSM8K"} | templates.gsm8k(told, "here")] * 3
     texts, asked = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], []
 
     def greedy(*_, limit):

@@ -1,0 +1,149 @@
+"""Raw rows of the hub's data sets become prompt and answer: the templates of Rocket's Table 8.
+
+Templates and expressions are jinja2's, over the fields of a raw row. Multiple choice is asked with
+letters (``choices`` in a prompt is the lettered list) and answered with letter and text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+from moebook.data import files
+from moebook.data.tasks.task import first_line
+from moebook.errors import refuse
+
+Row = dict[str, str]
+_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A data set of the hub and how its raw rows become prompt and answer.
+
+    Attributes:
+        repo: Its id on the hub.
+        prompt: Template; so are ``answer`` and ``system`` (which is left out where it is empty).
+        options: Expression for the list of answers to choose from; then ``answer`` is an
+            expression, too: which of the ``labels`` (an expression) is right.
+        form: A key of `FORMS` in place of templates.
+        domain: mathematics, code, common_sense, language or general.
+        licence: As its card says.
+        config: Its configuration, when it has several.
+        files: Pattern of its files inside the repository, when that holds many sets.
+        compare: How an answer is read before two are compared: a key of `COMPARE`.
+        max_new_tokens: Enough for an answer, with a vocabulary of tens of thousands.
+    """
+
+    repo: str
+    prompt: str = ""
+    answer: str = ""
+    system: str = ""
+    options: str = ""
+    labels: str = ""
+    form: str = ""
+    domain: str = ""
+    licence: str = ""
+    config: str | None = None
+    files: str | None = None
+    compare: str = "first_line"
+    max_new_tokens: int = 64
+
+    @property
+    def normalise(self) -> Callable[[str], str] | None:
+        """Applied to two answers before they are compared; None where only running one tells."""
+        return COMPARE[self.compare]
+
+    def row(self, raw: Mapping[str, Any], where: str) -> Row:
+        """Map a raw row to prompt, answer and, where there is one, system or rationale.
+
+        A field that is missing or not text is refused with `where` it stands (E-DATA).
+        """
+        if self.form:
+            return FORMS[self.form](raw, where)
+        if self.options:
+            return self._chosen(raw, where)
+        row = {name: _rendered(getattr(self, name), raw, where) for name in ("prompt", "answer")}
+        if self.system and (told := files.text(raw, self.system, where, default="")):
+            row["system"] = told
+        return row
+
+    def _chosen(self, raw: Mapping[str, Any], where: str) -> Row:
+        """Ask the options with letters; the answer is the one that the row's label names."""
+        values = _listed(self.options, raw, where)
+        texts = [files.clean(value, self.options, where) for value in values]
+        lettered = [f"{chr(ord('A') + place)}. {text}" for place, text in enumerate(texts)]
+        labels = [str(label) for label in _listed(self.labels, raw, where)][: len(texts)]
+        label = raw.get(self.answer)
+        if str(label).strip() not in labels:
+            advice = "unlabelled splits cannot be used"
+            refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; {advice}")
+        prompt = _rendered(self.prompt, raw, where, choices="\n".join(lettered))
+        return {"prompt": prompt, "answer": lettered[labels.index(str(label).strip())]}
+
+
+@cache
+def _compiled(template: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template with the names of the fields that it reads."""
+    names = meta.find_undeclared_variables(_JINJA.parse(template))
+    return _JINJA.from_string(template), frozenset(names)
+
+
+def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) -> str:
+    compiled, names = _compiled(template)
+    return compiled.render({n: files.text(raw, n, where) for n in names - more.keys()} | more)
+
+
+def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
+    """The list that an expression over a raw row gives; simple fields in it must be text."""
+    for name in _compiled(f"{{{{ {expression} }}}}")[1]:
+        if not isinstance(raw.get(name), (list, Mapping)):
+            files.text(raw, name, where)
+    values = _JINJA.compile_expression(expression, undefined_to_none=False)(dict(raw))
+    if not isinstance(values, list) or not values:
+        kind = "missing" if isinstance(values, jinja2.Undefined) else type(values).__name__
+        refuse("E-DATA", f"{where}: field '{expression}' is {kind}, expected a list")
+    return values
+
+
+def final_number(text: str) -> str:
+    """Return the last number of a text, plainly written (-1,080.50 as -1080.5); "" without one."""
+    whole = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+    numbers = re.findall(rf"(?:(?<!\w)-)?(?:{whole}(?:\.\d+)?|\.\d+)", text.replace("\u2212", "-"))
+    return format(Decimal(numbers[-1].replace(",", "")).normalize(), "f") if numbers else ""
+
+
+def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
+    """GSM8K: the final number is the answer, and the worked solution before it the rationale.
+
+    Table 8 prints the worked solution as the answer. Eq. 5 compares answers, and two right
+    solutions differ in words; `rationales.expand` joins the two for whoever trains on the solution.
+    """
+    worked, mark, number = files.text(raw, "answer", where).rpartition("\n#### ")
+    if not mark or not final_number(number):
+        refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")
+    prompt = f"Question: {files.text(raw, 'question', where)}"
+    return {"prompt": prompt, "answer": number.strip(), "rationale": worked}
+
+
+def conversation(raw: Mapping[str, Any], where: str) -> Row:
+    """Take the one exchange of a ShareGPT row (from: system, human, gpt)."""
+    if "conversations" not in raw:
+        refuse("E-DATA", f"{where}: field 'conversations' is missing; the row has {', '.join(raw)}")
+    return files.exchange(raw["conversations"], where)
+
+
+def instruction(raw: Mapping[str, Any], where: str) -> Row:
+    """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
+    return files.instruction({key.lower(): value for key, value in raw.items()}, where)
+
+
+FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}
+COMPARE = {"first_line": first_line, "final_number": final_number, "run": None}
