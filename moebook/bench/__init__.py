@@ -7,28 +7,19 @@ seconds do not.
 
 from moebook.bench.accuracy import errors
 from moebook.bench.goals import judge, stated
-from moebook.bench.peers import installed
-from moebook.bench.reading import curves, reached, recorded, regrown, remeasured
-from moebook.bench.report import growth_table, table, write
-from moebook.bench.running import OPS, ceilings, find, growth, measure, roles
+from moebook.bench.report import (
+    curves,
+    growth_table,
+    reached,
+    recorded,
+    regrown,
+    remeasured,
+    table,
+    write,
+)
+from moebook.bench.running import OPS, ceilings, growth, installed, measure, roles
 
 __all__ = [
-    "OPS",
-    "ceilings",
-    "curves",
-    "errors",
-    "find",
-    "growth",
-    "growth_table",
-    "installed",
-    "judge",
-    "measure",
-    "reached",
-    "recorded",
-    "regrown",
-    "remeasured",
-    "roles",
-    "stated",
-    "table",
-    "write",
-]
+    "OPS", "ceilings", "curves", "errors", "growth", "growth_table", "installed", "judge",
+    "measure", "reached", "recorded", "regrown", "remeasured", "roles", "stated", "table", "write",
+]  # fmt: skip

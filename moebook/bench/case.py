@@ -1,75 +1,92 @@
-"""A case: one op on inputs of given sizes, with all who can do its work."""
+"""A case: one op on inputs of given sizes, the floor of its work, and all who can do it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import time
+import timeit
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moebook.bench import floors
-from moebook.bench.floors import Product
 from moebook.bench.timing import Contender, why
+from moebook.errors import refuse
+from moebook.kernels.matmul import product
 
-Letters = Mapping[str, int]
-Cases = Mapping[str, Letters]
+BLOCK = 2**22
+"""Numbers of a floor's result that are written at once: more would be new memory in every call."""
 Run = Callable[[], Any]
-SCALES = ("tiny", "small", "full", "model")
-ROLES = ("T", "E", "N")
 
 
-class Axis(NamedTuple):
-    """A letter that an op's sweep varies, what it counts there, and its rising values."""
+def peer(module: str) -> Any:
+    """Import a peer's module, which need not be installed (E-PEER)."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        refuse("E-PEER", f"{missing.replace('_', '-')} is not installed")
 
-    letter: str
-    meaning: str
-    values: Sequence[int]
 
+class Product(NamedTuple):
+    """A dense product ``[rows, inner] @ [inner, columns]``, done so many times."""
 
-@dataclass(frozen=True)
-class Op:
-    """An op to measure: the letters of each of its cases at each scale, and its sweep.
-
-    Attributes:
-        build: Makes a case: ``build(device, **letters)``.
-        tiny: Tests the plumbing.
-        small: Fits a page of the book.
-        full: What the goals of a CPU are stated for.
-        model: Has the widths of the papers' own models, and wants a GPU.
-        T: What comes in, or goes out: rows.
-        E: What a row is set against.
-        N: How many of those are chosen; where none are, how wide or deep the work is.
-    """
-
-    build: Callable[..., Case]
-    tiny: Cases
-    small: Cases
-    full: Cases
-    model: Cases
-    T: Axis
-    E: Axis
-    N: Axis
+    rows: int
+    inner: int
+    columns: int
+    times: int = 1
 
     @property
-    def axes(self) -> tuple[Axis, Axis, Axis]:
-        """One for each of `ROLES`."""
-        return self.T, self.E, self.N
+    def flops(self) -> int:
+        """A multiplication and an addition for each term."""
+        return 2 * self.rows * self.inner * self.columns * self.times
 
-    def cases(self, scale: str) -> Cases:
-        """Return the letters of each case at one of `SCALES`."""
-        cases: Cases = getattr(self, scale)
-        return cases
 
-    def swept(self, points: int | None = None) -> Cases:
-        """Vary each letter over its first values, all others being those of the first small one."""
-        letters = next(iter(self.small.values()))
-        return {
-            f"{axis.letter}={value}": {**letters, axis.letter: value}
-            for axis in self.axes
-            for value in axis.values[:points]
-        }
+def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:
+    """Forward and backward pass of gated experts: ``6 S D F (2 + p)`` FLOPs.
+
+    ``slots`` is S = T K, ``trained`` p S, the slots whose experts train and so have weight
+    gradients; ``width`` is D and ``expert`` F.
+    """
+    return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
+
+
+def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
+    """Return the floor as a contender: the products, each by the fastest library that is there.
+
+    That is `torch.mm` into memory that is there already or, on a CPU, the product that the ops
+    multiply by, whichever is faster in a trial here.
+    """
+    multiplications = [shape.times * [_fastest(shape, device, dtype)] for shape in products]
+
+    def run() -> None:
+        for multiply in chain.from_iterable(multiplications):
+            multiply()
+
+    return Contender("floor", run)
+
+
+def _fastest(shape: Product, device: torch.device, dtype: torch.dtype) -> Run:
+    """Draw two matrices, and return how they are multiplied."""
+    left = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
+    right = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
+    out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
+    parts = left.split(max(1, BLOCK // shape.columns))
+
+    def blocked() -> None:
+        for part in parts:
+            product(part, right)
+
+    ways: list[Run] = [partial(torch.mm, left, right, out=out), blocked]
+    return ways[0] if device.type == "cuda" else min(ways, key=_seconds)
+
+
+def _seconds(run: Run) -> float:
+    return min(timeit.repeat(run, timer=time.process_time, repeat=4, number=1))
 
 
 @dataclass
@@ -78,8 +95,7 @@ class Case:
 
     Attributes:
         traffic: Bytes that must be read and written at least once.
-        cotangent: Gradient of the output, where a contender runs forward and backward; without it,
-            forward only and without a graph.
+        cotangent: Gradient of the output; without it, forward only and without a graph.
         leaves: What has a gradient; all of them are freed before each turn.
         flops: Of the floor's products; 0 where the floor moves bytes only.
         contenders: Ours first, then the floor where there is one, then the peers.
@@ -93,25 +109,17 @@ class Case:
     contenders: list[Contender] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, forward: Run, *, host: bool = False, after: Run | None = None) -> None:
-        """Add a contender: ours, the floor, or a peer.
-
-        Args:
-            name: Its name.
-            forward: Its forward pass.
-            host: Whether it works on the CPU whatever the device.
-            after: What it does behind its backward pass.
-        """
+    def add(self, name: str, forward: Run, *, host: bool = False, after: Run = tuple) -> None:
+        """Add who computes by ``forward``, on the CPU if ``host``; ``after`` follows backward."""
+        if self.cotangent is None:
+            self.contenders.append(Contender(name, torch.no_grad()(forward), host=host))
+            return
 
         def step() -> None:
             forward().backward(self.cotangent)
-            if after:
-                after()
+            after()
 
-        if self.cotangent is None:
-            self.contenders.append(Contender(name, torch.no_grad()(forward), host=host))
-        else:
-            self.contenders.append(Contender(name, step, self.leaves, forward))
+        self.contenders.append(Contender(name, step, self.leaves, forward))
 
     def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
         """Add what ``make`` returns, or note why it fails (E-PEER when it is not installed)."""
@@ -122,8 +130,8 @@ class Case:
 
     def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
         """Add dense products as the floor."""
-        self.flops = sum(product.flops for product in products)
-        self.contenders.append(floors.dense(products, device, dtype))
+        self.flops = sum(each.flops for each in products)
+        self.contenders.append(dense(products, device, dtype))
 
 
 def number_format(device: torch.device, bits: int = 0) -> torch.dtype:

@@ -1,25 +1,27 @@
-"""What a run leaves: a table to read, and a record with the environment it was made in."""
+"""What a run leaves: a table to read, a record with its environment, and records read back."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moebook import results, runtime
 from moebook.bench.goals import judge
-from moebook.bench.peers import installed
-from moebook.bench.running import find, slug
+from moebook.bench.running import OPS, installed, slug
+from moebook.errors import Refusal
 from moebook.results import Run, Value
 
 BENCH = "bench"
 """Folder of the runs of all ops, one a machine."""
-
 UNITS = {
     "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
 }  # fmt: skip
@@ -45,9 +47,14 @@ def table(frame: pd.DataFrame) -> str:
         for _, row in part.iterrows():
             lines.append(_line(row, floor, "; ".join(aims[op, case, row["contender"]])))
     missed = goals[goals["verdict"] == "missed"]
-    why = [f"  {row.op} / {row.case}, {row.against}: {row.reason}" for row in missed.itertuples()]
-    told = ["", "Missed goals: what our time consists of, in multiples of the other's", *why]
-    return "\n".join([*lines, *(told if why else []), "", _summary(goals)])
+    if len(missed):
+        lines += ["", "Missed goals: what our time consists of, in multiples of the other's"]
+        lines += [f"  {g.op} / {g.case}, {g.against}: {g.reason}" for g in missed.itertuples()]
+    counts = goals["verdict"].value_counts()
+    parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
+    unstated = not len(goals) or "not stated" in counts
+    summary = f"{len(goals)} goals: {', '.join(parts)}"
+    return "\n".join([*lines, "", "no goals are stated for these cases" if unstated else summary])
 
 
 def _line(row: pd.Series, floor: float, aims: str) -> str:
@@ -60,23 +67,15 @@ def _line(row: pd.Series, floor: float, aims: str) -> str:
     return f"{name:34}{numbers}{multiple:>9}{extra:>10}  {aims}".rstrip()
 
 
-def _summary(goals: pd.DataFrame) -> str:
-    counts = goals["verdict"].value_counts()
-    parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
-    if not len(goals) or "not stated" in counts:
-        return "no goals are stated for these cases"
-    return f"{len(goals)} goals: {', '.join(parts)}"
-
-
 def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
     if frame.empty:
         return "How cost grows: nothing ran"
-    meanings = {(n, a.letter): a.meaning for n in set(frame["op"]) for a in find(n).axes}
     lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
+        meaning = next(what for own, what, _ in OPS[op]["sweep"].values() if own == letter)
         seconds = part.pivot(index="contender", columns="value", values="seconds")
-        lines.append(f"{op}, {meanings[op, letter]}, {letter} = {', '.join(map(str, seconds))}")
+        lines.append(f"{op}, {meaning}, {letter} = {', '.join(map(str, seconds))}")
         for name, exponent in part.groupby("contender", sort=False)["exponent"].first().items():
             cells = "".join(f"{1e3 * each:10.2f}" for each in seconds.loc[name])  # nan: not run
             lines.append(f"  {name:32}{cells}   exponent {exponent:.2f}")
@@ -86,27 +85,19 @@ def growth_table(frame: pd.DataFrame) -> str:
 def write(
     folder: Path, frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
 ) -> Path:
-    """Write a whole run to ``results/bench/<cpu or the GPU's name>/``, in place of the last one.
-
-    Args:
-        folder: The project.
-        frame: From `running.measure`.
-        growth: From `running.growth`.
-        roof: From `running.ceilings`.
-    """
+    """Write what `running` measured to ``results/bench/<cpu or the GPU's name>/`` of a project."""
     environment = runtime.environment()
     if frame.attrs["device"] == "cpu":  # of a GPU that is there but was not used
         environment |= {"accelerator": None, "accelerator_memory": None}
     ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
     gpu = environment["accelerator"]
-    lock = results.digest(folder / "requirements.lock")
     run = Run(
         notebook=BENCH,
         protocol=slug(gpu or "cpu").lower(),
         tier="gpu" if gpu else "cpu",
         seed=0,
-        values=tuple(_values(frame, growth, roof)),
-        code={"lock": lock, "modules": results.loaded()},
+        values=tuple(_values(ran, growth, roof)),
+        code={"lock": results.digest(folder / "requirements.lock"), "modules": results.loaded()},
         manifest={
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "parameters": frame.attrs,
@@ -123,11 +114,9 @@ def write(
     return path
 
 
-def _values(
-    frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
-) -> Iterator[Value]:
+def _values(ran: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]) -> Iterator[Value]:
     """Turn each line into values under ``op/case/contender``, a case's counts under ``op/case``."""
-    for row in frame[frame["seconds"].notna()].to_dict("records"):
+    for row in ran.to_dict("records"):
         if row["contender"] == "ours":
             for column, unit in COUNTS.items():
                 yield Value(f"{row['op']}/{row['case']}/{column}", float(row[column]), unit)
@@ -138,3 +127,68 @@ def _values(
         name = f"{row['op']}/growth/{row['case']}/{slug(row['contender'])}"
         yield Value(name, float(row["seconds"]), "seconds")
     yield from (Value(f"roof/{name}", value, "number") for name, value in roof.items())
+
+
+def recorded(start: Path | None = None) -> dict[str, Run]:
+    """Read the committed runs by the machine's name (``cpu``, a GPU's); none outside a project."""
+    try:
+        pools = results.pools(BENCH, results.root(start))
+    except Refusal as refusal:
+        if refusal.code != "E-PATH":
+            raise
+        return {}
+    return {machine: pool.runs[0] for machine, pool in pools.items()}
+
+
+def remeasured(records: Mapping[str, Run]) -> pd.DataFrame:
+    """Read runs back: a line a contender, by its slug, with the machine and what is recorded."""
+    names = ["machine", "op", "case", "contender"]
+    costs: defaultdict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for machine, record in records.items():
+        for value in record.values:
+            *key, column = value.name.split("/")
+            if column in UNITS or column in COUNTS:
+                costs[machine, *key][column] = value.value
+    lines = [[*key, {**costs[key[:3]], **costs[key]}] for key in list(costs) if len(key) == 4]
+    frame = pd.DataFrame([numbers for *_, numbers in lines], columns=[*UNITS, *COUNTS])
+    return pd.concat([pd.DataFrame([key for *key, _ in lines], columns=names), frame], axis=1)
+
+
+def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
+    """Read sweeps back: ``machine``, ``op``, ``letter``, ``value``, ``contender``, ``seconds``."""
+    lines = [
+        (machine, *match.groups(), value.value)
+        for machine, record in records.items()
+        for value in record.values
+        if (match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name))
+    ]
+    names = ["machine", "op", "letter", "value", "contender", "seconds"]
+    return pd.DataFrame(lines, columns=names).astype({"value": int})
+
+
+def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Return what our ops made of products reach: FLOPs for each byte that must move, and a second.
+
+    A case in another number format than the machine's roof is left out.
+    """
+    ours = frame[(frame["contender"] == "ours") & (frame["flops"] > 0)]
+    ours = ours[~ours["case"].str.endswith("bf16")]
+    points = zip(ours["flops"] / ours["traffic"], ours["flops"] / ours["seconds"], strict=True)
+    return dict(zip(ours["op"] + ", " + ours["case"], points, strict=True))
+
+
+def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other.
+
+    Left out is what does a part of the work only: a frozen layer alone.
+    """
+    panels: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    whole = frame[~frame["contender"].str.endswith("alone")]
+    for (op, letter), part in whole.groupby(["op", "letter"], sort=False):
+        who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest other")
+        least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3
+        panels[f"{op}, {letter}"] = {
+            name: least[name].reset_index().to_numpy()
+            for name in ("ours", "floor", "fastest other") if name in least
+        }  # fmt: skip
+    return panels

@@ -2,89 +2,77 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+import yaml
 
 from moebook import runtime
-from moebook.bench import floors, peers, profiling
-from moebook.bench.case import ROLES, SCALES, Cases, Letters, Op, number_format
+from moebook.bench.case import Case, Product, dense, number_format
 from moebook.bench.goals import ROUNDS, STATED
-from moebook.bench.timing import Contender, interleave
+from moebook.bench.timing import Contender, interleave, shares
 from moebook.errors import Refusal, nearest, refuse
 
-OPS: Mapping[str, str] = {
-    "route": "routers.ROUTE",
-    "experts": "full_experts.EXPERTS",
-    "split_experts": "full_experts.SPLIT",
-    "adapters": "low_rank.ADAPTERS",
-    "lora_mixture": "low_rank.LORAS",
-    "balance_loss": "routers.BALANCE",
-    "bank": "bank.BANK",
-    "nearest": "rows.NEAREST",
-    "duplicates": "rows.DUPLICATES",
-    "groups": "rows.GROUPS",
-    "clusters": "rows.CLUSTERS",
-}
-"""Where each op's `Op` is: imported when it is asked for, since some need more packages."""
+OPS, PEERS = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).values()
+"""What is known of each op, and what each peer's distribution is compared on: see there."""
+SCALES = ("tiny", "small", "full", "model")
 COLUMNS = (
     "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "kept",
     "flops", "traffic", "note", "profile",
 )  # fmt: skip
+Names = Iterable[str] | None
+Cases = Mapping[str, Mapping[str, int]]
 
 
-def find(name: str) -> Op:
-    """Return an op by its name.
+def installed() -> pd.DataFrame:
+    """List the peers: version (None where not installed) and what each is compared on."""
+    there = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = [there.get(name) for name in PEERS]
+    return pd.DataFrame({"version": versions, "compared on": list(PEERS.values())}, index=PEERS)
 
-    Raises:
-        Refusal: E-NAME for an unknown one, with the nearest; E-PEER where a package is missing.
-    """
+
+def find(name: str) -> dict[str, Any]:
+    """Return what `OPS` knows of an op."""
     if name not in OPS:
         refuse("E-NAME", f"unknown op '{name}'; {nearest(name, OPS)}")
-    module, attribute = OPS[name].split(".")
-    op: Op = getattr(peers.module(f"moebook.bench.{module}"), attribute)
+    op: dict[str, Any] = OPS[name]
     return op
 
 
-def roles(names: Iterable[str] | None = None) -> pd.DataFrame:
-    """List which letter of each op varies in which of the `ROLES`, and what it counts there."""
-    rows = {
-        name: [f"{axis.letter}: {axis.meaning}" for axis in find(name).axes]
-        for name in (OPS if names is None else names)
-    }
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(ROLES))
+def build(name: str, device: torch.device, **letters: int) -> Case:
+    """Make a case of an op; its module is imported now, since some of them take long to import."""
+    make: Callable[..., Case] = pkgutil.resolve_name(f"moebook.bench.{find(name)['build']}")
+    return make(device, **letters)
+
+
+def roles(names: Names = None) -> pd.DataFrame:
+    """List which letter of each op plays the part of T, E and N, and what it counts there."""
+    sweeps = {name: find(name)["sweep"] for name in names or OPS}
+    rows = [{role: f"{axis[0]}: {axis[1]}" for role, axis in s.items()} for s in sweeps.values()]
+    return pd.DataFrame(rows, index=list(sweeps))
 
 
 def measure(
-    names: Iterable[str] | None = None,
-    *,
-    scale: str | None = None,
-    device: str = "auto",
-    rounds: int = ROUNDS,
+    names: Names = None, *, scale: str | None = None, device: str = "auto", rounds: int = ROUNDS
 ) -> pd.DataFrame:
-    """Time every case of some ops against its floor and its peers.
+    """Time every case of some ops (by default all) against its floor and its peers.
 
-    Args:
-        names: Ops; all by default.
-        scale: One of `case.SCALES`; by default the one that the device's goals are stated for.
-        device: As `runtime.resolve_device` takes it. What works on NumPy arrays runs on the CPU.
-        rounds: Counted rounds; a ratio is the median of theirs. A contender that has worked for
-            three seconds takes no further turn.
+    The scale is one of `SCALES`, by default the one that the device's goals are stated for. What
+    works on NumPy arrays runs on the CPU. ``rounds`` count; a contender that has worked for three
+    seconds takes no further turn.
 
     Returns:
-        One row a contender: ``op``, ``case``, ``contender``, ``key`` (the three as the name of a
-        recorded value), ``seconds`` at work and ``wall`` (medians), ``ratio`` (median of theirs
-        over ours), ``rounds``, ``memory`` (extra bytes at the peak of the first run), ``kept``
-        (those between forward and backward pass, on a GPU), ``flops`` and ``traffic`` of the case,
-        ``note``: why a contender took no part, and ``profile``: of ours, where its time goes.
-        ``attrs`` has the kind of ``device``, ``scale``, ``rounds`` and the CPU's ``threads``.
-
-    Raises:
-        Refusal: E-NAME, E-CHOICE, E-RANGE or E-DEVICE for an argument that cannot be used.
+        One row a contender: `COLUMNS`, which are those of `timing.Cost`, ``key`` (op, case and
+        contender as the name of a recorded value), ``flops`` and ``traffic`` of the case, ``note``:
+        why it took no part, and ``profile``: of ours, where its time goes. ``attrs`` has the kind
+        of ``device``, ``scale``, ``rounds`` and the CPU's ``threads``.
     """
     place = runtime.resolve_device(device)
     chosen = STATED[place.type] if scale is None else scale
@@ -92,33 +80,32 @@ def measure(
         refuse("E-CHOICE", f"unknown scale '{chosen}'; {nearest(chosen, SCALES)}")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
-    frame = _run("bench", names, lambda op: op.cases(chosen), place, rounds, budget=3.0)
+    frame = _run("bench", names, lambda op: op[chosen], place, rounds, budget=3.0)
     threads = torch.get_num_threads()
     frame.attrs.update(device=place.type, scale=chosen, rounds=rounds, threads=threads)
     return frame
 
 
 def growth(
-    names: Iterable[str] | None = None,
-    *,
-    device: str = "auto",
-    rounds: int = 1,
-    points: int | None = None,
+    names: Names = None, *, device: str = "auto", rounds: int = 1, points: int | None = None
 ) -> pd.DataFrame:
     """Measure each op at several sizes: one letter varies, all others are as in the small case.
 
-    Args:
-        names: Ops; all by default.
-        device: As `measure` takes it.
-        rounds: Counted rounds a point; a contender may spend half a second on one.
-        points: Most points a letter, the smallest first; all by default.
-
-    Returns:
-        What `measure` returns, with ``letter``, ``value`` and ``exponent``: of the power law
-        through the first and the last point of the contender's seconds (1 is linear).
+    At most ``points`` sizes a letter, the smallest first. Returns what `measure` returns, with
+    ``letter``, ``value`` and ``exponent``: of the power law through the first and the last point of
+    the contender's seconds (1 is linear).
     """
+
+    def swept(op: Mapping[str, Any]) -> Cases:
+        letters = next(iter(op["small"].values()))
+        return {
+            f"{letter}={value}": {**letters, letter: value}
+            for letter, _, values in op["sweep"].values()
+            for value in values[:points]
+        }
+
     place = runtime.resolve_device(device)
-    frame = _run("sweep", names, lambda op: op.swept(points), place, rounds, budget=0.5)
+    frame = _run("sweep", names, swept, place, rounds, budget=0.5)
     frame = frame[frame["seconds"].notna()].reset_index(drop=True)
     frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
     frame = frame.astype({"value": int})
@@ -131,48 +118,38 @@ def growth(
 
 
 def _run(
-    task: str,
-    names: Iterable[str] | None,
-    cases: Callable[[Op], Cases],
-    place: torch.device,
-    rounds: int,
-    budget: float,
-) -> pd.DataFrame:
-    """Time some cases of each op; one whose packages are missing has a line that says so."""
-    todo: list[tuple[str, str, Letters]] = []
+    task: str, names: Names, cases: Callable[[Mapping[str, Any]], Cases], place: torch.device,
+    rounds: int, budget: float,
+) -> pd.DataFrame:  # fmt: skip
+    """Time some cases of each op."""
+    chosen = OPS if names is None else names
+    todo = [(name, *case) for name in chosen for case in cases(find(name)).items()]
     lines: list[dict[str, Any]] = []
-    for name in OPS if names is None else names:
-        try:
-            todo += [(name, label, letters) for label, letters in cases(find(name)).items()]
-        except Refusal as refusal:
-            if refusal.code != "E-PEER":
-                raise
-            lines.append({"op": name, "case": "", "contender": "ours", "note": refusal.message})
     for name, label, letters in runtime.progress(todo, task, len(todo)):
         lines += measured(name, label, letters, place, rounds, budget, profiled=task == "bench")
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
 def measured(
-    name: str, label: str, letters: Letters, place: torch.device, rounds: int, budget: float,
-    *, profiled: bool = False,
+    name: str, label: str, letters: Mapping[str, int], place: torch.device, rounds: int,
+    budget: float, *, profiled: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Time one case; its inputs are freed at the end."""
     head: dict[str, Any] = {"op": name, "case": label}
     try:
-        case = find(name).build(place, **letters)
-        found, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
+        case = build(name, place, **letters)
+        costs, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
     head |= {"flops": case.flops, "traffic": case.traffic, "note": ""}
     lines = [
         {**head, "contender": who, "key": f"{name}/{label}/{slug(who)}", **cost._asdict()}
-        for who, cost in found.items()
+        for who, cost in costs.items()
     ]
     if profiled:
-        lines[0]["profile"] = profiling.shares(case.contenders[0], place, lines[0]["seconds"])
+        lines[0]["profile"] = shares(case.contenders[0], place, lines[0]["seconds"])
     absent = {**failed, **case.absent}
-    return lines + [{**head, "contender": who, "note": why} for who, why in absent.items()]
+    return lines + [{**head, "contender": who, "note": note} for who, note in absent.items()]
 
 
 def slug(name: str) -> str:
@@ -185,13 +162,12 @@ def ceilings(device: str = "auto") -> dict[str, float]:
     place = runtime.resolve_device(device)
     dtype, gpu = number_format(place), place.type == "cuda"
     side = 8192 if gpu else 1024
-    product = floors.Product(side, side, side)
+    square = Product(side, side, side)
     source = torch.zeros((8 if gpu else 64) * side * side, device=place, dtype=dtype)
     target = torch.empty_like(source)
-    copy = Contender("copy", lambda: target.copy_(source))
-    parties = [floors.dense([product], place, dtype), copy]
-    found, _ = interleave(parties, place, rounds=5, budget=60.0)
+    parties = [dense([square], place, dtype), Contender("copy", lambda: target.copy_(source))]
+    costs, _ = interleave(parties, place, rounds=5, budget=60.0)
     return {
-        "flops": product.flops / found["floor"].seconds,
-        "bytes": 2 * source.nbytes / found["copy"].seconds,
+        "flops": square.flops / costs["floor"].seconds,
+        "bytes": 2 * source.nbytes / costs["copy"].seconds,
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,24 +15,24 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from moebook import runtime
 from moebook.errors import Refusal
 
 BUSY = 20_000_000
 """Cycles of a GPU, some 10 ms: longer than it takes to submit a contender's work."""
+ENTRIES = 5
+"""Entries of a profile that are kept."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing a case's work.
+    """One way of doing a case's work: ``"ours"``, the ``"floor"`` or a peer's.
 
-    Attributes:
-        name: ``"ours"``, ``"floor"``, or the peer's.
-        run: Does the work once.
-        leaves: What gets a gradient: freed before every run, outside the clocks.
-        forward: The forward pass of ``run`` alone, where it has a backward pass too.
-        host: Whether it works on the CPU whatever the device: its own clock is the wall's then.
+    ``run`` does the work once. ``leaves`` get a gradient, which is freed before every run;
+    ``forward`` is the forward pass alone, where there is a backward pass too. ``host`` says that it
+    works on the CPU whatever the device: its own clock is the wall's then.
     """
 
     name: str
@@ -45,14 +47,12 @@ class Contender:
             leaf.grad = None
 
 
-class Lap(NamedTuple):
-    """What one run cost.
+class Timing(NamedTuple):
+    """What one run cost; None where not measured.
 
-    Attributes:
-        seconds: Of work: CPU time of the process (all its threads), or the GPU's own time.
-        wall: Wall-clock seconds.
-        memory: Extra bytes at the peak, over what was held before; None where not measured.
-        kept: Bytes that its forward pass holds for its backward pass; None where not measured.
+    ``seconds`` are of work: CPU time of the process (all its threads), or the GPU's own time.
+    ``memory`` are extra bytes at the peak, over what was held before; ``kept`` those that the
+    forward pass holds for the backward pass.
     """
 
     seconds: float
@@ -64,8 +64,7 @@ class Lap(NamedTuple):
 class Cost(NamedTuple):
     """What a contender costs, by the rounds that count: medians, and the memory of its first run.
 
-    The ratio is of its seconds over ours in the same round: above 1 where ours is faster. The
-    seconds of different rounds are never compared.
+    The ratio is of its seconds over ours in the same round: above 1 where ours is faster.
     """
 
     seconds: float
@@ -82,42 +81,35 @@ def interleave(
     """Let all contenders take turns with the first, in rounds whose order rotates.
 
     The first round warms up and is dropped, except for a contender that is so slow that it is all
-    it has; ours has run once before it. A peer that fails drops out; what ours raises is raised.
-
-    Args:
-        contenders: Ours first; its ratio is to itself, 1.
-        device: Where they run.
-        rounds: Counted rounds, at least 1.
-        budget: Seconds of work after which a contender takes no further turn.
-
-    Returns:
-        By the contenders' names: what each costs, and why others dropped out.
+    it has; ours has run once before it. A contender that has worked for ``budget`` seconds takes no
+    further turn. A peer that fails drops out; what ours raises is raised. Returns what each costs,
+    and why others dropped out, by the contenders' names.
     """
     ours, *others = contenders
-    turns: dict[str, list[tuple[Lap, Lap]]] = {contender.name: [] for contender in contenders}
+    turns: dict[str, list[tuple[Timing, Timing]]] = {each.name: [] for each in contenders}
     failed: dict[str, str] = {}
-    first = lap(ours, device, watched=True)
+    first = timed(ours, device, watched=True)
     for number in range(rounds + 1):
-        mine = lap(ours, device)._replace(memory=first.memory, kept=first.kept)
+        mine = timed(ours, device)._replace(memory=first.memory, kept=first.kept)
         turns[ours.name].append((mine, mine))
         start = number % max(len(others), 1)  # who follows a large neighbour finds a cold cache
         for other in others[start:] + others[:start]:
-            own = turns[other.name]
-            if other.name not in failed and sum(theirs.seconds for _, theirs in own) < budget:
+            past = turns[other.name]
+            if other.name not in failed and sum(theirs.seconds for _, theirs in past) < budget:
                 try:
-                    own.append((mine, lap(other, device, watched=number == 0)))
+                    past.append((mine, timed(other, device, watched=number == 0)))
                 except Exception as error:  # a peer may fail in any way
                     failed[other.name] = why(error)
-    return {name: _cost(own) for name, own in turns.items() if name not in failed}, failed
+    return {name: _cost(past) for name, past in turns.items() if name not in failed}, failed
 
 
 def why(error: Exception) -> str:
     """Return the first line of what an error says, or its kind where it says nothing."""
-    told = error.message if isinstance(error, Refusal) else str(error)
-    return told.strip().partition("\n")[0] or type(error).__name__
+    text = error.message if isinstance(error, Refusal) else str(error)
+    return text.strip().partition("\n")[0] or type(error).__name__
 
 
-def _cost(turns: list[tuple[Lap, Lap]]) -> Cost:
+def _cost(turns: list[tuple[Timing, Timing]]) -> Cost:
     first, pairs = turns[0][1], turns[1:] or turns
     seconds = median(theirs.seconds for _, theirs in pairs)
     wall = median(theirs.wall for _, theirs in pairs)
@@ -125,17 +117,28 @@ def _cost(turns: list[tuple[Lap, Lap]]) -> Cost:
     return Cost(seconds, wall, ratio, len(pairs), first.memory, first.kept)
 
 
-def lap(contender: Contender, device: torch.device, *, watched: bool = False) -> Lap:
+def timed(contender: Contender, device: torch.device, *, watched: bool = False) -> Timing:
     """Run a contender once; ``watched`` measures its memory too."""
     if not watched:
-        return _timed(contender, device)
+        return _clocked(contender, device)
     contender.prepare()
-    _give_back()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # what was freed goes to the system, so that its use counts as new
     before = _held(device)
     with runtime.stopwatch(device) as peak:
-        timed = _timed(contender, device)
+        timing = _clocked(contender, device)
     extra = None if before is None or peak.memory is None else max(peak.memory - before, 0)
-    return timed._replace(memory=extra, kept=_kept(contender, device))
+    return timing._replace(memory=extra, kept=_kept(contender, device))
+
+
+def _held(device: torch.device) -> int | None:
+    """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    pages = Path("/proc/self/statm")
+    return (
+        int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
+    )
 
 
 def _kept(contender: Contender, device: torch.device) -> int | None:
@@ -144,13 +147,11 @@ def _kept(contender: Contender, device: torch.device) -> int | None:
         return None
     contender.prepare()
     before = torch.cuda.memory_allocated(device)
-    graph = contender.forward()
-    held = torch.cuda.memory_allocated(device) - before
-    del graph
-    return held
+    graph = contender.forward()  # noqa: F841
+    return torch.cuda.memory_allocated(device) - before
 
 
-def _timed(contender: Contender, device: torch.device) -> Lap:
+def _clocked(contender: Contender, device: torch.device) -> Timing:
     """Run once, on a GPU twice: for the wall clock, then for the GPU's own.
 
     Before its own clock starts, the GPU is kept busy until the work is submitted, as it is in a
@@ -167,7 +168,7 @@ def _timed(contender: Contender, device: torch.device) -> Lap:
     work, wall = time.process_time() - work, time.perf_counter() - wall
     del result  # freed outside the clocks, for each contender alike
     if not gpu or contender.host:
-        return Lap(wall if gpu else work, wall)
+        return Timing(wall if gpu else work, wall)
     contender.prepare()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY)
@@ -176,19 +177,32 @@ def _timed(contender: Contender, device: torch.device) -> Lap:
     end.record()
     torch.cuda.synchronize(device)
     del result
-    return Lap(start.elapsed_time(end) / 1000, wall)
+    return Timing(start.elapsed_time(end) / 1000, wall)
 
 
-def _give_back() -> None:
-    """Return freed memory to the system (glibc), so that using it again counts as new."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+def shares(contender: Contender, device: torch.device, seconds: float) -> dict[str, float]:
+    """Return shares of a contender's time by torch's op, or a GPU's kernel, and of all else.
 
-
-def _held(device: torch.device) -> int | None:
-    """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    status = Path("/proc/self/status")
-    held = re.search(r"VmRSS:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return int(held[1]) * 1024 if held else None
+    That is smaller entries, Python, NumPy, and on a GPU waiting. ``seconds`` is what it takes on a
+    GPU when nobody watches: a watched run is slower there.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own start and end otherwise
+    gpu = device.type == "cuda"
+    contender.prepare()
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as watched:
+        start = time.perf_counter()
+        result = contender.run()
+        if gpu:
+            torch.cuda.synchronize(device)
+        else:
+            seconds = time.perf_counter() - start
+    del result
+    clock = "self_device_time_total" if gpu else "self_cpu_time_total"
+    parts: Counter[str] = Counter()
+    for event in watched.key_averages():
+        # Of a kernel's C++ name neither where its template is defined, nor what it was made for.
+        template = event.key.startswith("void ")
+        name = re.split(r"[<(]", event.key)[0].split("::")[-1] if template else event.key
+        parts[name] += getattr(event, clock) / (1e6 * seconds)
+    top = parts.most_common(ENTRIES)
+    return {**dict(top), "all else": max(0.0, 1 - sum(share for _, share in top))}

@@ -1,20 +1,24 @@
-"""Turns, medians of ratios and memory: the plumbing, with a clock that the test sets."""
+"""Turns, floors and goals: medians of ratios and verdicts on numbers that the test sets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from moebook.bench import timing
-from moebook.bench.timing import Contender, Cost, Lap
+from moebook.bench import case, goals, timing
+from moebook.bench.case import Product
+from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
 
 CPU = torch.device("cpu")
-
-
+S, D, F = 6144, 1024, 704
 Race = Callable[..., tuple[dict[str, Cost], dict[str, str], list[str]]]
 
 
@@ -28,14 +32,14 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Race:
     def run(rounds: int, budget: float = 1e9, **seconds: list[float]) -> Any:
         order: list[str] = []
 
-        def read(contender: Contender, device: torch.device, *, watched: bool = False) -> Lap:
+        def read(contender: Contender, device: torch.device, *, watched: bool = False) -> Timing:
             order.append(contender.name)
             spent = seconds[contender.name].pop(0)
             if spent < 0:
                 raise RuntimeError("out of memory\nat a place")
-            return Lap(spent, 2 * spent, 7 if watched else None)
+            return Timing(spent, 2 * spent, 7 if watched else None)
 
-        monkeypatch.setattr(timing, "lap", read)
+        monkeypatch.setattr(timing, "timed", read)
         contenders = [Contender(name, lambda: None) for name in seconds]
         return *timing.interleave(contenders, CPU, rounds=rounds, budget=budget), order
 
@@ -59,19 +63,13 @@ def test_a_slow_contender_has_one_turn_and_it_counts(race: Race) -> None:
     assert found["peer"].rounds == 3
 
 
-def test_others_take_turns_in_rotating_order_after_ours(race: Race) -> None:
+def test_others_take_turns_in_rotating_order_and_go_on_where_one_fails(race: Race) -> None:
     _, _, order = race(1, ours=[1] * 3, a=[1] * 2, b=[1] * 2)
     assert order == ["ours", "ours", "a", "b", "ours", "b", "a"]
-
-
-def test_a_peer_that_fails_drops_out_and_the_others_go_on(race: Race) -> None:
     found, failed, order = race(2, ours=[1] * 4, a=[3, -1], b=[2] * 3)
     assert failed == {"a": "out of memory"}
     assert {name: cost.ratio for name, cost in found.items()} == {"ours": 1, "b": 2}
     assert order == ["ours", "ours", "a", "b", "ours", "b", "a", "ours", "b"]
-
-
-def test_what_our_own_op_raises_is_raised(race: Race) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         race(2, ours=[1, 1, -1], a=[1] * 3)
 
@@ -95,10 +93,107 @@ def test_gradients_of_the_last_run_are_freed_before_the_next() -> None:
 
 
 def test_extra_memory_is_what_a_run_needs_over_what_was_held() -> None:
-    held = timing.lap(Contender("none", lambda: None), CPU, watched=True)
-    if held.memory is None:
+    small = timing.timed(Contender("none", lambda: None), CPU, watched=True)
+    if small.memory is None:
         pytest.skip("only Linux tells resident memory")
-    large = timing.lap(Contender("large", lambda: torch.ones(2**24)), CPU, watched=True)
-    assert held.memory < 2**24
+    large = timing.timed(Contender("large", lambda: torch.ones(2**24)), CPU, watched=True)
+    assert small.memory < 2**24
     assert large.memory == pytest.approx(2**26, rel=0.1)  # the system counts in steps
     assert large.seconds >= 0 and large.wall > 0
+
+
+def test_products_cost_two_flops_a_term_and_experts_6_s_d_f_times_2_and_p() -> None:
+    assert Product(2, 3, 5).flops == 60
+    assert Product(2, 3, 5, 4).flops == 240
+    for trained, times in ((S, 18), (S // 2, 15), (0, 12)):
+        step = case.expert_step(S, trained, D, F)
+        assert sum(each.flops for each in step) == times * S * D * F
+
+
+def test_the_floor_does_its_products() -> None:
+    contender = case.dense([Product(3, 4, 5, 2)], CPU, torch.float32)
+    assert contender.name == "floor"
+    with FlopCounterMode(display=False) as counted:
+        contender.run()
+    assert counted.get_total_flops() == 2 * 3 * 4 * 5 * 2
+
+
+def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(case, "BLOCK", 10)
+    monkeypatch.setattr(case, "product", lambda left, right: shapes.append(left.shape))
+    for blocked_is_faster in (True, False):
+        monkeypatch.setattr(
+            case, "_seconds", lambda run, to=blocked_is_faster: isinstance(run, partial) == to
+        )
+        case.dense([Product(5, 3, 5)], CPU, torch.float32).run()
+        assert shapes == [(2, 3), (2, 3), (1, 3)]
+
+
+def frame(**rows: tuple[float, float, float]) -> pd.DataFrame:
+    """One case of experts: contender to (seconds, ratio, kept)."""
+    lines = [
+        ["experts", "fine", name, seconds, seconds, ratio, kept]
+        for name, (seconds, ratio, kept) in rows.items()
+    ]
+    columns = ["op", "case", "contender", "seconds", "wall", "ratio", "kept"]
+    found = pd.DataFrame(lines, columns=columns)
+    found["note"], found["profile"] = "refused", [{"aten::mm": 0.9, "all else": 0.1}] * len(found)
+    found.attrs.update(device="cpu", scale="full", rounds=5, threads=1)
+    return found
+
+
+def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
+    measured = frame(
+        ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10), grouped_mm=(2.4, 1.2, 10), floor=(1.8, 0.9, 0)
+    )
+    verdicts = goals.judge(measured).set_index("against")
+    assert verdicts["verdict"].to_dict() == {"eager": "met", "grouped_mm": "missed", "floor": "met"}
+    assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
+    assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
+    assert verdicts["reason"].to_dict() == {
+        "eager": "", "floor": "",
+        "grouped_mm": "aten::mm 0.75, all else 0.08; the floor alone 0.75",
+    }  # fmt: skip
+
+
+def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> None:
+    measured = frame(ours=(2.0, 1.0, 10), floor=(math.nan, math.nan, 0))
+    assert set(goals.judge(measured)["verdict"]) == {"not run"}
+    refused = frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0))
+    assert set(goals.judge(refused)["verdict"]) == {"missed"}
+    assert set(goals.judge(refused)["reason"]) == {"refused"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [({"rounds": 9}, True), ({"rounds": 4}, False), ({"threads": 2}, False),
+     ({"scale": "small"}, False)],
+)  # fmt: skip
+def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread(
+    setting: dict[str, object], expected: bool
+) -> None:
+    measured = frame(ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10))
+    measured.attrs.update(setting)
+    assert goals.stated(measured) is expected
+    verdicts = set(goals.judge(measured)["verdict"])
+    assert verdicts == ({"met", "not run"} if expected else {"not stated"})
+
+
+def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
+    measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
+    measured.attrs.update(device="cuda", scale="model")
+    found = goals.judge(measured)
+    assert list(found["verdict"]) == ["met", "met", "met"]
+    assert list(found["measured"]) == pytest.approx([1.25, 1.5, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "met"),
+    [("faster", 2.0, True), ("faster", 1.9, False), ("within", 2.0, True), ("within", 2.1, False),
+     ("memory", 2.1, False), ("seconds", 1.0, True)],
+)  # fmt: skip
+def test_a_bound_itself_is_met(kind: str, value: float, met: bool) -> None:
+    assert goals.KINDS[kind][1](value, 2.0) is met
