@@ -99,8 +99,8 @@ def test_a_wrong_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = bench.errors(["balance_loss"], device="cpu").set_index("what")["right"]
     assert not found["output"] and not found["gradient 1"]
-    right_nats = choosing.scoring.log_perplexity
-    monkeypatch.setattr(choosing.scoring, "log_perplexity", lambda *given: right_nats(*given) + 2e-5)
+    nats = choosing.scoring.log_perplexity
+    monkeypatch.setattr(choosing.scoring, "log_perplexity", lambda *given: nats(*given) + 2e-5)
     found = bench.errors(["bank"], device="cpu")
     assert list(found["what"]) == ["perplexities"] and not found["right"].any()
 
