@@ -12,14 +12,8 @@ from moebook.nn import routers
 
 
 def dense():
-    config = tr.LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return tr.LlamaForCausalLM(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return tr.LlamaForCausalLM(tr.LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes))
 
 
 def crafted():
@@ -67,45 +61,37 @@ def frame(shares, names=("router",)):
     return pd.DataFrame(rows, columns=[*routing.KEYS, "domain", "expert", "slots", "share"])
 
 
-def test_load_is_1_when_uniform_and_0_when_collapsed():
-    even = routing.load(frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}))
-    assert even.entropy.tolist() == pytest.approx([1.0])
-    assert even.largest.tolist() == pytest.approx([0.25])
-    collapsed = routing.load(frame({"a": [1.0, 0, 0, 0]}))
-    assert collapsed.entropy.tolist() == pytest.approx([0.0])
-    assert collapsed.largest.tolist() == [1.0]
-
-
 @pytest.mark.parametrize(
-    ("slots", "entropy"),
-    [((6, 6, 0, 0), 0.5), ((3, 1, 1, 1), 0.896), ((6, 3, 3, 3), 0.961)],
+    ("shares", "entropy", "largest", "distance"),
+    [
+        ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # uniform together
+        ({"a": [1, 0, 0, 0]}, 0, 1, 0),
+        ({"a": [0.7, 0.3], "b": [0.7, 0.3]}, 0.8813, 0.7, 0),
+        ({"a": [1.0, 0.0], "b": [0.0, 1.0]}, 1, 1 / 2, 1 / 2),
+        # What a token with two of four experts can show at least: one that serves all tokens has
+        # half of the slots, and the entropy is still near 0.9.
+        ({"a": [1 / 2, 1 / 2, 0, 0]}, 0.5, 1 / 2, 0),
+        ({"a": [1 / 2, 1 / 6, 1 / 6, 1 / 6]}, 0.8962, 1 / 2, 0),
+    ],
 )
-def test_what_a_token_with_two_of_four_experts_can_show_at_least(slots, entropy):
-    """One expert that serves all tokens has half of the slots, and still an entropy near 0.9."""
-    assert routing.load(frame({"a": slots})).entropy[0] == pytest.approx(entropy, abs=5e-4)
+def test_load_and_specialisation_of_shares_worked_by_hand(shares, entropy, largest, distance):
+    load = routing.load(frame(shares))
+    assert load.entropy.tolist() == pytest.approx([entropy], abs=1e-4)
+    assert load.largest.tolist() == pytest.approx([largest])
+    distances = routing.specialisation(frame(shares)).distance
+    assert distances.tolist() == pytest.approx([distance] * len(shares))
 
 
-def test_routers_of_one_layer_are_summarised_one_by_one():
+def test_routers_of_one_layer_are_summarised_one_by_one_and_then_averaged():
     """One on experts 0 and 1, one on 2 and 3: together they would look even."""
     low, high = frame({"a": [0.5, 0.5, 0, 0]}, ["q"]), frame({"a": [0, 0, 0.5, 0.5]}, ["v"])
     both = pd.concat([low, high])
     assert routing.load(both).entropy.tolist() == pytest.approx([0.5, 0.5])
     assert routing.specialisation(both).distance.tolist() == pytest.approx([0.0, 0.0])
-
-
-def test_specialisation_is_the_distance_to_the_average_domain():
-    alike = routing.specialisation(frame({"a": [0.7, 0.3], "b": [0.7, 0.3]}))
-    assert alike.distance.tolist() == pytest.approx([0.0, 0.0])
-    apart = routing.specialisation(frame({"a": [1.0, 0.0], "b": [0.0, 1.0]}))
-    assert apart.distance.tolist() == pytest.approx([0.5, 0.5])
-
-
-def test_a_summary_is_the_mean_over_routers_and_domains():
     even = frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, ["q"])
     collapsed = frame({"a": [1.0, 0, 0, 0], "b": [1.0, 0, 0, 0]}, ["v"])
-    found = routing.summary(pd.concat([even, collapsed]))
     want = {"load_entropy": 0.5, "largest_share": (0.25 + 1) / 2, "specialisation": 0.25}
-    assert found == pytest.approx(want)
+    assert routing.summary(pd.concat([even, collapsed])) == pytest.approx(want)
 
 
 def test_stacks_and_panels_show_the_same_layers():

@@ -134,21 +134,6 @@ def test_only_the_chosen_layers_are_upcycled_and_take_their_own_rows_of_the_star
     assert torch.equal(routers(model)[0].weight, start.weights[1])
 
 
-def test_among_equal_logits_the_expert_with_the_lower_number_wins(host):
-    model = sparse(host(), Start(torch.zeros(2, 4, 32)), top_k=2)
-    ids = routers(model)[0](torch.randn(1, 5, 32)).ids
-    assert ids.tolist() == [[0, 1]] * 5
-
-
-def test_everything_new_trains_and_the_dense_function_is_gone_after_a_step(host, batch):
-    model = sparse(host(), **MIXED).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
-    (model(**batch).loss + upcycling.balance_loss(model)).backward()
-    optimiser.step()
-    experts = anatomy(model).layers[0].experts
-    assert not torch.equal(experts.down_proj[0], experts.down_proj[1])
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [

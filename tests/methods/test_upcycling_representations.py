@@ -14,6 +14,7 @@ from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.methods.upcycling.representations import perplexities, sampled
 from moebook.models import fingerprint
+from moebook.nn import hooked
 
 FAMILIES = ["Llama", "Qwen3", "Gemma2", "Olmo2"]
 ROWS = [
@@ -40,17 +41,10 @@ def naive(model, batches, tensor):
     layers = model.model.layers
     found = [[] for _ in layers]
     for batch in batches:
-        states = model(**batch, output_hidden_states=True).hidden_states
         seen = {}
-        hooks = [
-            layer.self_attn.register_forward_hook(
-                lambda m, a, out, i=i, seen=seen: seen.update({i: out[0]})
-            )
-            for i, layer in enumerate(layers)
-        ]
-        model(**batch)
-        for hook in hooks:
-            hook.remove()
+        attentions = {i: layer.self_attn for i, layer in enumerate(layers)}
+        with hooked(attentions, lambda i, args, out, seen=seen: seen.update({i: out[0]})):
+            states = model(**batch, output_hidden_states=True).hidden_states
         for i, layer in enumerate(layers):
             gemma = hasattr(layer, "pre_feedforward_layernorm")
             after = hasattr(layer, "post_feedforward_layernorm")  # and a norm after the attention

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moebook.analysis.routers import statistics
+from moebook.data.padding import padded
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.methods.upcycling.representations import Representations
-from moebook.methods.upcycling.starts import cheap_embed, hidden
 from moebook.models import fingerprint
 
 
@@ -65,17 +65,49 @@ def test_random_starts_have_the_spread_they_name(host):
     assert upcycling.su(model, 2).base is None
 
 
-def test_hidden_is_the_unit_mean_of_each_task():
-    positive = held([[1, 0], [3, 0], [0, 2]], labels=[0, 0, 1], tasks=("a", "b"))
-    start = hidden(positive)
-    torch.testing.assert_close(start.weights, torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]))
+ROWS = [
+    {"task": task, "prompt": prompt}
+    for task, prompt in (("c", "cdcd"), ("a", "ab"), ("b", "xy"), ("a", "bq"), ("b", "zz"))
+]
 
 
-def prompts():
-    """Two prompts padded on the left, as mergekit's command tokenizes them."""
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    torch.manual_seed(6)
-    return {"input_ids": torch.randint(3, 48, (2, 5)).where(mask.bool(), 0), "attention_mask": mask}
+class Letters:
+    """Tokenizes letters, padding on the right, or on the left as mergekit's command does."""
+
+    def __init__(self, *, left=False):
+        self.left = left
+
+    def __call__(self, texts, *, max_length=9, **_):
+        rows = [[3 + ord(letter) - ord("a") for letter in text][:max_length] for text in texts]
+        ids, mask = padded(rows, 2, left=self.left)
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def by_hand(model, texts, mode):
+    """Mergekit's vectors of prompts, one forward pass a batch, of length 1: ``[L, D]``."""
+    batch = Letters()(texts)
+    real = batch["attention_mask"].bool()
+    if mode == "cheap_embed":
+        total = model.get_input_embeddings().weight[batch["input_ids"][real]].sum(0)
+        states = torch.stack([total, total])
+    else:
+        hidden = torch.stack(model(**batch, output_hidden_states=True).hidden_states[:-1])
+        last = hidden[:, torch.arange(len(texts)), real.sum(1) - 1]
+        states = (last if mode == "hidden" else hidden.mean(2)).mean(1)
+    return (states / states.norm(dim=-1, keepdim=True)).detach()
+
+
+@pytest.mark.parametrize("mode", upcycling.MODES)
+def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(mode, host):
+    model = host()
+    start = upcycling.prompted(model, Letters(), ROWS, 2, mode=mode, most=3, max_length=3)
+    for expert, texts in enumerate((["ab", "xy", "bq"], ["cdc"])):  # of a and b, of c
+        torch.testing.assert_close(start.weights[:, expert], by_hand(model, texts, mode))
+    assert start.base == fingerprint(model)
+    with pytest.raises(Refusal, match="E-DATA: 3 tasks cannot be dealt out to 4 experts"):
+        upcycling.prompted(model, Letters(), ROWS, 4, mode=mode)
+    with pytest.raises(Refusal, match="E-CHOICE: mode is 'hiden'"):
+        upcycling.prompted(model, Letters(), ROWS, 2, mode="hiden")
 
 
 def test_prompt_starts_equal_mergekits_own_output(host):
@@ -86,63 +118,22 @@ def test_prompt_starts_equal_mergekits_own_output(host):
         )
     from transformers import BatchEncoding
 
-    model, batch = host(), prompts()
-    for tokens, average in (("last", False), ("mean", True)):
-        theirs = router.get_hidden_states(model, BatchEncoding(batch), average=average)
-        theirs = theirs / theirs.norm(dim=-1, keepdim=True)
-        reps = upcycling.collect(model, {"a": [batch]}, tensor="block_input", tokens=tokens)
-        torch.testing.assert_close(hidden(reps).weights[:, 0], theirs)
+    model, rows = host(), [{"task": "a", "prompt": prompt} for prompt in ("abcde", "xyz")]
+    read = Letters(left=True)
+    batch = BatchEncoding(read(["abcde", "xyz"]))
+
+    def ours(mode):
+        return upcycling.prompted(model, read, rows, 1, mode=mode).weights[:, 0]
+
+    for mode, average in (("hidden", False), ("hidden_avg", True)):
+        theirs = router.get_hidden_states(model, batch, average=average)
+        torch.testing.assert_close(ours(mode), theirs / theirs.norm(dim=-1, keepdim=True))
     table = model.get_input_embeddings().weight.detach()
     theirs = router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)
-    torch.testing.assert_close(cheap_embed(model, {"a": [batch]}).weights[:, 0], theirs)
+    torch.testing.assert_close(ours("cheap_embed"), theirs)
 
 
-class Letters:
-    """Tokenizes letters, padding on the right."""
-
-    def __call__(self, texts, *, max_length, **_):
-        ids = [torch.tensor([3 + ord(letter) - ord("a") for letter in text]) for text in texts]
-        ids = [row[:max_length] for row in ids]
-        mask = [torch.ones_like(row) for row in ids]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return {"input_ids": pad(ids, True, 2), "attention_mask": pad(mask, True, 0)}
-
-
-@pytest.mark.parametrize("mode", upcycling.MODES)
-def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(mode, host):
-    rows = [
-        {"task": task, "prompt": prompt}
-        for task, prompt in (("c", "cdcd"), ("a", "ab"), ("b", "xy"), ("a", "bq"), ("b", "zz"))
-    ]
-    model, read = host(), Letters()
-    got = upcycling.prompted(model, read, rows, 2, mode=mode, most=3, max_length=3).weights
-    parts = {"a+b": ["ab", "xy", "bq"], "c": ["cdc"]}
-    tasks = {name: [read(texts, max_length=9)] for name, texts in parts.items()}
-    if mode == "cheap_embed":
-        want = cheap_embed(model, tasks)
-    else:
-        tokens = {"hidden": "last", "hidden_avg": "mean"}[mode]
-        reps = upcycling.collect(model, tasks, tensor="block_input", tokens=tokens)
-        want = hidden(reps)
-    assert torch.equal(got, want.weights)
-    with pytest.raises(Refusal, match="E-DATA: 3 tasks cannot be dealt out to 4 experts"):
-        upcycling.prompted(model, read, rows, 4, mode=mode)
-
-
-def test_cheap_embed_sums_the_embeddings_of_real_tokens(host):
-    model, batch = host(), prompts()
-    start = cheap_embed(model, {"a": [batch], "b": [{"input_ids": torch.tensor([[9]])}]})
-    table = model.get_input_embeddings().weight
-    total = table[batch["input_ids"][batch["attention_mask"].bool()]].sum(0)
-    for layer in start.weights:
-        torch.testing.assert_close(layer[0], (total / total.norm()).detach())
-        torch.testing.assert_close(layer[1], (table[9] / table[9].norm()).detach())
-    assert start.base == fingerprint(model)
-    with pytest.raises(Refusal, match="task 'law' has no tokens"):
-        cheap_embed(model, {"law": []})
-
-
-def test_matched_starts_give_logits_of_the_target_deviation(host):
+def test_matched_starts_give_logits_of_the_target_deviation_and_unit_ones_rows_of_length_1(host):
     model = host()
     text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
     inputs = upcycling.collect(model, text, tensor="ffn_input")
@@ -150,15 +141,10 @@ def test_matched_starts_give_logits_of_the_target_deviation(host):
         upcycling.crsu(upcycling.collect(model, text), 4), "matched", inputs=inputs, target=0.7
     )
     sparse = upcycling.upcycle(model, upcycling.Config(combine="renormalised"), start)
-    found = statistics(sparse, text["a"]).scale
-    assert found.tolist() == pytest.approx([0.7, 0.7], rel=1e-4)
-
-
-def test_unit_starts_have_rows_of_length_1_and_raw_ones_stay():
-    start = upcycling.crsu(held(TOY), 2)
+    assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx([0.7, 0.7], rel=1e-4)
     assert upcycling.scaled(start, "raw") is start
     lengths = upcycling.scaled(start, "unit").weights.norm(dim=-1)
-    torch.testing.assert_close(lengths, torch.ones(1, 2))
+    torch.testing.assert_close(lengths, torch.ones(2, 4))
 
 
 def test_scales_that_cannot_be_made_are_refused():
@@ -182,24 +168,12 @@ def test_representations_that_cannot_be_clustered_are_refused():
     split = held(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))
     with pytest.raises(Refusal, match="task 'law', layer 0: 2 centroids"):
         upcycling.trsu(split, 4)
-    with pytest.raises(Refusal, match="E-RANGE: experts is 3, expected a multiple of the 2 tasks"):
+    with pytest.raises(Refusal, match="E-RANGE: experts is 3, expected a multiple of 2 tasks"):
         upcycling.trsu(split, 3)
     with pytest.raises(Refusal, match="E-NONFINITE: layer 0"):
         upcycling.crsu(held([[0, math.nan], [1, 1]]), 2)
-    for seed, code in ((-1, "E-RANGE: seed is -1"), (2**32, "E-RANGE"), (0.5, "E-TYPE")):
-        with pytest.raises(Refusal, match=code):
-            upcycling.crsu(held(TOY), 2, seed=seed)
-        with pytest.raises(Refusal, match=code):
-            upcycling.trsu(held(TOY), seed=seed)
-    with pytest.raises(Refusal, match="E-RANGE"):
-        upcycling.crsu(held(TOY), 0)
-
-
-def test_representations_of_another_model_are_refused_by_upcycle(host):
-    text = {"a": [{"input_ids": torch.randint(3, 48, (4, 16))}]}
-    start = upcycling.crsu(upcycling.collect(host(rms_norm_eps=1e-5), text), 4)
-    other = host()
-    with torch.no_grad():
-        other.lm_head.weight[0, 0] += 1
-    with pytest.raises(Refusal, match="E-BASE: collected from base"):
-        upcycling.upcycle(other, upcycling.Config(), start)
+    for experts, seed, code in ((2, -1, "E-RANGE: seed is -1"), (2, 2**32, "E-RANGE"),
+                                (2, 0.5, "E-TYPE"), (0, 0, "E-RANGE")):  # fmt: skip
+        for start in (upcycling.crsu, upcycling.trsu):
+            with pytest.raises(Refusal, match=code):
+                start(held(TOY), experts, seed=seed)

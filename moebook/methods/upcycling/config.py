@@ -67,21 +67,16 @@ LED = ("su4", "crsu")  # tested after each quarter (Table 5), compared with the 
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the trainings that are compared.
+    """One of the trainings that are compared; the dense model has one expert and no start."""
 
-    ``path`` is where its values are recorded (``crsu``, ``lab/wide``); ``length`` a scale of
-    `scaled`; ``scored`` the steps after which the model is tested, ``watched`` those after which
-    its routing is recorded. The dense model has one expert and no start.
-    """
-
-    path: str
+    path: str  # where its values are recorded: crsu, lab/wide
     experts: int
     start: str
-    length: str
+    length: str  # a scale of `scaled`
     combine: str
     steps: int
-    scored: tuple[int, ...]
-    watched: tuple[int, ...]
+    scored: tuple[int, ...]  # steps after which the model is tested
+    watched: tuple[int, ...]  # steps after which its routing is recorded
 
     @property
     def laboratory(self) -> bool:

@@ -1,8 +1,7 @@
 """Export of an upcycled model as a plain checkpoint of transformers, readable without this package.
 
-Four questions decide the form: does the family have the host's attention, can it hold the combine
-rule, can it mix dense and sparse layers, and do the exported weights give the same logits? The last
-is asked of every export before it gets its name.
+A form must have the host's attention and hold the combine rule and the model's mixture of dense and
+sparse layers; and every export must give the same logits before it gets its name.
 """
 
 from __future__ import annotations
@@ -63,12 +62,10 @@ def export(
       family has a shared expert: one of width 1 with weights 0, which adds nothing.
     - ``"qwen3_moe"``: Qwen3 hosts (it has norms on queries and keys), both rules, any subset.
 
-    OLMoE's form is not offered: its norms run over all heads' queries together, before the heads
-    are split, and no gated dense host that upcycles here has these.
-
-    Routers are rounded to the host's dtype, in which these families keep them. In half precision a
-    token near a tie may then take another expert, so logits agree to about 1 % and not bit by bit.
-    By default the form is the first that can hold the model; one whose logits differ is refused.
+    By default the form is the first that can hold the model. OLMoE's is not offered: no gated dense
+    host that upcycles here has its norms over all heads' queries together. Routers are rounded to
+    the host's dtype, in which these families keep them; in half precision a token near a tie may
+    then take another expert, so logits agree to about 1 %.
     """
     target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():

@@ -32,17 +32,12 @@ Source = Literal["attention_output", "residual", "ffn_input", "block_input"]
 Tokens = Literal["each", "last", "mean"]
 Scored = Literal["answer", "all"]
 Share = Annotated[float, Field(gt=0, le=1)]
-Seed = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
 @checked
 def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Yield encoded rows in order, padded on the right: B = ``size`` rows at a time.
-
-    Yields:
-        ``input_ids``, ``attention_mask`` and ``labels`` (-100 where masked), each ``[B, T]``.
-    """
+    """Yield encoded rows in order, ``size`` at a time, padded on the right to ``[B, T]``."""
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
         ids, mask = padded(part["input_ids"], pad_id)
@@ -136,17 +131,16 @@ def sampled(
     tensor: Source = "attention_output",
     tokens: Tokens = "each",
     share: Share = 1.0,
-    seed: Seed = 0,
+    seed: Annotated[int, Field(ge=0)] = 0,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Run the model over each task's batches and yield the tokens that the draw hits.
 
     Every real token draws a uniform number from its task's own generator and is taken when it is
     below ``share``: that depends on the text's order and the seed alone, not on how it is cut into
-    batches. Batches without a hit are not run. One batch's hits are held at a time; hooks gather
-    them, so no layer's full output outlives it.
+    batches. Batches without a hit are not run, and one batch's hits are held at a time.
 
     Args:
-        model: A decoder, in evaluation mode here.
+        model: A decoder.
         tasks: For each its batches of ``input_ids`` and, where padded, ``attention_mask [B, T]``.
         tensor: ``"attention_output"``, the output of the attention's last projection;
             ``"residual"``, that plus the residual stream, before the FFN's norm; ``"ffn_input"``,
@@ -181,16 +175,15 @@ def collect(
     tasks: Tasks,
     *,
     tensor: Source = "attention_output",
-    tokens: Tokens = "each",
-    share: Share = 1.0,
-    seed: Seed = 0,
     limit: Count = 4096,
+    **draw: Any,
 ) -> Representations:
     """Keep at most ``limit`` samples of each task: all that `sampled` yields, or a part of it.
 
     When more are yielded, those with the smallest keys stay: a uniform draw without replacement.
     Memory is bounded by ``tasks * limit * L * D * 4`` bytes, whatever the length of the text (2.1
     GB a task at 32 layers of width 4,096), plus one layer's share of it, plus what `sampled` holds.
+    ``draw`` are the ``tokens``, ``share`` and ``seed`` of `sampled`.
     """
     host, names = anatomy(model), tuple(tasks)
     if not names:
@@ -199,8 +192,7 @@ def collect(
     keys = torch.full((len(names), limit), torch.inf, dtype=torch.float64)
     order = torch.full((len(names), limit), torch.iinfo(torch.int64).max)
     seen = 0
-    draw = sampled(model, tasks, tensor=tensor, tokens=tokens, share=share, seed=seed)
-    for task, fresh, fresh_keys in draw:
+    for task, fresh, fresh_keys in sampled(model, tasks, tensor=tensor, **draw):
         keep = torch.cat([keys[task], fresh_keys]).topk(limit, largest=False).indices
         old = (~torch.isin(torch.arange(limit), keep)).nonzero().flatten()
         new = keep[keep >= limit] - limit  # as many as old ones give way

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from moebook.analysis.routers import logit_scale
 from moebook.errors import refuse
 from moebook.kernels import clusters
-from moebook.methods.upcycling.representations import Count, Representations, Tasks, collect
+from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.settings import checked
 
-BATCH = 1024  # rows a mini-batch of k-means, scikit-learn's own default
-RESTARTS = 3  # seedings tried, the best kept
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
+Kind = Literal["normal", "kaiming", "wide"]
 Mode = Literal["hidden", "hidden_avg", "cheap_embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -43,13 +42,7 @@ class Start:
 
 
 @checked
-def su(
-    model: nn.Module,
-    experts: Count,
-    *,
-    kind: Literal["normal", "kaiming", "wide"] = "normal",
-    seed: int = 0,
-) -> Start:
+def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0) -> Start:
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, and transformers' own default); ``"kaiming"`` uniform
@@ -69,71 +62,35 @@ def su(
 
 
 @checked
-def trsu(
-    representations: Representations, experts: Count | None = None, *, seed: Seed = 0
-) -> Start:
+def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
-    The paper's recipe (Sec. 4.2) is the default after ``hardest`` and ``collect``: of each task
-    the 5 % of instances with the highest perplexity, all their tokens' attention outputs. It does
-    not say whether one mean stands for a task ("E = number of tasks" implies it) or several
-    clusters: ``experts`` may be a multiple of the tasks. With C centroids a task, expert ``t * C +
-    c`` is centroid c of task t, the largest cluster first, in every layer.
+    The paper's recipe (Sec. 4.2) is the default after ``hardest`` and ``collect``. It does not say
+    whether one mean stands for a task ("E = number of tasks" implies it) or several clusters: with
+    C centroids a task, expert ``t * C + c`` is centroid c of task t, the largest cluster first.
     """
-    tasks = len(representations.tasks)
-    experts = experts or tasks
-    if experts % tasks:
-        refuse("E-RANGE", f"experts is {experts}, expected a multiple of the {tasks} tasks")
-    groups = []
-    for task, name in enumerate(representations.tasks):
-        points = representations.points[:, representations.labels == task]
-        groups.append(_centroids(points, experts // tasks, seed, f"task '{name}', "))
-    return Start(torch.cat(groups, dim=1), representations.base)
+    each, rest = divmod(experts or len(states.tasks), len(states.tasks))
+    if rest:
+        refuse("E-RANGE", f"experts is {experts}, expected a multiple of {len(states.tasks)} tasks")
+    groups = [
+        _centroids(states.points[:, states.labels == task], each, seed, f"task '{name}', ")
+        for task, name in enumerate(states.tasks)
+    ]
+    return Start(torch.cat(groups, dim=1), states.base)
 
 
 @checked
-def crsu(representations: Representations, experts: Count, *, seed: Seed = 0) -> Start:
+def crsu(states: Representations, experts: Count, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of all tokens: context-representation upcycling (Sec. 4.3).
 
-    The paper's recipe: ``collect(..., share=0.01)`` over the whole training mixture, then k-means
-    with E clusters in every layer. K-means numbers the clusters anew in every layer: "expert 0" has
-    no common meaning through the layers. Tasks are ignored.
+    The paper's recipe follows ``collect(..., share=0.01)`` over the whole training mixture. K-means
+    numbers the clusters anew in every layer: "expert 0" has no common meaning through the layers.
     """
-    weights = _centroids(representations.points, experts, seed, by_size=False)
-    return Start(weights, representations.base)
-
-
-def hidden(prompts: Representations) -> Start:
-    """Take each task's mean instance vector, of length 1, as mergekit's gate modes do.
-
-    Its ``hidden`` is ``collect(..., tensor="block_input", tokens="last")``: the input of every
-    decoder layer (embeddings for layer 0) at the prompt's last token. Its ``hidden_avg`` is
-    ``tokens="mean"``, padding averaged in. Neither is TRSU's attention output.
-    """
-    return Start(_unit(prompts.means()), prompts.base)
-
-
-@torch.no_grad()
-def cheap_embed(model: nn.Module, tasks: Tasks) -> Start:
-    """Take the sum of each task's token embeddings, of length 1.
-
-    What mergekit's ``cheap_embed`` does: no forward pass, no context, all layers alike.
-    """
-    table, rows = model.get_input_embeddings().weight, []
-    for task, batches in tasks.items():
-        total = torch.zeros(table.shape[1], dtype=torch.float32)
-        for batch in batches:
-            ids = batch["input_ids"]
-            real_tokens = ids[batch.get("attention_mask", torch.ones_like(ids)).bool()]
-            total += table[real_tokens.to(table.device)].float().sum(0).cpu()
-        if not total.any():
-            refuse("E-DATA", f"task '{task}' has no tokens: give it at least one prompt")
-        rows.append(total)
-    weights = _unit(torch.stack(rows)).repeat(len(anatomy(model).layers), 1, 1)
-    return Start(weights, fingerprint(model))
+    return Start(_centroids(states.points, experts, seed, by_size=False), states.base)
 
 
 @checked
+@torch.no_grad()
 def prompted(
     model: nn.Module,
     tokenizer: Any,
@@ -144,11 +101,14 @@ def prompted(
     most: int = 32,
     max_length: int = 160,
 ) -> Start:
-    """Start each expert at the prompts of its tasks, as mergekit's gate modes do.
+    """Start each expert at a vector of length 1 from its prompts, as mergekit's gate modes do.
 
     Mergekit wants a few prompts for each expert. Here the tasks of ``rows`` (``task`` and
-    ``prompt`` in each), by name, are dealt out evenly; the first ``most`` prompts of an expert's
-    tasks are taken.
+    ``prompt`` in each), by name, are dealt out evenly, with up to ``most`` prompts an expert.
+    ``"hidden"`` is the mean over prompts of the input of every decoder layer (embeddings for layer
+    0) at the last token, ``"hidden_avg"`` that of all columns, padding averaged in;
+    ``"cheap_embed"`` sums the tokens' embeddings, without a forward pass. None is TRSU's attention
+    output.
     """
     tasks = sorted({row["task"] for row in rows})
     if not 1 <= experts <= len(tasks):
@@ -159,9 +119,13 @@ def prompted(
         prompts = [row["prompt"] for row in rows if row["task"] in part][:most]
         batches["+".join(part)] = [tokenizer(prompts, **cut)]
     if mode == "cheap_embed":
-        return cheap_embed(model, batches)
-    tokens: Literal["last", "mean"] = "last" if mode == "hidden" else "mean"
-    return hidden(collect(model, batches, tensor="block_input", tokens=tokens))
+        table = model.get_input_embeddings().weight.cpu()
+        real = [each["input_ids"][each["attention_mask"].bool()] for [each] in batches.values()]
+        sums = torch.stack([table[ids].float().sum(0) for ids in real])
+        return Start(_unit(sums).repeat(len(anatomy(model).layers), 1, 1), fingerprint(model))
+    tokens: Tokens = "last" if mode == "hidden" else "mean"
+    states = collect(model, batches, tensor="block_input", tokens=tokens)
+    return Start(_unit(states.means()), states.base)
 
 
 @checked
@@ -205,9 +169,9 @@ def _centroids(
 ) -> Tensor:
     """Cluster each layer's points ``[L, S, D]``: centroids ``[L, wanted, D]``.
 
-    Mini-batch k-means finds the clusters; one exact step of Lloyd's over all layers
-    (`kernels.clusters`) follows, so that every centroid is the mean of its points. Lloyd's to the
-    end took up to 70 times as long on a CPU, for an inertia at most 0.4 % less.
+    Mini-batch k-means, then one exact step of Lloyd's over all layers, so that every centroid is
+    the mean of its points. Lloyd's to the end took up to 70 times as long on a CPU, for an inertia
+    at most 0.4 % less.
     """
     for layer, rows in enumerate(points):
         if not rows.isfinite().all():
@@ -217,8 +181,8 @@ def _centroids(
             refuse("E-DATA", f"{where}layer {layer}: {counts}: fewer experts, or more text")
     centroids = points[:, :1]
     if wanted > 1:
-        size = min(BATCH, points.shape[1])
-        kmeans = MiniBatchKMeans(wanted, n_init=RESTARTS, batch_size=size, random_state=seed)
+        size = min(1024, points.shape[1])  # scikit-learn's default
+        kmeans = MiniBatchKMeans(wanted, n_init=3, batch_size=size, random_state=seed)
         fitted = [kmeans.fit(rows.numpy()).cluster_centers_ for rows in points]
         centroids = torch.stack([torch.from_numpy(each) for each in fitted])
     nearest = clusters(points, centroids)

@@ -59,10 +59,7 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write all parameters (all of them train) and the `Origin` to a new folder, of any host.
-
-    `export` writes what transformers reads alone, for the families that have such a form.
-    """
+    """Write all parameters (all of them train) and the `Origin` to a new folder, of any host."""
     tensors = dict(model.named_parameters())
     return checkpoint.save(folder, checkpoint.origin(model, Origin), tensors)
 
@@ -124,7 +121,7 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
-        dense = experts.down_proj
+        like = experts.down_proj
         router = mnn.Router(
             host.hidden,
             config.experts,
@@ -132,8 +129,8 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
             layer=layer.index,
             trace=trace,
             combine=config.combine,
-            dtype=torch.promote_types(torch.float32, dense.dtype),
-            device=dense.device,
+            dtype=torch.promote_types(torch.float32, like.dtype),
+            device=like.device,
         )
         with torch.no_grad():
             router.weight.copy_(weights[layer.index])
@@ -145,12 +142,9 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
 
 @torch.no_grad()
 def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
-    """Add Gaussian noise to every expert, drawn on the CPU: equal on every device.
-
-    Its standard deviation is ``noise`` times that of the dense tensor (all experts are still copies
-    of it), gate and up projection taken together.
-    """
+    """Add Gaussian noise, drawn on the CPU, of ``noise`` times each dense tensor's deviation."""
     generator = torch.Generator().manual_seed(seed)
     for weight in (experts.gate_up_proj, experts.down_proj):
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-        weight.add_((drawn * (noise * weight[0].float().std().item())).to(weight))
+        deviation = weight[0].float().std().item()  # all experts are still copies
+        weight.add_((drawn * (noise * deviation)).to(weight))
