@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moebook.data.padding import padded
 
 from moebook.analysis.routers import statistics
+from moebook.data import padded
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.methods.upcycling.representations import Representations
