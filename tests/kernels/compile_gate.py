@@ -17,72 +17,57 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moebook.kernels._triton import (
-    adapters,
-    duplicates,
-    experts,
-    grouped,
-    lora_mixture,
-    route,
-)
+from moebook.kernels._triton import adapters, duplicates, experts, grouped, lora_mixture, route
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TYPES = {
-    **dict.fromkeys("token slots tiles number owner counts ends place ids order".split(), "*i64"),
-    **dict.fromkeys(("gate", "weight", "d_weight", "d_gate", "mass", "factor", "load"), "*fp32"),
-    **dict.fromkeys(("T", "n", "blocks"), "i32"),
-    "inverse": "*fp32",
-    **dict.fromkeys(("many", "size", "words"), "i32"),
-    "marks": "*i32",
-    "threshold": "fp32",
-    "within": "*i32",
-    "scale": "fp32",
+NAMES = {
+    "*i64": "token slots tiles number owner counts ends place ids order",
+    "*fp32": "gate weight d_weight d_gate inverse",
+    "*i32": "marks within",
+    "i32": "T n blocks many size words",
+    "fp32": "scale threshold",
 }
+TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
+"""Of the kernels' arguments; what is not here is a pointer to the dtype itself."""
 OPTIONS = ("num_warps", "num_stages")
 
 
 def kernels(dtype, arch):
     """Yield (kernel, constants, blocks that are fetched) as the launchers set them."""
-    choices = (True, False) if dtype != torch.float32 else (False,)  # float32 has one
-    for chosen in (grouped.blocks(dtype, large) for large in choices):
-        for tma in {False, arch >= 90 and dtype != torch.float32}:
+    wide = dtype == torch.float32
+    accelerated = {False, arch >= 90 and not wide}
+    for chosen in (grouped.blocks(dtype, large) for large in ((False,) if wide else (True, False))):
+        for tma in accelerated:
             deep, shared = chosen["BK"], {"TMA": tma, "PROGRAMS": 132, **chosen}
-            half = chosen["BN"] // 2
-            fetched = {"rows": (chosen["BM"], deep), "matrices": (2, half, deep)} if tma else {}
-            yield experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half}, fetched
-            for flag in (False, True):
-                side = (chosen["BN"], deep) if flag else (deep, chosen["BN"])
-                fetched = {"rows": (chosen["BM"], deep), "matrices": side} if tma else {}
-                yield grouped._product, {"K": 2048, "N": 1024, "FORWARD": flag, **shared}, fetched
-    precision = chosen
-    for way in ("", "left", "right", "fetched"):
-        tma = way == "fetched"
-        if tma and (arch < 90 or dtype == torch.float32):
-            continue
-        chosen = grouped.gradient_blocks(dtype, precision, tma)
-        blocks = {f"{side}_blocks": (chosen["BK"], chosen[size])
-                  for side, size in (("left", "BI"), ("right", "BJ")) if tma}  # fmt: skip
-        by_token = "" if tma else way
-        yield grouped._weight_gradient, {"HIGH": 2048, "WIDE": 1024, "TMA": tma,
-                                         "BY_TOKEN": by_token, **chosen}, blocks  # fmt: skip
+            half, rows = chosen["BN"] // 2, {"rows": (chosen["BM"], deep)}
+            yield (experts._gated_up, {"D": 2048, "F": 1024, **shared, "BN": half},
+                   {**rows, "matrices": (2, half, deep)} if tma else {})  # fmt: skip
+            for forward in (False, True):
+                side = (chosen["BN"], deep) if forward else (deep, chosen["BN"])
+                yield (grouped._product, {"K": 2048, "N": 1024, "FORWARD": forward, **shared},
+                       {**rows, "matrices": side} if tma else {})  # fmt: skip
+    for tma, by_token in ((False, ""), (False, "left"), (False, "right"), (True, "")):
+        if tma in accelerated:
+            sizes = grouped.gradient_blocks(dtype, chosen, tma)
+            sides = {"left_blocks": (sizes["BK"], sizes["BI"]),
+                     "right_blocks": (sizes["BK"], sizes["BJ"])}  # fmt: skip
+            constants = {"HIGH": 2048, "WIDE": 1024, "TMA": tma, "BY_TOKEN": by_token, **sizes}
+            yield grouped._weight_gradient, constants, sides if tma else {}
     yield experts._gated_back, {"F": 1024, "BF": 1024}, {}
     yield grouped._combine, {"D": 2048, "K": 4, "BD": 1024}, {}
-    largest = 32 if dtype == torch.float32 else 64
-    for rank, flag in ((16, False), (16, True), (largest, True)):
+    for rank, back in ((16, False), (16, True), (32 if wide else 64, True)):
         inward, outward = adapters.blocks(dtype, rank)
-        sizes = {"E": 8, "D": 2048, "R": rank, "BACK": flag}
+        sizes = {"E": 8, "D": 2048, "R": rank, "BACK": back}
         yield adapters._inward, {**sizes, **inward}, {}
         yield adapters._outward, {**sizes, "ADD": True, **outward}, {}
-    for experts_of_pairs in (0, 8):
-        yield route._count, {"E": experts_of_pairs, "BT": route.ITEMS,
-                              "num_warps": route.WARPS}, {}  # fmt: skip
-        yield route._place, {"E": experts_of_pairs, "BT": route.ITEMS}, {}
-        bank = -1 if experts_of_pairs else 0
+    for pairs, bank in ((0, 0), (8, -1)):
+        block = {"E": pairs, "BT": route.ITEMS}
+        yield route._count, {**block, "num_warps": route.WARPS}, {}
+        yield route._place, block, {}
         yield route._cut, {"G": 60, "ROWS": 128, "BANK": bank, "BG": 64}, {}
     yield lora_mixture._mix, {"N": 4, "R": 16, "WIDE": 2048, **lora_mixture.blocks(dtype)}, {}
-    block = {"E": 60, "BE": 64}
-    yield route._choose, {**block, "K": 6, "BT": route.ROWS}, {}
-    for large in {False, arch >= 90 and dtype != torch.float32}:
+    yield route._choose, {"E": 60, "BE": 64, "K": 6, "BT": route.ROWS}, {}
+    for large in accelerated:
         yield duplicates._mark, {"D": 384, **duplicates.blocks(dtype, large)}, {}
 
 
@@ -111,15 +96,14 @@ def stack(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.check_output([tool, "-res-usage", file.name], text=True)
-    found = re.findall(r"STACK:(\d+)", told)
-    assert found, f"cuobjdump tells no stack: {told}"
-    return sum(map(int, found))
+        usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    sizes = re.findall(r"STACK:(\d+)", usage)
+    assert sizes, f"cuobjdump tells no stack: {usage}"
+    return sum(map(int, sizes))
 
 
 if __name__ == "__main__":
-    for dtype, arch in (
-        (d, int(a)) for d in sys.argv[1].split(",") for a in sys.argv[2].split(",")
-    ):
+    arch = int(sys.argv[1])
+    for dtype in sys.argv[2].split(","):
         for case in kernels(DTYPES[dtype], arch):
             print(json.dumps(compiled(*case, dtype, arch)), flush=True)
