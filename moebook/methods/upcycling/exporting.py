@@ -42,7 +42,6 @@ CARRIED = (
     " rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings"
     " attention_dropout rope_parameters"
 ).split()
-PROBE = 24  # tokens on which the export must agree with the model
 AGREE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative error of the logits; 0.1 in halves
 
 
@@ -138,10 +137,7 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
     for name, part in twin.state_dict().items():
         if ".shared_expert" in name:
             state[name] = torch.zeros(part.shape, dtype=model.dtype, device=model.device)
-    try:
-        twin.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        refuse("E-FORM", f"form '{form}' does not fit this model: {str(error)[:200]}")
+    twin.load_state_dict(state, assign=True)
     rotary = twin.model.rotary_emb  # its buffers are in no state dict: made anew, off "meta"
     twin.model.rotary_emb = type(rotary)(configuration).to(model.device)
     twin.tie_weights()
@@ -153,16 +149,10 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
 def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
     """Refuse a twin whose logits on a fixed text differ: a setting of the host was not carried."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, PROBE), generator=generator).to(model.device)
+    ids = torch.randint(model.config.vocab_size, (1, 24), generator=generator).to(model.device)
     with evaluating(model):
-        expected, logits = (
-            each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
-            for each in (model, twin)
-        )
+        expected, logits = (each(input_ids=ids).logits.double() for each in (model, twin))
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
     if not error <= AGREE.get(model.dtype, 0.1):
-        refuse(
-            "E-FORM",
-            f"the logits of {type(twin).__name__} differ from the model's by {error:.1e}: the"
-            f" family lacks something that {type(model).__name__} does",
-        )
+        kinds = f"the logits of {type(twin).__name__} differ from {type(model).__name__}'s"
+        refuse("E-FORM", f"{kinds} by {error:.1e}: the family lacks something")
