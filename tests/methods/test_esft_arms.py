@@ -9,6 +9,7 @@ from datasets import Dataset
 from moebook.data import hub, tasks
 from moebook.errors import Refusal
 from moebook.methods import esft
+from moebook.methods.esft.arms import Arm
 from moebook.models import anatomy
 from moebook.training import fit
 
@@ -35,7 +36,7 @@ def test_a_sweep_is_read_by_arm():
     ("name", "text", "message"),
     [
         ("ranks", "4,8,16", "E-RANGE: thresholds_gate is '0.1,0.3' and ranks '4,8,16'"),
-        ("ranks", "4,8.5", "E-TYPE: ranks is '4,8.5': .*expected whole numbers with commas"),
+        ("ranks", "4,8.5", "E-TYPE: ranks is '4,8.5': .*expected numbers with commas"),
         ("ranks", "0,8", "E-RANGE: ranks is '0,8', expected rising numbers above 0, at most 512"),
         ("ranks", "8,4", "E-RANGE: ranks is '8,4', expected rising numbers"),
         ("thresholds_gate", "", "E-TYPE: thresholds_gate is ''"),
@@ -55,9 +56,9 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     main = ["fft", "lora", "token", "random_token", "gate", "random_gate"]
     assert list(known) == [*main, "gate-0.3", "lora-4", "fft-g2", "gate-g2"]
     assert [name for name, arm in known.items() if arm.main] == main
-    assert known["gate-0.3"] == esft.Arm("gate", 0.3, main=False)
-    assert known["random_gate"] == esft.Arm("gate", 0.1, random=True)
-    assert known["gate-g2"] == esft.Arm("gate", 0.1, group=2, main=False)
+    assert known["gate-0.3"] == Arm("gate", 0.3, main=False)
+    assert known["random_gate"] == Arm("gate", 0.1, random=True)
+    assert known["gate-g2"] == Arm("gate", 0.1, group=2, main=False)
     assert known["lora-4"].size == 4 and known["lora"].size == 8
 
 
@@ -117,7 +118,7 @@ def test_an_arm_of_a_part_of_them_gets_what_it_gets_among_all(measured):
 def test_grouped_experts_are_measured_in_groups_and_the_base_is_left_alone(measured):
     model, drawn, _, together = measured
     before = copy.deepcopy(model.state_dict())
-    (given,) = planned({"gate-g2": esft.Arm("gate", 0.1, group=2, main=False)}, measured).values()
+    (given,) = planned({"gate-g2": Arm("gate", 0.1, group=2, main=False)}, measured).values()
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
     groups = esft.group(model, together, 2)

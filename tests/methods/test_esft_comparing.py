@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 
-from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.models import anatomy
 
@@ -20,23 +19,14 @@ def test_half_mass_counts_the_experts_that_hold_half_of_the_scores():
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
 
 
-def test_shared_top_experts_are_averaged_over_layers():
-    first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
-    second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
-    assert esft.shared_top(first, second, 2) == 1.5
-    assert esft.shared_top(first, first, 3) == 3
-    with pytest.raises(Refusal, match="E-RANGE: top is 5"):
-        esft.shared_top(first, second, 5)
-    for other in (scores([0.5, 0.5, 0.0, 0.0]), scores([0.5, 0.5], [0.5, 0.5])):
-        with pytest.raises(Refusal, match=r"E-KEYS: .*differ in their layers or experts"):
-            esft.shared_top(first, other, 1)
-
-
 def test_overlap_compares_every_task_with_every_task():
     one, two = scores([0.4, 0.3, 0.2, 0.1]), scores([0.1, 0.2, 0.3, 0.4])
     table = esft.overlap({"a": one, "b": two}, {"a": one, "b": two}, 2)
     assert table.loc["a"].to_dict() == {"a": 2, "b": 0}
     assert table.loc["b"].to_dict() == {"a": 0, "b": 2}
+    first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
+    second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
+    assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5  # of two layers
 
 
 def test_concentration_ranks_the_shares_of_each_layer_by_itself():

@@ -128,7 +128,7 @@ def test_a_gate_threshold_of_a_tenth_is_21_to_29_per_cent_of_a_layers_published_
 def test_published_routing_is_read_token_by_token(tmp_path):
     path = tmp_path / "toy.routing.txt"
     path.write_text("1\t0\t0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n1\t1\t2\t0\t\t.5\t.5\n")
-    by_tokens = esft.replay(path, experts=3, top_k=2)
+    by_tokens = esft.replay(path, experts=3, top_k=2, pooling="tokens")
     by_samples = esft.replay(path, experts=3, top_k=2, pooling="samples")
     assert by_tokens.token[1].tolist() == pytest.approx([2 / 6, 2 / 6, 2 / 6])
     assert by_tokens.gate[1].tolist() == pytest.approx([1 / 3, 0.75 / 3, 0.625 / 3])
@@ -155,9 +155,9 @@ GOOD = b"1\t0\t0\t1\t\t.5\t.5\n"
 def test_damaged_published_routing_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
-        esft.replay(tmp_path / name, experts=3, top_k=2)
+        esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
     with pytest.raises(Refusal, match="E-NOFILE"):
-        esft.replay(tmp_path / "none.txt")
+        esft.replay(tmp_path / "none.txt", pooling="tokens")
     with pytest.raises(Refusal, match="E-CHOICE: pooling is 'tokns'"):
         esft.replay(tmp_path / name, pooling="tokns")
 

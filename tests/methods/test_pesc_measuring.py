@@ -41,13 +41,12 @@ def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batc
 def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, batch):
     full = train(pesc.full_experts(host(), pesc.Config(**SMALL)), batch, 3, 1e-2)
     itself = pesc.approximation_error(copy.deepcopy(full), full, host(), [batch, batch])
-    assert itself.output_error == itself.loss_gap == 0
-    assert len(itself.gaps) == 6
+    assert itself == ([0] * 6, 0)
     crafted, dense = pesc.craft(host(), pesc.Config(**SMALL)).train(), host()
-    still = pesc.approximation_error(crafted, full, dense, [batch])
-    assert still.output_error == pytest.approx(1, abs=1e-5)
+    gaps, error = pesc.approximation_error(crafted, full, dense, [batch])
+    assert error == pytest.approx(1, abs=1e-5)
     want = (dense(**batch).loss - full(**batch).loss).abs()  # rows' means differ in length only
-    assert still.loss_gap > 0.1 * want.item()
+    assert sum(gaps) / 3 > 0.1 * want.item()
     assert [model.training for model in (crafted, full, dense)] == [True, False, False]
     with pytest.raises(Refusal, match="E-DATA: no batch to measure"):
         pesc.approximation_error(crafted, full, dense, [])
@@ -56,7 +55,7 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
 def test_row_losses_are_those_of_transformers(host, batch):
     dense, other = host(), host(initializer_range=0.5)
     row = {key: value[1:2] for key, value in batch.items()}
-    gap = pesc.approximation_error(dense, other, dense, [row]).loss_gap
+    (gap,), _ = pesc.approximation_error(dense, other, dense, [row])
     want = (dense(**row).loss - other(**row).loss).abs().item()
     assert gap == pytest.approx(want, rel=1e-4)
 
@@ -65,9 +64,9 @@ def test_wide_adapters_come_nearer_to_full_experts_when_they_train(host, batch):
     dense = host()
     full = train(pesc.full_experts(host(), pesc.Config(**SMALL)), batch, 20, 1e-3)
     crafted = pesc.prepare(host(), pesc.Config(**SMALL))
-    start = pesc.approximation_error(crafted, full, dense, [batch])
-    end = pesc.approximation_error(train(crafted, batch, 40, 3e-3), full, dense, [batch])
-    assert end.loss_gap < start.loss_gap
+    start, _ = pesc.approximation_error(crafted, full, dense, [batch])
+    end, _ = pesc.approximation_error(train(crafted, batch, 40, 3e-3), full, dense, [batch])
+    assert sum(end) < sum(start)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,6 @@ def test_the_table_of_sizes_agrees_with_the_printed_ones():
         gained = table[column] * (table.total - table.total_64) / (512 - 64)  # width by width
         rest = table.total - 512 * (table.total - table.total_64) / (512 - 64)
         assert ((gained + rest) / 1e9).to_dict() == pytest.approx((printed + side).to_dict())
-    exact = float(table.total["yi-34b"])
-    assert pesc.implied_width(pesc.Config(adapter_width=64), "yi-34b", exact) == pytest.approx(512)
 
 
 def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():
@@ -135,7 +132,6 @@ def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch):
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     labelled = {**inputs, "labels": inputs["input_ids"]}
     want = [step_memory(model.train(), labelled).total for model in (sparse, dense)]
-    cost = pesc.cost(dense, sparse, train, inputs, batch=4, lr=0.01, pad_id=2)
-    assert cost.memory == want[0] / want[1] > 1
-    assert len(cost.step_times) == 3
-    assert all(ratio > 0 for ratio in cost.step_times)
+    times, memory = pesc.cost(dense, sparse, train, inputs, batch=4, lr=0.01, pad_id=2)
+    assert memory == want[0] / want[1] > 1
+    assert len(times) == 3 and min(times) > 0

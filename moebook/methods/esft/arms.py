@@ -21,8 +21,7 @@ from moebook.data import hub, tasks
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config, Score
 from moebook.methods.esft.grouping import group
-from moebook.methods.esft.scoring import Scores, measure, sparse_layers
-from moebook.methods.esft.selection import random_selection, select
+from moebook.methods.esft.scoring import Scores, measure, random_selection, select, sparse_layers
 from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import origin_or_none
@@ -30,29 +29,19 @@ from moebook.settings import checked
 from moebook.training import fit
 from moebook.training.batches import Batches
 
-RANKS = 512
-"""The largest rank of LoRA in the paper's sweep (Sec. 6.2)."""
-STEPS = 9
-"""Of the short run that `cost` times; the first one, which warms up, is not counted."""
+RANKS = 512  # the largest rank of LoRA in the paper's sweep (Sec. 6.2)
+STEPS = 9  # of the short run that `cost` times; the first one, which warms up, is not counted
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One training among those that are compared.
+    """One training among those that are compared."""
 
-    Attributes:
-        method: ``fft``, ``lora``, or the score that chooses experts, ``token`` or ``gate``.
-        size: Rank of LoRA or threshold of the score; 1 for full fine-tuning.
-        random: Whether as many random experts stand for those that the score chooses.
-        group: Experts that share a gate; 1 leaves the model as it is.
-        main: Whether it runs on every task; else on the first one.
-    """
-
-    method: str
-    size: float = 1
-    random: bool = False
-    group: int = 1
-    main: bool = True
+    method: str  # fft, lora, or the score that chooses experts, token or gate
+    size: float = 1  # rank of LoRA or threshold of the score
+    random: bool = False  # as many random experts stand for those that the score chooses
+    group: int = 1  # experts that share a gate
+    main: bool = True  # runs on every task; else on the first one
 
 
 def sweep(
@@ -60,13 +49,8 @@ def sweep(
 ) -> dict[str, list[float]]:
     """Read the values of the sweeps (Fig. 6 and 7) by arm: rising numbers with commas between.
 
-    Thresholds of the gate score and ranks are compared place by place, so there must be as many.
-
-    Args:
-        thresholds_gate: p of ESFT-Gate, each in (0, 1]; read as ``gate``.
-        thresholds_token: p of ESFT-Token, each in (0, 1]; read as ``token``.
-        ranks: Of LoRA, whole numbers from 1 to `RANKS`; read as ``lora``.
-        group_sizes: Experts that share a gate, whole numbers from 2; read as ``groups``.
+    Thresholds are in (0, 1], ranks whole numbers to `RANKS`, group sizes whole numbers from 2.
+    Thresholds of the gate score and ranks are compared place by place: there must be as many.
     """
     tried = {
         "gate": _rising("thresholds_gate", thresholds_gate, float, 0, 1),
@@ -89,8 +73,7 @@ def _rising(
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
-        expected = "whole numbers" if kind is int else "numbers"
-        refuse("E-TYPE", f"{name} is '{text}': {error}; expected {expected} with commas between")
+        refuse("E-TYPE", f"{name} is '{text}': {error}; expected numbers with commas between")
     if values != sorted(set(values)) or not all(above < value <= most for value in values):
         limits = f"above {above}, at most {most}"
         refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}, each once")
@@ -100,9 +83,7 @@ def _rising(
 def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, Arm]:
     """Return every arm by name: the main ones, ``gate-0.3`` of a sweep, ``gate-g2`` with groups.
 
-    Args:
-        tried: The values of the sweeps, from `sweep`.
-        usual: Threshold of ``token`` and ``gate`` and rank of ``lora`` in the main arms.
+    Main arms have the ``usual`` thresholds of ``token`` and ``gate`` and rank of ``lora``.
     """
     known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
     for score in get_args(Score):
@@ -120,7 +101,7 @@ def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict
 def budget(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, list[str]]:
     """Return the names of the arms by method that Fig. 6 compares, the smallest first.
 
-    A value that a main arm has is that arm: it is not trained twice. Arguments as in `arms`.
+    A value that a main arm has is that arm: it is not trained twice.
     """
     return {
         method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
@@ -139,21 +120,12 @@ def plan(
     scale: float,
     seed: int,
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what each arm's method is called with, for each of its tasks.
+    """Return what each arm's method is called with, by arm and task.
 
-    Args:
-        arms: Those to run, by name.
-        model: The base, which is left as it is.
-        drawn: Samples by task, on which grouped experts are measured.
-        scores: From `measure` on these samples, by task; the first is the task of the sweeps.
-        together: From `cooccurrence`, which decides the groups.
-        preset: Of `Config`.
-        scale: Of `lora`.
-        seed: Decides the random experts, together with score and task.
-
-    Returns:
-        Arm and task -> arguments by name: ``rank`` and ``scale`` of `lora`, ``selection`` of
-        `specialise`; none of `full`.
+    That is ``rank`` and ``scale`` of `lora`, ``selection`` of `specialise`, nothing of `full`. Main
+    arms run on every task of ``scores`` (from `measure`), the others on the first. Experts in
+    groups, which ``together`` (from `cooccurrence`) decides, are measured anew on the samples
+    ``drawn`` for the task, on a copy of the model. Random experts depend on score, task and seed.
     """
     calls: dict[tuple[str, str], dict[str, Any]] = {}
     for name, arm in arms.items():
@@ -192,12 +164,8 @@ def lora(
     The paper names rank and scale but not the modules. Here they are the linear layers of
     attention, of dense layers' MLPs and of shared experts, and the routed experts' fused tensors,
     to each of which PEFT adds one product of rank ``rank`` per expert (a fused gate and up share
-    it). Routers, norms, embeddings and head stay frozen. LoRA weights are float32 or wider.
-
-    Args:
-        model: A mixture with fused experts.
-        rank: r.
-        scale: What the product is multiplied by (PEFT's alpha is scale times r).
+    it). Routers, norms, embeddings and head stay frozen. LoRA weights are float32 or wider. The
+    product is multiplied by ``scale`` (PEFT's alpha is scale times r).
     """
     _check_plain(model)
     layers = anatomy(model).layers
@@ -235,14 +203,10 @@ def _check_plain(model: nn.Module) -> None:
 def rows(
     targets: Iterable[str], alignment: Iterable[str], size: int, *, revisions: str = "", seed: int
 ) -> dict[str, list[dict[str, str]]]:
-    """Draw the training rows of target tasks and of alignment data.
+    """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
-    Args:
-        targets: Embedded tasks, or data sets of the hub.
-        alignment: The same; of the hub's twice as many rows are drawn, as some prove too long.
-        size: Rows of each; an embedded task may have fewer.
-        revisions: Commits of the hub's data sets, for `hub.pins`.
-        seed: Decides the draws.
+    A name is an embedded task, which may have fewer, or a data set of the hub; of alignment data
+    from there twice as many rows are drawn, as some prove too long.
     """
     pins, drawn = hub.pins(revisions), {}
     for times, names in ((2, alignment), (1, targets)):
@@ -260,11 +224,8 @@ def rows(
 def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)], seed: int) -> Rows:
     """Mix a task's rows with alignment data, which keeps the general abilities (Sec. 4.3).
 
-    Args:
-        task: Encoded rows of the task; all of them are used.
-        alignment: Encoded rows of alignment data, drawn without replacement.
-        share: Of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.
-        seed: Decides draw and order.
+    All rows of the task are used; ``share`` is that of alignment rows in the mix, drawn without
+    replacement: 0.5 in the paper (1:1), 0 as released.
     """
     wanted = math.floor(len(task) * share / (1 - share) + 0.5)
     if wanted > len(alignment):
@@ -274,13 +235,7 @@ def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)],
 
 
 def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
-    """Train a few steps and count what a step holds and what is stored for the task (Fig. 4).
-
-    Args:
-        model: From `full`, `lora` or `specialise`; its parameters move.
-        train: Rows as `training.fit` takes them.
-        recipe: As for `training.fit`, with ``batch``, ``seed`` and ``pad_id``; the number of steps
-            is `STEPS`.
+    """Train `STEPS` steps of a recipe for `training.fit`; count what one holds (Fig. 4).
 
     Returns:
         ``time``, the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
@@ -288,7 +243,7 @@ def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
     """
     first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
     device = next(model.parameters()).device
-    inputs = {k: part.to(device) if torch.is_tensor(part) else part for k, part in first.items()}
+    inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in first.items()}
     memory = step_memory(model.train(), inputs)
     seconds = fit(model, train, **recipe | {"steps": STEPS}).seconds
     return {

@@ -10,11 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from moebook.errors import refuse
 from moebook.evaluation import by_benchmark
 from moebook.methods.esft.config import Config
-from moebook.methods.esft.scoring import Scores, sparse_layers
-from moebook.methods.esft.selection import Selection, select
+from moebook.methods.esft.scoring import Scores, Selection, select, sparse_layers
 from moebook.models.anatomy import anatomy
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -26,12 +24,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 def layers(model: nn.Module) -> pd.DataFrame:
-    """Describe a mixture layer by layer, as the package sees it.
-
-    Returns:
-        By layer: ``kind``; ``width``, F of the dense MLP or of one expert; ``routed experts``, 0 in
-        a dense layer; ``parameters`` of the whole block.
-    """
+    """Describe a mixture layer by layer; ``width`` is F of the dense MLP or of one expert."""
     routed = {layer.index: len(layer.router.weight) for layer in sparse_layers(model)}
     return pd.DataFrame([
         {
@@ -64,40 +57,30 @@ def half_mass(scores: Scores) -> dict[int, float]:
     return shares
 
 
-def shared_top(first: Scores, second: Scores, top: int) -> float:
-    """Return how many of the best experts two measurements share, averaged over layers (Fig. 3).
-
-    Args:
-        first: Scores on one task; the gate score counts.
-        second: Scores of the same model on another task, or on another sample of the first.
-        top: Experts looked at in each layer, 1 to E; 6 in the figure, its model's K.
-    """
-    if first.token.keys() != second.token.keys() or first.experts != second.experts:
-        refuse("E-KEYS", "the scores are of models that differ in their layers or experts")
-    if not 1 <= top <= first.experts:
-        refuse("E-RANGE", f"top is {top}, expected 1 to {first.experts} (experts)")
-    shared = [
-        len(_best(row, top) & _best(second.gate[layer], top)) for layer, row in first.gate.items()
-    ]
-    return sum(shared) / len(shared)
-
-
 def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int) -> pd.DataFrame:
-    """Compare tasks (rows) with tasks measured on another sample (columns) by `shared_top`."""
-    shared = [[shared_top(a, b, top) for b in second.values()] for a in first.values()]
-    return pd.DataFrame(shared, index=list(first), columns=list(second))
+    """Count the best experts by gate that two tasks share, mean over layers (Fig. 3).
+
+    Rows are the tasks of the first scores, columns those of the second, of the same model measured
+    on other samples. ``top`` is 6 in the figure, its model's K.
+    """
+
+    def best(scores: Scores) -> list[set[int]]:
+        ranked = [row.argsort(descending=True, stable=True) for row in scores.gate.values()]
+        return [set(order[:top].tolist()) for order in ranked]
+
+    def shared(one: Scores, other: Scores) -> float:
+        return float(np.mean([len(a & b) for a, b in zip(best(one), best(other), strict=True)]))
+
+    table = [[shared(one, other) for other in second.values()] for one in first.values()]
+    return pd.DataFrame(table, index=list(first), columns=list(second))
 
 
 def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> pd.DataFrame:
     """Count which experts change when the released settings are changed towards the paper's.
 
-    Args:
-        pooled: Scores by pooling, ``tokens`` and ``samples``, from `measure` or `replay`.
-        thresholds: p by score.
-
-    Returns:
-        A line a score and one of `CHANGES`: ``experts that differ``, in all layers together, and
-        ``layers that differ``, both counts; ``share of layers``.
+    Scores are given by pooling, ``tokens`` and ``samples``; thresholds p by score. A line a score
+    and one of `CHANGES`: ``experts that differ`` and ``layers that differ``, both counts, in all
+    layers together; ``share of layers``.
     """
     lines = {}
     for score, threshold in thresholds.items():
@@ -126,13 +109,9 @@ def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
 def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
     """Gather which share of the experts trains: by score, and in middle and outer layers (Fig. 5).
 
-    Args:
-        shares: `counts` over E, by score and task.
-
-    Returns:
-        Score -> shares of all its tasks and layers; ``layers/middle`` and ``layers/outer`` -> the
-        means over a third of the layers and over the others, by score and task; 0 where there are
-        no such layers.
+    Takes `counts` over E, by score and task. Returns score -> shares of all its tasks and layers;
+    ``layers/middle`` and ``layers/outer`` -> the means over a third of the layers and over the
+    others, by score and task; 0 where there are no such layers.
     """
     gathered = {
         score: part.to_numpy().ravel() for score, part in shares.groupby(level=0, sort=False)
@@ -147,14 +126,10 @@ def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
 def by_arm(
     tables: Mapping[tuple[str, str], pd.DataFrame], tests: Iterable[str]
 ) -> dict[str, pd.DataFrame]:
-    """Join each arm's evaluations over the tasks that it was tuned on.
+    """Join each arm's evaluations, by arm and task, over the tasks that it was tuned on.
 
-    Args:
-        tables: From `evaluation.evaluate`, by arm and task.
-        tests: Names that were evaluated, each of them a benchmark.
-
-    Returns:
-        Arm -> a table as of `evaluation.by_benchmark`, with the task in ``tuned``.
+    Each of the ``tests`` is a benchmark. Returns tables as of `evaluation.by_benchmark`, by arm,
+    with the task in ``tuned``.
     """
     parts: dict[str, list[pd.DataFrame]] = {}
     for (arm, task), table in tables.items():
@@ -164,7 +139,3 @@ def by_arm(
         arm: by_benchmark(pd.concat(several, ignore_index=True), names)
         for arm, several in parts.items()
     }
-
-
-def _best(row: torch.Tensor, top: int) -> set[int]:
-    return set(row.argsort(descending=True, stable=True)[:top].tolist())

@@ -30,14 +30,12 @@ class Config:
         threshold: p of Eq. 8: the best experts of a layer are taken until their scores reach it.
         pooling: Average over all ``"tokens"`` (released), or within each of the ``"samples"`` and
             then over these (Eq. 6 and 7 as printed).
-        normalised: Whether a layer's scores are divided by their sum first, so that p is a share
-            of the total as the paper says. The released code does not; the token scores sum to 1
-            anyway, the gate scores only where the host renormalises its gates.
+        normalised: Whether p is a share of a layer's total, as the paper says. The released code
+            does not divide: the token scores sum to 1 anyway, gates only if renormalised.
         decimals: Places to which scores are rounded before the choice (released: 4), or None.
-        shared_experts: Whether the shared experts train too.
-        non_expert_modules: Whether all else outside the MoE layers' experts and routers trains too:
-            attention, norms, embeddings, dense layers, head.
-        router: Whether the routers train too (the released code counts them to the former).
+        shared_experts, router: Whether these train too.
+        non_expert_modules: Whether all else trains too: attention, norms, embeddings, dense layers,
+            head (and the routers, in the released code).
     """
 
     score: Score = "token"
@@ -53,9 +51,8 @@ class Config:
     def preset(cls, name: str, **changes: Any) -> Config:
         """Return a named set of settings, with single fields changed.
 
-        ``paper`` is the text: averages within samples, p a share of the total. ``released`` is the
-        authors' code, from which the published experts follow: averages over tokens, four decimals,
-        plain sums. ``fixed`` is the same without the rounding.
+        ``paper`` is the text, ``released`` the authors' code, from which the published experts
+        follow, ``fixed`` the same without its rounding.
         """
         return settings.preset(cls, PRESETS, name, changes)
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import decisions, sparse_layers
-from moebook.methods.esft.selection import Group
-from moebook.methods.esft.specialising import Origin, check_layers
-from moebook.models.anatomy import Layer
+from moebook.methods.esft.scoring import Group, decisions, sparse_layers
+from moebook.methods.esft.specialising import Origin
 from moebook.models.checkpoint import origin_or_none
 
 UNIT = 2**40
@@ -27,11 +25,7 @@ MOST = 2_000_000
 
 
 def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
-    """Count how often two experts of a layer serve the same token (Appendix C).
-
-    Args:
-        model: A mixture.
-        batches: As for `measure`; padding does not count.
+    """Count how often two experts of a layer serve the same token (Appendix C); no padding.
 
     Returns:
         Layer -> ``[E, E]`` float64, symmetric. The diagonal is 0: an expert's company is others.
@@ -64,13 +58,7 @@ def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
     is looked at, as the paper says: `check` refuses more than `MOST`.
 
-    Args:
-        cooccurrence: ``[E, E]``, from `cooccurrence`. The row of an expert that was never used is
-            zero, and its cosine with any other counts as 0.
-        size: Experts a group, a divisor of E.
-
-    Returns:
-        The groups in the order in which they were found, members ascending.
+    The row of an expert that was never used is zero, and its cosine with any other counts as 0.
     """
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
     while len(left):
@@ -98,12 +86,11 @@ def group(
         size: Experts a group, a divisor of E and of K.
 
     Returns:
-        Layer -> groups, to be handed to `select`.
+        Layer -> groups, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:
         refuse("E-MODEL", "the model is specialised: group it first, then specialise")
-    check_layers("the co-occurrence counts", counts, layers)
     check(model, [size])
     groups = {layer.index: partition(counts[layer.index], size) for layer in layers}
     for layer in layers:
@@ -119,7 +106,18 @@ def check(model: nn.Module, sizes: Iterable[int]) -> None:
     groups, and E and K must be multiples of each size.
     """
     for size, layer in product(sizes, sparse_layers(model)):
-        _check_router(layer, size)
+        router, where, experts = layer.router, f"layer {layer.index}", len(layer.router.weight)
+        if parametrize.is_parametrized(router, "weight"):
+            refuse("E-MODEL", f"{where}: its experts are grouped already")
+        greedy = getattr(router, "topk_method", "greedy") == "greedy"
+        if hasattr(router, "e_score_correction_bias") or not greedy:
+            kind = type(router).__name__
+            refuse("E-MODEL", f"{where}: {kind} chooses by more than its gate vectors")
+        if size < 1 or experts % size or router.top_k % size:
+            divided = f"{experts} (experts) and of {router.top_k} (experts per token)"
+            refuse("E-RANGE", f"{where}: the group size is {size}, no divisor of {divided}")
+        if (number := math.comb(experts, size)) > MOST:
+            refuse("E-RANGE", f"{where}: {number:,} groups of {size}, at most {MOST:,} are tried")
 
 
 class _SharedGate(nn.Module):
@@ -129,11 +127,9 @@ class _SharedGate(nn.Module):
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         super().__init__()
-        self.groups = groups
-        owner = torch.empty(sum(map(len, groups)), dtype=torch.long)
-        for number, members in enumerate(groups):
-            owner[list(members)] = number
-        self.register_buffer("owner", owner, persistent=False)
+        owner = {expert: number for number, members in enumerate(groups) for expert in members}
+        numbers = torch.tensor([owner[expert] for expert in range(len(owner))])
+        self.register_buffer("owner", numbers, persistent=False)
 
     def forward(self, shared: Tensor) -> Tensor:
         return shared[self.owner]
@@ -141,22 +137,5 @@ class _SharedGate(nn.Module):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Start each group at the mean of its members' gate vectors."""
         self.owner = self.owner.to(weight.device)
-        return torch.stack([weight[list(members)].mean(0) for members in self.groups])
-
-
-def _check_router(layer: Layer, size: int) -> None:
-    router, where = layer.router, f"layer {layer.index}"
-    if parametrize.is_parametrized(router, "weight"):
-        refuse("E-MODEL", f"{where}: its experts are grouped already")
-    greedy = getattr(router, "topk_method", "greedy") == "greedy"
-    if hasattr(router, "e_score_correction_bias") or not greedy:
-        refuse("E-MODEL", f"{where}: {type(router).__name__} chooses by more than its gate vectors")
-    top_k, experts = router.top_k, len(layer.router.weight)
-    if size < 1 or experts % size or top_k % size:
-        refuse(
-            "E-RANGE",
-            f"{where}: the group size is {size}, expected a divisor of {experts} (experts) and of"
-            f" {top_k} (experts per token)",
-        )
-    if (number := math.comb(experts, size)) > MOST:
-        refuse("E-RANGE", f"{where}: {number:,} groups of {size}, at most {MOST:,} are tried")
+        groups = range(int(self.owner.max()) + 1)
+        return torch.stack([weight[self.owner == number].mean(0) for number in groups])

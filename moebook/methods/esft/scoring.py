@@ -1,12 +1,13 @@
-"""Relevance of each expert to a task: gate score (Eq. 6) and token score (Eq. 7), in one pass."""
+"""Relevance of each expert to a task (Eq. 6, 7), in one pass; the choice of experts (Eq. 8)."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,12 @@ from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, observe
 from moebook.settings import checked, settings
 
+Group = tuple[int, ...]
+Expert = Annotated[int, Field(ge=0)]
+Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
+FLAGS = ("shared_experts", "non_expert_modules", "router")
+SLACK = 1e-9
+"""What sums of decimal scores may lack by rounding in float64, and still count as p."""
 Count = Annotated[int, Field(ge=1)]
 ByExpert = Annotated[dict[int, float], Field(min_length=1)]
 ByLayer = Annotated[dict[int, ByExpert], Field(min_length=1)]
@@ -34,11 +41,7 @@ def sparse_layers(model: nn.Module) -> list[Layer]:
     """Return the layers that hold routed experts, or refuse a dense model."""
     layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
     if not layers:
-        refuse(
-            "E-MODEL",
-            f"{type(model).__name__} is dense: ESFT needs a mixture of experts"
-            " (Mixtral, DeepSeek-V2, OLMoE, Qwen-MoE, or one upcycled here)",
-        )
+        refuse("E-MODEL", f"{type(model).__name__} is dense: ESFT needs a mixture of experts")
     return layers
 
 
@@ -68,34 +71,22 @@ class Scores:
         if self.token.keys() != self.gate.keys() or not self.token:
             odd = sorted(self.token.keys() ^ self.gate.keys())
             refuse("E-KEYS", f"scores: token and gate must cover the same layers, not so: {odd}")
-        for kind in ("token", "gate"):
-            for layer, row in getattr(self, kind).items():
-                where = f"{kind} score of layer {layer}"
-                if len(row) != self.experts:
-                    refuse("E-SHAPE", f"{where}: {len(row)} experts, others have {self.experts}")
-                if not (row.isfinite() & (row >= 0)).all():
-                    refuse("E-RANGE", f"{where}: expected finite numbers from 0, not {row.min()}")
+        for layer, row in [*self.token.items(), *self.gate.items()]:
+            if len(row) != self.experts:
+                refuse("E-SHAPE", f"layer {layer}: {len(row)} experts, others have {self.experts}")
+            if not (row.isfinite() & (row >= 0)).all():
+                refuse("E-RANGE", f"layer {layer} has a score that is negative or not finite")
 
     @property
     def experts(self) -> int:
         """E, routed experts a layer."""
         return len(next(iter(self.token.values())))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the published JSON form (kind -> layer -> expert -> score), whole or not at all."""
-        published = {
-            f"{kind}_scores": {
-                layer: dict(enumerate(row.tolist())) for layer, row in getattr(self, kind).items()
-            }
-            for kind in ("token", "gate")
-        }
-        results.write(Path(path), json.dumps(published))
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scores:
         """Read the published JSON form."""
         published = from_json(_Published, path)
-        return cls(_rows(published.token_scores, path), _rows(published.gate_scores, path))
+        return cls(*map(_tensors, (published.token_scores, published.gate_scores)))
 
 
 @settings
@@ -104,18 +95,17 @@ class _Published:
     gate_scores: ByLayer
 
 
-def _rows(layers: ByLayer, path: str | os.PathLike[str]) -> dict[int, Tensor]:
+def _tensors(layers: ByLayer) -> dict[int, Tensor]:
+    rows = {}
     for layer, scores in layers.items():
         if sorted(scores) != list(range(len(scores))):
-            refuse("E-KEYS", f"{path}: layer {layer} lacks an expert of 0 to E - 1")
-    return {
-        layer: torch.tensor([scores[expert] for expert in sorted(scores)], dtype=torch.float64)
-        for layer, scores in layers.items()
-    }
+            refuse("E-KEYS", f"the scores of layer {layer} lack an expert of 0 to E - 1")
+        rows[layer] = torch.tensor([scores[e] for e in sorted(scores)], dtype=torch.float64)
+    return rows
 
 
 class Tally:
-    """Running sums of one layer's routing: both scores and both poolings at once, for E experts."""
+    """Running sums of one layer's routing over E experts: both scores, both poolings at once."""
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
@@ -124,27 +114,20 @@ class Tally:
         self._sums = torch.zeros(2, 2, experts, dtype=torch.float64)  # pooling, kind, expert
 
     def add(self, ids: Tensor, gates: Tensor, mask: Tensor | None = None) -> None:
-        """Count a batch.
+        """Count a batch of chosen experts ``ids`` and their ``gates``, ``[B, T, K]`` both.
 
-        Args:
-            ids: ``[B, T, K]`` chosen experts of each token.
-            gates: ``[B, T, K]``.
-            mask: ``[B, T]``, true where a token is real; by default all are. A row without a real
-                token does not count as a sample.
+        The mask ``[B, T]`` is true where a token is real; by default all are. A row without a real
+        token does not count as a sample.
         """
         real = torch.ones(ids.shape[:2], device=ids.device) if mask is None else mask
         weight = real.double().unsqueeze(2)
-        flat, top_k = ids.flatten(1), ids.shape[2]
-        kinds = [(weight / top_k).expand(ids.shape), gates.double() * weight]
-        rows = torch.stack(
-            [weight.new_zeros(len(ids), self.experts).scatter_add_(1, flat, k.flatten(1))
-             for k in kinds], 1,
-        )  # fmt: skip
-        lengths = weight.sum((1, 2))
+        lengths, rows = weight.sum((1, 2)), weight.new_zeros(2, len(ids), self.experts)
+        for row, each in zip(rows, (weight / ids.shape[2], gates.double() * weight), strict=True):
+            row.scatter_add_(1, ids.flatten(1), each.expand(ids.shape).flatten(1))
         self.tokens += int(lengths.sum())
         self.samples += int((lengths > 0).sum())
-        self._sums[0] += rows.sum(0).cpu()
-        self._sums[1] += (rows / lengths.clamp(min=1)[:, None, None]).sum(0).cpu()
+        self._sums[0] += rows.sum(1).cpu()
+        self._sums[1] += (rows / lengths.clamp(min=1)[:, None]).sum(1).cpu()
 
     def scores(self, pooling: Pooling = "tokens") -> Tensor:
         """Return token score and gate score, ``[2, E]``, averaged as ``pooling`` says."""
@@ -163,10 +146,8 @@ def measure(
     in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
 
     Args:
-        model: A mixture that transformers can load (Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and
-            Qwen3 MoE ...) or one upcycled here.
-        batches: Each with ``input_ids`` and, where padded, ``attention_mask`` ``[B, T]``; a row is
-            a sample. See `samples`.
+        model: A mixture that transformers can load, or one upcycled here.
+        batches: From `samples`; a row is a sample.
         config: Only ``pooling`` matters here.
     """
     tallies: dict[int, Tally] = {}
@@ -178,22 +159,12 @@ def measure(
 
 @checked
 def replay(
-    path: str | os.PathLike[str],
-    *,
-    experts: Count = 64,
-    top_k: Count = 6,
-    pooling: Pooling = "tokens",
+    path: str | os.PathLike[str], *, experts: Count = 64, top_k: Count = 6, pooling: Pooling
 ) -> Scores:
-    """Score experts from routing that the authors published: a check without their model.
+    """Score experts from routing that the authors published, as `measure` does: E ``experts``, K.
 
-    The accumulation is that of `measure`.
-
-    Args:
-        path: Text, gzipped where its name ends in .gz. A line is the decoder layer, the sample, the
-            K experts of each of the sample's tokens, an empty field, and their gates; tabs between.
-        experts: E; 64 in DeepSeek-V2-Lite.
-        top_k: K; 6 there.
-        pooling: As in `Config`.
+    The file is text, gzipped where its name ends in .gz. A line is the decoder layer, the sample,
+    the K experts of each of the sample's tokens, an empty field, and their gates; tabs between.
     """
     tallies: dict[int, Tally] = {}
     for layer, ids, gates in _lines(Path(path), experts, top_k):
@@ -238,21 +209,13 @@ def samples(
     pad_id: int = 0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling").
+    """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
-    Args:
-        rows: Encoded rows with ``input_ids``, in training form: prompt and answer.
-        count: Samples; 32 in the paper. Where the rows are too few, fewer are made.
-        length: Tokens a sample; 4096 in the paper.
-        packed: Whether a sample is rows one after the other, cut at ``length`` (the paper: "32
-            concatenated samples"). Else a sample is one row, left whole, and those longer than
-            ``length`` are passed over (as the published logs look).
-        batch: Samples a batch.
-        pad_id: Token that fills short samples on the right; masked.
-        seed: Decides the order of the rows.
-
-    Returns:
-        Batches with ``input_ids`` and ``attention_mask`` ``[B, T]``, for `measure`.
+    The rows are encoded in training form, prompt and answer; ``seed`` decides their order. A sample
+    is rows one after the other, cut at ``length`` (the paper: "32 concatenated samples" of 4096
+    tokens). Unless ``packed`` it is one row, left whole, and those longer than ``length`` are
+    passed over (as the published logs look). Where rows are too few, fewer samples are made. Those
+    of a batch are filled with ``pad_id`` on the right, and masked.
     """
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     drawn = (rows[place]["input_ids"] for place in order)
@@ -269,3 +232,86 @@ def samples(
         refuse("E-DATA", f"no sample of at most {length} tokens in {len(rows)} rows")
     parts = (padded(texts[at : at + batch], pad_id) for at in range(0, len(texts), batch))
     return [{"input_ids": ids, "attention_mask": mask} for ids, mask in parts]
+
+
+@settings
+class Selection:
+    """Which experts of each layer train, the best first, at least one a layer; and what beside."""
+
+    experts: Annotated[dict[int, Experts], Field(min_length=1)]
+    shared_experts: bool = False
+    non_expert_modules: bool = False
+    router: bool = False
+
+    def __post_init__(self) -> None:
+        for layer, ids in self.experts.items():
+            if len(set(ids)) < len(ids):
+                refuse("E-RANGE", f"layer {layer}: an expert stands twice in {ids}")
+
+    @property
+    def count(self) -> int:
+        """Selected experts in all layers together."""
+        return sum(map(len, self.experts.values()))
+
+    def published(self) -> dict[str, object]:
+        """Return the published JSON form; ``router`` is our own key and stands only when true."""
+        flags = {name: getattr(self, name) for name in FLAGS if name != "router" or self.router}
+        return {"experts": {str(n): list(ids) for n, ids in self.experts.items()}, **flags}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the published JSON form, whole or not at all."""
+        results.write(Path(path), json.dumps(self.published()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Selection:
+        """Read the published JSON form."""
+        return from_json(cls, path)
+
+
+def select(
+    scores: Scores, config: Config, *, groups: Mapping[int, Sequence[Group]] | None = None
+) -> Selection:
+    """Take the best experts of each layer until their scores reach p (Eq. 8).
+
+    Among equal scores the lower number comes first. Each layer gets at least one expert, since p is
+    above 0. A total that misses p only by rounding (of ``decimals``, or in float64) counts as p;
+    one that misses it by more (unnormalised gate scores) is refused. With ``groups`` by layer, from
+    `group`, whole groups are taken; the score of a group is the sum of its members'.
+    """
+    experts = {}
+    for layer, row in getattr(scores, config.score).items():
+        units = [(expert,) for expert in range(len(row))] if groups is None else groups[layer]
+        experts[layer] = tuple(e for unit in _taken(row, units, config, layer) for e in unit)
+    return Selection(experts=experts, **{name: getattr(config, name) for name in FLAGS})
+
+
+def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
+    """Replace the experts by random ones of ``experts`` (E), as many in each layer (Table 3)."""
+    rng = random.Random(f"esft/random/{seed}")
+    drawn = {
+        layer: tuple(rng.sample(range(experts), len(ids)))
+        for layer, ids in selection.experts.items()
+    }
+    return Selection(experts=drawn, **{name: getattr(selection, name) for name in FLAGS})
+
+
+def _taken(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> list[Group]:
+    """Return the best units of a layer whose scores ``row [E]`` reach p together."""
+    total = float(row.sum())
+    if total <= 0:
+        refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0")
+    values = row / total if config.normalised else row
+    slack = SLACK
+    if config.decimals is not None:
+        rounded = [round(value, config.decimals) for value in values.tolist()]
+        values = torch.tensor(rounded, dtype=torch.float64)
+        slack += len(row) * 0.5 * 10.0**-config.decimals
+    merged = torch.stack([values[list(unit)].sum() for unit in units])
+    order = merged.argsort(descending=True, stable=True)
+    reached = merged[order].cumsum(0)
+    if reached[-1] < config.threshold - slack:
+        best = f"all {config.score} scores together are {float(reached[-1]):.4f}"
+        hint = "use normalised scores or a smaller p"
+        refuse("E-RANGE", f"layer {layer}: {best}, below p = {config.threshold}; {hint}")
+    count = min(int((reached < config.threshold - SLACK).sum()) + 1, len(order))
+    return [units[unit] for unit in order[:count].tolist()]

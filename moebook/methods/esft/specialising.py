@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, ClassVar
@@ -14,8 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import sparse_layers
-from moebook.methods.esft.selection import Selection
+from moebook.methods.esft.scoring import Selection, sparse_layers
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer
 from moebook.models.registry import unlike
@@ -53,14 +52,63 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
         model: A mixture with fused gated experts: Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and
             Qwen3 MoE, or one upcycled here. One that is refused is left untouched.
         selection: From `select` or a file; every sparse layer of the model, and no other.
-
-    Returns:
-        The same model.
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
-    layers = checked(model, selection)
+    layers = fitting(model, selection)
     return install(model, selection, layers, checkpoint.fingerprint(model))
+
+
+def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
+    """Split the experts of `fitting` layers and set what trains."""
+    model.requires_grad_(False)
+    trains = {
+        parameter: flag
+        for layer in layers
+        for module, flag in (
+            (layer.experts, False),
+            (layer.shared, selection.shared_experts),
+            (layer.router, selection.router),
+        )
+        if module is not None
+        for parameter in module.parameters()
+    }
+    rest = selection.non_expert_modules
+    free = {name: p for name, p in model.named_parameters() if trains.get(p, rest)}
+    copies = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
+    for layer in layers:
+        dtype = torch.promote_types(layer.experts.down_proj.dtype, torch.float32)
+        split = SplitExperts(layer.experts, selection.experts[layer.index], dtype=dtype)
+        layer.mlp.experts = split.train(layer.experts.training)
+    for parameter in free.values():
+        parameter.requires_grad_(True)
+    model.esft = Origin(base=base, selection=selection, options=copies)
+    return model
+
+
+def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
+    """Return the sparse layers, or refuse a selection or a model that does not fit.
+
+    Experts must be gated FFNs in two fused tensors, ``[E, 2F, D]`` and ``[E, D, F]``.
+    """
+    layers = sparse_layers(model)
+    named, sparse = sorted(selection.experts), sorted(layer.index for layer in layers)
+    if named != sparse:
+        refuse("E-KEYS", f"the selection names layers {named}, the sparse ones are {sparse}")
+    for layer in layers:
+        where, (experts, hidden) = f"layer {layer.index}", layer.router.weight.shape
+        if (largest := max(selection.experts[layer.index])) >= experts:
+            refuse("E-RANGE", f"{where}: expert {largest}, the model has 0 to {experts - 1}")
+        bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
+        shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
+        fused = {
+            "gate_up_proj": (experts, 2 * layer.width, hidden),
+            "down_proj": (experts, hidden, layer.width),
+        }
+        if shapes != fused or unlike(bank):
+            kind = f"{type(bank).__name__} holds {shapes}, {unlike(bank) or 'gated'}"
+            refuse("E-MODEL", f"{where}: {kind}; expected {fused} and act_fn(gate) * up alone")
+    return layers
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -69,7 +117,7 @@ def merge(model: nn.Module) -> nn.Module:
     ``save_pretrained`` then writes a checkpoint that transformers loads without this package. All
     parameters are free to train again, as transformers loads them.
     """
-    origin(model)
+    checkpoint.origin(model, Origin)
     for layer in sparse_layers(model):
         layer.mlp.experts = layer.experts.merged()
     return _released(model)
@@ -78,76 +126,28 @@ def merge(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def restore(model: nn.Module) -> nn.Module:
     """Drop what was trained and put the base back, bit for bit; all parameters train again."""
-    options_of_base = origin(model).options
+    base_options = checkpoint.origin(model, Origin).options
     for layer in sparse_layers(model):
         layer.mlp.experts = layer.experts.frozen
-    for name, value in options_of_base.items():
+    for name, value in base_options.items():
         model.get_parameter(name).copy_(value)
     return _released(model)
 
 
+def _released(model: nn.Module) -> nn.Module:
+    del model.esft
+    return model.requires_grad_(True)
+
+
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return what trains in a specialised model, by name."""
-    origin(model)
+    checkpoint.origin(model, Origin)
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def checked(model: nn.Module, selection: Selection) -> list[Layer]:
-    """Return the sparse layers, or refuse a selection or a model that does not fit."""
-    layers = sparse_layers(model)
-    check_layers("the selection", selection.experts, layers)
-    for layer in layers:
-        last, largest = len(layer.router.weight) - 1, max(selection.experts[layer.index])
-        if largest > last:
-            refuse("E-RANGE", f"layer {layer.index}: expert {largest}, the model has 0 to {last}")
-        _check_form(layer)
-    return layers
-
-
-def check_layers(where: str, numbers: Iterable[int], layers: Iterable[Layer]) -> None:
-    """Refuse (E-KEYS) layer numbers that are not exactly those of the model's sparse layers."""
-    given, wanted = set(numbers), {layer.index for layer in layers}
-    if wanted != given:
-        refuse(
-            "E-KEYS",
-            f"{where}: layers missing {sorted(wanted - given)}, surplus {sorted(given - wanted)};"
-            f" the model's sparse layers are {sorted(wanted)}",
-        )
-
-
-def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
-    """Split the experts of checked layers and set what trains."""
-    model.requires_grad_(False)
-    free = options(model, selection, layers)
-    copies = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
-    for layer in layers:
-        experts = layer.experts
-        dtype = torch.promote_types(experts.down_proj.dtype, torch.float32)
-        split = SplitExperts(experts, selection.experts[layer.index], dtype=dtype)
-        layer.mlp.experts = split.train(experts.training)
-    for parameter in free.values():
-        parameter.requires_grad_(True)
-    model.esft = Origin(base=base, selection=selection, options=copies)
-    return model
-
-
-def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a specialised model, or refuse another (E-MODEL)."""
-    return checkpoint.origin(model, Origin)
-
-
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write what was trained, the expert configuration and the base's fingerprint, or nothing.
-
-    Args:
-        model: From `specialise`.
-        folder: Must not exist yet. The selection stands there in its published form too.
-
-    Raises:
-        Refusal: E-EXISTS when the folder exists, E-NONFINITE when a tensor holds NaN or infinity,
-            E-MODEL for a model that is not specialised.
-    """
-    made = origin(model)
+    """Write what was trained, the selection in its published form and the base's fingerprint."""
+    made = checkpoint.origin(model, Origin)
     published = json.dumps(made.selection.published()).encode()
     return checkpoint.save(folder, made, trained(model), {EXPERTS: published})
 
@@ -156,20 +156,13 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Put a task's trained experts on their base, in place and bit for bit, after all checks.
 
     A specialised model is swapped to the new task: what it had trained is dropped (`save` it first)
-    and its base, whose fingerprint is known, is used again.
-
-    Args:
-        model: The base, or a specialised model on it; untouched when it is refused.
-        folder: Written by `save`.
-
-    Returns:
-        The same model, specialised as it was when it was saved.
+    and its base, whose fingerprint is known, is used again. A refused model is left untouched.
     """
 
     def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
         if checkpoint.origin_or_none(model, Origin):
             restore(model)
-        return trained(install(model, made.selection, checked(model, made.selection), made.base))
+        return trained(install(model, made.selection, fitting(model, made.selection), made.base))
 
     selection = Selection.load(Path(folder) / EXPERTS)
     return checkpoint.load(model, folder, Origin, swap, selection=selection, options={})
@@ -179,20 +172,16 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Take a trained model apart and put it together again: save, restore, load, merge.
 
-    Args:
-        model: From `specialise`, trained; in the end it is merged and in evaluation mode.
-        batch: ``input_ids`` and ``attention_mask`` ``[B, T]``, to compare logits on.
+    In the end it is merged and in evaluation mode. Logits are compared on a batch of ``input_ids``
+    and ``attention_mask`` ``[B, T]``.
 
     Returns:
-        ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit;
-        ``loading`` and ``merging``, the largest differences of any logit from the trained model's;
-        ``bytes`` of the saved folder.
-
-    Raises:
-        Refusal: E-BASE when restoring brings back anything else; those of `save`.
+        ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit
+        (else `load` refuses them); ``loading`` and ``merging``, the largest differences of any
+        logit from the trained model's; ``bytes`` of the saved folder.
     """
-    base, device = origin(model).base, next(model.parameters()).device
-    inputs = {key: part.to(device) for key, part in batch.items()}
+    base = checkpoint.origin(model, Origin).base
+    inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}
     want = model.eval()(**inputs).logits
     with TemporaryDirectory() as scratch:
         folder = save(model, Path(scratch) / "task")
@@ -206,51 +195,3 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
         "merging": float((merged - want).abs().max()),
         "bytes": float(size),
     }
-
-
-def options(model: nn.Module, selection: Selection, layers: list[Layer]) -> dict[str, nn.Parameter]:
-    """Return the parameters beside the routed experts that are to train, by name."""
-    routed = _owned(layer.experts for layer in layers)
-    shared = _owned(layer.shared for layer in layers)
-    routers = _owned(layer.router for layer in layers)
-    free = {}
-    for name, parameter in model.named_parameters():
-        if parameter in routed:
-            trains = False
-        elif parameter in shared:
-            trains = selection.shared_experts
-        elif parameter in routers:
-            trains = selection.router
-        else:
-            trains = selection.non_expert_modules
-        if trains:
-            free[name] = parameter
-    return free
-
-
-def _owned(modules: Iterable[nn.Module | None]) -> set[nn.Parameter]:
-    return {p for module in modules if module is not None for p in module.parameters()}
-
-
-def _check_form(layer: Layer) -> None:
-    """Refuse experts that are not gated FFNs in two fused tensors ``[E, 2F, D]``, ``[E, D, F]``."""
-    bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
-    shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
-    hidden = layer.router.weight.shape[1]
-    wanted = {
-        "gate_up_proj": (len(layer.router.weight), 2 * layer.width, hidden),
-        "down_proj": (len(layer.router.weight), hidden, layer.width),
-    }
-    problem = unlike(bank)
-    if shapes != wanted or problem:
-        refuse(
-            "E-MODEL",
-            f"layer {layer.index}: {type(bank).__name__} holds {shapes}, {problem or 'gated'};"
-            f" expected {wanted}, gate and up one after the other, act_fn(gate) * up, and nothing"
-            " behind the down projection",
-        )
-
-
-def _released(model: nn.Module) -> nn.Module:
-    del model.esft
-    return model.requires_grad_(True)

@@ -20,8 +20,7 @@ class Config:
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
     The defaults are the preset ``fixed``. What the paper and its code disagree on in training alone
-    (sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps) is not part of the
-    model and stands with the papers' hyper-parameters.
+    (sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps) is not part of this.
 
     Attributes:
         experts: E, adapters a layer.
@@ -35,11 +34,9 @@ class Config:
             0, read literally: such adapters never receive a gradient). ``up`` is 0 in both.
         layers: Decoder layers to craft; None for all of them.
         balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"constant"`` (as released,
-            the constant E/K without gradient), ``"none"``.
-        balance_weight: alpha of Eq. 10.
+            the constant E/K without gradient), ``"none"``; its alpha is ``balance_weight``.
         host: What of the host trains: ``"frozen"`` nothing, ``"lora"`` LoRA, ``"qlora"`` LoRA over
-            NF4 weights with double quantisation, ``"full"`` everything (for bases of a few million
-            weights).
+            NF4 weights with double quantisation, ``"full"`` everything (for small bases).
         lora_rank, lora_alpha, lora_dropout, lora_targets: LoRA's settings, as released.
     """
 
@@ -69,9 +66,8 @@ class Config:
     def preset(cls, name: str, **changes: Any) -> Config:
         """Return a named set of settings, with single fields changed.
 
-        ``paper`` is the text read literally: every adapter weight starts at zero, no adapter
-        dropout. ``released`` is the authors' code: width 64, the constant balance loss, scale 1 in
-        training and 0.25 when served. ``fixed`` is what the paper means and what works.
+        ``paper`` is the text read literally, ``released`` the authors' code, ``fixed`` what the
+        paper means and what works.
         """
         return settings.preset(cls, PRESETS, name, changes)
 
@@ -81,39 +77,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
     "fixed": {},
 }
-OPEN = (
-    "adapter_scale", "served_scale", "adapter_dropout", "down_init", "balance", "balance_weight",
-)  # fmt: skip
+OPEN = "adapter_scale served_scale adapter_dropout down_init balance balance_weight".split()
 GROUPS = {
-    **dict.fromkeys(["gsm8k", "hendrycks_math"], "mathematics"),
-    **dict.fromkeys(
-        ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge"], "common_sense"
-    ),
-    **dict.fromkeys(["nq_open", "triviaqa"], "knowledge"),
+    **dict.fromkeys(("gsm8k", "hendrycks_math"), "mathematics"),
+    **dict.fromkeys(("piqa", "hellaswag", "winogrande"), "common_sense"),
+    **dict.fromkeys(("arc_easy", "arc_challenge"), "common_sense"),
+    **dict.fromkeys(("nq_open", "triviaqa"), "knowledge"),
     "mmlu": "mmlu",
 }
 """lm-eval's names of ten of the paper's twelve benchmarks, to the paper's group (Table 3).
 
-The group of code, HumanEval and MBPP, is missing: they run code that the model wrote. MATH is
-lm-eval's `hendrycks_math`; its `minerva_math` has the paper's 4 shots, but needs further packages.
+Code, HumanEval and MBPP, is missing: it runs what the model wrote. MATH is lm-eval's
+`hendrycks_math`; its `minerva_math` has the paper's 4 shots, but needs further packages.
 """
 
 
 def reading(name: str) -> dict[str, Any]:
     """Return how a preset reads what the paper leaves open: start, dropout, scales, balance loss.
 
-    Sizes and the host's tuning are left out: ``replace(config, **reading("paper"))`` differs
-    from ``config`` by the reading alone.
+    ``replace(config, **reading("paper"))`` keeps the sizes and the host's tuning of ``config``.
     """
     preset = Config.preset(name)
     return {field: getattr(preset, field) for field in OPEN}
 
 
 def root(base: str, mix: str) -> str:
-    """Name a run's values: ``pesc``, then the base's size and the mixture where they are larger.
+    """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/13b``, ``pesc/34b/pro``.
 
-    Each base and mixture of Table 2 has a name of its own: ``/13b`` or ``/34b`` for a base of that
-    size (its commit does not count), ``/pro`` for IDAE-720K.
+    The base's commit does not count; ``pro`` is the larger mixture, IDAE-720K.
     """
     name = base.partition("@")[0].lower()
     size = next((f"/{size}" for size in ("13b", "34b") if size in name), "")

@@ -1,11 +1,21 @@
-"""Sparsity crafting: each MLP of a dense decoder becomes that MLP, E adapters and a router."""
+"""Sparsity crafting: each MLP of a dense decoder becomes that MLP, E adapters and a router.
+
+What of the host trains beside them is nothing, LoRA, QLoRA or everything.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from moebook import nn as mnn
@@ -14,6 +24,8 @@ from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
 from moebook.settings import settings
+
+Chosen = tuple[Anatomy, list[Layer]]
 
 
 @settings
@@ -38,20 +50,13 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
     and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
     norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm.
     Adapters and routers are float32 (float64 in a float64 host). What trains is not changed here:
-    see `prepare`. A model that is refused is left untouched.
-
-    Args:
-        model: A dense causal language model with gated MLPs (Llama, Mistral, Qwen, SmolLM, Yi,
-            Gemma ...).
-        config: Its adapters must not be wider than the host, its layers must exist.
-
-    Returns:
-        The same model.
+    see `prepare`. Hosts are causal language models with gated MLPs (Llama, Mistral, Qwen, SmolLM,
+    Yi, Gemma ...); one that is refused is left untouched.
     """
     chosen = craftable(model, config)
-    made_from = Origin(config=config, sparse=True, base=checkpoint.fingerprint(model))
+    base = checkpoint.fingerprint(model)
     install(chosen, config)
-    model.pesc = made_from
+    model.pesc = Origin(config=config, sparse=True, base=base)
     return model
 
 
@@ -67,21 +72,19 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
             "E-CHOICE", f"host is '{config.host}': Eq. 6 compares experts alone, use host='frozen'"
         )
     chosen = craftable(model, config)
-    made_from = Origin(config=config, sparse=True, base=checkpoint.fingerprint(model))
+    base, of_host = checkpoint.fingerprint(model), list(model.parameters())
     graft(
         chosen,
         config,
         lambda layer, router: mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts)),
     )
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, mnn.ExpertMoE):
-            module.requires_grad_(True)
-    model.pesc = made_from
+    for parameter in of_host:
+        parameter.requires_grad_(False)
+    model.pesc = Origin(config=config, sparse=True, base=base)
     return model
 
 
-def craftable(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
+def craftable(model: nn.Module, config: Config) -> Chosen:
     """Return the host's anatomy and the layers to craft, or refuse what cannot be crafted."""
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
@@ -93,13 +96,14 @@ def craftable(model: nn.Module, config: Config) -> tuple[Anatomy, list[Layer]]:
     return host, layers
 
 
-def install(chosen: tuple[Anatomy, list[Layer]], config: Config) -> None:
+def install(chosen: Chosen, config: Config) -> None:
     """Put adapters and a router into each chosen layer."""
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
+        experts, width = router.weight.shape
         adapters = mnn.Adapters(
-            router.weight.shape[1],
-            config.experts,
+            width,
+            experts,
             config.adapter_width,
             scale=config.adapter_scale,
             served_scale=config.served_scale,
@@ -114,26 +118,147 @@ def install(chosen: tuple[Anatomy, list[Layer]], config: Config) -> None:
 
 
 def graft(
-    chosen: tuple[Anatomy, list[Layer]],
+    chosen: Chosen,
     config: Config,
     build: Callable[[Layer, mnn.Router], nn.Module],
 ) -> None:
     """Replace the chosen MLPs by what ``build`` makes of each, all built before one is put in."""
     host, layers = chosen
-    trace = mnn.Trace()
-    modules = []
+    trace, modules = mnn.Trace(), []
     for layer in layers:
         weight = next(p for p in layer.block.parameters() if p.is_floating_point())
-        router = mnn.Router(
-            host.hidden,
-            config.experts,
-            config.top_k,
-            layer=layer.index,
-            trace=trace,
-            dtype=torch.promote_types(torch.float32, weight.dtype),
-            device=weight.device,
-        )
+        dtype = torch.promote_types(torch.float32, weight.dtype)
+        where = {"layer": layer.index, "trace": trace, "dtype": dtype, "device": weight.device}
+        router = mnn.Router(host.hidden, config.experts, config.top_k, **where)
         modules.append(build(layer, router).train(layer.block.training))
     for layer, module in zip(layers, modules, strict=True):
         layer.replace(module)
     trace.follow(host.decoder)
+
+
+def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Module:
+    """Make a dense model ready to train, in place: the host's tuning and, when sparse, `craft`.
+
+    Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: the same quantisation,
+    the same LoRA, no adapters, so the arms share everything else. Afterwards exactly what `trained`
+    lists requires a gradient. With ``host="qlora"`` the linear layers inside the decoder layers are
+    held in NF4 with double quantisation and compute in the host's own dtype (load it in bfloat16
+    for the paper's setting); adapters, routers, embeddings, head and norms are not quantised.
+    """
+    base = checkpoint.fingerprint(model)
+    return assemble(model, Origin(config=config, sparse=sparse, base=base))
+
+
+def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
+    """Install adapters (when sparse) and LoRA, and let exactly what was asked for train."""
+    config = made_from.config
+    chosen = craftable(model, config)
+    if config.host == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        refuse("E-DEP", "host='qlora' needs bitsandbytes: pip install bitsandbytes, or host='lora'")
+    if config.host == "qlora":
+        _quantise(model, chosen[0])
+    if made_from.sparse:
+        install(chosen, config)
+    if config.host in ("lora", "qlora"):
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=list(config.lora_targets),
+        )
+        inject_adapter_in_model(lora, model)
+    model.requires_grad_(False)
+    for parameter in trained(model, config).values():
+        parameter.requires_grad_(True)
+        if config.host != "full":  # LoRA takes the host's dtype, in which small updates are lost
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    model.pesc = made_from
+    return model
+
+
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write what was trained, the settings and the base's fingerprint to a new folder."""
+    made_from = checkpoint.origin(model, Origin)
+    return checkpoint.save(folder, made_from, trained(model, made_from.config))
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Prepare a dense base as a saved model was, bit for bit; a refused one is left untouched."""
+
+    def restore(base: nn.Module, made_from: Origin) -> dict[str, nn.Parameter]:
+        return trained(assemble(base, made_from), made_from.config)
+
+    return checkpoint.load(model, folder, Origin, restore)
+
+
+def trained(model: nn.Module, config: Config) -> dict[str, nn.Parameter]:
+    """Return what trains, by name: adapters, routers and LoRA, or (``"full"``) everything."""
+    parameters = dict(model.named_parameters())
+    if config.host == "full":
+        return parameters
+    kinds = mnn.Adapters | mnn.Router
+    added = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, kinds))
+    return {n: p for n, p in parameters.items() if n.startswith(added) or ".lora_" in n}
+
+
+def adapter_norm(model: nn.Module) -> float:
+    """Return the norm of all upper matrices, which start at zero: how far the adapters moved."""
+    ups = [part.up.detach() for part in model.modules() if isinstance(part, mnn.Adapters)]
+    if not ups:
+        refuse("E-MODEL", "no adapters to measure: the model is dense or has full experts")
+    return torch.stack([up.norm() for up in ups]).norm().item()
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> nn.Module:
+    """Fold LoRA into the host's weights in place, so that the layers are plain linear layers again.
+
+    NF4 weights are dequantised first and stay so: folding into 4 bits again (as PEFT does) would
+    round LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.
+    """
+    made_from = checkpoint.origin(model, Origin)
+    host = made_from.config.host
+    if host not in ("lora", "qlora"):
+        refuse("E-MODEL", f"nothing to merge: the model was prepared with host='{host}'")
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLayer):
+            model.set_submodule(name, _merged(layer))
+    model.is_loaded_in_4bit = False
+    model.pesc = replace(made_from, config=replace(made_from.config, host="full"))
+    return model
+
+
+def _merged(layer: LoraLayer) -> nn.Linear:
+    base, delta = layer.get_base_layer(), layer.get_delta_weight("default")
+    weight, bias = dequantize_module_weight(base), base.bias
+    linear = nn.Linear(base.in_features, base.out_features, bias is not None, device="meta")
+    linear.weight = nn.Parameter((weight.to(delta.dtype) + delta).to(weight.dtype))
+    linear.bias = None if bias is None else nn.Parameter(bias.detach())
+    return linear.train(layer.training)
+
+
+def _quantise(model: nn.Module, host: Anatomy) -> None:
+    """Replace the linear layers inside the decoder layers by NF4 ones (QLoRA)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit  # optional, checked by `prepare`
+
+    for layer in host.layers:
+        for name, dense in list(layer.block.named_modules()):
+            if type(dense) is not nn.Linear:
+                continue
+            quantised = Linear4bit(
+                dense.in_features,
+                dense.out_features,
+                bias=dense.bias is not None,
+                compute_dtype=dense.weight.dtype,
+                quant_type="nf4",
+                device="meta",
+            )
+            quantised.weight = Params4bit(
+                dense.weight.data, requires_grad=False, quant_type="nf4", module=quantised
+            ).to(dense.weight.device)
+            quantised.bias = dense.bias
+            # Else evaluation on a CPU with AVX512-BF16 would repack the weights for good: widths of
+            # whole 64-blocks only, double quantisation undone, scales rounded to bfloat16.
+            quantised.support_avx512bf16_for_cpu = False
+            layer.block.set_submodule(name, quantised)
+    model.is_loaded_in_4bit = True  # what PEFT asks before it wraps 4-bit layers

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,19 +36,16 @@ HOSTS = {
 PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}
 """Billions of parameters that Table 2 prints for the crafted hosts."""
 TURNS, STEPS = 3, 6
-"""Short runs of each model that are timed, and their steps; the first one, a warm-up, is not."""
+"""Short runs of each model that `cost` times, and their steps; the first one is a warm-up."""
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
     """Return ``alpha * E * sum_i f_i p_i``, summed over sparse layers, of the last pass (Eq. 10).
 
-    Each layer has its own term ("for each sparse transformer block"), see `moebook.nn.balancing`.
-    A scalar; 0 for the dense arm and for ``balance="none"``. Fits
-    ``training.fit(..., penalty=pesc.balance_loss)``.
-
-    Args:
-        model: A crafted model that has run forward.
-        attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
+    Each layer has its own term ("for each sparse transformer block"), see `moebook.nn.balance`. A
+    scalar; 0 for the dense arm and for ``balance="none"``. Fits
+    ``training.fit(..., penalty=pesc.balance_loss)``. The mask ``[B, T]`` is 1 for real tokens; by
+    default it is the one that the model was called with.
     """
     config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
     if config.balance == "none" or not routers:
@@ -59,14 +54,9 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
 
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
-    """Run one batch and return what the balance loss is, and how hard it pulls at the routers.
+    """Return the balance loss of one batch, mean over layers, and how hard it pulls at the routers.
 
-    Args:
-        model: Crafted, in training mode, with trainable routers; their gradients are changed.
-        batch: What the model is called with, ``input_ids`` and ``attention_mask`` ``[B, T]``.
-
-    Returns:
-        `balance_loss`, mean over sparse layers, and the norm of its gradient over all routers.
+    The pull is the norm of the gradient over all routers of a crafted model in training mode.
     """
     model(**batch)
     routers = mnn.routers(model)
@@ -76,28 +66,10 @@ def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float,
     return value.item(), norm.item()
 
 
-@dataclass(frozen=True)
-class Approximation:
-    """Eq. 6, measured on a set of batches.
-
-    Attributes:
-        loss_gap: Mean over rows of ``|loss(full) - loss(pesc)|``, nats per labelled token: xi of
-            Eq. 6 with F the training objective.
-        gaps: The same row by row.
-        output_error: Mean over layers of ``|pesc - full| / |full - dense|``, norms over all real
-            tokens: the layers' outputs on equal inputs, those of the dense base. 0 is exact, 1 is
-            what never training the adapters would give.
-    """
-
-    loss_gap: float
-    gaps: list[float]
-    output_error: float
-
-
 @torch.no_grad()
 def approximation_error(
     pesc: nn.Module, full: nn.Module, dense: nn.Module, batches: Iterable[Mapping[str, Any]]
-) -> Approximation:
+) -> tuple[list[float], float]:
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
     Args:
@@ -106,6 +78,12 @@ def approximation_error(
         dense: The base both started from.
         batches: Each with ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``, as the model
             takes them (also with ``logits_to_keep`` and the labels' last columns alone).
+
+    Returns:
+        Row by row ``|loss(full) - loss(pesc)|``, nats per labelled token: its mean is xi of Eq. 6
+        with F the training objective. And ``|pesc - full| / |full - dense|``, mean over layers, of
+        the outputs for real tokens on equal inputs, those of the dense base: 0 is exact, 1 is what
+        never training the adapters would give.
     """
     gaps: list[float] = []
     squares = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
@@ -123,7 +101,7 @@ def approximation_error(
         refuse("E-DATA", "no batch to measure the approximation error on; give one or more")
     moved = squares[1] > 0
     ratio = (squares[0][moved] / squares[1][moved]).sqrt()
-    return Approximation(sum(gaps) / len(gaps), gaps, float(ratio.mean()))
+    return gaps, float(ratio.mean())
 
 
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -137,45 +115,35 @@ def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:
     """Return squared distances pesc-full and full-dense, ``[2, L]``, on the dense MLPs' inputs."""
     mlps = [[layer.mlp for layer in anatomy(model).layers] for model in models]
-    calls: list[tuple[Tensor, Tensor]] = []
-    with ExitStack() as hooks:
-        for mlp in mlps[2]:
-            note = mlp.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
-            hooks.enter_context(note)
+    calls: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
+        calls[layer] = arguments[0], output
+
+    with mnn.hooked(dict(enumerate(mlps[2])), see):
         models[2](input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     real = batch["attention_mask"].bool()
     distances = []
-    for pesc, full, (x, dense) in zip(mlps[0], mlps[1], calls, strict=True):
+    for pesc, full, (x, dense) in zip(*mlps[:2], calls.values(), strict=True):
         a, b, c = pesc(x)[real].double(), full(x)[real].double(), dense[real].double()
         distances.append([(a - b).square().sum(), (b - c).square().sum()])
     return torch.tensor(distances, dtype=torch.float64).T
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of parameters, LoRA merged.
+class Counts(NamedTuple):
+    """Numbers of parameters, LoRA merged."""
 
-    Attributes:
-        dense: Of the host.
-        adapters: Of all adapters.
-        routers: Of all routers.
-        total: Of the crafted model.
-        activated: That one token uses: the host, the routers, and K of E adapters a layer.
-    """
-
-    dense: int
+    dense: int  # of the host
     adapters: int
     routers: int
-    total: int
-    activated: int
+    total: int  # of the crafted model
+    activated: int  # that one token uses: the host, the routers, and K of E adapters a layer
 
 
 def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     """Count a crafted model's parameters on the meta device, where nothing is allocated.
 
-    Args:
-        config: The settings.
-        host: ``"llama-2-7b"``, ``"llama-2-13b"``, ``"yi-34b"``, or a configuration of transformers.
+    The host is one of `HOSTS` or a configuration of transformers.
     """
     if isinstance(host, str):
         if host not in HOSTS:
@@ -193,28 +161,19 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     return Counts(dense, adapters, routers, total, total - idle)
 
 
-def implied_width(config: Config, host: str | PreTrainedConfig, total: float) -> float:
-    """Return the adapter width R at which a crafted host has ``total`` parameters.
-
-    A printed size is rounded: ask for both ends of its range (8B: 7.5e9 and 8.5e9).
-    """
-    size = counts(config, host)
-    return (total - size.dense - size.routers) / (size.adapters / config.adapter_width)
-
-
 def printed_sizes() -> pd.DataFrame:
     """Set the paper's three crafted hosts beside the sizes that Table 2 prints.
 
-    Returns:
-        A line a host, numbers of parameters: ``dense``, ``total`` and ``activated`` at width 512,
-        ``total_64`` at width 64, which the released code trains; and ``implied_width_low`` and
-        ``implied_width_high``, between which the total rounds to what is printed.
+    A line a host, numbers of parameters: ``dense``, ``total`` and ``activated`` at width 512,
+    ``total_64`` at width 64, which the released code trains; and ``implied_width_low`` and
+    ``implied_width_high``, between which the total rounds to what is printed.
     """
     wide, released = Config.preset("fixed"), Config.preset("released")
     lines = {}
     for host, printed in PRINTED.items():
         size, narrow = counts(wide, host), counts(released, host)
-        ends = [implied_width(wide, host, (printed + side) * 1e9) for side in (-0.5, 0.5)]
+        rest, per_width = size.dense + size.routers, size.adapters / wide.adapter_width
+        ends = [((printed + side) * 1e9 - rest) / per_width for side in (-0.5, 0.5)]
         lines[host] = [size.dense, size.total, size.activated, narrow.total, *ends]
     whats = ["dense", "total", "activated", "total_64", "implied_width_low", "implied_width_high"]
     return pd.DataFrame(lines, index=whats).T
@@ -224,31 +183,17 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Ratios of the sparse model to the dense one.
-
-    Attributes:
-        step_times: The median ratio of the seconds of a step, for each turn.
-        memory: Bytes that a training step holds, counted tensor by tensor.
-    """
-
-    step_times: list[float]
-    memory: float
-
-
 def cost(
     dense: nn.Module, sparse: nn.Module, train: Rows, inputs: Mapping[str, Tensor], **recipe: Any
-) -> Cost:
-    """Train both in turns on the same batches, so that a busy machine slows both; count bytes.
+) -> tuple[list[float], float]:
+    """Return what a step of the crafted model costs over one of the dense arm: times and bytes.
 
-    Args:
-        dense: The dense arm, from `prepare`; it goes on training, as does the other.
-        sparse: The crafted one.
-        train: Rows as `training.fit` takes them.
-        inputs: ``input_ids`` and ``attention_mask`` ``[B, T]`` to count bytes with; each token is
-            its label.
-        recipe: As for `training.fit`; number of steps, seed and penalty are its own.
+    Both train in turns on the same batches by the recipe of `training.fit`, so that a busy machine
+    slows both. Bytes are counted tensor by tensor for ``inputs``, ``input_ids`` and
+    ``attention_mask`` ``[B, T]``, in which each token is its label.
+
+    Returns:
+        The median ratio of the seconds of a step, for each turn; the ratio of the bytes.
     """
     pair = dense.train(), sparse.train()
     labelled = {**inputs, "labels": inputs["input_ids"]}
@@ -258,4 +203,4 @@ def cost(
         settings = {**recipe, "steps": STEPS, "seed": turn, "penalty": balance_loss}
         times = [np.diff(fit(model, train, **settings).seconds) for model in pair]
         ratios.append(float(np.median(times[1] / times[0])))
-    return Cost(ratios, memory[1] / memory[0])
+    return ratios, memory[1] / memory[0]
