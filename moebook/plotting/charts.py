@@ -1,19 +1,29 @@
-"""Charts along one axis: curves over training steps and grouped bars, both with intervals."""
+"""Charts along one axis: curves, bars with intervals, heat maps and loads of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moebook.errors import refuse
-from moebook.plotting.panels import single
-from moebook.plotting.theme import COLOURS, HATCHES, INK, MARKERS, legend_below, tilt_when_long
+from moebook.plotting import theme
+from moebook.plotting.theme import (
+    COLOURS,
+    HATCHES,
+    INK,
+    Look,
+    grid,
+    legend,
+    look,
+    single,
+    tilt_when_long,
+)
 from moebook.results.intervals import interval
 
 
@@ -32,45 +42,38 @@ def curves(
 
     Args:
         series: Name to values ``[S, T]`` (seeds by points) or ``[T]`` for a single seed.
-        steps: The ``T`` horizontal positions, in the unit that `xlabel` names.
-        xlabel: Label of the horizontal axis with its unit, such as ``optimizer steps``.
-        ylabel: Label of the vertical axis with its unit, such as ``loss (nats per token)``.
+        steps: The ``T`` horizontal positions, in the unit that ``xlabel`` names.
+        xlabel: Such as ``optimizer steps``.
+        ylabel: With its unit, such as ``loss (nats per token)``.
         title: What the figure shows, in words that also make sense read aloud.
-        window: Points of a centred moving average; 1 draws the values as they are.
-
-    Raises:
-        Refusal: E-SHAPE when a series and `steps` differ in length, E-RANGE for a bad `window`.
+        window: Points of a centred moving average, 1 to T.
     """
     positions = np.asarray(steps, dtype=float)
     if not 1 <= window <= len(positions):
-        refuse(
-            "E-RANGE",
-            f"curves: window is {window}; expected 1 to {len(positions)} points",
-        )
+        refuse("E-RANGE", f"curves: window is {window}; expected 1 to {len(positions)} points")
     figure, axes = single(3.6)
     every = max(1, len(positions) // 8)
     for index, (name, values) in enumerate(series.items()):
         seeds = np.atleast_2d(np.asarray(values, dtype=float))
         if seeds.shape[1] != len(positions):
-            found = f"series '{name}' has {seeds.shape[1]} points; steps has {len(positions)}"
-            refuse("E-SHAPE", f"curves: {found}")
+            lengths = f"has {seeds.shape[1]} points; steps has {len(positions)}"
+            refuse("E-SHAPE", f"curves: series '{name}' {lengths}")
         seeds = np.stack([_moving_average(row, window) for row in seeds])
         several = f" (mean and range of {len(seeds)} seeds)" if len(seeds) > 1 else ""
-        axes.plot(
-            positions,
-            seeds.mean(axis=0),
-            color=COLOURS[index % len(COLOURS)],
-            label=f"{name}{several}",
-            marker=MARKERS[index % len(MARKERS)],
-            markevery=(index * every // len(series), every),
-            markersize=5,
-        )
+        dress = look(index) | {"markevery": (index * every // len(series), every), "markersize": 5}
+        axes.plot(positions, seeds.mean(0), label=f"{name}{several}", **dress)
         if several:
-            low, high, colour = seeds.min(axis=0), seeds.max(axis=0), axes.lines[-1].get_color()
+            low, high, colour = seeds.min(0), seeds.max(0), axes.lines[-1].get_color()
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     axes.legend()
     return figure
+
+
+def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:
+    """Average over a centred window that shrinks at both ends, so that no point is invented."""
+    ones = np.ones(window)
+    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
 
 
 def bars(
@@ -84,49 +87,38 @@ def bars(
 ) -> Figure:
     """Draw grouped bars with their intervals; the number stands on each bar while there is room.
 
-    Args:
-        frame: One row a bar: the columns that `group` and `series` name, `value` (the bar's
-            height), and `low` and `high`, the interval's ends in the same unit; where they are
-            missing numbers there is no whisker.
-        group: Column whose values stand along the horizontal axis, in order of appearance.
-        series: Column whose values are the colours, in order of appearance.
-        ylabel: Label of the vertical axis with its unit.
-        title: What the figure shows.
-        chance: Height of a dashed line for guessing, or None for no line.
-
-    Raises:
-        Refusal: E-KEYS when a column is missing.
+    ``frame`` has one row a bar: the columns that ``group`` (along the horizontal axis) and
+    ``series`` (the colours) name, ``value`` (the bar's height), and ``low`` and ``high``, the
+    interval's ends in the same unit; where they are missing numbers there is no whisker. A dashed
+    line stands at ``chance``, for guessing.
     """
-    missing = [column for column in (group, series, "value", "low", "high") if column not in frame]
-    if missing:
-        refuse("E-KEYS", f"bars: no column {missing}; the frame has {list(frame.columns)}")
+    theme.require("bars", frame, (group, series, "value", "low", "high"))
     groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
     figure, axes = single(3.6)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         rows = frame[frame[series] == name].set_index(group).reindex(groups)
         places = np.arange(len(groups)) + (index - (len(names) - 1) / 2) * width
-        heights, below, above = _whiskers(rows)
-        axes.bar(
-            places,
-            heights,
-            width * 0.92,
-            yerr=np.stack([below, above]) if np.any(below + above) else None,
-            color=COLOURS[index % len(COLOURS)],
-            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)],
-            edgecolor="white",
-            ecolor=INK,
-            capsize=3,
-            label=str(name),
-        )
+        heights, low, high = (rows[column].to_numpy(float) for column in ("value", "low", "high"))
+        whiskers = np.nan_to_num(np.stack([heights - low, high - heights]))
+        drawn = axes.bar(
+            places, heights, width * 0.92, yerr=whiskers if whiskers.any() else None,
+            color=COLOURS[index % len(COLOURS)], edgecolor="white", ecolor=INK, capsize=3,
+            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)], label=str(name),
+        )  # fmt: skip
         if len(groups) * len(names) <= 16:
-            _write_heights(axes, places, heights, heights + above, 8.5 if len(names) < 5 else 7)
+            numbers = [f"{height:#.3g}" if np.isfinite(height) else "" for height in heights]
+            size = 8.5 if len(names) < 5 else 7
+            axes.bar_label(drawn, numbers, padding=3, fontsize=size)
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
     tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
     if chance is not None:
         axes.axhline(chance, color=INK, ls=(0, (4, 3)), lw=1, label="chance")
-    legend_below(figure, axes)
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(len(labels), 5)  # filled one after another: rows should read in order
+    order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
+    legend(figure, {labels[place]: handles[place] for place in order}, columns)
     return figure
 
 
@@ -140,12 +132,8 @@ def accuracies(
 ) -> Figure:
     """Draw `bars` of accuracy, one for each arm in each group, with intervals over test items.
 
-    Args:
-        tables: Evaluations of one run, by arm.
-        by: Column that groups items, such as ``domain`` or ``task``.
-        column: Column whose mean is the accuracy.
-        series: What the arms are called.
-        title: What the figure shows.
+    ``tables`` are evaluations of one run, by arm; ``by`` is the column that groups items, such as
+    ``domain``, ``column`` the one whose mean is the accuracy, ``series`` what the arms are called.
     """
     rows = []
     for arm, table in tables.items():
@@ -157,34 +145,92 @@ def accuracies(
     return bars(frame, group=by, series=series, ylabel=label, title=title)
 
 
-def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:
-    """Average over a centred window that shrinks at both ends, so that no point is invented."""
-    ones = np.ones(window)
-    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
+def heatmap(
+    panels: Mapping[str, npt.ArrayLike],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+) -> Figure:
+    """Draw one heat map a panel (a layer, say) on one colour scale, so that panels compare.
+
+    ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``; ``rows`` and
+    ``columns`` are names, such as domains and experts. ``label`` says what the colours mean, with
+    the unit, such as ``share of tokens``.
+    """
+    tables = {name: np.asarray(values, dtype=float) for name, values in panels.items()}
+    if not tables:
+        refuse("E-DATA", "heatmap: no panels; expected at least one")
+    shape = len(rows), len(columns)
+    for name, table in tables.items():
+        if table.shape != shape:
+            refuse("E-SHAPE", f"heatmap: panel '{name}' is {table.shape}; expected {shape}")
+    across = min(len(tables), 4 if len(columns) <= 8 else 2)
+    height = max(1.9, 0.34 * len(rows) + 0.8)
+    figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
+    low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
+    high = max(float(np.nanmax(table)) for table in tables.values())
+    dark = low + 0.6 * (high - low)
+    for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
+        image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
+        axes.set_xticks(range(len(columns)), columns)
+        tilt_when_long(axes, columns, across)
+        axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
+        axes.tick_params(length=0)
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+        if table.size * len(tables) <= 200:
+            for (row, column), number in np.ndenumerate(table):
+                axes.text(
+                    column, row, re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}"), ha="center",
+                    va="center", fontsize=6.5 if across > 2 else 8,
+                    color="white" if number > dark else INK,
+                )  # fmt: skip
+    figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30)
+    return figure
 
 
-def _whiskers(rows: pd.DataFrame) -> tuple[npt.NDArray[Any], ...]:
-    """Return the bars' heights and how far their intervals reach below and above them."""
-    heights = rows["value"].to_numpy(float)
-    below = np.nan_to_num(heights - rows["low"].to_numpy(float))
-    return heights, below, np.nan_to_num(rows["high"].to_numpy(float) - heights)
+def loads(
+    shares: Mapping[str, npt.ArrayLike],
+    *,
+    xlabel: str = "share of routed tokens (in the bars: expert)",
+    title: str = "",
+) -> Figure:
+    """Draw one stacked bar a row (a layer, say): which share of the tokens each expert serves.
 
-
-def _write_heights(
-    axes: Axes,
-    places: npt.NDArray[Any],
-    heights: npt.NDArray[Any],
-    tops: npt.NDArray[Any],
-    size: float,
-) -> None:
-    """Write each bar's height above its whisker, in letters of `size` points."""
-    for place, height, top in zip(places, heights, tops, strict=True):
-        if np.isfinite(height):
-            axes.annotate(
-                f"{height:#.3g}",
-                (place, top),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=size,
-            )
+    The number in a segment is its expert's. Dotted lines mark where the borders would lie if every
+    expert served the same share. ``shares`` is the row's name to the experts' shares ``[E]``, which
+    sum to 1.
+    """
+    table = {name: np.asarray(row, dtype=float) for name, row in shares.items()}
+    experts = len(next(iter(table.values())))
+    for name, row in table.items():
+        if row.shape != (experts,):
+            refuse("E-SHAPE", f"loads: row '{name}' is {row.shape}; expected {(experts,)}")
+        if not np.isclose(row.sum(), 1.0, atol=1e-3):
+            refuse("E-RANGE", f"loads: row '{name}' sums to {row.sum():.4g}; expected 1")
+    figure, axes = single(max(2.0, 0.34 * len(table) + 1.1))
+    widths, left = np.stack(list(table.values())), np.zeros(len(table))
+    for expert in range(experts):
+        colour = COLOURS[expert % len(COLOURS)]
+        hatch = HATCHES[expert // len(COLOURS) % len(HATCHES)]
+        dress: Look = {"color": colour, "hatch": hatch, "edgecolor": "white"}
+        patches = axes.barh(list(table), widths[:, expert], left=left, **dress)
+        # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
+        names = [str(expert) if share > 0.022 else "" for share in widths[:, expert]]
+        axes.bar_label(
+            patches, names, label_type="center", fontsize=8.5,
+            color="white" if colour in theme.DARK_COLOURS else INK,
+            bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0},
+        )  # fmt: skip
+        left += widths[:, expert]
+    for border in np.arange(1, experts) / experts:
+        axes.axvline(border, color=INK, ls=":", lw=0.9)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set(xlabel=xlabel, title=title, xlim=(0, 1))
+    axes.margins(y=0.02)
+    return figure

@@ -1,14 +1,20 @@
-"""The look of every figure: Okabe-Ito colours, readable sizes, an opaque background."""
+"""The look of every figure: Okabe-Ito colours, readable sizes, panels of the text's width."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.rcsetup import cycler
+
+from moebook.errors import refuse
 
 COLOURS: tuple[str, ...] = (
     "#0072B2",  # blue
@@ -20,79 +26,92 @@ COLOURS: tuple[str, ...] = (
     "#5F5F5F",  # grey, for Okabe-Ito's black, which would hide axes and error bars
     "#F0E442",  # yellow, last: weakest on white
 )
-"""Okabe and Ito's palette, told apart with every common colour vision, strongest on white first."""
-
-WIDTH = 7.2
-"""Width of a figure in inches: the book's text column."""
-
-MARKERS = "osD^vPX*"
-HATCHES = ("", "///", "...", "xxx")
+"""Okabe and Ito's palette, strongest on white first; told apart with every colour vision."""
 DARK_COLOURS = frozenset({"#0072B2", "#5F5F5F"})
 """Those of `COLOURS` on which white text reads better than dark."""
-
+MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "xxx")
+WIDTH = 7.2
+"""Width of a figure in inches: the book's text column."""
 INK = "#14171A"
-RULE = "#C9CED6"
-SEQUENTIAL = "Blues"
-"""Colour map of shares and counts: one hue, so that lightness alone carries the value."""
-
-_RC: dict[Any, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": RULE,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": INK,
-    "axes.labelsize": 10.5,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10.0,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    # Opaque on purpose: dark text on a transparent figure vanishes on the book's dark pages.
-    "figure.facecolor": "white",
-    "figure.dpi": 160,
-    "figure.titlesize": 12,
-    "figure.titleweight": "bold",
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "grid.color": "#E6E9EE",
-    "grid.linewidth": 0.8,
-    "image.cmap": SEQUENTIAL,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "lines.linewidth": 1.8,
-    "savefig.facecolor": "white",
-    "text.color": INK,
-    "xtick.color": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.color": INK,
-    "ytick.labelsize": 9.5,
-}
+Series = Mapping[str, npt.ArrayLike]
+Look = dict[str, Any]
 
 
 def style() -> None:
     """Set matplotlib to the book's look for the rest of the session; call it once a notebook."""
-    matplotlib.rcParams.update({**_RC, "axes.prop_cycle": cycler(color=COLOURS)})
+    plt.style.use(Path(__file__).with_name("book.mplstyle"))
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
+def single(height: float) -> tuple[Figure, Axes]:
+    """Open one panel of the text's width and so many inches in height."""
+    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    plt.close(figure)
+    return figure, axes
+
+
+def grid(
+    names: Sequence[str], across: int, height: float,
+    xlabel: str, ylabel: str, title: str, *, shared: bool = False,
+) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
+    across = min(across, len(names))
+    down = -(-len(names) // across)
+    figure, cells = plt.subplots(
+        down, across, figsize=(WIDTH, height * down + 0.6), layout="constrained", squeeze=False,
+        sharex=shared, sharey=shared,
+    )  # fmt: skip
+    plt.close(figure)
+    for axes, name in zip(cells.flat, names, strict=False):
+        axes.set_title(name, fontsize=10, pad=5)
+    for axes in cells.flat[len(names) :]:
+        axes.set_visible(False)
+    for axes in cells.flat[max(0, len(names) - across) : len(names)]:
+        axes.set_xlabel(xlabel, fontsize=9)  # a label of the figure would lie under its legend
+        axes.tick_params(labelbottom=True)
+    figure.supylabel(ylabel, fontsize=10.5)
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure, list(cells.flat[: len(names)])
+
+
+def arrays(
+    chart: str, panels: Mapping[str, Series]
+) -> tuple[list[dict[str, npt.NDArray[np.float64]]], dict[str, Look]]:
+    """Return each panel's series as arrays ``[n, 2]``, and the look of each name in all panels."""
+    if not panels:
+        refuse("E-DATA", f"{chart}: no panels; expected at least one")
+    converted = [
+        {name: np.asarray(values, dtype=float) for name, values in panel.items()}
+        for panel in panels.values()
+    ]
+    for title, panel in zip(panels, converted, strict=True):
+        for name, values in panel.items():
+            if values.ndim != 2 or values.shape[1] != 2:
+                refuse("E-SHAPE", f"{chart}: '{name}' of '{title}' is {values.shape}, not [n, 2]")
+    names = dict.fromkeys(name for panel in converted for name in panel)
+    return converted, {name: look(place) for place, name in enumerate(names)}
+
+
+def look(place: int) -> Look:
+    """Return colour and marker of the series at a place; a series has its own in every panel."""
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+
+
+def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
+    """Refuse a frame without these columns."""
+    if missing := [column for column in columns if column not in frame]:
+        refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {list(frame.columns)}")
+
+
+def legend(figure: Figure, handles: Mapping[str, Artist], columns: int) -> None:
     """Put the legend under the axes, where it hides no data; one entry needs none."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        columns = min(len(labels), 5)  # filled one after another: rows should read in order
-        order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
-        entries = [handles[place] for place in order], [labels[place] for place in order]
-        figure.legend(*entries, loc="outside lower center", ncols=columns)
+    if len(handles) > 1:
+        columns = min(len(handles), columns)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
 
 
 def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:
-    """Tilt the horizontal axis's names when side by side they would run into each other.
-
-    Args:
-        axes: With these names on it.
-        names: Names of one panel.
-        across: Panels side by side.
-    """
+    """Tilt the horizontal axis's names where panels side by side would let them collide."""
     if across * sum(len(str(name)) for name in names) > 75:
         axes.tick_params(axis="x", rotation=30)
         for label in axes.get_xticklabels():

@@ -1,0 +1,249 @@
+"""Figures draw the numbers they were given, refuse those that do not fit, and are readable."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from scipy import stats
+
+from moebook import plotting
+from moebook.errors import Refusal
+from moebook.plotting import speed
+from moebook.plotting.points import COLUMNS
+from moebook.plotting.theme import COLOURS, DARK_COLOURS, INK
+
+BARS = pd.DataFrame(
+    [["code", "dense", 0.4, 0.3, 0.5], ["code", "sparse", 0.5, 0.45, 0.6],
+     ["language", "dense", 0.2, 0.1, 0.25], ["language", "sparse", 0.3, np.nan, np.nan]],
+    columns=["domain", "model", "value", "low", "high"],
+)  # fmt: skip
+EFFECTS = pd.DataFrame(
+    [["points", "leads", "nano", 2.0, 1.0, 3.0, True],
+     ["points", "leads", "smollm2", 1.0, -1.0, 3.0, False],
+     ["points", "learns", "nano", -1.0, -2.0, 0.0, False],
+     ["nats", "costs", "smollm2", 0.2, 0.1, 0.3, True]],
+    columns=COLUMNS,
+)  # fmt: skip
+TIMES = pd.DataFrame(
+    [["experts", "eager", 16.0, 0.8], ["experts", "own", 0.5, 0.8], ["groups", "loop", 2.0, np.nan]],
+    columns=["group", "contender", "value", "floor"],
+)  # fmt: skip
+CLOUD = np.array([[0.0, 1.0], [2.0, 3.0]])
+
+
+def texts(found) -> list[str]:
+    return [text.get_text() for text in found]
+
+
+def whiskers(bars) -> list:
+    return [path.vertices[:, 1] for path in bars.errorbar.lines[2][0].get_paths()]
+
+
+def test_a_curve_is_the_mean_of_its_seeds_and_the_band_their_range() -> None:
+    seeds = {"sparse": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]]}
+    (axes,) = plotting.curves(seeds, steps=[0, 10, 20], xlabel="steps", ylabel="nats").axes
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4.0], [10, 3.0], [20, 1.0]])
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (1.0, 5.0)
+    assert "2 seeds" in texts(axes.get_legend().get_texts())[0]
+    figure = plotting.curves({"dense": [2.0, 1.0]}, steps=[0, 1], xlabel="steps", ylabel="nats")
+    assert not figure.axes[0].collections
+
+
+def test_a_moving_average_keeps_a_constant_and_its_ends() -> None:
+    lines = {"flat": np.full(9, 2.5), "ramp": np.arange(9.0)}
+    figure = plotting.curves(lines, steps=np.arange(9), xlabel="steps", ylabel="nats", window=3)
+    flat, ramp = (line.get_ydata() for line in figure.axes[0].lines)
+    np.testing.assert_allclose(flat, 2.5)
+    np.testing.assert_allclose(ramp, [0.5, 1, 2, 3, 4, 5, 6, 7, 7.5])
+
+
+def test_bars_stand_at_their_values_with_their_whiskers() -> None:
+    figure = plotting.bars(BARS, group="domain", series="model", ylabel="share", chance=0.1)
+    (axes,) = figure.axes
+    dense, sparse = (each for each in axes.containers if hasattr(each, "patches"))
+    assert [bar.get_height() for bar in dense] == [0.4, 0.2]
+    assert [bar.get_height() for bar in sparse] == [0.5, 0.3]
+    np.testing.assert_allclose(whiskers(sparse), [[0.45, 0.6], [0.3, 0.3]])
+    assert texts(figure.legends[0].get_texts()) == ["chance", "dense", "sparse"]
+    assert texts(axes.texts) == ["0.400", "0.200", "0.500", "0.300"]
+
+
+def test_accuracies_have_students_interval_over_items_and_none_of_a_single_one() -> None:
+    items = {"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]}
+    tables = {"dense": pd.DataFrame(items), "sparse": pd.DataFrame(items).assign(correct=1)}
+    (axes,) = plotting.accuracies(tables, by="task", title="Right").axes
+    dense, sparse = (each for each in axes.containers if hasattr(each, "patches"))
+    assert [bar.get_height() for bar in dense] == [0.75, 0]
+    assert [bar.get_height() for bar in sparse] == [1, 1]
+    student = stats.ttest_1samp([1, 1, 0, 1], 0).confidence_interval()
+    np.testing.assert_allclose(whiskers(dense), [[student.low, student.high], [0, 0]])
+    assert texts(axes.get_xticklabels()) == ["sum", "copy"]
+    assert axes.get_title() == "Right"
+
+
+def test_every_panel_of_a_heat_map_has_the_same_colour_scale() -> None:
+    panels = {"layer 0": np.array([[0.1, 0.9]]), "layer 1": np.array([[0.4, 0.6]])}
+    figure = plotting.heatmap(panels, rows=["code"], columns=["0", "1"], label="share of tokens")
+    images = [axes.images[0] for axes in figure.axes if axes.images]
+    assert [image.get_clim() for image in images] == [(0.0, 0.9), (0.0, 0.9)]
+    np.testing.assert_array_equal(images[1].get_array(), panels["layer 1"])
+    assert texts(figure.axes[0].texts) == [".10", ".90"]
+    counts = {"": np.array([[10.0, 20.33, -0.5]])}
+    figure = plotting.heatmap(counts, rows=["law"], columns=["0", "1", "2"], label="experts")
+    assert texts(figure.axes[0].texts) == ["10.00", "20.33", "-.50"]
+
+
+def test_loads_stack_to_one_and_number_their_experts() -> None:
+    (axes,) = plotting.loads({"layer 0": [0.5, 0.49, 0.01], "layer 1": [0.2, 0.3, 0.5]}).axes
+    widths = np.array([[bar.get_width() for bar in bars.patches] for bars in axes.containers])
+    np.testing.assert_allclose(widths.sum(axis=0), 1.0)
+    assert texts(axes.texts) == ["0", "0", "1", "1", "", "2"]
+
+
+def test_a_series_of_points_keeps_its_colour_in_every_panel() -> None:
+    panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}, "two": {"shots": CLOUD}}
+    figure = plotting.points(panels, xlabel="x", ylabel="y")
+    one, two = figure.axes
+    assert tuple(two.collections[0].get_facecolor()[0][:3]) == to_rgb(COLOURS[1])
+    assert texts(figure.legends[0].get_texts()) == ["pool", "shots"]
+    assert one.get_xlim() == two.get_xlim()
+    assert np.asarray(one.collections[1].get_offsets()).tolist() == (CLOUD + 1).tolist()
+
+
+def test_the_legend_hides_no_label() -> None:
+    panels = {name: {"pool": CLOUD, "shots": CLOUD} for name in "abcd"}
+    figure = plotting.points(panels, xlabel="x", ylabel="y")
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    labels = [axes.xaxis.label for axes in figure.axes if axes.get_xlabel()]
+    assert len(labels) == 3
+    assert not any(legend.overlaps(label.get_window_extent()) for label in labels)
+
+
+def test_maps_without_meaning_carry_no_numbers_and_large_clouds_are_pale() -> None:
+    figure = plotting.points({"map": {"pool": np.random.rand(200, 2)}}, ticks=False)
+    (axes,) = figure.axes
+    assert len(axes.get_xticks()) == len(axes.get_yticks()) == 0
+    assert axes.collections[0].get_alpha() < 0.5
+    assert figure.legends == []
+
+
+def test_every_effect_lies_at_its_value_and_height_with_its_interval() -> None:
+    figure = plotting.forest(EFFECTS, xlabel="effect", title="Found")
+    points, nats = figure.axes
+    assert [axes.get_xlabel() for axes in figure.axes] == ["effect (points)", "effect (nats)"]
+    assert texts(points.get_yticklabels()) == ["leads", "learns"]
+    spans, dots = points.lines[:6:2], points.lines[1:6:2]
+    assert [list(span.get_xdata()) for span in spans] == [[1, 3], [-1, 3], [-2, 0]]
+    assert [dot.get_xdata()[0] for dot in dots] == [2, 1, -1]
+    heights = [dot.get_ydata()[0] for dot in dots]
+    assert heights == pytest.approx([-0.15, 0.15, 0.85])
+    assert [list(span.get_ydata()) for span in spans] == [[height] * 2 for height in heights]
+    assert points.get_ylim()[0] > points.get_ylim()[1], "the first row is on top"
+    assert [dot.get_markerfacecolor() == dot.get_color() for dot in dots] == [True, False, False]
+    assert nats.lines[1].get_ydata()[0] == 0
+    assert list(points.lines[6].get_xdata()) == [0, 0]
+    assert figure.get_suptitle() == "Found"
+
+
+def test_a_series_of_effects_keeps_its_look_in_every_panel_and_in_the_legend() -> None:
+    figure = plotting.forest(EFFECTS, xlabel="effect")
+    points, nats = figure.axes
+    looks = [(dot.get_color(), dot.get_marker()) for dot in (*points.lines[1:4:2], nats.lines[1])]
+    (legend,) = figure.legends
+    shown = [(mark.get_color(), mark.get_marker()) for mark in legend.legend_handles]
+    assert looks == [*shown, shown[1]] and shown[0] != shown[1]
+    assert texts(legend.get_texts()) == ["nano", "smollm2"]
+    assert not plotting.forest(EFFECTS[EFFECTS.series == "nano"], xlabel="effect").legends
+
+
+def test_bars_of_times_begin_at_ours_and_the_floor_is_drawn_where_there_is_one() -> None:
+    (axes,) = speed.multiples(TIMES, xlabel="time over ours").axes
+    ends = [sorted((bar.get_x(), bar.get_x() + bar.get_width())) for bar in axes.patches]
+    assert ends == [[1, 16], [0.5, 1], [1, 2]]
+    floors = [line for line in axes.lines if line.get_linewidth() == 2.5]
+    assert [list(line.get_xdata()) for line in floors] == [[0.8, 0.8]]
+    assert [list(line.get_ydata()) for line in floors] == [[0.5, 2.5]]
+    assert axes.get_xscale() == "log"
+    shown = [text.strip() for text in texts(axes.get_yticklabels())]
+    assert shown == ["experts", "eager", "own", "groups", "loop"]
+
+
+def test_a_power_law_is_a_line_in_every_panel() -> None:
+    sizes = np.array([1.0, 2.0, 4.0])
+    series = {"ours": np.stack([sizes, sizes**2], 1), "floor": np.stack([sizes, sizes], 1)}
+    figure = speed.growth({"T": series, "E": series}, xlabel="value", ylabel="ms")
+    first, _ = (axes for axes in figure.axes if axes.get_visible())
+    assert first.get_xscale() == first.get_yscale() == "log"
+    assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
+
+
+def test_the_roof_rises_with_the_bandwidth_and_is_flat_from_its_edge_on() -> None:
+    figure = speed.roofline({"experts": (40.0, 5e10)}, flops=1e11, bandwidth=1e10)
+    roof = figure.axes[0].lines[0]
+    assert list(roof.get_xdata()) == [5, 10, 80]
+    assert list(roof.get_ydata()) == pytest.approx([50, 100, 100])
+
+
+def curves(values: list[float], window: int) -> None:
+    plotting.curves({"a": values}, steps=[0, 1, 2], xlabel="", ylabel="", window=window)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: curves([1.0, 2.0], 1), "E-SHAPE: curves: series 'a' has 2 points; steps has 3"),
+        (lambda: curves([1.0, 2.0, 3.0], 0), "E-RANGE: curves: window is 0"),
+        (lambda: plotting.bars(BARS.drop(columns="low"), group="domain", series="model", ylabel=""),
+         r"E-KEYS: bars: no column \['low'\]"),
+        (lambda: plotting.heatmap({}, rows=["a"], columns=["x"], label=""), "E-DATA: heatmap"),
+        (lambda: plotting.heatmap({"p": CLOUD}, rows=["a"], columns=["x"], label=""),
+         r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
+        (lambda: plotting.loads({"a": [0.5, 0.5], "b": [0.5, 0.6]}), "E-RANGE: loads: row 'b'"),
+        (lambda: plotting.loads({"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: loads: row 'b'"),
+        (lambda: plotting.points({"p": {"a": np.zeros(3)}}),
+         r"E-SHAPE: points: 'a' of 'p' is \(3,\)"),
+        (lambda: plotting.points({}), "E-DATA: points"),
+        (lambda: plotting.forest(EFFECTS.drop(columns="sure"), xlabel=""),
+         r"E-KEYS: forest: no column \['sure'\]"),
+        (lambda: plotting.forest(EFFECTS.iloc[:0], xlabel=""), "E-DATA: forest: no effects"),
+        (lambda: speed.multiples(TIMES.drop(columns="floor"), xlabel=""), "E-KEYS: multiples"),
+        (lambda: speed.multiples(TIMES.assign(value=0.0), xlabel=""), "E-RANGE: multiples"),
+        (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(draw, message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        draw()
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return float(np.dot([0.2126, 0.7152, 0.0722], channels))
+
+
+def test_text_on_every_colour_has_a_contrast_of_four_and_a_half() -> None:
+    for colour in COLOURS:
+        pair = colour, "white" if colour in DARK_COLOURS else INK
+        high, low = sorted(map(_luminance, pair), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_a_styled_figure_has_an_opaque_background_and_the_palettes_colours() -> None:
+    with matplotlib.rc_context():
+        plotting.style()
+        cycle = matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
+        figure = plotting.loads({"layer 0": [0.5, 0.5]})
+        page = io.BytesIO()
+        figure.savefig(page)
+    assert [to_rgb(f"#{colour.lstrip('#')}") for colour in cycle] == [*map(to_rgb, COLOURS)]
+    page.seek(0)
+    np.testing.assert_array_equal(imread(page)[0, 0], [1.0, 1.0, 1.0, 1.0])
