@@ -31,7 +31,8 @@ EFFECTS = pd.DataFrame(
     columns=COLUMNS,
 )  # fmt: skip
 TIMES = pd.DataFrame(
-    [["experts", "eager", 16.0, 0.8], ["experts", "own", 0.5, 0.8], ["groups", "loop", 2.0, np.nan]],
+    [["experts", "eager", 16.0, 0.8], ["experts", "own", 0.5, 0.8],
+     ["groups", "loop", 2.0, np.nan]],
     columns=["group", "contender", "value", "floor"],
 )  # fmt: skip
 CLOUD = np.array([[0.0, 1.0], [2.0, 3.0]])
