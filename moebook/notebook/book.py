@@ -33,8 +33,8 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
 
     Args:
         tier: The protocol of all of them, such as ``cpu``.
-        only: Short name of the one to execute; all by default.
-        folder: The project; found from the working directory by default.
+        only: Short name of the one to execute.
+        folder: The project.
     """
     folder = folder or results.root()
     notebooks = sources.notebooks(folder)

@@ -9,7 +9,7 @@ itself, its parameters the parameters cell with what papermill injected.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one run or pool.
-
-    Args:
-        path: The file or folder, relative to the project.
-        failures: What does not agree, one line each; empty when all does.
-        right: What is said where all agrees.
-    """
+    """What of one run or pool does not agree; ``right`` is said where all does."""
 
     path: str
     failures: tuple[str, ...]
@@ -43,14 +37,10 @@ class Finding:
 
 
 def verify(name: str | None = None, folder: Path | None = None) -> list[Finding]:
-    """Check every run: its digest, its pool and, of a live one, its executed copy.
+    """Check runs of one notebook (or ``bench``), or all: digests, pools and executed copies.
 
     Values are harvested again from the executed copies of live runs. A run that is merely behind
     the code does not fail.
-
-    Args:
-        name: Short name of one notebook, or ``bench``; all by default.
-        folder: The project; found from the working directory by default.
     """
     folder = folder or results.root()
     pools = sorted(path for path in (folder / "results").glob("*/*") if path.is_dir())
@@ -100,11 +90,10 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
 
 
 def compare(path: Path, folder: Path | None = None) -> str:
-    """Put a reader's executed notebook beside the book's runs and the papers' numbers.
+    """Put a reader's executed notebook beside the book's runs and the papers' numbers, as text.
 
-    Returns:
-        Text: what was compared, differences in parameters, versions and hardware, then the ledger,
-        or every value of both where the notebook has no claims.
+    It says what was compared, what differs in parameters, versions and hardware, then the ledger,
+    or every value of both where the notebook has no claims.
     """
     folder = folder or results.root()
     mine = harvest.read_notebook(path, folder)
@@ -136,16 +125,13 @@ def _differences(mine: Run, other: Run) -> list[str]:
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """What a result may depend on: parameters, versions, hardware, and the code's hashes."""
-    environment: Mapping[str, Any] = run.manifest.get("environment", {})
-    for name, value in run.settings.items():
-        yield f"parameter {name}", value
+    environment = dict(run.manifest.get("environment", {}))
+    yield from ((f"parameter {name}", value) for name, value in run.settings.items())
     if run.arms:
         yield "arms", ", ".join(run.arms)
-    for name, value in environment.get("versions", {}).items():
-        yield f"version of {name}", value
-    for name, value in environment.items():
-        if name != "versions":
-            yield name, value
+    versions = environment.pop("versions", {})
+    yield from ((f"version of {name}", value) for name, value in versions.items())
+    yield from environment.items()
     for name in ("notebook", "lock"):
         yield f"hash of the {name}", str(run.code.get(name))[:12]
     if seconds := run.manifest.get("seconds"):

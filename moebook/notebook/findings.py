@@ -28,9 +28,7 @@ PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats":
 def strength(row: Row) -> float:
     """The mean effect over the smallest that the pool could have seen: above 1 it is decided."""
     best = row.best
-    if best is None or not best.smallest:
-        return 0.0
-    return abs(best.effect) / best.smallest
+    return abs(best.effect) / best.smallest if best and best.smallest else 0.0
 
 
 def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
@@ -83,11 +81,7 @@ def _numbers(best: Measurement) -> str:
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put sampled claims into a table: verdict, effect, interval, what the pool could have seen.
-
-    ``could see`` is the smallest effect that the runs could have told from none; ``the paper's`` is
-    the effect that the paper prints, where it prints one.
-    """
+    """Put sampled claims into a table: effect, interval, verdict, and what the runs could see."""
     lines = {}
     for row in ordered(rows):
         best, claim = row.best, row.claim
@@ -106,8 +100,8 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
 def forest(rows: Iterable[Row], title: str) -> Any:
     """Draw every claim with an interval, scale by scale: to the right is as the paper says.
 
-    A claim that two things are equal, or about a number, is drawn as the distance from what the
-    paper prints. None where nothing was measured.
+    A claim of equality, or about a number, is drawn as the distance from what the paper prints.
+    None where nothing was measured.
     """
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
@@ -175,16 +169,13 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
 
 
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
-    """Measure arms over seeds and items: a line an arm and measure, with its interval.
+    """Measure arms over seeds and items: a line an arm and measure, with its interval at 95 %.
 
     Args:
         pool: Their runs.
         names: Arms; those without a run are left out.
-        measures: What a measure is called to the name of its value, ``{arm}`` for the arm, as in
+        measures: What a measure is called to the name of its value, as in
             ``pesc/{arm}/accuracy``.
-
-    Returns:
-        Columns ``measure``, ``arm``, ``value``, ``low``, ``high`` (at 95 %) and ``seeds``.
     """
     lines = []
     for measure, name in measures.items():
@@ -208,12 +199,9 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
-    """Find the arms that differ in one number, such as ``experts4`` and ``experts16``, by number.
+    """Find the arms ``<kind><number>``, such as ``experts4`` and ``experts16``, by number.
 
-    Args:
-        pool: Their runs.
-        kind: What stands before the number.
-        default: The number that the other arms have, and the arm that stands for it.
+    The number that all other arms have, and the arm that stands for it, are the ``default``.
     """
     texts = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
     numbered = {int(text): arm for text, arm in texts.items() if text.isdigit()}
@@ -230,9 +218,7 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
 def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
     """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions.
 
-    Args:
-        pool: Their runs.
-        names: Label to the curve's name; those without a run are left out.
+    Names without a run are left out; curves at different positions are refused.
     """
     curves = {label: list(pool.curves(name).items()) for label, name in names.items()}
     every = [pair for pairs in curves.values() for pair in pairs]

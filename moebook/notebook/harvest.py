@@ -63,14 +63,9 @@ def seconds(executed: Any) -> dict[str, Any]:
 def harvest(
     executed: Any, source: Notebook, protocol: str, folder: Path, manifest: Mapping[str, Any]
 ) -> Run:
-    """Make a run of what an executed notebook left in its outputs.
+    """Make a run of what an executed notebook (as JSON) left in its outputs.
 
-    Args:
-        executed: The notebook, as JSON.
-        source: What was executed; it is hashed as the project's lock is.
-        protocol: What it ran under.
-        folder: The project.
-        manifest: All ``parameters`` with the values they had, and everything else that is known.
+    The ``manifest`` holds all ``parameters`` with the values they had, and what else is known.
     """
     facts, parameters = notes(executed), manifest["parameters"]
     lock = results.digest(folder / "requirements.lock")

@@ -34,15 +34,7 @@ _CHOICES = re.compile(r"\{([^{}]+)\}\s*$")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One declared parameter.
-
-    Args:
-        name: A Python identifier.
-        type: int, float, bool or str.
-        default: Its value when nobody sets it.
-        help: The comment without the rule.
-        rule: The rule as written, such as ``(0, 1]`` or ``{a, b}``; empty for none.
-    """
+    """One declared parameter, with the rule as written, such as ``(0, 1]``; empty for none."""
 
     name: str
     type: type
@@ -88,11 +80,14 @@ class Parameter:
         return not self.rule or value in self.choices
 
     def _expected(self, value: object) -> str:
-        text = f"expected {self.type.__name__}, found {type(value).__name__}"
-        if self.type is float and isinstance(value, str) and "e" in value.lower():
+        text, word = (
+            f"expected {self.type.__name__}, found {type(value).__name__}",
+            str(value).lower(),
+        )
+        if self.type is float and isinstance(value, str) and "e" in word:
             return f"{text} (YAML reads 1e-5 as text: write 1.0e-5)"
-        if self.type is bool and isinstance(value, str) and value.lower() in ("true", "false"):
-            return f"{text} (papermill's -p gives text: use -y '{{{self.name}: {value.lower()}}}')"
+        if self.type is bool and word in ("true", "false"):
+            return f"{text} (papermill's -p gives text: use -y '{{{self.name}: {word}}}')"
         return text
 
     def _permitted(self, value: object) -> str:
@@ -103,11 +98,7 @@ class Parameter:
 
 
 def parse(source: str, where: str) -> dict[str, Parameter]:
-    """Read a parameters cell: name to `Parameter`, in the order of the cell.
-
-    A cell that does not follow the grammar of this module is refused with its line (E-NOTEBOOK), a
-    default that breaks its own rule like any other value.
-    """
+    """Read a parameters cell by the grammar of this module; it is refused with its line."""
     try:
         statements = ast.parse(source).body
     except SyntaxError as error:
@@ -139,18 +130,14 @@ def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
         hint = f"cannot read the rule that ends '{comment}'; see [1, 64], {{a}}"
         refuse("E-NOTEBOOK", f"{place}: {hint}")
     rule, text = (match[0].strip(), comment[: match.start()]) if match else ("", comment)
-    parameter = Parameter(name, TYPES[annotation], default, text.strip(" ,"), rule)
-    if rule and not _sensible(parameter):
+    kind = TYPES[annotation]
+    parameter = Parameter(name, kind, default, text.strip(" ,"), rule)
+    fits = kind is not bool and all(type(choice) is kind for choice in parameter.choices)
+    if match and match.re is _RANGE:
+        fits = kind in (int, float) and float(match[2]) <= float(match[3])
+    if rule and not fits:
         refuse("E-NOTEBOOK", f"{place}: rule {rule} does not suit type {annotation}")
     return parameter
-
-
-def _sensible(parameter: Parameter) -> bool:
-    """Say whether a rule can apply: ranges to numbers, choices to all but bool."""
-    kind = parameter.type
-    if match := _RANGE.fullmatch(parameter.rule):
-        return kind in (int, float) and float(match[2]) <= float(match[3])
-    return kind is not bool and all(type(choice) is kind for choice in parameter.choices)
 
 
 def literal(node: ast.expr | None, where: str) -> Scalar:

@@ -121,9 +121,9 @@ def run_notebook(
         name: Short name, such as ``pesc``.
         protocol: One of the notebook's protocols, such as ``cpu`` or ``nano``.
         overrides: Parameters that go before the protocol's.
-        folder: The project; found from the working directory by default.
+        folder: The project.
         force: Run even when an equal run is there.
-        cell_seconds: Longest time for one cell; `CELL_SECONDS` by default.
+        cell_seconds: Longest time for one cell; by tier in `CELL_SECONDS`.
     """
     folder = folder or results.root()
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,7 @@ _FLAT = (
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook's source and what its parameters cell declares.
-
-    Args:
-        path: ``.../notebooks/NN_name.ipynb``.
-        title: Its first heading.
-        parameters: Name to declaration, in the cell's order; ``tier`` is always among them.
-    """
+    """A notebook's source, its first heading and what its parameters cell declares, by name."""
 
     path: Path
     title: str
@@ -56,7 +49,7 @@ class Notebook:
         """Whether it reads the pools of another notebook, and has nothing to run at a scale."""
         return self.name.endswith("_findings")
 
-    @cached_property
+    @property
     def defaults(self) -> dict[str, Scalar]:
         """Its parameters' defaults."""
         return {parameter.name: parameter.default for parameter in self.parameters.values()}
@@ -121,10 +114,7 @@ def find(folder: Path, name: str) -> Notebook:
 
 
 def read(path: Path) -> Notebook:
-    """Read one notebook's parameters cell and title; nothing of it is executed.
-
-    It must be of format 4 with one cell tagged ``parameters`` that declares ``tier`` (E-NOTEBOOK).
-    """
+    """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
     where = f"notebooks/{path.name}"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

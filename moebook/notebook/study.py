@@ -142,9 +142,9 @@ def study(
         protocol: One of its protocols whose tier is committed, such as ``nano``.
         wanted: Seeds.
         arms: Names with commas between them, or ``all``; the protocol's by default.
-        jobs: Runs at a time; as many as there are cores by default. A cluster decides by itself.
+        jobs: Runs at a time (default: cores); a cluster decides by itself.
         engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
-        folder: The project; found from the working directory by default.
+        folder: The project.
     """
     folder = folder or results.root()
     notebook = sources.find(folder, name)
@@ -277,11 +277,7 @@ def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
 
 
 def freeze(folder: Path) -> Path:
-    """Export the commit into ``runs/frozen/<commit>``, once, and return that folder.
-
-    So one can go on writing while runs take hours. What is not committed is not part of it, which
-    is said.
-    """
+    """Export the commit into ``runs/frozen/<commit>``, so that one can go on writing meanwhile."""
     commit = results.commit(folder)
     if commit is None:
         refuse("E-GIT", f"{folder} has no git commit to freeze; a study runs committed code")

@@ -22,13 +22,9 @@ from moebook.papers import Claim
 from moebook.results import COMMITTED, Pool
 from moebook.results.intervals import CONFIDENCE, interval, p_value
 
-SEEDS = 3
-"""How many seeds a comparison needs to be decided."""
-
+SEEDS = 3  # that a comparison needs to be decided
 LABELS = ("reproduced", "direction holds", "direction fails", "inconclusive", "not run")
-
 SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
-"""What an effect says by its side."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,6 @@ class Measurement:
         """Mean effect, in the claim's unit."""
         return float(self.effects[0].mean() if self.claim.exact else self.effects.mean())
 
-    @property
-    def size(self) -> float | None:
-        """Effect size: mean effect over its standard deviation between seeds, None if undefined."""
-        spread = float(np.std(self.effects.mean(axis=1), ddof=1)) if self.seeds > 1 else 0.0
-        return self.effect / spread if spread > 0 else None
-
     @cached_property
     def interval(self) -> tuple[float, float] | None:
         """Interval of the effect at 95 %; None for exact claims and single numbers."""
@@ -80,6 +70,21 @@ class Measurement:
         return SO_FAR[side(self.claim, self.effect, self.effect)]
 
     @property
+    def label(self) -> str:
+        """Its verdict, one of `LABELS`.
+
+        "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
+        tolerance of the number that the paper prints.
+        """
+        if not self.decides:
+            return "inconclusive"
+        gap = math.inf if self.claim.claimed is None else abs(self.effect - self.claim.claimed)
+        near = gap <= (self.claim.tolerance or 0.0)
+        if self.side > 0 and near and self.pool.tier == "paper":
+            return "reproduced"
+        return {1: "direction holds", 0: "inconclusive", -1: "direction fails"}[self.side]
+
+    @property
     def decides(self) -> bool:
         """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
         compared = self.claim.kind == "direction" or self.claim.reference is not None
@@ -90,6 +95,17 @@ class Measurement:
     def smallest(self) -> float | None:
         """The smallest effect that this pool could have seen: half the interval's length."""
         return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
+
+    def __str__(self) -> str:
+        """Say it in words: scale, seeds, effect, interval and, with several seeds, effect size."""
+        number = "one value" if self.claim.exact else seeds(self.seeds)
+        parts = [f"{self.pool.protocol}, {number}: {amount(self.claim, self.effect)}"]
+        if self.interval:
+            parts.append(f"95 % from {span(self.claim, *self.interval)}")
+        spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
+        if spread > 0 and not self.claim.exact:
+            parts.append(f"effect size {self.effect / spread:.1f}")
+        return ", ".join(parts if self.decides else [*parts, self.so_far])
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
@@ -120,21 +136,6 @@ def side(claim: Claim, low: float, high: float) -> int:
     return -int(high < target - tolerance or low > target + tolerance)
 
 
-def label(measurement: Measurement) -> str:
-    """Judge one measurement; return one of `LABELS`.
-
-    "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
-    tolerance of the number that the paper prints.
-    """
-    claim, where = measurement.claim, measurement.side
-    if not measurement.decides:
-        return "inconclusive"
-    gap = math.inf if claim.claimed is None else abs(measurement.effect - claim.claimed)
-    if where > 0 and gap <= (claim.tolerance or 0.0) and measurement.pool.tier == "paper":
-        return "reproduced"
-    return {1: "direction holds", 0: "inconclusive", -1: "direction fails"}[where]
-
-
 @dataclass(frozen=True)
 class Row:
     """One line of the ledger: a claim and its measurements by pool, the smallest scale first."""
@@ -151,7 +152,7 @@ class Row:
     @property
     def label(self) -> str:
         """The verdict, one of `LABELS`."""
-        return label(self.best) if self.best else "not run"
+        return self.best.label if self.best else "not run"
 
     @property
     def by_protocol(self) -> dict[str, Measurement]:
@@ -166,7 +167,7 @@ class Row:
     @property
     def badge(self) -> str:
         """The verdict in words, with scale, seeds, effect and interval."""
-        return f"{self.label} ({describe(self.best)})" if self.best else self.label
+        return f"{self.label} ({self.best})" if self.best else self.label
 
 
 def row(claim: Claim, pools: Iterable[Pool]) -> Row:
@@ -176,12 +177,9 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
-    """Judge every claim of the papers from the runs in a project.
+    """Judge every claim of the papers, or of one, from the runs in a project.
 
-    Args:
-        folder: The project; found from the working directory by default.
-        paper: Short name of one paper; all four by default.
-        live: Whether the runs that this build's pages show are measured too.
+    With ``live`` the runs that this build's pages show are measured too.
     """
     claims = papers.claims(paper)
     pools: dict[str, list[Pool]] = {}
@@ -229,20 +227,6 @@ def chance(rows: Sequence[Row]) -> Chance:
         holm=tuple(name for name in p if name in holm),
         hochberg=tuple(name for name, q in zip(p, adjusted, strict=True) if q <= limit),
     )
-
-
-def describe(measurement: Measurement) -> str:
-    """Say a measurement in words: scale, seeds, effect, interval and, with several seeds, size."""
-    claim = measurement.claim
-    number = "one value" if claim.exact else seeds(measurement.seeds)
-    parts = [f"{measurement.pool.protocol}, {number}: {amount(claim, measurement.effect)}"]
-    if measurement.interval:
-        parts.append(f"95 % from {span(claim, *measurement.interval)}")
-    if measurement.size is not None and not claim.exact:
-        parts.append(f"effect size {measurement.size:.1f}")
-    if not measurement.decides:
-        parts.append(measurement.so_far)
-    return ", ".join(parts)
 
 
 def seeds(number: int) -> str:
