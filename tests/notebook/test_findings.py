@@ -98,14 +98,12 @@ def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
 
 @pytest.mark.parametrize(
     ("large", "trend"),
-    [
-        ((0.10, 0.11, 0.12), "grows"),
-        ((0.0, 0.001, -0.001), "shrinks"),
-        ((-0.10, -0.11, -0.12), "turns round"),
-        ((0.03, 0.02, 0.03), "no clear change"),
-        ((0.4,), "no clear change"),  # of a single number nobody knows how far it is off
+    [  # of a single number nobody knows how far it is off
+        ((0.10, 0.11, 0.12), "grows"), ((0.0, 0.001, -0.001), "shrinks"),
+        ((-0.10, -0.11, -0.12), "turns round"), ((0.03, 0.02, 0.03), "no clear change"),
+        ((0.4,), "no clear change"),
     ],
-)
+)  # fmt: skip
 def test_between_scales_a_change_is_told_that_the_pools_could_see(
     large: tuple[float, ...], trend: str
 ) -> None:
@@ -171,9 +169,8 @@ TOY = Pool("toy", "nano", (
 
 
 def test_arms_are_measured_over_their_seeds_and_put_into_a_table() -> None:
-    one = Pool(
-        "toy", "nano", (Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),)),)
-    )
+    single = Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),))
+    one = Pool("toy", "nano", (single,))
     names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}
     frame = findings.arms(TOY, ["a", "b", "c"], names)
     assert frame[["measure", "arm", "value", "seeds"]].to_numpy().tolist() == [

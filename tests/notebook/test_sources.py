@@ -13,25 +13,16 @@ from moebook.errors import Refusal
 from moebook.notebook import sources
 
 
-def test_a_notebook_is_found_by_its_short_name(fresh: Path) -> None:
+def test_a_notebook_is_found_by_its_short_name_alone(fresh: Path, tmp_path: Path) -> None:
     toy = sources.find(fresh, "toy")
     assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
     assert toy.protocols == ["smoke", "cpu", "nano", "study"]
     assert list(sources.notebooks(fresh)) == ["toy"]
-
-
-@pytest.mark.parametrize("name", ["tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""])
-def test_another_name_is_refused_with_the_list(fresh: Path, name: str) -> None:
-    with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
-        sources.find(fresh, name)
-
-
-def test_a_project_without_notebooks_is_refused(tmp_path: Path) -> None:
+    for name in ("tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""):
+        with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
+            sources.find(fresh, name)
     with pytest.raises(Refusal, match="E-NOFILE"):
-        sources.find(tmp_path, "toy")
-
-
-def test_two_notebooks_with_one_short_name_are_refused(fresh: Path) -> None:
+        sources.find(tmp_path / "empty", "toy")
     text = (fresh / "notebooks" / "01_toy.ipynb").read_text()
     (fresh / "notebooks" / "02_toy.ipynb").write_text(text)
     with pytest.raises(Refusal, match=r"01_toy\.ipynb and 02_toy\.ipynb"):
@@ -59,6 +50,7 @@ def test_a_protocol_is_its_file_and_its_tier(fresh: Path) -> None:
     assert toy.settings("smoke") == {"tier": "smoke", "top_k": 1}
     assert toy.settings("cpu") == {"tier": "cpu"}
     assert toy.settings("nano") == {"tier": "study", "top_k": 4}
+    assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
     with pytest.raises(Refusal, match=r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'"):
         toy.settings("nan")
 
@@ -78,11 +70,6 @@ def test_a_protocol_says_to_which_scale_it_belongs(
     (fresh / "notebooks" / f"01_toy.{protocol}.yaml").write_text(text)
     with pytest.raises(Refusal, match=f"E-CONFIG: .*{message}"):
         sources.find(fresh, "toy").settings(protocol)
-
-
-def test_runs_of_a_protocol_share_all_but_seed_arms_and_device() -> None:
-    given = {"tier": "study", "seed": 3, "arms": "left", "device": "cuda", "steps": 600}
-    assert sources.design(given) == {"tier": "study", "steps": 600}
 
 
 def test_a_findings_notebook_is_told_from_one_that_runs(fresh: Path) -> None:
@@ -117,19 +104,14 @@ def test_a_findings_notebook_is_told_from_one_that_runs(fresh: Path) -> None:
         ("topk: 1\n", r"E-PARAMETER: 01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
         ("fate: well\ntop_k: 0\n", r"E-RANGE: 01_toy.smoke.yaml:2:1: top_k = 0"),
         ("<<: 1\n", r"E-PARAMETER"),
+        ("fate: \xff\n", r"E-CONFIG.*not UTF-8 at byte 6"),
     ],
 )
 def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(
     fresh: Path, text: str, message: str
 ) -> None:
-    (fresh / "notebooks" / "01_toy.smoke.yaml").write_text(text)
+    (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(Refusal, match=message):
-        sources.find(fresh, "toy").settings("smoke")
-
-
-def test_a_protocol_file_in_another_encoding_is_refused(fresh: Path) -> None:
-    (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(b"fate: \xff\n")
-    with pytest.raises(Refusal, match=r"E-CONFIG.*not UTF-8 at byte 6"):
         sources.find(fresh, "toy").settings("smoke")
 
 
@@ -146,11 +128,5 @@ def test_the_overview_shows_parameters_and_what_was_never_measured(fresh: Path) 
     assert "toy  A toy (notebooks/01_toy.ipynb)" in text
     assert "-p top_k int   = 2  experts per token [1, 64]" in text
     assert text.count("not measured") == 4
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(4.24, "4.2 s"), (59.99, "60.0 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")],
-)
-def test_durations_are_written_for_readers(seconds: float, text: str) -> None:
-    assert sources.duration(seconds) == text
+    durations = {4.24: "4.2 s", 59.99: "60.0 s", 200: "3 min 20 s", 3900: "1 h 5 min"}
+    assert {seconds: sources.duration(seconds) for seconds in durations} == durations

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ import pytest
 from moebook import cli, results
 from moebook.errors import Refusal
 from moebook.notebook import study
+from moebook.notebook.study import Job, side_by_side
 from moebook.results import Pool, Run
 
 PYTHONPATH = str(Path(results.__file__).parents[2])
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
+# A shell starts background jobs with SIGINT ignored, and children inherit that.
+HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+MAIN = "import sys; from moebook.cli import main; sys.exit(main())"
 
 
 def commit(folder: Path) -> Path:
@@ -37,45 +42,49 @@ def commit(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, staging: str, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, staging: str, *options: str, **more: str) -> subprocess.Popen[str]:
     """Start a study of the toy as a reader does; its processes carry the name of the project."""
-    # A shell starts background jobs with SIGINT ignored, and children inherit that.
-    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code = heard + "import sys; from moebook.cli import main; sys.exit(main())"
+    where = {"PYTHONPATH": PYTHONPATH, "TMPDIR": staging, "STUDY": str(folder)}
     return subprocess.Popen(
-        [sys.executable, "-c", code, "study", "toy", "--on", "nano", *options],
+        [sys.executable, "-c", HEARD + MAIN, "study", "toy", "--on", "nano", *options],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": staging, "STUDY": str(folder)},
+        env={**os.environ, **where, **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def left(folder: Path) -> list[int]:
-    """Processes of a project's study that are still there."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+def processes(file: str, text: str) -> list[Path]:
+    """The processes one of whose files in /proc (``environ``, ``cmdline``) holds a text."""
+    every = []
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
-            if f"STUDY={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            if text.encode() in path.read_bytes():
+                every.append(path.parent)
         except OSError:
             continue  # another's, or it has just ended
-    return found
+    return every
 
 
 def ended(folder: Path, seconds: float = 10.0) -> bool:
     """Whether all processes of a study end within so many seconds."""
     limit = time.monotonic() + seconds
-    while left(folder) and time.monotonic() < limit:
+    while (left := processes("environ", f"STUDY={folder}\0")) and time.monotonic() < limit:
         time.sleep(0.05)
-    return not left(folder)
+    return not left
 
 
-def kept(folder: Path) -> Pool:
+def stored(folder: Path) -> Pool:
     """The pool of the toy: reading it checks every file."""
     pool = results.pool("toy", "nano", folder)
     return pool or Pool("toy", "nano", ())
+
+
+def same_bits(one: Run, other: Run) -> None:
+    assert one.values and one.curves
+    for part in ("seed", "values", "curves", "arms", "settings", "rows", "code"):
+        assert getattr(one, part) == getattr(other, part), part
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,11 +96,11 @@ def environment() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "seeds"),
     [("0-9", [*range(10)]), ("3", [3]), ("0-2,7", [0, 1, 2, 7]), ("7, 0-1", [7, 0, 1])],
 )
-def test_seeds_are_numbers_and_ranges(text: str, found: list[int]) -> None:
-    assert study.seeds(text) == found
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert study.seeds(text) == seeds
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,6 @@ def test_other_seeds_are_refused_in_a_line_that_repeats_them(text: str) -> None:
         ("toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
         ("tyo --on nano --seeds 0", "E-NOTEBOOK: unknown notebook 'tyo'"),
         ("toy --on nona --seeds 0", "E-PROTOCOL: toy has no protocol 'nona'"),
-        ("toy --on smoke --seeds 0", "E-TIER: no pool is kept of 'smoke' (tier smoke); use nano"),
         ("toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano, study"),
         ("toy --on nano --seeds 0", "E-GIT: "),
         ("toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
@@ -130,29 +138,20 @@ def test_a_wrong_call_ends_in_one_line_and_runs_nothing(
 ) -> None:
     monkeypatch.chdir(fresh)
     assert cli.main(["study", *arguments.split()]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(message) and told.count("\n") == 1
+    line = capsys.readouterr().err
+    assert line.startswith(message) and line.count("\n") == 1
     assert not (fresh / "runs").exists() and not (fresh / "results").exists()
-
-
-BOTH = {"known_arms": ["left", "right"], "seconds": 1.0}
 
 
 @pytest.mark.parametrize(
     ("arms", "asked", "wanted"),
     [
-        (None, None, "right"),
-        (None, "all", "all"),
-        (None, "left", "left"),
-        (("left",), None, "right"),
-        (("right",), None, None),
-        (("left", "right"), "all", None),
-        (("left",), "all", "right"),
-        (("left",), "left", None),
-        (("right",), "left,right", "left"),
+        (None, None, "right"), (None, "all", "all"), (None, "left", "left"),
+        (("left",), None, "right"), (("right",), None, None), (("left", "right"), "all", None),
+        (("left",), "all", "right"), (("left",), "left", None), (("right",), "left,right", "left"),
         (("left",), "third", "third"),
     ],
-)
+)  # fmt: skip
 def test_of_each_seed_what_is_missing_runs_and_nothing_else(
     fresh: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,66 +164,54 @@ def test_of_each_seed_what_is_missing_runs_and_nothing_else(
 
     def execute(todo: list[Any], *_: Any) -> Iterator[tuple[Any, Path]]:
         for job in todo:
-            begun.append(job)
+            begun.append(dict(job.overrides))
             yield job, fresh
 
     monkeypatch.setattr(study, "side_by_side", execute)
     monkeypatch.setattr(study, "freeze", lambda folder: folder)
     monkeypatch.setattr(study, "_take_in", lambda *_: ("taken", True))
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\narms: right\n")
-    run = Run("toy", "nano", "study", 3, (), settings=SETTINGS, manifest=BOTH)
+    both = {"known_arms": ["left", "right"], "seconds": 1.0}
+    run = Run("toy", "nano", "study", 3, (), settings=SETTINGS, manifest=both)
     if arms is not None:
         study.add(replace(run, arms=arms), fresh)
     study.add(replace(run, arms=("left", "right"), seed=4), fresh)
     assert study.study("toy", "nano", [3, 4], arms=asked, folder=fresh) == 0
     rest = [] if asked != "third" else [{"seed": 4, "arms": "third"}]
     first = [{"seed": 3, "arms": wanted}] if wanted else []
-    assert [dict(job.overrides) for job in begun] == first + rest
-    told = capsys.readouterr().out
-    assert told.startswith(f"toy at nano: 2 seeds, {len(first + rest)} to run\n")
+    assert begun == first + rest
+    assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
 
 
-def test_a_protocol_that_changed_since_its_runs_is_refused(fresh: Path) -> None:
-    settings = {**SETTINGS, "top_k": 3}
-    study.add(Run("toy", "nano", "study", 0, (), settings=settings), fresh)
+def test_a_changed_protocol_or_arms_of_a_notebook_without_are_refused(fresh: Path) -> None:
+    study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
     with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
         study.study("toy", "nano", [1], folder=fresh)
-
-
-def test_a_notebook_without_arms_takes_none(fresh: Path) -> None:
     path = fresh / "notebooks" / "01_toy.ipynb"
     path.write_text(path.read_text().replace("arms: str", "rest: str"))
     with pytest.raises(Refusal, match="E-RANGE: toy has no arms"):
-        study.study("toy", "nano", [0], arms="left", folder=fresh)
+        study.study("toy", "study", [0], arms="left", folder=fresh)
 
 
-@pytest.mark.parametrize("cluster", [False, True])
-def test_ray_that_is_missing_or_has_no_cluster_is_told_in_one_line(
-    fresh: Path, cluster: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_ends_all_processes_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(fresh)
-    hidden = "sys.modules['ray'] = None"
-    if cluster:
-        if importlib.util.find_spec("ray") is None:
-            pytest.skip("Ray is not installed; pip install 'moebook[cluster]'")
-        # Clusters of other tests on this machine are not found.
-        hidden = "import functools, ray._private.services as ray; "
-        hidden += "ray.find_gcs_addresses = functools.cache(set)"
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    code = f"import sys; {hidden}; from moebook.cli import main; sys.exit(main())"
-    options = ("--on", "nano", "--seeds", "0", "--engine", "ray")
-    with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(
-            [sys.executable, "-c", code, "study", "toy", *options],
-            cwd=fresh,
-            env={**os.environ, "RAY_TMPDIR": empty},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("E-")]
-    assert lines == [done.stderr.strip()]
-    assert lines[0].startswith("E-CLUSTER: no Ray cluster" if cluster else "E-DEP: --engine ray")
+    watch = study.START.partition("from moebook")[0]
+    waits = "import time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    monkeypatch.setattr(study, "START", watch + waits)
+    jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), closing(side_by_side(jobs, tmp_path, 3)) as outcomes:
+        for job, outcome in outcomes:
+            assert (job.notebook, outcome) == ("short", Path("done"))
+            raise KeyboardInterrupt
+    assert time.monotonic() - begun < 30
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Path:
+    """The toy with modules of its own, in git."""
+    return commit(shutil.copytree(project, tmp_path_factory.mktemp("one") / "toy"))
 
 
 @pytest.fixture(scope="module")
@@ -243,28 +230,22 @@ def studied(tmp_path_factory: pytest.TempPathFactory, committed: Path) -> tuple[
     return folder, out, errors
 
 
-@pytest.fixture(scope="module")
-def committed(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Path:
-    """The toy with modules of its own, in git."""
-    return commit(shutil.copytree(project, tmp_path_factory.mktemp("one") / "toy"))
-
-
-def test_a_seed_that_fails_is_told_and_the_others_go_on(studied: tuple[Path, str, str]) -> None:
+def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path, str, str]) -> None:
     folder, out, errors = studied
-    assert list(kept(folder).seeds) == [0, 1]
+    assert list(stored(folder).seeds) == [0, 1]
     assert errors == ""
     lines = out.splitlines()
     assert lines[:2] == [
         "toy at nano: 3 seeds, 3 to run",
         "uncommitted changes of the code are not part of this study",
     ]
-    told = {line.split(":")[0]: line for line in lines[2:]}
-    assert set(told) == {"seed 0", "seed 1", "seed 13"}
+    by_seed = {line.split(":")[0]: line for line in lines[2:]}
+    assert set(by_seed) == {"seed 0", "seed 1", "seed 13"}
     good = r"seed 0: \d+ s, 4 values in results/toy/nano/0.parquet \(\d of 3, about \d+ min left\)"
-    assert re.fullmatch(good, told["seed 0"])
+    assert re.fullmatch(good, by_seed["seed 0"])
     assert re.search(r"\(3 of 3\)$", lines[-1])
     bad = r"seed 13: failed: E-CELL: cell In \[7\] .*ZeroDivisionError.*; the failed copy is (\S+)"
-    match = re.match(bad, told["seed 13"])
+    match = re.match(bad, by_seed["seed 13"])
     assert match and (folder / match[1]).is_file()
 
 
@@ -274,40 +255,32 @@ def test_a_study_runs_the_commit_and_not_what_was_edited_since(
     folder, _, _ = studied
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
     assert "    1 / 0" in (folder / "moebook" / "notebook" / "session.py").read_text()
-    runs = kept(folder).runs
-    assert len(runs) == 2
-    for run in runs:
-        found = {value.name: value.value for value in run.values}
-        assert found["toy/mean"] == 0.5
-        assert found["toy/here"] == 1.0, "the package of the copy"
+    for run in stored(folder).runs:
+        values = {value.name: value.value for value in run.values}
+        assert values["toy/mean"] == 0.5
+        assert values["toy/here"] == 1.0, "the package of the copy"
         assert run.manifest["commit"] == {"id": head, "dirty": False}
         assert "notebook" in results.changed(run, folder)
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
-    studied: tuple[Path, str, str], committed: Path
+    studied: tuple[Path, str, str], tmp_path: Path, committed: Path
 ) -> None:
+    folder = tmp_path / "toy"
+    subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
     with tempfile.TemporaryDirectory() as staging:
-        process = start(committed, staging, "--seeds", "0,60", "--jobs", "1")
-        copies = committed / "runs" / "frozen"
-        while not list(copies.glob("*/started")) and process.poll() is None:
+        process = start(folder, staging, "--seeds", "0,60", "--jobs", "1")
+        while not list(folder.glob("runs/frozen/*/started")) and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=30)
         assert process.returncode == 130
         assert errors == "interrupted; nothing half-written was left\n"
         assert out.count("seed 0: ") == 1 and "seed 60" not in out
-        assert ended(committed, 1.0) and os.listdir(staging) == []
-        assert list(kept(committed).seeds) == [0]
-        process = start(committed, staging, "--seeds", "0,1", "--jobs", "1")
-        out, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    assert out.startswith("toy at nano: 2 seeds, 1 to run\nseed 1: ")
-    for alone, beside in zip(kept(committed).runs, kept(studied[0]).runs, strict=True):
-        assert alone.values and alone.curves
-        for part in ("seed", "values", "curves", "arms", "settings", "rows", "code"):
-            assert getattr(alone, part) == getattr(beside, part), part
+        assert ended(folder, 1.0) and os.listdir(staging) == []
+    (alone,) = stored(folder).runs
+    same_bits(alone, stored(studied[0]).runs[0])
 
 
 def test_a_study_that_is_killed_loses_at_most_what_was_running(
@@ -315,41 +288,86 @@ def test_a_study_that_is_killed_loses_at_most_what_was_running(
 ) -> None:
     folder = tmp_path / "toy"
     subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
-    draw, done, killed = random.Random(0), set[int](), list[bool]()
-    moments = (draw.uniform(0, 4), draw.uniform(4, 8), None)
+    draw, done = random.Random(0), set[int]()
     with tempfile.TemporaryDirectory() as staging:
-        for moment in moments:
+        for moment in (draw.uniform(0, 4), None):
             process = start(folder, staging, "--seeds", "0-2", "--jobs", "2")
-            try:
-                if moment is None:  # as soon as one more was told
-                    assert process.stdout is not None
-                    told = [process.stdout.readline() for _ in range(2)]
-                    time.sleep(draw.uniform(0, 0.5))
-                else:
-                    time.sleep(moment)
+            assert process.stdout is not None
+            try:  # at any time, then as soon as one more was told
+                lines = [process.stdout.readline() for _ in range(2)] if moment is None else []
+                time.sleep(moment or draw.uniform(0, 0.5))
             finally:
                 process.kill()
-            told = [*(told if moment is None else []), *process.communicate()[0].splitlines()]
-            killed.append(process.returncode == -signal.SIGKILL)
+            lines += process.communicate()[0].splitlines()
+            assert process.returncode == -signal.SIGKILL
             assert ended(folder), "its children end by themselves"
-            said = {int(match[1]) for line in told if (match := re.match(r"seed (\d+): \d", line))}
-            now = set(kept(folder).seeds)
+            said = {int(match[1]) for line in lines if (match := re.match(r"seed (\d+): \d", line))}
+            now = set(stored(folder).seeds)
             assert done | said <= now
             done = now
-        assert done and killed[0]
+        assert done
         process = start(folder, staging, "--seeds", "0-2", "--jobs", "2")
         out, errors = process.communicate()
         assert (process.returncode, errors) == (0, "")
         assert out.startswith(f"toy at nano: 3 seeds, {3 - len(done)} to run\n")
-        assert list(kept(folder).seeds) == [0, 1, 2]
+        assert list(stored(folder).seeds) == [0, 1, 2]
         assert os.listdir(staging) == []
 
 
-def _edited(path: Path, old: str, new: str, copy: Path) -> Path:
-    text = path.read_text()
-    assert old in text
-    copy.write_text(text.replace(old, new))
-    return copy
+@pytest.mark.parametrize("cluster", [False, True])
+def test_ray_that_is_missing_or_has_no_cluster_is_refused_in_one_line(
+    fresh: Path, cluster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cluster:
+        monkeypatch.setitem(sys.modules, "ray", None)
+        with pytest.raises(Refusal, match="E-DEP: --engine ray needs Ray: pip install"):
+            study.study("toy", "nano", [0], engine="ray", folder=commit(fresh))
+        return
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed; pip install 'moebook[cluster]'")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Clusters of other tests on this machine are not found.
+    hidden = "import functools, ray._private.services as ray; "
+    hidden += "ray.find_gcs_addresses = functools.cache(set); "
+    options = ("study", "toy", "--on", "nano", "--seeds", "0", "--engine", "ray")
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run(
+            [sys.executable, "-c", hidden + MAIN, *options],
+            cwd=commit(fresh),
+            env={**os.environ, "RAY_TMPDIR": empty},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("E-CLUSTER: no Ray cluster") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
+    studied: tuple[Path, str, str], tmp_path: Path, committed: Path
+) -> None:
+    utils = pytest.importorskip("ray.cluster_utils")
+    folder = tmp_path / "toy"
+    subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
+    cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    try:
+        options = ("--seeds", "0,1", "--engine", "ray")
+        running = start(folder, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+
+        def at_work() -> list[Path]:
+            children = processes("cmdline", "study.child()")
+            return [path for path in children if "ray" in os.readlink(path / "cwd")]
+
+        while len(at_work()) < 2 and running.poll() is None:
+            time.sleep(0.1)
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        out, errors = running.communicate(timeout=200)
+    finally:
+        cluster.shutdown()
+    assert running.returncode == 0, out + errors
+    for apart, beside in zip(stored(folder).runs, stored(studied[0]).runs, strict=True):
+        same_bits(apart, beside)
 
 
 def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
@@ -362,13 +380,13 @@ def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
     monkeypatch.chdir(fresh)
     assert cli.main(["study", "--add", str(milled)]) == 0
     assert capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
-    (run,) = kept(fresh).runs
+    (run,) = stored(fresh).runs
     assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
     assert run.code["notebook"] == results.source(fresh / "notebooks" / "01_toy.ipynb")
     assert 0 < run.manifest["seconds"] < 60 and results.day(run)
-    for command, told in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
+    for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
         assert cli.main([command]) == 0
-        assert told in capsys.readouterr().out
+        assert words in capsys.readouterr().out
     path = fresh / "results" / "toy" / "nano" / "5.parquet"
     before = path.read_bytes()
     for old, new, message in (
@@ -378,7 +396,9 @@ def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
         ('"end_time": "', '"end": "', "E-RUN: other.ipynb does not say when it was executed"),
         ("toy/", "tyo/", "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'"),
     ):
-        other = _edited(milled, old, new, tmp_path / "other.ipynb")
-        assert cli.main(["study", "--add", str(other)]) == 2
+        text = milled.read_text()
+        assert old in text
+        (tmp_path / "other.ipynb").write_text(text.replace(old, new))
+        assert cli.main(["study", "--add", str(tmp_path / "other.ipynb")]) == 2
         assert capsys.readouterr().err.startswith(message)
         assert [p.read_bytes() for p in path.parent.iterdir()] == [before]

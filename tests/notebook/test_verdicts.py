@@ -19,36 +19,15 @@ from moebook.notebook.verdicts import Row, amount, chance, measure, row
 from moebook.papers import Claim
 from moebook.results import TIERS, Pool, Run, Value, write_run
 
-DIRECTION = Claim(
-    id="pesc.test",
-    sentence="A beats B.",
-    where="Table 1",
-    quantity="accuracy",
-    kind="direction",
-    direction="greater",
-    reference="pesc/b/accuracy",
-    claimed=0.02,
-    unit="share",
-    printed="42 against 40",
-    tolerance=0.01,
-    why="noise",
-    scales=("cpu", "study", "gpu", "paper"),
-    notebook="01_pesc",
-    value="pesc/a/accuracy",
-    function="moebook.methods.pesc.craft",
-)
+DIRECTION = replace(
+    papers.claim("pesc.sparse-beats-dense"), id="pesc.test", claimed=0.02, tolerance=0.01,
+    scales=("cpu", "study", "gpu", "paper"), value="pesc/a/accuracy", reference="pesc/b/accuracy",
+)  # fmt: skip
 NUMBER = replace(
-    DIRECTION,
-    kind="number",
-    direction=None,
-    reference=None,
-    claimed=8e9,
-    tolerance=5e8,
-    unit="count",
-    value="pesc/size",
-    exact=True,
-    scales=TIERS,
-)
+    DIRECTION, kind="number", direction=None, reference=None, claimed=8e9, tolerance=5e8,
+    unit="count", value="pesc/size", exact=True, scales=TIERS,
+)  # fmt: skip
+STUDY = (0.42, 0.425, 0.415)
 
 
 def accuracy(name: str, items: float | Sequence[float]) -> Value:
@@ -73,23 +52,18 @@ def size(tier: str, count: float) -> Pool:
 
 
 def judge(claim: Claim, *pools: Pool) -> str:
-    return str(row(claim, pools).label)
-
-
-STUDY = (0.42, 0.425, 0.415)
+    return row(claim, pools).label
 
 
 def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds() -> None:
-    found = row(DIRECTION, [against("study", STUDY)])
-    assert str(found.label) == "direction holds"
-    best = found.best
+    judged = row(DIRECTION, [against("study", STUDY)])
+    best = judged.best
     assert best is not None and (best.seeds, best.pool.protocol) == (3, "nano")
     assert best.effect == pytest.approx(0.02)
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
     assert best.interval == pytest.approx((0.02 - half, 0.02 + half), rel=1e-6)
     assert best.smallest == pytest.approx(half, rel=1e-6)
-    assert best.size == pytest.approx(0.02 / 0.005)
-    assert found.badge == (
+    assert judged.badge == (
         "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 to +3.2 points,"
         " effect size 4.0)"
     )
@@ -121,28 +95,23 @@ def test_the_label_follows_the_recorded_values(
 
 
 def test_without_runs_or_one_arm_of_them_or_a_seed_of_both_nothing_was_run() -> None:
-    assert row(DIRECTION, []).badge == "not run"
     one, other = [accuracy("a", 0.4)], [accuracy("b", 0.3)]
-    assert judge(DIRECTION, pool("study", one, one, one)) == "not run"
-    assert judge(DIRECTION, pool("study", one, one, other)) == "not run"
-    assert judge(DIRECTION, pool("study", other, other, other)) == "not run"
+    for pools in ([], [pool("study", one, one, one)], [pool("study", one, one, other)]):
+        assert row(DIRECTION, pools).badge == "not run"
 
 
 @pytest.mark.parametrize(
-    ("score", "told"),
+    ("score", "words"),
     [
         (0.45, "1 seed: +5.0 points, as claimed so far"),
         (0.3, "1 seed: -10.0 points, against the claim so far"),
         (0.4, "1 seed: +0.0 points, no difference so far"),
     ],
 )
-def test_one_live_seed_shows_its_own_direction_and_no_verdict(score: float, told: str) -> None:
-    assert row(DIRECTION, [against("cpu", [score])]).badge == f"inconclusive (cpu, {told})"
-
-
-def test_three_seeds_of_a_live_run_or_two_of_a_study_decide_nothing() -> None:
+def test_one_live_seed_shows_its_own_direction_and_no_verdict(score: float, words: str) -> None:
+    assert row(DIRECTION, [against("cpu", [score])]).badge == f"inconclusive (cpu, {words})"
     assert judge(DIRECTION, against("cpu", STUDY)) == "inconclusive"
-    assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive"
+    assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive", "two seeds"
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -178,21 +147,17 @@ def test_the_highest_scale_that_may_decide_gives_the_verdict() -> None:
         against("gpu", [0.3]), against("study", [0.3, 0.31, 0.32], base="smollm2"),
         against("study", STUDY), against("cpu", [0.3]),
     ]  # fmt: skip
-    found = row(DIRECTION, pools)
-    protocols = [measured.pool.protocol for measured in found.measurements]
-    assert protocols == ["cpu", "nano", "smollm2", "gpu"]
-    assert found.best is found.measurements[2] and str(found.label) == "direction fails"
-    assert found.committed.measurements == found.measurements[1:]
+    judged = row(DIRECTION, pools)
+    assert list(judged.by_protocol) == ["cpu", "nano", "smollm2", "gpu"]
+    assert judged.best is judged.measurements[2] and judged.label == "direction fails"
+    assert judged.committed.measurements == judged.measurements[1:]
 
 
 def test_an_exact_value_needs_no_seeds_and_has_no_interval() -> None:
-    assert (
-        judge(NUMBER, size("cpu", 7.8e9))
-        == judge(NUMBER, size("smoke", 8e9))
-        == ("direction holds")
-    )
-    assert judge(NUMBER, size("paper", 7.8e9)) == "reproduced"
-    assert judge(NUMBER, size("cpu", 6.9e9)) == "direction fails"
+    for tier, count, label in (("cpu", 7.8e9, "direction holds"), ("paper", 7.8e9, "reproduced"),
+                               ("smoke", 8e9, "direction holds"),
+                               ("cpu", 6.9e9, "direction fails")):  # fmt: skip
+        assert judge(NUMBER, size(tier, count)) == label
     badge = row(NUMBER, [size("cpu", 7.8e9)]).badge
     assert badge == "direction holds (cpu, one value: 7,800,000,000)"
 
@@ -216,11 +181,10 @@ def test_a_value_in_another_unit_is_refused_and_one_at_another_scale_is_no_evide
     values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
     with pytest.raises(Refusal, match=r"E-VERDICT: pesc/a/accuracy is recorded in ratio"):
         judge(DIRECTION, pool("study", values))
-    large = replace(DIRECTION, scales=("gpu", "paper"))
-    assert judge(large, against("study", STUDY)) == "not run"
+    assert judge(replace(DIRECTION, scales=("gpu", "paper")), against("study", STUDY)) == "not run"
 
 
-def test_effects_are_told_in_the_claims_unit() -> None:
+def test_effects_are_written_in_the_claims_unit() -> None:
     assert amount(DIRECTION, 0.021) == "+2.1 points"
     assert amount(replace(DIRECTION, reference=None), 0.421) == "42.1 %"
     assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "-1.5 points"
@@ -248,12 +212,11 @@ def at_p(p: float, name: str) -> Row:
 def test_corrections_for_many_claims_are_those_worked_by_hand(
     p: dict[str, float], decided: str, holm: str, hochberg: str
 ) -> None:
-    found = chance([at_p(each, name) for name, each in p.items()])
-    assert found.tested == tuple(p)
-    assert found.expected == pytest.approx(0.05 * len(p))
-    assert tuple(map("".join, (found.decided, found.holm, found.hochberg))) == (
-        decided, holm, hochberg
-    )  # fmt: skip
+    by_chance = chance([at_p(each, name) for name, each in p.items()])
+    assert by_chance.tested == tuple(p)
+    assert by_chance.expected == pytest.approx(0.05 * len(p))
+    surviving = (by_chance.decided, by_chance.holm, by_chance.hochberg)
+    assert tuple(map("".join, surviving)) == (decided, holm, hochberg)
 
 
 def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test() -> None:
@@ -267,29 +230,25 @@ def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test(
     assert chance([*rows, same]).holm == (DIRECTION.id,)
 
 
-def test_the_ledger_of_an_empty_project_says_not_run_for_every_claim(tmp_path: Path) -> None:
-    rows = verdicts.ledger(tmp_path)
-    assert [found.claim.id for found in rows] == [claim.id for claim in papers.claims()]
-    assert {str(found.label) for found in rows} == {"not run"}
-
-
 def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path: Path) -> None:
+    empty = verdicts.ledger(tmp_path)
+    assert [one.claim.id for one in empty] == [claim.id for claim in papers.claims()]
+    assert {one.label for one in empty} == {"not run"}
     folder, page = tmp_path / "results" / "pesc" / "nano", tmp_path / "book" / "notebooks"
-    for place, name in ((page, "01_pesc"), *((folder, str(seed)) for seed in range(3))):
-        seed, tier = (0, "cpu") if name == "01_pesc" else (int(name), "study")
+    for seed in range(3):
         values = (accuracy("sparse", 0.5 + seed / 100), accuracy("dense", 0.4))
-        place.mkdir(parents=True, exist_ok=True)
-        protocol = "nano" if tier == "study" else "cpu"
-        write_run(place / f"{name}.parquet", Run("pesc", protocol, tier, seed, values))
+        write_run(folder / f"{seed}.parquet", Run("pesc", "nano", "study", seed, values))
+    live = (accuracy("sparse", 0.5), accuracy("dense", 0.4))
+    write_run(page / "01_pesc.parquet", Run("pesc", "cpu", "cpu", 0, live))
 
-    def found(*, live: bool = True) -> Row:
+    def first(*, live: bool = True) -> Row:
         rows = verdicts.ledger(tmp_path, "pesc", live=live)
         return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense")
 
-    assert str(found().label) == "direction holds"
-    assert [measured.seeds for measured in found().measurements] == [1, 3]
-    assert [measured.seeds for measured in found(live=False).measurements] == [3]
+    assert first().label == "direction holds"
+    assert [measured.seeds for measured in first().measurements] == [1, 3]
+    assert [measured.seeds for measured in first(live=False).measurements] == [3]
     for path in folder.iterdir():
         path.unlink()
-    assert found().badge == "inconclusive (this build, 1 seed: +10.0 points, as claimed so far)"
-    assert found(live=False).badge == "not run"
+    assert first().badge == "inconclusive (this build, 1 seed: +10.0 points, as claimed so far)"
+    assert first(live=False).badge == "not run"

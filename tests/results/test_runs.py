@@ -1,12 +1,14 @@
-"""A run's file: it comes back to the last bit, and nothing else passes for one."""
+"""Values, curves and runs refuse what breaks a rule; a run's file comes back to the last bit."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +16,7 @@ import pytest
 
 from moebook import results
 from moebook.errors import Refusal
-from moebook.results import Curve, Run, Value
+from moebook.results import Curve, Run, Value, rounded
 from moebook.results.runs import HEAD
 
 RUN = Run(
@@ -34,6 +36,44 @@ RUN = Run(
     code={"notebook": "ef", "lock": None, "modules": {"nn/routing.py": "01"}},
     manifest={"date": "2026-01-02T03:04:05+00:00", "seconds": 1.5, "commit": None, "é": ["x"]},
 )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "/pesc"}, {"name": "pesc//x"}, {"name": "a b"}, {"name": 3}, {"unit": "shares"},
+        {"value": 1.5}, {"value": -0.1}, {"value": math.nan}, {"value": True}, {"value": "0.5"},
+        {"items": ()}, {"items": (1.0, math.inf)}, {"items": (1.0, 1.0)},
+    ],
+)  # fmt: skip
+def test_a_value_that_breaks_a_rule_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match=r"E-(VALUE|TYPE|RANGE)"):
+        Value(**({"name": "pesc/dense/accuracy", "value": 0.5, "unit": "share"} | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "a b"}, {"unit": "shares"}, {"x": (1.0,)}, {"x": (), "y": ()},
+        {"y": (1.0, math.nan)}, {"x": (1.0, math.inf)},
+    ],
+)  # fmt: skip
+def test_a_curve_that_breaks_a_rule_is_refused(fields: dict[str, Any]) -> None:
+    good = {"name": "pesc/dense/loss", "unit": "nats", "x": (1.0, 2.0), "y": (3.0, -4.0)}
+    assert Curve(**good).y == (3.0, -4.0)
+    with pytest.raises(Refusal, match=r"E-(VALUE|TYPE|RANGE)"):
+        Curve(**(good | fields))
+
+
+def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more() -> None:
+    exact = (1.00049, -2.34567e-7, 12345.0, 0.0, math.pi)
+    assert rounded(exact) == (1.0, -2.346e-7, 12345.0, 0.0, 3.142)
+    worst = (1.000499, 1.000499)
+    assert Value("a", 1.000499, "nats", items=rounded(worst)).items == (1.0, 1.0)
+    with pytest.raises(Refusal, match="is not the mean"):
+        Value("a", 1.00051, "nats", items=(1.0, 1.0))
+    with pytest.raises(Refusal, match="unknown unit 'shares'; did you mean 'share'"):
+        Value("a", 0.5, "shares")
 
 
 @pytest.fixture
@@ -112,16 +152,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "0.parquet"
     with pytest.raises(Refusal, match="E-NOFILE"):
         results.read_run(path)
-    for text in ("", "{}", "PAR1"):
-        path.write_text(text)
-        with pytest.raises(Refusal, match=r"E-RUN: .*0\.parquet"):
-            results.read_run(path)
+    path.write_text("{}")
+    with pytest.raises(Refusal, match=r"E-RUN: .*0\.parquet"):
+        results.read_run(path)
 
 
 def test_a_name_that_stands_twice_or_an_unknown_tier_is_refused() -> None:
-    with pytest.raises(Refusal, match="E-VALUE: toy, seed 3: toy/a is recorded twice"):
-        replace(RUN, values=RUN.values + RUN.values[:1])
-    with pytest.raises(Refusal, match="E-VALUE: toy, seed 3: toy/a is recorded twice"):
-        replace(RUN, curves=RUN.curves * 2)
+    for twice in ({"values": RUN.values + RUN.values[:1]}, {"curves": RUN.curves * 2}):
+        with pytest.raises(Refusal, match="E-VALUE: toy, seed 3: toy/a is recorded twice"):
+            replace(RUN, **twice)
     with pytest.raises(Refusal, match="E-TIER: unknown tier 'studi': did you mean 'study'"):
         replace(RUN, tier="studi")

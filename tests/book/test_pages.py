@@ -1,4 +1,4 @@
-"""The ledger and what was found follow the verdict: a changed value shows in every page."""
+"""Generated pages: a changed value shows in every one, nothing is lost, nothing unescaped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import json
 import pkgutil
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from moebook import papers
 from moebook.notebook import pages, verdicts
 from moebook.notebook.verdicts import Row
 from moebook.papers import Claim
-from moebook.results import LIVE, Pool, Run, Value
+from moebook.papers.arithmetic import Finding
+from moebook.results import LIVE, Pool, Run, Value, write_run
 
+ROOT = Path(__file__).parents[2]
 CLAIM = papers.claim("pesc.sparse-beats-dense")
 SIZE = papers.claim("pesc.costs-more-than-dense")
 
@@ -27,11 +30,9 @@ def _pool(sparse: float, *, base: str = "nano", tier: str = "study", step: int =
     runs = []
     for seed in range(seeds):
         values = []
-        for arm, share, apart in (
-            ("dense", 0.5, 0),
-            ("sparse", sparse, step * (seed - seeds // 2)),
-        ):
-            right = round(200 * share) + apart
+        apart = step * (seed - seeds // 2)
+        for arm, share, more in (("dense", 0.5, 0), ("sparse", sparse, apart)):
+            right = round(200 * share) + more
             items = tuple(float(place < right) for place in range(200))
             values.append(Value(f"pesc/{arm}/accuracy", sum(items) / 200, "share", items))
         runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
@@ -63,12 +64,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("sparse", "label", "kind"),
     [
-        (0.8, "direction holds", "holds"),
-        (0.2, "direction fails", "fails"),
-        (0.5, "inconclusive", "inconclusive"),
-        (None, "not run", "notrun"),
+        (0.8, "direction holds", "holds"), (0.2, "direction fails", "fails"),
+        (0.5, "inconclusive", "inconclusive"), (None, "not run", "notrun"),
     ],
-)
+)  # fmt: skip
 def test_the_badge_follows_the_recorded_value(
     folder: Path, sparse: float | None, label: str, kind: str
 ) -> None:
@@ -109,11 +108,10 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder: Path) -
 
 @pytest.mark.parametrize("name", sorted({claim.function for claim in papers.claims()}))
 def test_a_claims_code_link_leads_to_the_function_that_python_finds_there(name: str) -> None:
-    root = Path(__file__).parents[2]
-    found = inspect.unwrap(pkgutil.resolve_name(name))
-    file = Path(inspect.getsourcefile(found) or "").relative_to(root).as_posix()
+    function = inspect.unwrap(pkgutil.resolve_name(name))
+    file = Path(inspect.getsourcefile(function) or "").relative_to(ROOT).as_posix()
     claim = next(claim for claim in papers.claims() if claim.function == name)
-    assert (pages.Places(root).code(claim) or "").partition("#")[0].endswith(f"/{file}")
+    assert (pages.Places(ROOT).code(claim) or "").partition("#")[0].endswith(f"/{file}")
 
 
 def test_the_summary_counts_every_claim_once(folder: Path) -> None:
@@ -122,10 +120,7 @@ def test_the_summary_counts_every_claim_once(folder: Path) -> None:
     for paper in papers.PAPERS:
         count = len(papers.claims(paper))
         assert f'verdict=not+run">{count}</a>' in page
-
-
-def test_every_label_has_a_badge_of_its_own() -> None:
-    assert set(pages.KINDS) == set(verdicts.LABELS)
+    assert set(pages.KINDS) == set(verdicts.LABELS) == set(pages.SAID)
     assert len(set(pages.KINDS.values())) == len(verdicts.LABELS)
 
 
@@ -173,3 +168,68 @@ def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
     assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in pages.front(
         rows, "_generated/found_front.svg"
     )
+
+
+def _finding(place: str, status: str, explanation: str) -> Finding:
+    return Finding("pesc", place, "average", "1.0", "1.1", status, explanation, "Table 1")
+
+
+def test_the_audit_shows_every_finding_and_folds_those_of_one_cause() -> None:
+    differs = [_finding(f"row {number}", "differs", "a <mean>") for number in range(3)]
+    page = pages.audit([*differs, _finding("row 9", "agrees", "as it should")])
+    assert all(f"row {number}" in page for number in (0, 1, 2, 9))
+    assert page.count("and 2 more") == 1
+    assert "a &lt;mean&gt;" in page and "<mean>" not in page
+
+
+def _ran(seed: int, tier: str = "study", day: int = 2) -> Run:
+    manifest = {
+        "date": f"2026-01-0{day}T23:00:00+00:00", "seconds": 3900.0, "peak_memory": 2 * 10**9,
+        "commit": {"id": "abcdef0123", "dirty": True}, "overrides": {"steps": 10 * day},
+        "environment": {"cpu": "A & B", "cores": 2, "accelerator": None},
+    }  # fmt: skip
+    protocol = "nano" if tier == "study" else tier
+    values, code = (Value("pesc/x", 1.0, "ratio"),), {"notebook": "another hash"}
+    return Run("pesc", protocol, tier, seed, values, code=code, manifest=manifest)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project whose pesc ran with two seeds as a study, and on its page."""
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for run in (_ran(3, day=5), _ran(0)):
+        write_run(tmp_path / "results" / "pesc" / "nano" / f"{run.seed}.parquet", run)
+    write_run(tmp_path / "book" / "notebooks" / "01_pesc.parquet", _ran(0, "smoke"))
+    return tmp_path
+
+
+def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> None:
+    _, pooled, live = pages.records(project).split("<b>PESC</b><br>")
+    for fact in (
+        "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min, 2.0 GB on A &amp; B",
+        "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
+    ):  # fmt: skip
+        assert fact in pooled
+    assert pages.records(project / "empty") == "No run has been recorded yet.\n"
+    for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
+        assert fact in live
+
+
+def test_a_page_leads_from_its_run_to_the_pools_and_what_they_say(project: Path) -> None:
+    for path in (project / "notebooks").glob("*_findings.ipynb"):
+        path.unlink()
+    told = pages.badge(_ran(0, "smoke"), project)
+    assert "Runs at full size: nano (2 seeds); what they say: [the records](../records.md)" in told
+    (project / "notebooks" / "01_pesc_findings.ipynb").touch()
+    told = pages.badge(_ran(0, "smoke"), project)
+    assert "what they say: [the findings](01_pesc_findings.ipynb)" in told
+    assert "Runs at" not in pages.badge(replace(_ran(0), notebook="esft"), project)
+
+
+def test_the_badge_tells_cost_seed_and_what_the_reader_set(tmp_path: Path) -> None:
+    page = pages.badge(_ran(3), tmp_path)
+    for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
+                 "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
+        assert fact in page
+    assert "accelerator" not in page and "numbers mean nothing" not in page
+    assert "numbers mean nothing" in pages.badge(_ran(3, "smoke"), tmp_path)

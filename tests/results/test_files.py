@@ -1,4 +1,4 @@
-"""What a run ran, and what of it counts as changed since."""
+"""Files are written whole or not at all; what a run ran, and what counts as changed since."""
 
 from __future__ import annotations
 
@@ -78,18 +78,13 @@ def test_loaded_modules_and_the_data_beside_them_are_hashed_and_nothing_else(pac
 @pytest.mark.parametrize(
     ("old", "new", "matters"),
     [
-        ("Say what.", "Say it better.", False),
-        ('    """More."""\n', "", False),
-        ("# a thought", "# another", False),
-        ("    # a thought\n", "\n\n", False),
-        ("if x < 0:", "if (x) < 0 :", False),
-        ("return x", "return x + 1", True),
-        ("x < 0", "x < 1", True),
-        ("return x", "return '''x'''", True),
-        ("def f(x)", "def f(x=1)", True),
-        ("def f(x)", "async def f(x)", True),
+        ("Say what.", "Say it better.", False), ('    """More."""\n', "", False),
+        ("# a thought", "# another", False), ("    # a thought\n", "\n\n", False),
+        ("if x < 0:", "if (x) < 0 :", False), ("return x", "return x + 1", True),
+        ("x < 0", "x < 1", True), ("return x", "return '''x'''", True),
+        ("def f(x)", "def f(x=1)", True), ("def f(x)", "async def f(x)", True),
     ],
-)
+)  # fmt: skip
 def test_docstrings_comments_and_layout_do_not_count_and_code_does(
     package: Path, old: str, new: str, matters: bool
 ) -> None:
@@ -103,15 +98,12 @@ def test_docstrings_comments_and_layout_do_not_count_and_code_does(
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("moebook/used/rows.csv", ("used.rows.csv",)),
-        ("moebook/used/weights/model.bin", ("used.weights.model.bin",)),
-        ("moebook/used/__init__.py", ("used",)),
-        ("moebook/used/README.md", ()),
-        ("moebook/papers/pesc/claims.yaml", ()),
-        ("moebook/idle.py", ()),
+        ("moebook/used/rows.csv", ("used.rows.csv",)), ("moebook/used/__init__.py", ("used",)),
+        ("moebook/used/weights/model.bin", ("used.weights.model.bin",)), ("moebook/idle.py", ()),
+        ("moebook/used/README.md", ()), ("moebook/papers/pesc/claims.yaml", ()),
         ("requirements.lock", ("lock",)),
     ],
-)
+)  # fmt: skip
 def test_what_changed_is_named(package: Path, name: str, names: tuple[str, ...]) -> None:
     run, path = _run(package.parent), package.parent / name
     path.write_text("changed = 1")
@@ -159,3 +151,28 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
     assert results.commit(tmp_path) == found | {"dirty": True}
     results.write(tmp_path / results.FROZEN, "abc\n")
     assert results.commit(tmp_path) == {"id": "abc", "dirty": False}
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.md"
+    results.write(path, "old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        results.write(path, "new")
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["page.md"]
+
+
+def test_the_project_is_the_nearest_folder_with_a_config(tmp_path: Path) -> None:
+    inner = tmp_path / "notebooks" / "deep"
+    inner.mkdir(parents=True)
+    with pytest.raises(Refusal, match=r"_config\.yml"):
+        results.root(inner)
+    (tmp_path / "_config.yml").touch()
+    assert results.root(inner) == tmp_path
