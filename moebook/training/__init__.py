@@ -1,5 +1,5 @@
-"""Training: one function around transformers' Trainer, and how the embedded bases are made."""
+"""Training: one visible loop over accelerate, its batches and its checkpoints."""
 
-from moebook.training.fit import History, fit
+from moebook.training.loop import History, Recipe, fit
 
-__all__ = ["History", "fit"]
+__all__ = ["History", "Recipe", "fit"]

@@ -1,9 +1,8 @@
-"""Checkpoints that survive a kill at any instant: staged, hashed, synced, renamed.
+"""Checkpoints of a training that survive a kill at any instant: staged, hashed, synced, renamed.
 
-A folder holds ``step-N`` folders and a lock. Each is written under another name, sealed with the
-hash of every file and renamed at the end, so that what bears the name ``step-N`` is whole. No
-pickle: tensors in safetensors, the rest in JSON. No states of random generators either: whatever
-is random in a step of training is a function of the seed and the step (see `fit`).
+A folder holds ``step-N`` folders and a lock; what bears the name ``step-N`` is whole (see
+`models.checkpoint`). No states of random generators: what is random in a step of training is a
+function of the seed and the step.
 """
 
 from __future__ import annotations
@@ -16,16 +15,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from moebook.errors import refuse
 from moebook.models import checkpoint
 from moebook.runtime import versions
+from moebook.settings import settings
 
 KEPT = 2
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
@@ -33,11 +35,7 @@ TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder of checkpoints for this process and sweep what killed ones left behind.
-
-    Raises:
-        Refusal: ``E-PATH`` when the folder is a file, ``E-LOCKED`` when another process holds it.
-    """
+    """Hold a folder of checkpoints for this process and sweep what killed ones left behind."""
     if folder.exists() and not folder.is_dir():
         refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,90 +53,99 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Commit a checkpoint as ``step-<step>`` and drop all but the newest `KEPT`.
+@settings
+class Store:
+    """The checkpoints of one run.
 
-    Args:
-        folder: A folder that this process has `locked`.
-        step: Steps done.
-        tensors: See `capture`.
-        facts: JSON values.
-
-    Raises:
-        Refusal: ``E-NONFINITE`` for a NaN or an infinity in a tensor, ``E-DISK`` when the disk is
-            full; the checkpoints that were there stay as they were.
+    Attributes:
+        folder: Where they stand; `locked` by the process that saves.
+        run: JSON values that tell this run from others.
+        every: Steps between them; the last step is always kept.
     """
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            refuse("E-NONFINITE", f"step {step}: {name} is not finite; nothing was saved")
-    known = {"step": step, "versions": versions(), "threads": torch.get_num_threads()}
-    try:
-        with checkpoint.building(folder / f"step-{step}", **known) as stage:
-            safetensors.torch.save_file(tensors, stage / TENSORS)
-            (stage / FACTS).write_text(json.dumps(facts))
-    except (OSError, safetensors.SafetensorError) as error:
-        needed = sum(tensor.nbytes for tensor in tensors.values())
-        free = shutil.disk_usage(folder).free
-        refuse(
-            "E-DISK",
-            f"{folder}: step {step} not saved ({error}); {needed} bytes needed, {free} free; "
-            "earlier checkpoints are untouched",
-        )
-    for old in _committed(folder)[:-KEPT]:
-        trash = old.with_name(f".trash-{old.name}")
-        os.rename(old, trash)
-        shutil.rmtree(trash)
 
+    folder: Path
+    run: dict[str, Any]
+    every: Annotated[int, Field(ge=1)]
 
-def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Read the newest checkpoint, or None where there is none.
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, history: dict[str, Any]
+    ) -> None:
+        """Commit ``step-<steps done>`` and drop all but the newest `KEPT`.
 
-    Warns when it was written by another version of torch or with another number of threads, since
-    the continuation is then no longer equal bit for bit.
+        When a tensor is not finite (E-NONFINITE) or the disk is full (E-DISK), the checkpoints that
+        were there stay as they were.
+        """
+        step = len(history["step"])
+        facts = {"settings": self.run, "scheduler": rates.state_dict(), "history": history}
+        content = checkpoint.packed(capture(model, optimizer))
+        files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
+        target = self.folder / f"step-{step}"
+        machine = {"versions": versions(), "threads": torch.get_num_threads()}
+        try:
+            checkpoint.write(target, files, step=step, **machine)
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            sizes = f"{len(content)} bytes needed, {free} free"
+            refuse("E-DISK", f"{target} not saved ({error}); {sizes}; earlier ones are untouched")
+        for old in self.committed()[:-KEPT]:
+            trash = old.with_name(f".trash-{old.name}")
+            os.rename(old, trash)
+            shutil.rmtree(trash)
 
-    Raises:
-        Refusal: ``E-MANIFEST``, ``E-HASH``, ``E-PATH`` or ``E-FORMAT`` when it is damaged: the
-            message names the file. Deleting the folder goes back to the one before.
-    """
-    paths = _committed(folder)
-    if not paths:
-        return None
-    sealed = checkpoint.verify(paths[-1])
-    here = (versions()["torch"], torch.get_num_threads())
-    there = (sealed["versions"]["torch"], sealed["threads"])
-    if here != there:
-        warnings.warn(
-            f"W-REPRO: {paths[-1]} was written by torch {there[0]} on {there[1]} threads, this is "
-            f"{here[0]} on {here[1]}: the continuation will not be equal bit for bit",
-            stacklevel=2,
-        )
-    try:  # from bytes, not a mapped file: a file that shrinks under a map kills the process
-        tensors = safetensors.torch.load((paths[-1] / TENSORS).read_bytes())
-        return tensors, json.loads((paths[-1] / FACTS).read_text())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        refuse("E-FORMAT", f"{paths[-1]}: {error}; delete the folder to go on from an earlier one")
+    def restore(
+        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler
+    ) -> dict[str, list[Any]]:
+        """Go back to the newest checkpoint and return its history; nothing where there is none.
+
+        A damaged one is refused (deleting it goes back to the one before), and so is one of another
+        run (E-CONFIGDIFF). Another version of torch or number of threads is warned of: the
+        continuation is then no longer equal bit for bit.
+        """
+        if not (paths := self.committed()):
+            return {}
+        newest = paths[-1]
+        sealed = checkpoint.verify(newest)
+        here = (versions()["torch"], torch.get_num_threads())
+        there = (sealed["versions"]["torch"], sealed["threads"])
+        if here != there:
+            warnings.warn(
+                f"W-REPRO: {newest} was written by torch {there[0]} on {there[1]} threads, this is "
+                f"{here[0]} on {here[1]}: the continuation will not be equal bit for bit",
+                stacklevel=2,
+            )
+        try:  # from bytes, not a mapped file: a file that shrinks under a map kills the process
+            tensors = safetensors.torch.load((newest / TENSORS).read_bytes())
+            facts = json.loads((newest / FACTS).read_text())
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            refuse("E-FORMAT", f"{newest}: {error}; delete it to go on from an earlier one")
+        old, new = facts["settings"], self.run
+        if changed := sorted(key for key in new if old.get(key) != new[key]):
+            shown = ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in changed)
+            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); repeat its settings"
+                   " or name another folder")  # fmt: skip
+        restore(model, optimizer, tensors)
+        rates.load_state_dict(facts["scheduler"])
+        for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
+            group["lr"] = rate
+        return facts["history"]
+
+    def committed(self) -> list[Path]:
+        """The committed checkpoints, oldest first."""
+        paths = [path for path in self.folder.glob("step-*") if path.name[5:].isdecimal()]
+        return sorted(paths, key=lambda path: int(path.name[5:]))
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Collect what training changes: trainable parameters, buffers, and the optimizer's state."""
-    return {
-        **{f"model.{name}": tensor.detach() for name, tensor in _changing(model).items()},
-        **{
-            f"optimizer.{name}.{key}": torch.as_tensor(value)  # bitsandbytes counts in an int
-            for name, parameter in _order(model, optimizer).items()
-            for key, value in optimizer.state.get(parameter, {}).items()
-        },
-    }
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in _changing(model).items()}
+    for name, parameter in _order(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)  # bitsandbytes has an int
+    return tensors
 
 
-def restore(
-    model: nn.Module, tensors: dict[str, Tensor], optimizer: Optimizer | None = None
-) -> None:
-    """Put back what `capture` collected; all names, shapes and dtypes of the model must fit.
-
-    Raises:
-        Refusal: ``E-SHAPE`` with the first misfits; model and optimizer are then untouched.
-    """
+def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what `capture` collected; refuse names, shapes or dtypes that do not fit."""
     changing = {f"model.{name}": tensor for name, tensor in _changing(model).items()}
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     misfits = sorted(changing.keys() ^ saved.keys()) or [
@@ -151,8 +158,6 @@ def restore(
     with torch.no_grad():
         for name, tensor in changing.items():
             tensor.copy_(saved[name])
-    if optimizer is None:
-        return
     state: dict[int, dict[str, Tensor | int]] = {}
     for index, name in enumerate(_order(model, optimizer)):
         prefix = f"optimizer.{name}."
@@ -164,17 +169,11 @@ def restore(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
-def _committed(folder: Path) -> list[Path]:
-    """The committed checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
 def _changing(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters, tied ones once, and the buffers that belong to the model's state."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kept = model.state_dict().keys()
-    return trained | {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    persistent = model.state_dict().keys()
+    return trained | {name: part for name, part in model.named_buffers() if name in persistent}
 
 
 def _order(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

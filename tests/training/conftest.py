@@ -51,3 +51,21 @@ def lora():
 @pytest.fixture(scope="session")
 def rows():
     return random_rows
+
+
+class Interrupt:
+    """A penalty of 0 that presses Ctrl-C in the forward pass of one step."""
+
+    def __init__(self, step):
+        self.left = step
+
+    def __call__(self, model):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return torch.zeros(())
+
+
+@pytest.fixture(scope="session")
+def interrupt():
+    return Interrupt

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.training import checkpoints, fit
+from moebook.training.checkpoints import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 SETTINGS = {"steps": 8, "batch": 4, "lr": 1e-2, "schedule": "cosine", "seed": 1, "pad_id": 2}
@@ -24,21 +23,12 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def committed(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
 def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one | other)
-
-
-class Interrupt:
-    """A penalty of 0 that presses Ctrl-C in the forward pass of one step."""
-
-    def __init__(self, step):
-        self.left = step
-
-    def __call__(self, model):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return torch.zeros(())
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +39,11 @@ def straight(lora, rows):
 
 
 @pytest.fixture(scope="module")
-def once_interrupted(lora, rows, tmp_path_factory):
+def once_interrupted(lora, rows, interrupt, tmp_path_factory):
     """A folder with checkpoints of steps 2 and 4 of the same run."""
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(KeyboardInterrupt):
-        fit(lora(), rows(), **SETTINGS, penalty=Interrupt(6), output=folder, every=2)
+        fit(lora(), rows(), **SETTINGS, penalty=interrupt(6), output=folder, every=2)
     return folder
 
 
@@ -69,13 +59,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(lora, rows, stra
     assert same(weights(model), straight[1])
     assert (history.loss, history.norm) == (straight[0].loss, straight[0].norm)
     assert history.seconds == sorted(history.seconds)
-    assert [path.name for path in checkpoints._committed(interrupted)] == ["step-6", "step-8"]
+    assert committed(interrupted) == [
+        "step-6",
+        "step-8",
+    ]
 
 
-def test_a_finished_run_is_read_and_not_repeated(lora, rows, straight, interrupted):
+def test_a_finished_run_is_read_and_not_repeated(lora, rows, straight, interrupt, interrupted):
     fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
     model = lora()
-    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2, penalty=Interrupt(1))
+    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2, penalty=interrupt(1))
     assert history.loss == straight[0].loss
     assert same(weights(model), straight[1])
 
@@ -104,32 +97,25 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
     one, other = nn.Linear(64, 128), nn.Linear(64, 128)
     mine, its = (getattr(bits, kind)(model.parameters(), lr=1e-2) for model in (one, other))
     steps(one, mine, 1)
-    checkpoints.restore(other, load(save(checkpoints.capture(one, mine))), its)
+    checkpoints.restore(other, its, load(save(checkpoints.capture(one, mine))))
     for model, optimizer in ((one, mine), (other, its)):
         steps(model, optimizer, 2)
     assert torch.equal(one.weight, other.weight)
 
 
-def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
-    root, lora, rows, straight, tmp_path
-):
-    child = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import with_lora, random_rows
-from moebook.models import checkpoint
-from moebook.training import fit
-commit = checkpoint.commit
-def kill(stage, target):
-    if target.name == "step-4":
-        os.kill(os.getpid(), signal.SIGKILL)
-    commit(stage, target)
-checkpoint.commit = kill
-fit(with_lora(), random_rows(), **{SETTINGS!r}, output={str(tmp_path)!r}, every=2)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(lora, rows, straight, tmp_path):
+    commit = checkpoint.commit
+
+    def kill(stage, target):
+        if target.name == "step-4":
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(stage, target)
+
+    if not (child := os.fork()):
+        checkpoint.commit = kill
+        fit(lora(), rows(), **SETTINGS, output=tmp_path, every=2)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert len(list(tmp_path.glob(".stage-step-4-*"))) == 1
     model = lora()
     history = fit(model, rows(), **SETTINGS, output=tmp_path, every=2)
@@ -199,7 +185,7 @@ def test_a_file_in_place_of_the_folder_is_refused(lora, rows, tmp_path):
 def test_another_number_of_threads_is_warned_of(lora, rows, interrupted, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     with pytest.warns(UserWarning, match="W-REPRO"):
-        checkpoints.newest(interrupted)
+        fit(lora(), rows(), **SETTINGS, output=interrupted)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(lora, rows, interrupted, monkeypatch):
@@ -209,24 +195,32 @@ def test_a_full_disk_keeps_the_old_checkpoint(lora, rows, interrupted, monkeypat
     monkeypatch.setattr(checkpoint, "seal", full)
     with pytest.raises(Refusal, match="E-DISK"):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
-    assert [path.name for path in checkpoints._committed(interrupted)] == ["step-2", "step-4"]
+    assert committed(interrupted) == [
+        "step-2",
+        "step-4",
+    ]
     assert not list(interrupted.glob(".stage-*"))
 
 
 def test_tensors_that_are_not_finite_are_never_saved(tmp_path):
-    with pytest.raises(Refusal, match=r"E-NONFINITE: step 3: model\.w"):
-        checkpoints.save(tmp_path, 3, {"model.w": torch.tensor([1.0, float("nan")])}, {})
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    torch.nn.init.constant_(model.weight, torch.nan)
+    with pytest.raises(Refusal, match=r"E-NONFINITE: .*model\.weight"):
+        Store(folder=tmp_path, run={}, every=1).save(model, optimizer, rates, {"step": []})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tensors_of_another_shape_are_refused_and_change_nothing(llama):
     model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
     tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     before = weights(model)
     tensors["model.model.norm.weight"] = torch.zeros(7)
     with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight \(7,\)"):
-        checkpoints.restore(model, tensors)
+        checkpoints.restore(model, optimizer, tensors)
     del tensors["model.model.norm.weight"]
     with pytest.raises(Refusal, match="E-SHAPE"):
-        checkpoints.restore(model, tensors)
+        checkpoints.restore(model, optimizer, tensors)
     assert same(weights(model), before)

@@ -1,0 +1,285 @@
+"""One way to train: a loop over accelerate, reproducible step by step, stopped by the first NaN."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import send_to_device
+from datasets import Dataset as Rows
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
+
+from moebook import runtime
+from moebook.errors import refuse
+from moebook.models import fingerprint
+from moebook.settings import settings
+from moebook.training import checkpoints
+from moebook.training.batches import Batches
+
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Penalty = Callable[[Any], Tensor]
+Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
+
+
+@settings
+class Recipe:
+    """What decides a training, beside model and rows.
+
+    Attributes:
+        steps: Optimizer steps; give this or ``epochs``. One epoch when neither is given.
+        epochs: Passes over the rows, rounded up to whole steps.
+        batch: B, rows a step, of all processes together.
+        lr: Peak learning rate.
+        schedule: Constant, or down to 0 in a line or a cosine, after the warm-up.
+        warmup: Share of the steps over which the rate rises linearly from 0.
+        weight_decay: Decoupled decay, applied to all but biases and normalisations.
+        betas: AdamW's decay rates of the two moments.
+        clip: The gradient is scaled down to this norm; ``inf`` never scales.
+        seed: Of the rows' order and of every step.
+        accumulate: Parts in which each process computes its rows of a step, one after the other,
+            to need less memory.
+        optimizer: ``adamw``, or bitsandbytes' AdamW whose state moves to main memory when the GPU
+            is full: ``paged_32bit`` (the papers'), ``paged_8bit``.
+        bf16: Compute under torch's autocast to bfloat16, whatever the parameters are in.
+    """
+
+    steps: Count | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    batch: Count = 32
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Share = 0.03
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    accumulate: Count = 1
+    optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = "adamw"
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps and self.epochs:
+            refuse("E-USAGE", f"steps = {self.steps}, epochs = {self.epochs}: give one of them")
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened at each step, one entry a step, and what was measured at milestones.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Cross-entropy of the labels, nats a token, without the penalty.
+        penalty: What the penalty added to the loss; 0 where there is none.
+        norm: Norm of the gradient before it was clipped.
+        seconds: Wall clock since training began, at the end of the step.
+        tokens: Tokens read since training began, padding left out.
+        milestones: For each entry of ``milestones`` what was measured, by steps done.
+    """
+
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    penalty: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    milestones: list[dict[int, Any]] = field(default_factory=list)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return what has one entry a step, by name."""
+        return {name: column for name, column in vars(self).items() if name != "milestones"}
+
+
+def fit(
+    model: nn.Module,
+    train: Rows,
+    *,
+    penalty: Penalty | None = None,
+    milestones: Milestones = (),
+    label: str = "",
+    pad_id: int = 0,
+    output: str | Path | None = None,
+    every: int = 500,
+    **recipe: Any,
+) -> History:
+    """Train the parameters that require a gradient on the labelled tokens of the rows, with AdamW.
+
+    Everything random is a function of the seed and the step: the order of the rows, and dropout or
+    noise, since torch's generators are seeded anew at each step. Two runs are therefore equal bit
+    for bit (at one number of threads), and so is a run that was interrupted and goes on, or that
+    stops at milestones. Random states and training mode are left as they were found.
+
+    Under ``accelerate launch`` every process calls it with the same arguments; each trains on its
+    part of every batch (data parallel), and the first one writes the checkpoints, which all must be
+    able to read. A step gives the same numbers in one process or several, whole or accumulated,
+    up to rounding, since loss and penalty are averaged over the tokens of the whole batch; but
+    dropout draws others, and a penalty that is not a mean over tokens (a balance loss: the product
+    of two) is that of each part.
+
+    Args:
+        model: A causal language model of transformers, wrapped by PEFT or altered by surgery.
+        train: Rows with ``input_ids`` and ``labels`` (-100 where nothing is learnt).
+        penalty: Called after each forward pass with the model; its scalar is added to the loss
+            (a balance loss, for instance).
+        milestones: Numbers of steps done, from 0, at which to measure, each with what to call with
+            the model, whose parameters must stay. The time counts in the history's seconds.
+        label: What the progress bar says.
+        pad_id: Token that fills short rows; masked.
+        output: Folder for checkpoints. When it holds some of the same run, training goes on from
+            the newest; without it nothing is written.
+        every: Steps between checkpoints; the last step is always kept.
+        recipe: Fields of `Recipe`.
+
+    Returns:
+        The history of all steps, those before an interruption included. A step whose loss or
+        gradient is not finite ends the training (E-NONFINITE): it moves no parameter.
+    """
+    plan = Recipe(**recipe)
+    _check(model, plan.optimizer)
+    batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
+    total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
+    rank, processes = runtime.processes()
+    device = next(model.parameters()).device
+    with ExitStack() as cleanup:
+        cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        cleanup.callback(model.train, model.training)
+        store = None
+        if output is not None:
+            cleanup.enter_context(checkpoints.locked(Path(output)) if rank == 0 else nullcontext())
+            run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "processes": processes}
+            run |= {"data": batches.digest(), "model": fingerprint(model), "epochs": None}
+            store = checkpoints.Store(folder=Path(output), run=run, every=every)
+        return _run(model, batches, plan, total, store, penalty, milestones, label)
+
+
+def _run(
+    model: nn.Module,
+    batches: Batches,
+    plan: Recipe,
+    total: int,
+    store: checkpoints.Store | None,
+    penalty: Penalty | None,
+    milestones: Milestones,
+    label: str,
+) -> History:
+    """Take all the steps that are left."""
+    accelerator, (rank, processes) = _accelerator(model), runtime.processes()
+    wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
+    rates = get_scheduler(SCHEDULES[plan.schedule], adamw, math.ceil(plan.warmup * total), total)
+    saved: dict[str, Any] = store.restore(model, adamw, rates) if store else {}
+    history = History(**saved)
+    left, parts = range(len(history.step), total), plan.accumulate * processes
+    _begin(milestones, history, left)
+    began = time.perf_counter() - (history.seconds or [0.0])[-1]
+    for step in runtime.progress(left, label, len(left)):
+        _measure(model, milestones, step, history)
+        seeds = [plan.seed, step, *([rank] if rank else [])]
+        torch.manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
+        wrapped.train()
+        labels, sums = torch.tensor(batches.labels(step), device=accelerator.device), []
+        for part in range(rank, parts, processes):
+            batch, share = batches.part(step, part, parts)
+            batch = send_to_device(batch, accelerator.device)
+            last = part + processes >= parts
+            with nullcontext() if last else accelerator.no_sync(wrapped):
+                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=plan.bf16):
+                    loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
+                # Losses are summed over the parts, but gradients averaged over the processes.
+                loss = loss * processes
+                extra = penalty(model) * (processes * share) if penalty else torch.zeros_like(loss)
+                accelerator.backward(loss + extra)
+            sums.append(torch.stack([loss.detach().double(), extra.detach().double()]))
+        norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
+        loss, extra = accelerator.reduce(torch.stack(sums).sum(0), "mean").tolist()
+        if not math.isfinite(loss + extra + norm):
+            model.zero_grad()
+            kept = f"step {step - step % store.every}" if store else "none kept"
+            refuse("E-NONFINITE", f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm "
+                   f"{norm} on rows {batches.rows(step).tolist()}; the model is as after step "
+                   f"{step} (last checkpoint: {kept}): lower lr, look at the rows")  # fmt: skip
+        adamw.step()
+        rates.step()
+        model.zero_grad()
+        tokens = batches.tokens(step) + (history.tokens or [0])[-1]
+        line = (step + 1, loss, extra, norm, time.perf_counter() - began, tokens)
+        for column, value in zip(history.columns().values(), line, strict=True):
+            column.append(value)
+        if store and rank == 0 and ((step + 1) % store.every == 0 or step + 1 == total):
+            store.save(model, adamw, rates, history.columns())
+    accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
+    _measure(model, milestones, total, history)
+    return history
+
+
+def _check(model: nn.Module, optimizer: str) -> None:
+    """Refuse a model with nothing to train, or a paged optimizer where it cannot run."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
+    device = next(model.parameters()).device
+    if optimizer != "adamw" and device.type != "cuda":
+        refuse("E-DEVICE", f"optimizer {optimizer} needs a GPU, the model is on {device}")
+    if optimizer != "adamw" and importlib.util.find_spec("bitsandbytes") is None:
+        refuse("E-DEP", f"optimizer {optimizer} needs bitsandbytes: pip install bitsandbytes")
+
+
+def _accelerator(model: nn.Module) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
+    if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        kind = accelerator.distributed_type
+        refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu")
+    return accelerator
+
+
+def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
+    """Make AdamW over what requires a gradient; biases and normalisations do not decay."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in trained if n in decayed], "weight_decay": plan.weight_decay},
+        {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
+    ]
+    if plan.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)
+    from bitsandbytes import optim  # an optional dependency, present where there is a GPU
+
+    bits = 8 if plan.optimizer == "paged_8bit" else 32
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # for which 8 bits are too few, its authors say
+            manager = optim.GlobalOptimManager.get_instance()
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return optim.AdamW(groups, lr=plan.lr, betas=plan.betas, is_paged=True, optim_bits=bits)
+
+
+def _begin(milestones: Milestones, history: History, left: range) -> None:
+    """Refuse milestones that this training does not pass (E-RANGE)."""
+    history.milestones.extend({} for _ in milestones)
+    for step in sorted(step for steps, _ in milestones for step in steps):
+        if not left.start <= step <= left.stop:
+            reason = f"the training goes from step {left.start} to {left.stop}"
+            refuse("E-RANGE", f"milestone at step {step}: {reason}")
+
+
+def _measure(model: nn.Module, milestones: Milestones, step: int, history: History) -> None:
+    for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
+        if step in steps:
+            with torch.random.fork_rng():
+                measured[step] = measure(model)
