@@ -9,13 +9,12 @@ import lm_eval.tasks
 import pytest
 import torch
 
-from moebook import models, papers
+from moebook import models, papers, runtime
 from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import bank, loras
 from moebook.models.checkpoint import fingerprint
-from moebook.training.course import Course
 
 QUICK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "epochs": 2, "batch": 4, "lr": 3e-2}
 STEPS = 4
@@ -34,13 +33,7 @@ def sets():
 @pytest.fixture
 def brief(monkeypatch):
     """Every training ends after a few steps."""
-    ends = Course.on_step_end
-
-    def stop(course, args, state, control, **now):
-        ends(course, args, state, control, **now)
-        control.should_training_stop = state.global_step == STEPS
-
-    monkeypatch.setattr(Course, "on_step_end", stop)
+    monkeypatch.setattr(runtime, "progress", lambda steps, *_: steps[:STEPS])
 
 
 def test_a_bank_is_trained_once_and_taken_from_its_folder_after(
