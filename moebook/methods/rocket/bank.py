@@ -45,10 +45,7 @@ TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_
 
 
 def load(model: nn.Module, tokenizer: Any, folder: str | Path = "") -> dict[str, Lora]:
-    """Load the shipped bank, which is of ``nano``, or that of a folder; made there if it has none.
-
-    Models are the base, unaltered, in this module.
-    """
+    """Load the shipped bank, which is of ``nano``, or a folder's; made there if it has none."""
     if folder and not list(Path(folder).glob(f"[!.]*/{loras.SETTINGS}")):
         return make(model, tokenizer, EMBEDDED, folder)
     return read(folder or FOLDER, model)
@@ -57,8 +54,8 @@ def load(model: nn.Module, tokenizer: Any, folder: str | Path = "") -> dict[str,
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read every PEFT folder inside a folder as the bank of this base, by name in order.
 
-    LoRAs without a manifest of ours (anyone's from the hub) are tied to the base by their keys and
-    shapes alone; that is said in one warning (W-BASE).
+    A warning (W-BASE) tells which LoRAs, without a manifest of ours, are tied to the base by their
+    keys and shapes alone.
     """
     paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
     if not paths:
@@ -68,19 +65,14 @@ def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     check(bank)
     foreign = [name for name, lora in bank.items() if lora.base != base]
     if foreign:
-        warnings.warn(
-            f"W-BASE: {len(foreign)} of {len(bank)} LoRAs carry no fingerprint of their base "
-            f"({', '.join(foreign[:3])}); they fit this one by keys and shapes",
-            stacklevel=2,
-        )
+        which = f"{len(foreign)} of {len(bank)} LoRAs carry no fingerprint of their base"
+        fit = f"({', '.join(foreign[:3])}); they fit this one by keys and shapes"
+        warnings.warn(f"W-BASE: {which} {fit}", stacklevel=2)
     return bank
 
 
 def check(bank: Bank) -> None:
-    """Refuse what nothing can be chosen from: LoRAs must be two or more, alike and distinct.
-
-    None may change nothing (``B A = 0``).
-    """
+    """Refuse what nothing can be chosen from: two LoRAs or more, alike, distinct and trained."""
     if len(bank) < 2:
         names = ", ".join(bank) or "none"
         refuse("E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more")
@@ -129,11 +121,11 @@ def train(
 ) -> dict[str, Lora]:
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
-    A LoRA that stands in the folder is taken when it comes from the same base, rows and settings;
-    without a folder nothing is kept. The base is given back as it was. Rank and targets are the
-    paper's, dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are
-    left out and reported (as released; the paper cuts them). The seed is of the start and of the
-    rows' order; ``settings`` are for `training.fit`, by default those of `TABLE_12`.
+    A LoRA in the folder is taken when it comes from the same base, rows and settings; without a
+    folder nothing is kept. The base is given back as it was. Rank and targets are the paper's,
+    dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are left out
+    and reported (as released; the paper cuts them). The seed is of the start and of the rows'
+    order; ``settings`` are for `training.fit`, by default those of `TABLE_12`.
     """
     plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
     plan |= settings
@@ -200,8 +192,7 @@ def retrained(
 ) -> pd.DataFrame:
     """Train some of a bank, two or more or none, again by the recipe and compare.
 
-    Indexed by name: ``gap``, the largest difference of a step's loss (nats), and ``equal``, whether
-    the LoRAs are equal bit for bit.
+    ``gap`` is the largest difference of a step's loss (nats), ``equal`` bit for bit.
     """
     lines = {}
     for name, lora in make(model, tokenizer, names).items() if names else ():
@@ -212,18 +203,19 @@ def retrained(
 
 
 def trainings(bank: Bank) -> pd.DataFrame:
-    """Tell how each LoRA was trained: ``rows``, ``steps``, ``first loss`` and ``last loss``.
-
-    Losses are nats an answer token, the last one is the mean of the last twenty steps; NaN where a
-    LoRA keeps none.
-    """
+    """Tell how each LoRA was trained; losses are nats an answer token, NaN where it keeps none."""
     lines = {}
     for name, lora in bank.items():
         losses = lora.provenance.get("losses") or [np.nan]
         rows = len(lora.provenance.get("prompts") or ())
-        lines[name] = [rows, len(losses), losses[0], np.mean(losses[-20:])]
-    columns = ["rows", "steps", "first loss", "last loss"]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+        last = np.mean(losses[-20:])
+        lines[name] = {
+            "rows": rows,
+            "steps": len(losses),
+            "first loss": losses[0],
+            "last loss": last,
+        }
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def hashes(rows: Iterable[Row]) -> list[str]:
@@ -236,10 +228,8 @@ def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
 
     A bank whose best candidate was trained on the target's own training set makes a K-shot
     comparison worthless. ``rows`` are all that are known of the target, test rows included.
-
-    Returns:
-        Indexed by name: ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where the LoRA does
-        not tell what it was trained on), ``shared`` (prompts in common), ``data`` (its data set).
+    Returns each LoRA's ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where it does not tell
+    what it was trained on), ``shared`` (prompts in common) and ``data`` (its data set).
     """
     target, lines = set(hashes(rows)), {}
     for name, lora in bank.items():
@@ -262,10 +252,7 @@ def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
 def source_rows(
     name: str, revision: str | None, split: str = "train", path: str | Path | None = None
 ) -> list[Row]:
-    """Load one of `SOURCES`, as task, prompt and answer in the paper's templates.
-
-    From the hub at a commit of 40 hexadecimal digits, or from a local copy of the hub's own files.
-    """
+    """Load one of `SOURCES` in the paper's templates, from the hub at a commit or a local copy."""
     if name not in SOURCES:
         refuse("E-DATA", f"unknown data set '{name}'; {nearest(name, SOURCES)}")
     source = SOURCES[name]
@@ -276,10 +263,7 @@ def source_rows(
 def embedded(
     size: int, *, seed: int = 0, names: Collection[str] = EMBEDDED
 ) -> dict[str, list[Row]]:
-    """Draw at most ``size`` training rows of each task of the embedded bank.
-
-    Clauses that are kept apart for the K-shot task ``copyleft`` are left out.
-    """
+    """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
     reserved, sets = language.reserved(), {}
     for name in (name for name in EMBEDDED if name in names):
         rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
@@ -292,9 +276,9 @@ def embedded(
 def targets(
     names: Sequence[str], source: str, pins: Mapping[str, str]
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
-    """Return, by target task, the annotated rows, those for training, and the rows that test it.
+    """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
-    ``source`` is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
+    The source is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
     """
     if source == "embedded":
         sizes = {name: tasks.find(name).available("train") for name in names}
@@ -307,10 +291,7 @@ def targets(
 
 
 def open_data(sets: str, size: int, source: str, pins: Mapping[str, str]) -> list[Row]:
-    """Return at most ``size`` open rows a set, the same for all seeds.
-
-    Of the embedded bank's sets, or of those of the hub that ``sets`` names, with commas between.
-    """
+    """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's."""
     if source == "embedded":
         drawn = embedded(size)
     else:

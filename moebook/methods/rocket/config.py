@@ -19,33 +19,30 @@ class Config:
     The defaults are the preset ``fixed``.
 
     Attributes:
-        shots: K (50 in the paper).
+        shots: K.
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
             (the paper's text, which ranks by length).
         rationale: Whether Phi (Eq. 3) puts the answer first (Fig. 3) or the rationale (Table 8).
-        compare: Eq. 6 compares ``"product"``, the matrices B A, or ``"factors"``, A and B apart
-            and by the absolute value of their cosines (released).
-        cosine: ``"signed"`` as Eq. 6 has it, or ``"absolute"``.
+        compare: Eq. 6 compares the matrices B A, or A and B apart and by the absolute value of
+            their cosines (released).
+        cosine: As Eq. 6 has it, or its absolute value.
         diversity: ``"inverse"`` orders groups by Eq. 6 as printed, which turns over where the mean
             cosine is negative; ``"ordered"`` by the mean cosine itself, the least one first, which
             is the same order wherever Eq. 6 means something.
-        ranking: ``"sum"`` as in Alg. 1, or ``"normalised"``: each of the three sums of ranks is
-            brought to [0, 1] over all groups first, since that of diversity has the widest range.
-        candidates: M, at least N.
-        experts: N.
-        top_k: k, experts per token, at most N.
-        sampler: How open data are drawn: ``"maximum"`` cosine over the shots (Eq. 13),
-            ``"centroid"``: least Euclidean distance to the shots' centroid (released),
-            ``"random"``, ``"hull"`` (Eq. 16), ``"kde"`` (Eq. 17).
+        ranking: As in Alg. 1, or each of the three sums of ranks is brought to [0, 1] over all
+            groups first, since that of diversity has the widest range.
+        candidates, experts, top_k: M, N and k; k <= N <= M.
+        sampler: How open data are drawn: by the largest cosine over the shots (Eq. 13), the least
+            Euclidean distance to their centroid (released), at random, out of their hull (Eq. 16)
+            or by their density (Eq. 17).
         budget: C (1000; released 5000).
         threshold: tau; two rows are duplicates when their cosine is larger.
         duplicates: Which rows stay, see `augmentation.deduplicate`.
         gamma: Bandwidth of Eq. 17.
         components: Principal axes of the shots in which the hull is taken. K points span at most
             K - 1 dimensions, so in the encoder's own space no other text lies inside.
-        gate_input: What a gate reads: the ``"layer"``'s input (released) or each ``"expert"``'s
-            output (Eq. 9).
-        lora_scale: Whether alpha / r is ``"applied"`` or ``"omitted"`` (released).
+        gate_input: A gate reads the layer's input (released) or each expert's output (Eq. 9).
+        lora_scale: Whether alpha / r is applied or omitted (released).
         lora_dropout: Share dropped before the experts in training (0.05 as released).
     """
 
@@ -71,10 +68,8 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.experts > self.candidates:
-            refuse(
-                "E-RANGE",
-                f"experts (N) is {self.experts}, expected 1 to {self.candidates} (candidates, M)",
-            )
+            limit = f"{self.candidates} (candidates, M)"
+            refuse("E-RANGE", f"experts (N) is {self.experts}, expected 1 to {limit}")
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
 
@@ -90,19 +85,11 @@ class Config:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
-        "reduction": "sum",
-        "diversity": "inverse",
-        "gate_input": "expert",
-        "lora_dropout": 0.0,
+        "reduction": "sum", "diversity": "inverse", "gate_input": "expert", "lora_dropout": 0.0,
     },
     "released": {
-        "rationale": "rationale_first",
-        "compare": "factors",
-        "cosine": "absolute",
-        "sampler": "centroid",
-        "budget": 5000,
-        "duplicates": "index",
-        "lora_scale": "omitted",
+        "rationale": "rationale_first", "compare": "factors", "cosine": "absolute",
+        "sampler": "centroid", "budget": 5000, "duplicates": "index", "lora_scale": "omitted",
     },
     "fixed": {},
-}
+}  # fmt: skip

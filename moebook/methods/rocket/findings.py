@@ -130,14 +130,9 @@ def alone(model: nn.Module, tokenizer: Any, task: str, *, limit: int) -> np.ndar
 def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     """Sort the test rows by how many experts alone answer them, and count errors (Table 5).
 
-    Args:
-        experts: Which expert alone gets which row right ``[N, S]``.
-        mixture: Which row the mixture gets right ``[S]``.
-
-    Returns:
-        Shares of the rows ``all right``, ``mixed`` (at least one right and one wrong) and ``all
-        wrong``; on the mixed ones the error rates of the ``best expert``, the ``mean expert``, the
-        ``worst expert`` and the ``mixture``, NaN where no row is mixed.
+    Of which row each expert alone ``[N, S]`` and the mixture ``[S]`` get right. Returns the shares
+    of the rows ``all right``, ``mixed`` (at least one right and one wrong) and ``all wrong``; on
+    the mixed ones the error rates of experts and mixture, NaN where no row is mixed.
     """
     right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,8 @@ class Lora:
     """A LoRA ``W + scale * B A`` over linear layers of one base.
 
     Attributes:
-        name: Its name in the bank.
         rank: R.
-        alpha: LoRA's alpha.
-        down: A ``[R, D]`` by path of the linear layer, paths in order.
-        up: B ``[O, R]`` by the same paths.
+        down, up: A ``[R, D]`` and B ``[O, R]`` by path of the linear layer, paths in order.
         base: Fingerprint of the base, None where it is not known.
         rank_stabilised: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
         provenance: How it was made, where known: ``data`` (name), ``prompts`` (hashes),
@@ -97,36 +93,27 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
 
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
-    """Run the base with N LoRAs in this block: rows in N equal parts, one part a LoRA, in order.
+    """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
 
     Equals PEFT's LoRA, its factors' dtype included, without LoRA's own dropout. The base's weights
     are in memory once and its modules are untouched: forward hooks, removed at the end.
-
-    Args:
-        model: The base.
-        loras: N of them, over the same layers with the same rank; the batch is a multiple of N.
     """
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
-            device = linear.weight.device
-            down = torch.stack([lora.down[path] for lora in loras]).to(device)  # [N, R, D]
-            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).to(device)  # [N, O, R]
-            handle = linear.register_forward_hook(_adding(down.mT, up.mT))
-            hooks.callback(handle.remove)
+            down = torch.stack([lora.down[path] for lora in loras]).mT.to(linear.weight.device)
+            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down.device)
+            hooks.callback(linear.register_forward_hook(_adding(down, up)).remove)
         yield
 
 
 def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
-    """Make the hook that adds ``x A_n B_n`` to the n-th part of the rows, or to one row for all.
-
-    ``down`` is ``[N, D, R]``, ``up`` with its scale ``[N, R, O]``.
-    """
+    """Make the hook that adds ``x A_n B_n`` to the n-th part of the rows, or to one row for all."""
 
     def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         loras, parts = len(down), 1 if len(output) == 1 else len(down)
         x, base = (t.unflatten(0, (parts, -1)).flatten(1, -2) for t in (args[0], output))
-        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)  # [N, B * T, R]
+        low = torch.bmm(x.to(down.dtype).expand(loras, -1, -1), down)  # [N, B T, D] -> [N, B T, R]
         base = base.expand(loras, -1, -1)
         if base.dtype == up.dtype:
             return torch.baddbmm(base, low, up).view(-1, *output.shape[1:])
@@ -136,13 +123,10 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
-    """Read a PEFT folder as a LoRA of this base, after all checks; nothing is fetched or run.
+    """Read a PEFT folder as a LoRA of the unaltered base of this fingerprint, after all checks.
 
-    Args:
-        folder: ``adapter_config.json`` and ``adapter_model.safetensors``, ours (then with a
-            manifest that ties it to its base) or anyone's.
-        model: The base, unaltered.
-        base: Its fingerprint.
+    The folder is ours, then with a manifest that ties it to its base, or anyone's. Nothing is
+    fetched or run.
     """
     facts = checkpoint.verify(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
     settings = _settings(folder / SETTINGS)
@@ -173,13 +157,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
 def write(lora: Lora, folder: Path) -> Path:
     """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets),
-        use_rslora=lora.rank_stabilised,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets),
+        use_rslora=lora.rank_stabilised, task_type="CAUSAL_LM", inference_mode=True,
+    )  # fmt: skip
     settings = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
     tensors = {KEY.format(path, "A"): tensor for path, tensor in lora.down.items()}
     tensors |= {KEY.format(path, "B"): tensor for path, tensor in lora.up.items()}
@@ -207,40 +187,23 @@ def _settings(path: Path) -> dict[str, Any]:
     for name, value in content.items():
         if name not in plain:
             refuse("E-CONFIG", f"{path}: unknown field '{name}'; {nearest(name, plain)}")
-        only_plain = f"{plain[name]!r}: only plain LoRA can be read"
-        expected, holds = RULES.get(name, (only_plain, partial(_is_plain, plain[name])))
-        if not holds(value):
+        unused = value is None or value is False or value in ({}, []) or value == plain[name]
+        expected, holds = RULES.get(name, (f"{plain[name]!r}: only plain LoRA can be read", None))
+        if not (holds(value) if holds else unused):
             code = "E-RANGE" if name in ("r", "lora_alpha", "lora_dropout") else "E-CONFIG"
             refuse(code, f"{path}: {name} is {str(value)[:60]!r}, expected {expected}")
     return content
-
-
-def _is_plain(default: object, value: object) -> bool:
-    return value is None or value is False or value in ({}, []) or value == default
 
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def _is_bool(value: object) -> bool:
-    return type(value) is bool
-
-
-def _is_text(value: object) -> bool:
-    return value is None or (isinstance(value, str) and len(value) < 1000)
-
-
-def _are_names(value: object) -> bool:
+def _are_names(value: Any) -> bool:
     """Whether these are at most a hundred names, none of them a regular expression."""
     name = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-    return (
-        isinstance(value, list)
-        and 0 < len(value) <= 100
-        and all(
-            isinstance(each, str) and len(each) < 200 and name.fullmatch(each) for each in value
-        )
-    )
+    named = isinstance(value, list) and 0 < len(value) <= 100
+    return named and all(isinstance(n, str) and len(n) < 200 and name.fullmatch(n) for n in value)
 
 
 def _is_known_class(value: object) -> bool:
@@ -251,8 +214,8 @@ def _is_known_class(value: object) -> bool:
     return fits and str(value["parent_library"]).startswith("transformers.")
 
 
-TEXT = ("a short text or null", _is_text)
-BOOLEAN = ("true or false", _is_bool)
+TEXT = "a short text or null", lambda text: text is None or (type(text) is str and len(text) < 1000)
+BOOLEAN = "true or false", lambda flag: type(flag) is bool
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "peft_type": ("'LORA'", lambda kind: kind == "LORA"),
     "task_type": ("'CAUSAL_LM'", lambda task: task in (None, "CAUSAL_LM")),
@@ -261,14 +224,11 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lora_dropout": ("a number in [0, 1)", lambda share: _is_number(share) and 0 <= share < 1),
     "target_modules": ("a list of names (no regular expression)", _are_names),
     "auto_mapping": ("transformers'", _is_known_class),
-    "use_rslora": BOOLEAN,
-    "inference_mode": BOOLEAN,
     "init_lora_weights": (
         "a start that leaves the base's own weights alone",
-        lambda start: start is None or _is_bool(start) or start in ("gaussian", "orthogonal"),
+        lambda start: start is None or type(start) is bool or start in ("gaussian", "orthogonal"),
     ),
-    "base_model_name_or_path": TEXT,
-    "revision": TEXT,
-    "peft_version": TEXT,
+    **dict.fromkeys(("use_rslora", "inference_mode"), BOOLEAN),
+    **dict.fromkeys(("base_model_name_or_path", "revision", "peft_version"), TEXT),
 }
 """What must hold of a field of ``adapter_config.json``; any other must be empty or PEFT's own."""

@@ -52,10 +52,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     Afterwards exactly the experts and the gates require a gradient; they are float32 or wider.
     Gates start as `nn.Router` does. No balance loss goes with it (neither in the paper nor in the
     code). Any LoRAs do, so rivals that share the bank can be built on the same layers; with one
-    LoRA and ``experts=1, top_k=1`` it is that LoRA, tuned alone.
-
-    Returns:
-        The same model.
+    LoRA and ``experts=1, top_k=1`` it is that LoRA, tuned alone. Returns the same model.
     """
     _refuse_mixture(model)
     if len(loras) != config.experts:
@@ -73,7 +70,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}
     up = {path: torch.stack([lora.up[path] for lora in loras]) for path in paths}
     made_from = Origin(
-        config=config, experts=names, scales=scales, rank=rank, paths=paths, base=base
+        base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths
     )
     return install(model, made_from, down, up)
 
@@ -135,13 +132,12 @@ def remove(model: nn.Module) -> nn.Module:
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the experts' and gates' parameters by name: what trains and what is saved."""
-    return {
-        f"{path}.{name}": getattr(part, "weight", part)
-        for path in origin(model).paths
-        for name, part in (
-            (name, getattr(model.get_submodule(path), name)) for name in ("down", "up", "router")
-        )
-    }
+    parameters: dict[str, nn.Parameter] = {}
+    for path in origin(model).paths:
+        mixed = model.get_submodule(path)
+        named = {"down": mixed.down, "up": mixed.up, "router": mixed.router.weight}
+        parameters |= {f"{path}.{name}": parameter for name, parameter in named.items()}
+    return parameters
 
 
 @contextmanager

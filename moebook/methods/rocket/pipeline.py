@@ -39,10 +39,8 @@ UNMIXED = ("expert_lora", "perplexity")
 class Arm:
     """How an arm gets its experts and its data.
 
-    Attributes:
-        config: Settings; K of them are the first of the case's shots.
-        by: The rankings that choose the experts, or one of `UNRANKED`.
-        open_data: Whether chosen open data join the shots.
+    By the rankings that choose the experts, or one of `UNRANKED`; chosen open data may join the
+    shots, which are the first K of the case's.
     """
 
     config: Config
@@ -54,14 +52,13 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
     """Return all arms of the study by name, without those that the settings do not allow.
 
     Vanilla comparisons (Table 1), other experts (Table 2), other data (Table 3), then samplers,
-    budgets C and thresholds (Figures 9, 10), and other K, N and k (Tables 4, 6, 7), whose names end
-    in that number. None stands for those of `UNMIXED`, in which no mixture is tuned.
-
-    Args:
-        config: The settings of the arm ``mixture``.
-        strict: The threshold of ``data_strictly_deduplicated``.
+    budgets C and thresholds (Figures 9, 10), the ``strict`` one among them, and other K, N and k
+    (Tables 4, 6, 7), whose names end in that number. None stands for those of `UNMIXED`, in which
+    no mixture is tuned.
     """
     single = replace(config, experts=1, top_k=1)
+    budgets = (max(1, config.budget // 3), config.budget * 4)
+    experts = [n for n in (2, 6, 8) if config.top_k <= n <= config.candidates]
     study: dict[str, Arm | None] = {
         "mixture": Arm(config=config),
         "source_best_sft": Arm(config=config, by=("best",)),
@@ -79,14 +76,10 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
         "data_by_kde": {"sampler": "kde", "gamma": 10.0},
         "data_by_hull": {"sampler": "hull"},
         "data_by_repr_filter": {"duplicates": "repr"},
-        **{f"budget{c}": {"budget": c} for c in (max(1, config.budget // 3), config.budget * 4)},
+        **{f"budget{c}": {"budget": c} for c in budgets},
         "data_strictly_deduplicated": {"threshold": strict},
         **{f"shots{n}": {"shots": n} for n in (1, 5, 20) if n < config.shots},
-        **{
-            f"experts{n}": {"experts": n}
-            for n in (2, 6, 8)
-            if config.top_k <= n <= config.candidates
-        },
+        **{f"experts{n}": {"experts": n} for n in experts},
         **{f"selected{n}": {"top_k": n} for n in (1, 3, 4) if n <= config.experts},
     }
     study |= {name: Arm(config=replace(config, **change)) for name, change in changes.items()}
@@ -95,11 +88,9 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A target task with K shots.
+    """A target task with K shots, drawn by the seed.
 
     Attributes:
-        task: Its name.
-        seed: Of the draw of the shots.
         shots: D_K.
         plain: Log-perplexities of the answers ``[N, K]``, nats (Eq. 1).
         reasoning: The same of the answers with their rationales (Eq. 2).
@@ -124,11 +115,9 @@ class Case:
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
     """Return what evaluates each target: the benchmarks in their order, or itself without any."""
     if benchmarks and len(benchmarks) != len(targets):
-        refuse(
-            "E-RANGE",
-            f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)}), targets has"
-            f" {len(targets)} ({', '.join(targets)}): give one a target, in the targets' order",
-        )
+        have = f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)}), targets has"
+        have += f" {len(targets)} ({', '.join(targets)})"
+        refuse("E-RANGE", f"{have}: give one a target, in the targets' order")
     return dict(zip(targets, benchmarks or targets, strict=True))
 
 
@@ -145,17 +134,9 @@ def score_bank(
 ) -> Case:
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
-    Args:
-        model: The base, unaltered. It writes the rationale itself where a row carries none (the
-            paper has WizardLM2-8x22B write them).
-        tokenizer: Its tokenizer.
-        bank: LoRAs by name: those that passed the guard against leaks (`bank.guarded`), and any
-            other that is to be scored along.
-        encoder: Of the open data.
-        annotated: What the shots are drawn from, the task's training rows.
-        config: K, ``reduction`` and ``rationale``.
-        task: The task's name.
-        seed: Of the draw.
+    The bank is the LoRAs that passed the guard against leaks (`bank.guarded`), and any other that
+    is to be scored along; the encoder that of the open data. The base, unaltered, writes the
+    rationale itself where a row carries none (the paper has WizardLM2-8x22B write them).
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
@@ -179,14 +160,9 @@ def score_bank(
 def experts(
     case: Case, arm: Arm, bank: Collection[str], similarities: pd.DataFrame, *, best: str
 ) -> tuple[str, ...]:
-    """Name the LoRAs that an arm starts from.
+    """Name the LoRAs of the bank, all of them scored in the case, that an arm starts from.
 
-    Args:
-        case: The task and its shots.
-        arm: How they are chosen.
-        bank: Names of LoRAs, all of them scored in the case, which may have scored more.
-        similarities: From `selection.similarity`.
-        best: The LoRA that is best on the test rows, for ``by=("best",)``.
+    ``best`` is the LoRA that is best on the test rows, for ``by=("best",)``.
     """
     if arm.by == ("best",):
         return (best,)

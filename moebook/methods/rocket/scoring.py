@@ -8,14 +8,19 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import takewhile
+from operator import eq
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from moebook.data import IGNORED, encode, hub
 from moebook.data.encoding import camel
@@ -26,19 +31,20 @@ from moebook.errors import refuse
 from moebook.evaluation.model import PAIR, InMemory
 from moebook.kernels import bank_scoring
 from moebook.kernels.bank_scoring import Answers
+from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SOURCES, check_alike
 from moebook.methods.rocket.loras import Lora, attached
-from moebook.methods.rocket.packing import Pack, Products, packs, trimmed
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.nn import evaluating
 from moebook.runtime import progress
 
 Bank = Mapping[str, Lora]
 Row = Mapping[str, str]
+Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 JUDGED: dict[str, Task | Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
 """What says how its answers are compared, by the task's name in a row."""
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of some models that change logits after the head's product."""
 ORDERS = {
     "answer_first": "the answer first then with its explanation",
@@ -79,24 +85,13 @@ def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[s
 
 
 def write_rationales(
-    rows: Sequence[Row],
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    order: Order = "answer_first",
-    limit: int = 200,
-) -> list[dict[str, str]]:
-    """Have a chat model write each row's ``rationale``, with the prompt of Fig. 3.
+    rows: Sequence[Row], model: nn.Module, tokenizer: Any,
+    *, order: Order = "answer_first", limit: int = 200,
+) -> list[dict[str, str]]:  # fmt: skip
+    """Have a chat model write each row's ``rationale``, of so many tokens, by Fig. 3's prompt.
 
     The second order's instruction is ours: the paper prints only the first, though its example
     (Table 8) is of the second. A tokenizer without a chat template is asked in PESC's form.
-
-    Args:
-        rows: With prompt and answer.
-        model: Tuned to follow instructions (the paper used WizardLM2-8x22B).
-        tokenizer: Its tokenizer.
-        order: What the prompt asks for.
-        limit: Most tokens of a rationale.
     """
     requests = [FIGURE_3.format_map({**row, "order": ORDERS[order]}) for row in rows]
     contexts = [_chat_ids(request, tokenizer) for request in requests]
@@ -127,35 +122,21 @@ def generate(
 
 
 def log_perplexity(
-    model: nn.Module,
-    tokenizer: Any,
-    bank: Bank,
-    shots: Sequence[Row],
-    *,
-    reduction: Literal["mean", "sum"] = "mean",
-    tokens: int | None = None,
-) -> pd.DataFrame:
+    model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
+    *, reduction: Literal["mean", "sum"] = "mean", tokens: int | None = None,
+) -> pd.DataFrame:  # fmt: skip
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
-    Of the answer as it stands: give shots from `expand` for the reasoning perplexity. Answers are
-    scored with their end token, as they are trained on. All LoRAs share one copy of the base.
-    Shots are packed without padding, and what several begin with, such as a task's wording, runs
-    once (`packs`); a row of the batch is one LoRA on the pack. Dropout is off, and the end of the
-    last layer and the head run on the answers alone.
+    ``[N, S]``, indexed by name: the mean over the answer's tokens (released) or their sum (Eq. 1
+    literally). Give shots from `expand` for the reasoning perplexity. Answers are scored with their
+    end token, as they are trained on.
 
-    Args:
-        model: The base, unaltered.
-        tokenizer: Its tokenizer.
-        bank: N alike LoRAs by name.
-        shots: S rows with prompt and answer.
-        reduction: ``"mean"`` over the answer's tokens (released), ``"sum"`` (Eq. 1 literally).
-        tokens: Most tokens a forward pass, over all LoRAs in it; at least one shot under one LoRA
-            runs. By default 2,048 on a CPU, where more would leave its cache, else 16,384. A pack
-            is no longer than the model is wide: attention then costs at most a sixth of the
-            products.
-
-    Returns:
-        ``[N, S]``, indexed by name, one column a shot.
+    All LoRAs share one copy of the unaltered base. Shots are packed without padding, and what
+    several begin with, such as a task's wording, runs once (`packs`); a row of the batch is one
+    LoRA on the pack. Dropout is off, and the end of the last layer and the head run on the answers
+    alone. A forward pass has so many tokens at most over all its LoRAs, by default 2,048 on a CPU,
+    where more would leave its cache, else 16,384; at least one shot under one LoRA runs. A pack is
+    no longer than the model is wide: attention then costs at most a sixth of the products.
     """
     items = _encoded(model, tokenizer, bank, shots)
     loras, (host, head) = list(bank.values()), _readable(model)
@@ -173,30 +154,15 @@ def log_perplexity(
 
 
 def accuracy(
-    model: nn.Module,
-    tokenizer: Any,
-    bank: Bank,
-    shots: Sequence[Row],
-    *,
-    post: Callable[[str], str] | None = None,
-    limit: int | None = None,
-) -> pd.DataFrame:
+    model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
+    *, post: Callable[[str], str] | None = None, limit: int | None = None,
+) -> pd.DataFrame:  # fmt: skip
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
-    Eq. 5 divides by N where it means K; the mean over a row of what is returned is Acc.
-
-    Args:
-        model: The base, unaltered.
-        tokenizer: Its tokenizer.
-        bank: N alike LoRAs by name.
-        shots: S rows with prompt and answer (without rationales).
-        post: f of Eq. 5, applied to both answers; by default that of the row's task in
-            `data.tasks` or of its data set (GSM8K's is the final number), else the first line, by
-            which free text counts as solved only word for word.
-        limit: Most new tokens; by default the tasks' or data sets' own, else 64.
-
-    Returns:
-        ``[N, S]``, indexed by name, one column a shot.
+    ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
+    ``post`` is f of Eq. 5, applied to both answers: by default that of the row's task in
+    `data.tasks` or of its data set (GSM8K's is the final number), else the first line, by which
+    free text counts as solved only word for word. So are the most new tokens, else 64.
     """
     posts = [post or _post(row.get("task", "")) for row in shots]
     items = _encoded(model, tokenizer, bank, shots)
@@ -215,9 +181,8 @@ def accuracy(
 def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame:
     """Bring both measures to one number a LoRA (Eq. 4, 5), leaving out LoRAs without a finite one.
 
-    Returns:
-        Indexed by name: ``log_perplexity`` (of the sum over shots of exp, in nats), ``accuracy``
-        (share). ``attrs["excluded"]`` lists who was left out.
+    ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share;
+    ``attrs["excluded"]`` lists who was left out.
     """
     if list(log_perplexities.index) != list(accuracies.index):
         refuse("E-BANK", "perplexities and accuracies are of different LoRAs; score one bank")
@@ -225,9 +190,8 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
     finite = np.isfinite(nats).all(axis=1)
     excluded = [str(name) for name in log_perplexities.index[~finite]]
     if excluded:
-        warnings.warn(
-            f"W-NONFINITE: no finite perplexity from {', '.join(excluded)}; left out", stacklevel=2
-        )
+        names = ", ".join(excluded)
+        warnings.warn(f"W-NONFINITE: no finite perplexity from {names}; left out", stacklevel=2)
     if not finite.any():
         refuse("E-BANK", f"none of {len(finite)} LoRAs has a finite perplexity on the shots")
     share = accuracies[finite].mean(axis=1).astype(np.float64)
@@ -243,26 +207,21 @@ def _post(task: str) -> Callable[[str], str]:
     known = JUDGED.get(task)
     post = known.normalise if known else first_line
     if post is None:
-        refuse(
-            "E-SANDBOX",
-            f"task '{task}': code is right when it runs, and code that a model wrote is not run "
-            "here; give post= to compare texts, or take another task",
-        )
+        why = "code is right when it runs, and code that a model wrote is not run here"
+        refuse("E-SANDBOX", f"task '{task}': {why}; give post= to compare texts, or another task")
     return post
 
 
-def _encoded(
-    model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row]
-) -> list[dict[str, Any]]:
+def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> list[dict[str, Any]]:
+    """Encode the shots, or refuse a bank or shots that the model cannot be scored on."""
     if not bank:
         refuse("E-BANK", "the bank is empty: nothing to score")
     check_alike(list(bank.values()))
     if not shots:
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
     items = list(encode(shots, tokenizer, max_length=sys.maxsize))
-    config: Any = model.config
     limits = ("max_position_embeddings", "sliding_window")
-    most = min(getattr(config, name, None) or sys.maxsize for name in limits)
+    most = min(getattr(model.config, name, None) or sys.maxsize for name in limits)
     lengths = [item["length"] for item in items]
     if max(lengths) > most:
         line = lengths.index(max(lengths))
@@ -273,17 +232,17 @@ def _encoded(
 def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
     """Return the model's anatomy and its head's weight, if answers can be read off a pack by them.
 
-    Not by a layer without attention, which would see the other samples of a pack, nor by a head
-    that is more than one product.
+    A layer without attention would see the other samples of a pack; the head must be one product.
     """
-    host, head, config = anatomy(model), model.get_output_embeddings(), model.config
+    host, head = anatomy(model), model.get_output_embeddings()
     for layer in host.layers:
         if layer.attention is None:
             refuse("E-MODEL", f"layer {layer.index} has no attention: LoRAs cannot be scored on it")
-    changes = [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]
-    if changes or getattr(head, "bias", None) is not None:
-        what = f"config.{changes[0]}" if changes else "a bias"
-        refuse("E-MODEL", f"the head of {type(model).__name__} has {what}, expected one product")
+    changes = [f"config.{n}" for n in LOGITS if getattr(model.config, n, None) not in (None, 1)]
+    changes += ["a bias"] if getattr(head, "bias", None) is not None else []
+    if changes:
+        kind = type(model).__name__
+        refuse("E-MODEL", f"the head of {kind} has {changes[0]}, expected one product")
     return host, head.weight
 
 
@@ -296,11 +255,127 @@ def _nats(
     mask = torch.zeros(seen.shape, dtype=head.dtype, device=head.device)
     with trimmed(model, loras, len(ids), answers.readers.unique()):
         hidden = decoder(
-            input_ids=ids.expand(loras, -1),
-            position_ids=positions.unsqueeze(0),
+            input_ids=ids.expand(loras, -1), position_ids=positions.unsqueeze(0), use_cache=False,
             attention_mask=mask.masked_fill_(~seen, -torch.inf)[None, None],
-            use_cache=False,
-        ).last_hidden_state
+        ).last_hidden_state  # fmt: skip
     nats = bank_scoring(hidden, head, answers)
     reduced = {"mean": nats / answers.lengths, "sum": nats}
     return reduced[reduction].cpu().numpy()
+
+
+class Pack(NamedTuple):
+    """Samples as a tree of T tokens: each token sees those before it in its own sample alone.
+
+    Attributes:
+        lines: S numbers of samples, in the order of their answers.
+        tokens: ``[T]``; the last token of a sample predicts nothing and is left out.
+        positions: ``[T]``, the place of a token in its samples.
+        seen: ``[T, T]``, true where the token of the row sees that of the column.
+        answers: Where the answers stand in the tree.
+    """
+
+    lines: list[int]
+    tokens: Tensor
+    positions: Tensor
+    seen: Tensor
+    answers: Answers
+
+
+def packs(items: Sequence[Item], limit: int) -> list[Pack]:
+    """Pack samples in the order of their tokens, so that those with a common beginning meet.
+
+    A pack has so many tokens at most; a longer sample has one to itself.
+    """
+    groups: list[list[int]] = []
+    before: list[int] = []
+    size = limit
+    for line in sorted(range(len(items)), key=lambda line: items[line]["input_ids"]):
+        ids = items[line]["input_ids"][:-1]
+        fresh = len(ids) - _shared(before, ids)
+        if size + fresh > limit:
+            groups.append([])
+            size, fresh = 0, len(ids)
+        groups[-1].append(line)
+        size, before = size + fresh, ids
+    return [_pack(items, lines) for lines in groups]
+
+
+def _pack(items: Sequence[Item], lines: list[int]) -> Pack:
+    """Grow the tree sample by sample: what a sample shares with the one before it stands there."""
+    tokens, positions, parents, readers, targets, lengths = (list[int]() for _ in range(6))
+    path: list[int] = []  # tokens of the tree that the sample at hand runs through
+    before: list[int] = []
+    for line in lines:
+        ids, first = items[line]["input_ids"], items[line]["labels"].count(IGNORED)
+        path = path[: _shared(before, ids[:-1])]
+        for place in range(len(path), len(ids) - 1):
+            parents.append(path[-1] if path else len(tokens))  # the first of a sample has itself
+            path = [*path, len(tokens)]
+            tokens.append(ids[place])
+            positions.append(place)
+        readers += path[first - 1 :]
+        targets += ids[first:]
+        lengths.append(len(ids) - first)
+        before = ids[:-1]
+    seen = np.eye(len(tokens), dtype=bool)
+    for token, parent in enumerate(parents):
+        seen[token] |= seen[parent]
+    answers = Answers(torch.tensor(readers), torch.tensor(targets), torch.tensor(lengths))
+    ids, places = torch.tensor(tokens), torch.tensor(positions)
+    return Pack(lines, ids, places, torch.from_numpy(seen), answers)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens that two samples begin with alike."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
+class Products(TorchFunctionMode):
+    """Linear layers multiply on a CPU, in this block, by `kernels.matmul`: without a gradient."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Take the call of a linear layer; leave any other as it is."""
+        if func is not F.linear or kwargs or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        y = product(x.flatten(0, -2), weight.T).unflatten(0, x.shape[:-1])
+        return y if bias is None else y.add_(bias)
+
+
+@contextmanager
+def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterator[None]:
+    """Leave out, in this block, what scoring one pack under N LoRAs can do without.
+
+    Inside `attached`, with one row a LoRA and the same T tokens in all rows, when hidden states are
+    read at some places in [0, T) alone. Products before the first LoRA are then of one row, and the
+    last layer needs keys and values everywhere, but its queries and what follows at the places
+    alone: zeros stand for the others, which nobody reads.
+    """
+    shared, ends = spared(model)
+
+    def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(1, places, output)
+
+    with ExitStack() as hooks:
+        for part in shared:
+            before = part.register_forward_pre_hook(lambda _, args: args[0][:1])
+            after = part.register_forward_hook(lambda _, args, output: output.expand(loras, -1, -1))
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        for part in ends:
+            before = part.register_forward_pre_hook(lambda _, args: args[0][:, places])
+            hooks.callback(before.remove)
+            hooks.callback(part.register_forward_hook(filled).remove)
+        yield
+
+
+def spared(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the parts that `trimmed` runs for one row alone, and those for the places alone."""
+    layers = anatomy(model).layers
+    first, last = layers[0], layers[-1]
+    shared = [getattr(first.attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    ends = [getattr(last.attention, name, None) for name in ("q_proj", "o_proj")]
+    ends += [last.mlp] if last.kind == "dense" else []
+    return [part for part in shared if part], [part for part in ends if part]

@@ -19,10 +19,8 @@ from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 
 RANKINGS = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
-MOST_GROUPS = 1_000_000
-"""Most groups that are all listed, where their totals are not those of Alg. 1."""
-BEST = 1000
-"""Most groups that a `Selection` holds."""
+MOST_GROUPS = 1_000_000  # that are all listed, where their totals are not those of Alg. 1
+BEST = 1000  # most groups that a `Selection` holds
 Array = np.ndarray
 
 
@@ -32,11 +30,11 @@ class Selection:
 
     Attributes:
         experts: N names, the least sum of R_P and R_A first.
-        candidates: One row a LoRA of the bank, in that order: ``log_perplexity``, ``accuracy``,
-            their ranks ``R_P`` and ``R_A`` (1 is best) and ``candidate``, whether among the M.
-        groups: One row a group of N candidates, the `BEST` of them, best first: ``members``,
-            ``similarity`` (mean cosine), ``diversity`` (Eq. 6), ``R_P`` and ``R_A`` (sums over the
-            members), ``R_D`` (rank among all groups) and ``total``.
+        candidates: One row a LoRA of the bank, in that order: its scores, their ranks ``R_P`` and
+            ``R_A`` (1 is best) and ``candidate``, whether it is among the M.
+        groups: The `BEST` groups of N candidates, best first: ``members``, ``similarity`` (mean
+            cosine), ``diversity`` (Eq. 6), ``R_P`` and ``R_A`` (sums over the members), ``R_D``
+            (rank among all groups) and ``total``.
     """
 
     experts: tuple[str, ...]
@@ -47,18 +45,11 @@ class Selection:
 def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.DataFrame:
     """Compare all pairs of LoRAs: the cosine of each matrix, averaged over the layers (Eq. 6).
 
-    With the product, ``<B_i A_i, B_j A_j>`` is the sum over the R x R entries of
-    ``(B_i' B_j) * (A_i A_j')``: no ``B A`` is formed. alpha / r cancels. A matrix that is zero in
-    one of the two has cosine 0.
-
-    Args:
-        bank: LoRAs by name, alike as in `bank.check`.
-        config: ``compare`` and ``cosine``. ``"factors"`` gives the mean of the absolute cosines of
-            A and of B, which depends on the basis in which a LoRA happens to be written;
-            ``"absolute"`` works layer by layer.
-
-    Returns:
-        ``[N, N]``, symmetric, float64, indexed by name.
+    ``[N, N]``, symmetric, float64, indexed by name. ``<B_i A_i, B_j A_j>`` is the sum over the
+    R x R entries of ``(B_i' B_j) * (A_i A_j')``: no ``B A`` is formed. alpha / r cancels. A matrix
+    that is zero in one of the two has cosine 0. By ``config.compare`` it is also the mean of the
+    absolute cosines of A and of B, which depends on the basis in which a LoRA happens to be
+    written; absolute values by ``config.cosine`` are taken layer by layer.
     """
     config = config or Config()
     total = np.zeros((len(bank), len(bank)))
@@ -67,7 +58,8 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
         down = torch.stack([lora.down[path].double() for lora in bank.values()])  # [N, R, D]
         up = torch.stack([lora.up[path].double() for lora in bank.values()])  # [N, O, R]
         if config.compare == "factors":
-            cosines = (_cosines(_gram(down)).abs() + _cosines(_gram(up)).abs()) / 2
+            grams = (part.flatten(1) @ part.flatten(1).T for part in (down, up))
+            cosines = sum(_cosines(gram).abs() for gram in grams) / 2
         else:
             cosines = _cosines(_product(down, up))
         total += (cosines.abs() if config.cosine == "absolute" else cosines).numpy()
@@ -83,29 +75,20 @@ def _product(down: Tensor, up: Tensor) -> Tensor:
     return small.view(count, rank, count, rank).sum((1, 3))
 
 
-def _gram(stack: Tensor) -> Tensor:
-    flat = stack.flatten(1)
-    return flat @ flat.T
-
-
 def _cosines(gram: Tensor) -> Tensor:
-    """Divide inner products by both norms; 0 where a norm is 0."""
+    """Divide inner products ``[N, N]`` by both norms; 0 where a norm is 0."""
     norms = gram.diagonal().clamp(min=0).sqrt()
     scale = norms[:, None] * norms[None, :]
     return torch.where(scale > 0, gram / scale.where(scale > 0, 1), 0.0)
 
 
 def diversity(cosines: Array, form: str = "ordered") -> Array:
-    """Return Omega (Eq. 6) of groups: the inverse of their members' mean pairwise cosine.
+    """Return Omega (Eq. 6) of groups, the inverse of their members' mean pairwise cosine ``[G]``.
 
     Eq. 6 multiplies the sum over ordered pairs by ``2 / (N (N - 1))``, so that as printed it is
-    half of this; no ranking depends on that. It is undefined at a mean of 0, and negative, so
-    least, for the most different groups.
-
-    Args:
-        cosines: The groups' mean cosines ``[G]``.
-        form: ``"ordered"``: infinite from a mean of 0 downwards; ``"inverse"``: as printed,
-            infinite at 0 only.
+    half of this; no ranking depends on that. As printed (``"inverse"``) it is undefined at a mean
+    of 0, here infinite, and negative, so least, for the most different groups; ``"ordered"`` is
+    infinite from 0 downwards.
     """
     infinite = cosines <= 0 if form == "ordered" else cosines == 0
     return np.divide(1, cosines, out=np.full(len(cosines), np.inf), where=~infinite)
@@ -124,21 +107,16 @@ def select(
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4), so that
     LoRAs of equal accuracy, frequent with few shots, are told apart by perplexity and not by the
-    alphabet; equal sums are settled by name.
-
-    Args:
-        scores: From `scoring.scores`.
-        similarities: From `similarity`, of these LoRAs at least.
-        config: M, N, ``diversity`` and ``ranking``.
-        rankings: Which of perplexity, accuracy and diversity count (Table 2's ablations).
+    alphabet; equal sums are settled by name. Takes what `scoring.scores` and `similarity` return;
+    ``rankings`` are those that count (Table 2's ablations).
     """
     for name in rankings or [""]:
         if name not in RANKINGS:
             refuse("E-CHOICE", f"unknown ranking '{name}'; {nearest(name, RANKINGS)}")
     _refuse_unscored(scores, similarities, config)
     table = scores.sort_index()[["log_perplexity", "accuracy"]].copy()
-    table["R_P"] = _ranks(table["log_perplexity"])
-    table["R_A"] = _ranks(-table["accuracy"])
+    table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
+    table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)
     used = [RANKINGS[name] for name in rankings if name != "diversity"]
     table = table.iloc[np.argsort(table[used].sum(axis=1).to_numpy(), kind="stable")]
     table["candidate"] = np.arange(len(table)) < config.candidates
@@ -155,14 +133,10 @@ def _groups(
     columns = [RANKINGS[name] for name in RANKINGS if name in rankings]
     # A total that adds R_D as in Alg. 1 is least in few groups; else all have to be listed.
     few = config.ranking == "sum" and "diversity" in rankings
-    size = math.comb(config.candidates, config.experts)
-    if size > MOST_GROUPS and not few:
-        refuse(
-            "E-RANGE",
-            f"{config.candidates} candidates have {size:,} groups of {config.experts}, at most"
-            f" {MOST_GROUPS:,} are listed where ranking is '{config.ranking}' by"
-            f" {', '.join(rankings)}: lower M",
-        )
+    if (number := math.comb(config.candidates, config.experts)) > MOST_GROUPS and not few:
+        have = f"{config.candidates} candidates have {number:,} groups of {config.experts}"
+        by = f"where ranking is '{config.ranking}' by {', '.join(rankings)}"
+        refuse("E-RANGE", f"{have}, at most {MOST_GROUPS:,} are listed {by}: lower M")
     cosines = similarities.loc[members.index, members.index].to_numpy()
     worth = members[[column for column in columns if column != "R_D"]].sum(axis=1)
     ranked = kernels.groups(
@@ -199,18 +173,10 @@ def _mean_cosines(cosines: Array, groups: Array) -> Array:
     return total / max(len(pairs), 1)
 
 
-def _ranks(values: pd.Series) -> Array:
-    """Rank from the smallest, 1 to n; equal values share the least of their ranks."""
-    return rankdata(values, method="min").astype(np.int64)
-
-
 def _refuse_unscored(scores: pd.DataFrame, similarities: pd.DataFrame, config: Config) -> None:
     if len(scores) < config.candidates:
-        refuse(
-            "E-BANK",
-            f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}:"
-            " lower M or widen the bank",
-        )
+        have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
+        refuse("E-BANK", f"{have}: lower M or widen the bank")
     if not np.isfinite(scores.to_numpy(dtype=np.float64)).all():
         refuse("E-NONFINITE", "the scores hold NaN or infinity: see scoring.scores")
     if unknown := sorted(set(scores.index) - set(similarities.index)):

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from moebook.data import IGNORED, encode, templates
 from moebook.errors import Refusal
 from moebook.kernels import matmul
-from moebook.methods.rocket import loras, packing, scoring
+from moebook.methods.rocket import loras, scoring
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -187,7 +187,7 @@ def items():
 @pytest.mark.parametrize("limit", [1, 5, 9, 100])
 def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
     found = {}
-    for pack in packing.packs(items(), limit):
+    for pack in scoring.packs(items(), limit):
         assert len(pack.tokens) <= limit or len(pack.lines) == 1
         at = 0
         for line, length in zip(pack.lines, pack.answers.lengths.tolist(), strict=True):
@@ -201,7 +201,7 @@ def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
 
 
 def test_a_common_beginning_stands_once():
-    (pack,) = packing.packs(items(), 100)
+    (pack,) = scoring.packs(items(), 100)
     rows = [tuple(pack.tokens[seen].tolist()) for seen in pack.seen]
     begun = {tuple(ids[: end + 1]) for ids, _ in SAMPLES for end in range(len(ids) - 1)}
     assert sorted(rows) == sorted(begun)
@@ -227,7 +227,7 @@ def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, whole, ba
     ids, places = torch.arange(10, 22).expand(3, -1), torch.tensor([4, 7, 11])
     with loras.attached(model.eval(), bank), torch.no_grad():
         wanted = model.model(input_ids=ids).last_hidden_state[:, places]
-        with packing.trimmed(model, 3, 12, places):
+        with scoring.trimmed(model, 3, 12, places):
             found = model.model(input_ids=ids).last_hidden_state[:, places]
         again = model.model(input_ids=ids).last_hidden_state[:, places]
     torch.testing.assert_close(found, wanted)
@@ -254,13 +254,13 @@ def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(
 
 def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
     seen = []
-    product = packing.product
-    monkeypatch.setattr(packing, "product", lambda *args: seen.append(1) or product(*args))
+    product = scoring.product
+    monkeypatch.setattr(scoring, "product", lambda *args: seen.append(1) or product(*args))
     torch.manual_seed(0)
     x = torch.randn(2, 200, 96)
     for bias in (True, False):
         layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
-        with packing.Products():
+        with scoring.Products():
             found = layer(x)
         wanted = layer.double()(x.double())
         assert found.dtype == torch.float32
