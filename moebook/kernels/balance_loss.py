@@ -22,20 +22,17 @@ def balance_loss(
     form: str = "live",
     impl: str = "auto",
 ) -> Tensor:
-    """Return ``E * sum_i f_i p_i``: 1 for uniform routing, up to ``E / K`` for collapsed.
-
-    Eq. 10 without its factor alpha.
+    """Return ``E * sum_i f_i p_i`` (Eq. 10 without alpha): 1 for uniform routing, E / K collapsed.
 
     f_i is the share of the ``T * K`` routed slots that go to expert i (it sums to 1; "both vectors
     should ideally have values of 1/n"), and has no gradient. p_i is the mean over tokens of the
-    softmax over ALL E logits, taken before the top-k. Averaged over the kept slots instead, as
-    released, it is 1/K whatever the router does, and its gradient vanishes.
+    softmax over ALL E logits, taken before the top-k.
 
     Args:
         logits: ``[T, E]`` router logits.
         ids: ``[T, K]`` chosen experts.
-        mask: ``[T]``, true (or 1) for tokens that count; all of them by default. Padding is left
-            out of both f and p. With no token left the loss is 0.
+        mask: ``[T]``, true (or 1) for tokens that count in f and p; all of them by default. With
+            no token left the loss is 0.
         form: ``"live"`` as above. ``"constant"`` is the released code's form: the mean of the
             softmax over the K kept logits stands for p, which is 1/K for every token, so the value
             is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
@@ -47,7 +44,8 @@ def balance_loss(
     choice("balance_loss", "form", form, FORMS)
     wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
     keep = torch.ones_like(logits[:, 0], dtype=wide) if mask is None else mask.to(wide)
-    run = implementation("balance_loss", impl, _IMPLEMENTATIONS, logits)
+    table = {"torch": _counted, "reference": reference}
+    run = implementation("balance_loss", impl, table, logits)
     value: Tensor = run(logits, ids, keep, form)
     return value.to(logits.dtype)
 
@@ -92,6 +90,3 @@ class _Balance(torch.autograd.Function):
         d = torch.outer(keep, factor * grad, out=empty(share.shape, share))  # [T] x [E]
         torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
         return d.to(ctx.dtype), None, None
-
-
-_IMPLEMENTATIONS = {"torch": _counted, "reference": reference}

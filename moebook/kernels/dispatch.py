@@ -37,9 +37,8 @@ def implementation(
     """Return the function that ``impl`` names for this op: ``"auto"`` or a key of ``table``.
 
     ``"auto"`` is ``"triton"`` where the tensor ``on`` of the call lies on a GPU that can run it,
-    else the first of the table. The table names a Triton kernel ``"experts.run"`` by module and
-    function in `moebook.kernels._triton`; it is imported here, when it is about to run, and at no
-    other time. ``unless`` is why it cannot compute this call, if so.
+    else the first of the table. A Triton kernel is named by module and function, ``"experts.run"``,
+    and imported when it is about to run. ``unless`` is why it cannot compute this call, if so.
     """
     if impl == "auto":
         compiled = on is not None and on.is_cuda and not _interpreted()
@@ -58,10 +57,7 @@ def implementation(
 
 
 def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch kernels on the GPU of an op's first tensor: Triton asks PyTorch for its current one.
-
-    Backward passes need nothing: autograd has a thread for each GPU.
-    """
+    """Launch kernels on the GPU of an op's first tensor; backward passes are there already."""
 
     @wraps(run)
     def launch(*args: Any) -> Any:
@@ -112,17 +108,13 @@ def _interpreted() -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[torch.dtype], bool], str]] = {
-    "float": (
-        lambda dtype: dtype.is_floating_point and dtype.itemsize >= 2,
-        "floating point, 16 bits at least: cast it",
-    ),
-    "real": (
-        lambda dtype: not dtype.is_complex and not (dtype.is_floating_point and dtype.itemsize < 2),
-        "real numbers, floating point of 16 bits at least: cast it",
-    ),
-    "int": (lambda dtype: dtype in (torch.int64, torch.int32), "torch.int64"),
-    "int64": (lambda dtype: dtype == torch.int64, "torch.int64"),
-}
+    "float": (lambda of: of.is_floating_point and of.itemsize >= 2,
+              "floating point, 16 bits at least: cast it"),
+    "real": (lambda of: not of.is_complex and not (of.is_floating_point and of.itemsize < 2),
+             "real numbers, floating point of 16 bits at least: cast it"),
+    "int": (lambda of: of in (torch.int64, torch.int32), "torch.int64"),
+    "int64": (lambda of: of == torch.int64, "torch.int64"),
+}  # fmt: skip
 """Kinds of dtypes: what belongs to each, and how a refusal words it."""
 
 
@@ -138,46 +130,37 @@ def shapes(
 
     ``shapes("adapters", {"h": (h, "T D"), "ids": (ids, "T K", "int"), "order": (order, "TK")})``
     binds T, D and K: a letter has one size wherever it stands. ``2F`` is an even size, ``TK`` the
-    product of letters bound before, a leading ``...`` any dimensions, the same in all tensors.
+    product of letters bound before, a leading ``...`` any dimensions, the same in all tensors. All
+    lie on one device, and each is of one of `KINDS`, ``"float"`` by default.
 
-    Args:
-        op: Name of the op, which begins each message.
-        tensors: By name: the tensor, its dimensions and one of `KINDS`, ``"float"`` by default.
-        empty: Letters that may be 0.
-        alike: Names of tensors that must have one dtype.
-        valued: Whether the op reads values at once, so that the meta device will not do.
-
-    Raises:
-        Refusal: E-SHAPE; E-DTYPE; E-DEVICE for tensors on several devices.
+    Letters in ``empty`` may be 0. Tensors named in ``alike`` have one dtype. With ``valued`` the op
+    reads values at once, so that the meta device will not do.
     """
     sizes: dict[str, Any] = {}
     fits = [_bind(tensor.shape, dims.split(), sizes) for tensor, dims, *_ in tensors.values()]
     if not all(fits) or any(sizes[letter] == 0 for letter in sizes.keys() - {"...", *empty}):
-        expected = (
-            f"{name} [{', '.join(dims.split())}]" for name, (_, dims, *_) in tensors.items()
-        )
+        expected = (f"{name} [{', '.join(of[1].split())}]" for name, of in tensors.items())
         got = ", ".join(str(tuple(tensor.shape)) for tensor, *_ in tensors.values())
         zero = f"(only {', '.join(empty.split())} may be 0)" if empty else "(none of them 0)"
         refuse("E-SHAPE", f"{op}: expected {', '.join(expected)} {zero}; got {got}")
     for name, (tensor, _, *kind) in tensors.items():
-        belongs, expected_kind = KINDS[kind[0] if kind else "float"]
+        belongs, wanted = KINDS[kind[0] if kind else "float"]
         if not belongs(tensor.dtype):
-            refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {expected_kind}")
+            refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {wanted}")
     for name in alike:
         if (dtype := tensors[name][0].dtype) != (first := tensors[alike[0]][0].dtype):
             refuse("E-DTYPE", f"{op}: {name} is {dtype}, {alike[0]} is {first}: cast one")
-    (one, (first_tensor, *_)), *_ = tensors.items()
+    (one, (on, *_)), *_ = tensors.items()
     for name, (tensor, *_) in tensors.items():
-        if tensor.device != first_tensor.device:
-            where = f"{name} lies on {tensor.device}, {one} on {first_tensor.device}"
-            refuse("E-DEVICE", f"{op}: {where}")
-    if valued and first_tensor.is_meta:
+        if tensor.device != on.device:
+            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {one} on {on.device}")
+    if valued and on.is_meta:
         refuse("E-DEVICE", f"{op}: {one} lies on meta, which holds no values")
     return sizes
 
 
 def _bind(shape: torch.Size, dims: list[str], sizes: dict[str, Any]) -> bool:
-    """Bind the letters of one tensor; say whether its shape agrees with what is bound."""
+    """Bind the letters of one tensor, if its shape agrees with those that are bound."""
     if dims[0] == "...":
         lead = max(len(shape) - len(dims) + 1, 0)
         if sizes.setdefault("...", shape[:lead]) != shape[:lead]:

@@ -25,15 +25,10 @@ PART = 2**18
 
 
 class Bank(NamedTuple):
-    """Gated FFNs in fused weights, as transformers 5 keeps them.
+    """Gated FFNs in fused weights, as transformers 5 keeps them."""
 
-    Attributes:
-        gate_up: ``[E, 2F, D]``, the gate's F rows first.
-        down: ``[E, D, F]``.
-    """
-
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor  # [E, 2F, D], the gate's F rows first
+    down: Tensor  # [E, D, F]
 
     def to(self, dtype: torch.dtype) -> Bank:
         """Return the bank in another dtype."""
@@ -60,9 +55,6 @@ def experts(
 
     Returns:
         ``[T, D]`` in the dtype of ``x``.
-
-    Raises:
-        Refusal: E-TYPE for an activation with parameters or in place.
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})
@@ -96,21 +88,9 @@ def split_experts(
     What `experts` computes, but weight gradients are computed for the trained bank alone: with p
     the share of routed slots that hit it, the backward pass costs (1 + p) forward passes, not 2.
 
-    Args:
-        x: ``[T, D]``.
-        routing: Where the T tokens go.
-        frozen: Bank of all E experts; it never gets a gradient.
-        trained: Bank of the N experts that train.
-        slots: ``[E]`` int64, where an expert lies in the trained bank, -1 for a frozen one.
-        act: As of `experts`.
-        impl: As of `experts`.
-
-    Returns:
-        ``[T, D]`` in the dtype of ``x``; both banks are used in that dtype.
-
-    Raises:
-        Refusal: E-TYPE for an activation with parameters or in place; E-RANGE for slots on a CPU
-            that are no places of the trained bank, or shared.
+    ``frozen`` holds all E experts and never gets a gradient, ``trained`` the N that train;
+    ``slots [E]`` int64 say where an expert lies in the latter, -1 for a frozen one. The rest is as
+    of `experts`.
     """
     named = {
         "x": (x, "T D"), "frozen gate_up": (frozen.gate_up, "E 2F D"),
@@ -143,10 +123,7 @@ def _split_reference(
 
 
 def _check_act(op: str, act: Activation) -> str:
-    """Refuse, with E-TYPE, an activation that an op's own backward pass cannot go through.
-
-    Returns why the Triton kernel, which knows SiLU alone, cannot compute it; "" if it can.
-    """
+    """Refuse an activation that our backward pass cannot go through; return why Triton cannot."""
     if not callable(act):
         refuse("E-TYPE", f"{op}: act is {act!r}, expected a function such as torch.nn.SiLU()")
     name = f"{op}: act is {type(act).__name__}"

@@ -18,21 +18,13 @@ Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Projection(NamedTuple):
-    """One linear layer with N LoRAs beside it.
+    """One linear layer with N LoRAs beside it."""
 
-    Attributes:
-        base: ``[..., O]``, what the layer itself puts out.
-        gates: ``[..., N]``, each expert's weight for each token, 0 where it was not chosen.
-        down: A of all experts, ``[N, R, D]``.
-        up: B of all experts, ``[N, O, R]``.
-        scale: Factor on the sum of the experts' outputs, alpha / r.
-    """
-
-    base: Tensor
-    gates: Tensor
-    down: Tensor
-    up: Tensor
-    scale: float = 1.0
+    base: Tensor  # [..., O], what the layer itself puts out
+    gates: Tensor  # [..., N], each expert's weight for each token, 0 where it was not chosen
+    down: Tensor  # A of all experts, [N, R, D]
+    up: Tensor  # B of all experts, [N, O, R]
+    scale: float = 1.0  # on the sum of the experts' outputs, alpha / r
 
 
 def lora_mixture(
@@ -48,8 +40,7 @@ def lora_mixture(
     Args:
         x: ``[..., D]``, in the dtype of the factors.
         projections: Each with factors and gates of its own.
-        impl: ``"auto"``, ``"torch"`` (concatenated), ``"triton"`` or ``"reference"`` (one expert
-            after another).
+        impl: ``"auto"``, ``"torch"`` (concatenated), ``"triton"`` or ``"reference"`` (a loop).
 
     Returns:
         For each projection ``[..., O]`` in the dtype of its base.
@@ -59,9 +50,9 @@ def lora_mixture(
     for number, projection in enumerate(projections):
         dims = ("... O", "... N", "N R D", "N O R")
         names = [f"projection {number}'s {name}" for name in Projection._fields]
-        parts = dict(zip(names, zip(projection[:4], dims, strict=True), strict=False))
-        alike = ("x", *names[2:4])
-        shapes("lora_mixture", {"x": (x, "... D"), **parts}, empty="", alike=alike)
+        parts = dict(zip(names, zip(projection, dims, strict=False), strict=False))
+        named = {"x": (x, "... D"), **parts}
+        shapes("lora_mixture", named, empty="", alike=("x", *names[2:4]))
     run = implementation("lora_mixture", impl, _IMPLEMENTATIONS, x)
     ys: list[Tensor] = run(x, projections)
     return ys
@@ -80,18 +71,14 @@ def reference(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
 def mixture(
     x: Tensor, projections: Sequence[Projection], finish: Finish | None = None
 ) -> list[Tensor]:
-    """Run all projections as one step of autograd.
-
-    ``finish`` makes of a base ``[T, O]``, the ``A_n x`` of its experts ``[T, N * R]``, gates
-    ``[T, N]``, up and scale the output ``[T, O]``.
-    """
+    """Run all projections as one step of autograd, which ends in ``finish``, see `_finished`."""
     scales = [projection.scale for projection in projections]
     parts = [part for projection in projections for part in projection[:4]]
     return list(_Mixture.apply(finish or _finished, scales, x, *parts))
 
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Apply the gates to the experts' R columns each, and all B in one product."""
+    """Add all B in one product to ``base [T, O]``: of ``A_n x [T, N * R]``, gates ``[T, N]``."""
     weighted = _weighted(hidden, _wide(gates) * scale)
     delta = _multiply(weighted, _columns(up).T)
     return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
@@ -138,7 +125,8 @@ class _Mixture(torch.autograd.Function):
             d_each.append(_weighted(d_weighted, factors))
             d_parts[4 * n] = grad
             if of_gates[n]:  # [T, N, R] to [T, N]
-                d_gate = _by_expert(_wide(d_weighted) * _wide(own), factors).sum(2).mul_(scale)
+                by_expert = (_wide(d_weighted) * _wide(own)).unflatten(1, (factors.shape[1], -1))
+                d_gate = by_expert.sum(2).mul_(scale)
                 d_parts[4 * n + 1] = d_gate.to(gate.dtype).view(gate.shape)
             if of_ups[n]:  # [N * R, T] @ [T, O] to [N, O, R]
                 d_up = _multiply(_weighted(own, factors).T, narrow)
@@ -159,8 +147,7 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return ``[..., D]`` as ``[T, D]``."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(-1, tensor.shape[-1])  # [..., D] to [T, D]
 
 
 def _rows(downs: Sequence[Tensor]) -> Tensor:
@@ -174,14 +161,10 @@ def _columns(up: Tensor) -> Tensor:
     return up.transpose(0, 1).flatten(1)
 
 
-def _by_expert(columns: Tensor, gates: Tensor) -> Tensor:
-    """View ``[T, N * R]`` as ``[T, N, R]``."""
-    return columns.unflatten(1, (gates.shape[1], columns.shape[1] // gates.shape[1]))
-
-
 def _weighted(columns: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the R columns of each expert by its factor."""
-    return (_by_expert(columns, factors) * factors.unsqueeze(2)).to(columns.dtype).flatten(1)
+    """Multiply the R columns of each expert ``[T, N * R]`` by its factor ``[T, N]``."""
+    by_expert = columns.unflatten(1, (factors.shape[1], -1))
+    return (by_expert * factors.unsqueeze(2)).to(columns.dtype).flatten(1)
 
 
 def _wide(tensor: Tensor) -> Tensor:

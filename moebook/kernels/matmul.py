@@ -18,20 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ENOUGH = 2**21
-"""Multiplications from which a call of oneDNN, which itself costs more than one of MKL, pays."""
-INFO = Path("/proc/cpuinfo")
-"""Where Linux tells the processor's maker."""
-PIECE = 2**20
-"""Numbers of a result that oneDNN writes at once: more would be new memory in every call."""
-LARGE = 2**20
-"""Bytes from which the system, not the process, gets freed memory back."""
-FREE = 2**30
-"""Bytes of free blocks that are held at most."""
+INFO = Path("/proc/cpuinfo")  # where Linux tells the processor's maker
+ENOUGH = 2**21  # multiplications from which oneDNN pays, whose call costs more than one of MKL
+PIECE = 2**20  # numbers that oneDNN writes at once: more would be new memory in every call
+LARGE = 2**20  # bytes from which the system, not the process, gets freed memory back
+FREE = 2**30  # bytes of free blocks that are held at most
 
 Bytes = NDArray[np.uint8]
-_free: dict[int, Bytes] = {}
-"""Free blocks by their id, the longest free first; each step on it is atomic: no lock."""
+_free: dict[int, Bytes] = {}  # by id, the longest free first; each step on it is atomic: no lock
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

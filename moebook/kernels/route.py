@@ -23,18 +23,13 @@ FEW = 2**12
 class Routing(NamedTuple):
     """Where T tokens go; slot ``t * K + k`` is choice k of token t. Made by `route` or `grouped`.
 
-    Attributes:
-        ids: ``[T, K]`` int64, experts of a token, the largest logit first. One that is named twice
-            counts twice.
-        weights: ``[T, K]`` combine weights in [0, 1], in the logits' dtype.
-        order: ``[T * K]`` int64, the slots sorted by expert; within an expert by token.
-        counts: ``[E]`` int64, slots of each expert; they sum to ``T * K``.
+    An expert that a token names twice counts twice.
     """
 
-    ids: Tensor
-    weights: Tensor
-    order: Tensor
-    counts: Tensor
+    ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
+    weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype
+    order: Tensor  # [T * K] int64, the slots sorted by expert; within an expert by token
+    counts: Tensor  # [E] int64, slots of each expert; they sum to T * K
 
     def named(self) -> dict[str, tuple[Any, ...]]:
         """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
@@ -67,11 +62,7 @@ def route(
 
 
 def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
-    """Group the slots of chosen experts, also of a routing that was decided elsewhere.
-
-    ``ids`` and ``weights`` are ``[T, K]``; ids on a CPU that are not in [0, E) are refused
-    (E-RANGE), elsewhere to look would wait for the GPU.
-    """
+    """Group the slots of chosen experts, ids and weights ``[T, K]``, also of another's routing."""
     shapes("grouped", {"ids": (ids, "T K", "int"), "weights": (weights, "T K")})
     natural("grouped", "experts", experts)
     indices("grouped", "ids", ids, experts)
@@ -166,17 +157,14 @@ class Part(NamedTuple):
 class Layout(NamedTuple):
     """P rows in segments, one for each expert that has any.
 
-    Attributes:
-        segments: (expert, its rows), ascending; together they cover all P rows.
-        token: ``[P]`` int64, the token that a row reads.
-        place: ``[T, K]`` int64, the row of a slot. Rows of no slot only fill a segment up: at its
-            end they repeat the row before them with a gate of 0. So they add nothing to a gradient,
-            and where that row is not finite, they spoil none that it does not.
+    Rows of no slot only fill a segment up: at its end they repeat the row before them with a gate
+    of 0. So they add nothing to a gradient, and where that row is not finite, they spoil none that
+    it does not.
     """
 
-    segments: list[tuple[int, slice]]
-    token: Tensor
-    place: Tensor
+    segments: list[tuple[int, slice]]  # (expert, its rows), ascending, which cover all P rows
+    token: Tensor  # [P] int64, the token that a row reads
+    place: Tensor  # [T, K] int64, the row of a slot
 
     def spread(self, gates: Tensor) -> Tensor:
         """Return the gates of each row ``[P, G]`` from those of the slots ``[T, K * G]``."""

@@ -15,8 +15,7 @@ from moebook.nn.routing import Router
 class Experts(nn.Module):
     """E gated FFNs, each a copy of one dense MLP at first: sparse upcycling (PESC Eq. 3).
 
-    ``gate_up_proj [E, 2F, D]``, the gate's rows first; ``down_proj [E, D, F]``. The MLP has
-    ``gate_proj``, ``up_proj`` and ``down_proj``, without biases, and ``act_fn``.
+    ``gate_up_proj [E, 2F, D]``, the gate's rows first; ``down_proj [E, D, F]``.
     """
 
     def __init__(self, mlp: nn.Module, experts: int) -> None:
@@ -49,15 +48,10 @@ class ExpertMoE(nn.Module):
 class SplitExperts(nn.Module):
     """Stands in for a model's fused experts: all frozen, but for copies of the chosen ones (ESFT).
 
-    The host's module stays whole inside, so that the base can be put back as it was. Only the two
-    parameters made here receive gradients and optimizer state.
-
-    Attributes:
-        frozen: The host's module, ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]`` without
-            biases, with its activation as ``act_fn``.
-        gate_up_proj, down_proj: ``[N, 2F, D]`` and ``[N, D, F]``, copies of the N chosen rows in a
-            dtype of their own; products are computed in that of the input.
-        slots: ``[E]`` int64, where an expert lies in the two, -1 for a frozen one.
+    The host's module stays whole inside as ``frozen``, so that the base can be put back as it was.
+    Only ``gate_up_proj [N, 2F, D]`` and ``down_proj [N, D, F]`` receive gradients and optimizer
+    state: copies of the N chosen rows in a dtype of their own. Products are computed in that of the
+    input. ``slots [E]`` int64 say where an expert lies in the two, -1 for a frozen one.
     """
 
     slots: Tensor
@@ -76,11 +70,7 @@ class SplitExperts(nn.Module):
     def forward(
         self, x: Tensor, routing: Routing | Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """Return ``sum_k w_k E_k(x)`` for ``x [T, D]``.
-
-        The routing is that of a `Router`, or, as blocks of transformers call their experts, ids
-        and weights ``[T, K]``.
-        """
+        """Return ``sum_k w_k E_k(x)`` for ``x [T, D]``; transformers gives ids and weights."""
         if weights is not None:
             routing = grouped(routing, weights, len(self.slots))
         frozen = Bank(self.frozen.gate_up_proj, self.frozen.down_proj)

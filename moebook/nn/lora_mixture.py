@@ -28,9 +28,6 @@ class LoraMixture(nn.Module):
         reads: What the gate reads: ``"layer"``, the layer's input x; ``"expert"``, each expert's
             own output: logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9).
         dropout: Share of x dropped before A in training; one mask for all experts.
-
-    Attributes:
-        only: Number of the one expert to use for every token, or None to route.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class LoraMixture(nn.Module):
         self.base_layer, self.router = base_layer, router
         self.down, self.up = nn.Parameter(down), nn.Parameter(up)
         self.reads, self.dropout = reads, dropout
-        self.only: int | None = None
+        self.only: int | None = None  # the one expert to use for every token
         # One factor for all, after B as PEFT has it, and what each expert differs from it by.
         self.scale = scales[0]
         ratios = torch.tensor([scale / scales[0] for scale in scales], dtype=up.dtype)

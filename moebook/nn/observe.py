@@ -17,19 +17,12 @@ Key = TypeVar("Key")
 
 
 class Decision(NamedTuple):
-    """What one router decides for the tokens of a pass, as the letters of each field say.
+    """What one router decides for the tokens of a pass."""
 
-    Attributes:
-        logits: ``[..., E]``.
-        ids: ``[..., K]`` chosen experts.
-        gates: ``[..., K]`` their weights, without the constant factor of some DeepSeek models.
-        mask: ``[...]``, true where a token is real; None in a `Trace`, which holds one for all.
-    """
-
-    logits: Tensor
-    ids: Tensor
-    gates: Tensor
-    mask: Tensor | None = None
+    logits: Tensor  # [..., E]
+    ids: Tensor  # [..., K] chosen experts
+    gates: Tensor  # [..., K] their weights, without the constant factor of some DeepSeek models
+    mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
 
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""
@@ -47,10 +40,8 @@ def observe(
         model: The model, or its decoder alone, which spares the head.
         routers: Those to read, of `moebook.nn` or of transformers, by whatever tells them apart,
             such as ``{layer.index: layer.router}``. One that the pass does not reach is left out.
-        batch: ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``.
-
-    Returns:
-        Decisions over all tokens ``[B, S, ...]``, padding included; `Decision.real` leaves it out.
+        batch: ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``. Decisions are
+            ``[B, S, ...]``, padding included; `Decision.real` leaves it out.
     """
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
@@ -122,7 +113,7 @@ class Trace:
     def __init__(self) -> None:
         self.decisions: dict[int, Decision] = {}
         self.attention_mask: Tensor | None = None
-        self._open = False
+        self.open = False  # whether a pass is under way
 
     def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
         """Copy as an empty trace: a copied model has not run yet."""
@@ -136,15 +127,10 @@ class Trace:
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         self.attention_mask = mask if isinstance(mask, Tensor) else None
-        self.decisions, self._open = {}, True
+        self.decisions, self.open = {}, True
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._open = False
-
-    def record(self, layer: int, decision: Decision) -> None:
-        """Keep a router's decision under its layer's number, if a pass is under way."""
-        if self._open:
-            self.decisions[layer] = decision
+        self.open = False
 
     def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
         """Return the mask ``[T]`` of the T = ``rows`` tokens of a pass, true where one is real.
@@ -157,6 +143,6 @@ class Trace:
             return None
         length = rows // max(len(mask), 1)
         if length * len(mask) != rows or length > mask.shape[1]:
-            shape = f"attention_mask {tuple(mask.shape)}"
-            refuse("E-SHAPE", f"{shape} does not fit the {rows} tokens of the last pass")
+            last = f"the {rows} tokens of the last pass"
+            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit {last}")
         return mask[:, mask.shape[1] - length :].reshape(-1).bool()

@@ -50,9 +50,10 @@ class Router(nn.Module):
         """Route the T tokens of ``x [..., D]`` by their `logits`."""
         logits = self.logits(x, more)
         routing = route(logits, self.top_k, combine=self.combine)
-        if self.trace is not None:
-            kept = logits if self.training else logits.detach()
-            self.trace.record(self.layer, Decision(kept, routing.ids, routing.weights.detach()))
+        if self.trace is not None and self.trace.open:
+            graph = logits if self.training else logits.detach()
+            decision = Decision(graph, routing.ids, routing.weights.detach())
+            self.trace.decisions[self.layer] = decision
         return routing
 
 

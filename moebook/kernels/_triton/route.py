@@ -57,18 +57,11 @@ def _choose(
 
 
 def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
-    """Sort items stably by key: two kernels and one running sum.
+    """Sort n items stably by key, by two kernels and one running sum: order and counts ``[bins]``.
 
-    Args:
-        ids: ``[n]`` int64 keys from 0 to ``bins - 1``; with ``pairs`` ``[n, 2]`` ids.
-        bins: Number of keys.
-        pairs: E, to sort rows of two ids by ``min * E + max``; 0 to sort by the ids themselves.
-
-    Returns:
-        order ``[n]`` int64 and counts ``[bins]`` int64.
+    Keys are ids ``[n]``, or with ``pairs`` = E ``min * E + max`` of ids ``[n, 2]``; all is int64.
     """
-    n = len(ids)
-    blocks = triton.cdiv(n, ITEMS)
+    n, blocks = len(ids), triton.cdiv(len(ids), ITEMS)
     order = torch.empty(n, dtype=torch.int64, device=ids.device)
     if not n:
         return order, order.new_zeros(bins)
@@ -121,18 +114,14 @@ def _place(
 def tile_table(
     counts: Tensor, total: int, rows: int, *, slots: Tensor | None = None, bank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cut groups of sorted rows into tiles; groups may be those of one of two banks only.
+    """Cut groups of sorted rows into tiles of so many rows.
 
-    Args:
-        counts: ``[groups]`` int64, rows of each group.
-        total: The sum of the counts, which the host knows without asking the device.
-        rows: Rows of a tile.
-        slots: ``[groups]``, where a group lies in the first bank, -1 for one of the second bank.
-        bank: With ``slots``, whose groups are cut, 0 or 1.
+    ``counts [groups]`` sum to ``total``, which the host knows without asking the device. With
+    ``slots [groups]``, a group's place in the first of two banks or -1 for the second, the groups
+    of one ``bank``, 0 or 1, are cut alone.
 
-    Returns:
-        ``[tiles, 3]`` int64 of place in the bank, first row and end of the group's rows, of which
-        the first ``[1]`` count.
+    Returns ``[tiles, 3]`` int64, place in the bank, first row and end of the group's rows, of which
+    the first ``[1]`` count.
     """
     groups = len(counts)
     tiles = torch.empty(total // rows + groups, 3, dtype=torch.int64, device=counts.device)
