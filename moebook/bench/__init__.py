@@ -6,14 +6,15 @@ seconds do not.
 """
 
 from moebook.bench.accuracy import errors
-from moebook.bench.goals import judge, stated
 from moebook.bench.report import (
     curves,
     growth_table,
+    judge,
     reached,
     recorded,
     regrown,
     remeasured,
+    stated,
     table,
     write,
 )

@@ -1,9 +1,10 @@
-"""What a run leaves: a table to read, a record with its environment, and records read back."""
+"""What a run says: its goals, a table to read, a record with its environment, read back."""
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from moebook import results, runtime
-from moebook.bench.goals import judge
-from moebook.bench.running import OPS, installed, slug
+from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
 from moebook.errors import Refusal
 from moebook.results import Run, Value
 
@@ -28,57 +29,110 @@ UNITS = {
 """What is recorded of each contender."""
 COUNTS = {"flops": "count", "traffic": "bytes"}
 """What is recorded of each case: FLOPs of its floor, bytes that must move at least once."""
+KINDS: dict[str, tuple[str, Any, Any]] = {
+    "faster": ("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
+    "within": ("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
+    "memory": ("at most {:g} x what it keeps", operator.le, lambda ours, its: ours.kept / its.kept),
+    "seconds": ("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
+}
+"""Of each kind of goal: its wording, on which side of the bound a number is right, and the number,
+from the lines of ours and the other. What one keeps are the bytes held for its backward pass."""
+GOALS: dict[str, list[tuple[str, str, str, str, float]]] = yaml.safe_load(
+    Path(__file__).with_name("goals.yaml").read_text()
+)
+"""By kind of device: op, case, the contender that it is measured by, kind, and bound."""
+
+
+def stated(frame: pd.DataFrame) -> bool:
+    """Whether goals are stated for the scale, rounds and threads that a run had."""
+    had = frame.attrs
+    return had["scale"] == STATED[had["device"]] and had["rounds"] >= ROUNDS and had["threads"] == 1
+
+
+def judge(frame: pd.DataFrame) -> pd.DataFrame:
+    """Compare what `running.measure` found with the goals of its device, one row a goal.
+
+    The verdict is ``met``, ``missed`` (also where our op refuses the case), ``not run``, where the
+    contender took no part, or ``not stated``, where the settings are not those of the goals. The
+    reason of a missed goal is what our time consists of, and what the floor alone would take, in
+    multiples of the other's.
+    """
+    numbers = frame.astype({"kept": float})  # None is no number
+    cases = {key: part.set_index("contender") for key, part in numbers.groupby(["op", "case"])}
+    lines = []
+    for op, case, against, kind, bound in GOALS[frame.attrs["device"]]:
+        if (op, case) in cases:
+            value, verdict, reason = _judged(cases[op, case], against, kind, bound)
+            if not stated(frame):
+                verdict, reason = "not stated", ""
+            lines.append([op, case, against, KINDS[kind][0].format(bound), value, verdict, reason])
+    columns = ["op", "case", "against", "goal", "measured", "verdict", "reason"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _judged(case: pd.DataFrame, against: str, kind: str, bound: float) -> tuple[float, str, str]:
+    """Return what was measured, the verdict and the reason."""
+    ours, (_, right, measured) = case.loc["ours"], KINDS[kind]
+    if pd.isna(ours["seconds"]):
+        return math.nan, "missed", str(ours["note"])
+    value = float(measured(ours, case.loc[against])) if against in case.index else math.nan
+    if math.isnan(value):
+        return value, "not run", ""
+    if right(value, bound):
+        return value, "met", ""
+    if kind == "memory" or not isinstance(ours["profile"], dict):
+        return value, "missed", ""
+    times = 1 / value if kind == "faster" else value
+    parts = {name: share * times for name, share in ours["profile"].items()}
+    reason = ", ".join(f"{name} {part:.2f}" for name, part in parts.items() if part >= 0.005)
+    if against != "floor" and "floor" in case.index:
+        reason += f"; the floor alone {times * case.loc['floor', 'ratio']:.2f}"
+    return value, "missed", reason
 
 
 def table(frame: pd.DataFrame) -> str:
-    """Return a run as text: a block a case, a line a contender, and the goals of both.
+    """Return a run as text: a line a contender, with its goals.
 
     A ratio is the contender's time over ours; the multiple is its time over the floor's.
     """
-    goals = judge(frame)
-    aims = defaultdict(list)
-    for goal in goals.itertuples():
-        measured = "" if pd.isna(goal.measured) else f" ({goal.measured:.2f})"
-        aims[goal.op, goal.case, goal.against].append(f"{goal.goal}: {goal.verdict}{measured}")
-    lines = [f"{'':34}{'ms':>10}{'wall ms':>10}{'ratio':>9}{'x floor':>9}{'extra MB':>10}  goal"]
-    for (op, case), part in frame.groupby(["op", "case"], sort=False):
-        lines.append(f"{op} / {case}")
-        floor = part.loc[part["contender"] == "floor", "ratio"].sum() or math.nan
-        for _, row in part.iterrows():
-            lines.append(_line(row, floor, "; ".join(aims[op, case, row["contender"]])))
+    goals, case = judge(frame), ["op", "case"]
+    numbers = (
+        goals["measured"].map(" ({:.2f})".format, na_action="ignore").astype(object).fillna("")
+    )
+    aims = goals.assign(aim=goals["goal"] + ": " + goals["verdict"] + numbers)
+    aims = aims.groupby([*case, "against"])["aim"].agg("; ".join)
+    floors = frame[frame["contender"] == "floor"].set_index(case)["ratio"].rename("floor")
+    lines = frame.join(floors, on=case).join(aims, on=[*case, "contender"])
+    absent = ("not run: " + lines["note"]).where(lines["seconds"].isna(), "")
+    shown = pd.DataFrame({
+        "ms": 1e3 * lines["seconds"], "wall ms": 1e3 * lines["wall"], "ratio": lines["ratio"],
+        "x floor": lines["ratio"] / lines["floor"], "extra MB": lines["memory"].astype(float) / 1e6,
+    }).map("{:.2f}".format, na_action="ignore")  # fmt: skip
+    shown["goal"] = absent + lines["aim"].astype(object).fillna("")
+    shown.index = lines["op"] + " / " + lines["case"] + ": " + lines["contender"]
+    text = [shown.to_string(na_rep="", max_colwidth=None)]
     missed = goals[goals["verdict"] == "missed"]
     if len(missed):
-        lines += ["", "Missed goals: what our time consists of, in multiples of the other's"]
-        lines += [f"  {g.op} / {g.case}, {g.against}: {g.reason}" for g in missed.itertuples()]
+        text += ["", "Missed goals: what our time consists of, in multiples of the other's"]
+        text += [f"  {g.op} / {g.case}, {g.against}: {g.reason}" for g in missed.itertuples()]
     counts = goals["verdict"].value_counts()
     parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
     unstated = not len(goals) or "not stated" in counts
     summary = f"{len(goals)} goals: {', '.join(parts)}"
-    return "\n".join([*lines, "", "no goals are stated for these cases" if unstated else summary])
-
-
-def _line(row: pd.Series, floor: float, aims: str) -> str:
-    name = f"  {row['contender']}"
-    if pd.isna(row["seconds"]):
-        return f"{name:34}not run: {row['note']}" + (f"  [{aims}]" if aims else "")
-    extra = "" if pd.isna(row["memory"]) else f"{row['memory'] / 1e6:.0f}"
-    multiple = "" if math.isnan(floor) else f"{row['ratio'] / floor:.2f}"
-    numbers = f"{1e3 * row['seconds']:10.2f}{1e3 * row['wall']:10.2f}{row['ratio']:9.2f}"
-    return f"{name:34}{numbers}{multiple:>9}{extra:>10}  {aims}".rstrip()
+    return "\n".join([*text, "", "no goals are stated for these cases" if unstated else summary])
 
 
 def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
     if frame.empty:
         return "How cost grows: nothing ran"
-    lines = ["How cost grows: ms at each value of a letter; exponent of the power law, 1 is linear"]
+    lines = ["How cost grows: ms at each value of a letter; at last the exponent, 1 is linear"]
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
         meaning = next(what for own, what, _ in OPS[op]["sweep"].values() if own == letter)
-        seconds = part.pivot(index="contender", columns="value", values="seconds")
-        lines.append(f"{op}, {meaning}, {letter} = {', '.join(map(str, seconds))}")
-        for name, exponent in part.groupby("contender", sort=False)["exponent"].first().items():
-            cells = "".join(f"{1e3 * each:10.2f}" for each in seconds.loc[name])  # nan: not run
-            lines.append(f"  {name:32}{cells}   exponent {exponent:.2f}")
+        times = part.pivot(index="contender", columns="value", values="seconds").mul(1e3)
+        lines.append(f"{op}, {meaning}, {letter} = {', '.join(map(str, times))}")
+        times["exponent"] = part.groupby("contender")["exponent"].first()
+        lines.append(times.to_string(header=False, index_names=False, float_format="{:.2f}".format))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moebook import bench, cli, kernels, results
-from moebook.bench import choosing, goals, layers, running
+from moebook.bench import choosing, layers, report, running
 from moebook.bench.case import Case
 from moebook.errors import Refusal
 
@@ -63,10 +63,10 @@ def test_the_floors_of_tiny_cases_have_the_flops_of_the_formulas(tiny: pd.DataFr
 def test_every_goal_names_a_case_of_its_scale_and_someone_who_takes_part(
     tiny: pd.DataFrame,
 ) -> None:
-    for device, stated in goals.GOALS.items():
+    for device, stated in report.GOALS.items():
         for op, case, against, kind, bound in stated:
-            assert case in bench.OPS[op][goals.STATED[device]]
-            assert kind in goals.KINDS and bound > 0
+            assert case in bench.OPS[op][running.STATED[device]]
+            assert kind in report.KINDS and bound > 0
             if case in bench.OPS[op]["tiny"]:
                 there = tiny[(tiny["op"] == op) & (tiny["case"] == case)]
                 assert against in set(there["contender"])
@@ -192,7 +192,7 @@ def test_a_sweep_has_a_column_a_size_whoever_is_missing_at_one() -> None:
     sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
     text = bench.growth_table(sweep.assign(op="route", letter="T", exponent=1.0))
     assert [line.split()[:3] for line in text.splitlines()[2:]] == [
-        ["ours", "2.00", "4.00"], ["peer", "nan", "8.00"]
+        ["ours", "2.00", "4.00"], ["peer", "NaN", "8.00"]
     ]  # fmt: skip
 
 

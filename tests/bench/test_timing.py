@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebook.bench import case, goals, timing
+from moebook.bench import case, report, timing
 from moebook.bench.case import Product
 from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
@@ -149,7 +149,7 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
     measured = frame(
         ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10), grouped_mm=(2.4, 1.2, 10), floor=(1.8, 0.9, 0)
     )
-    verdicts = goals.judge(measured).set_index("against")
+    verdicts = report.judge(measured).set_index("against")
     assert verdicts["verdict"].to_dict() == {"eager": "met", "grouped_mm": "missed", "floor": "met"}
     assert verdicts.loc["floor", "measured"] == pytest.approx(1 / 0.9)
     assert verdicts.loc["eager", "goal"] == "at least 15 x as fast"
@@ -161,10 +161,10 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction() -> None:
 
 def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed() -> None:
     measured = frame(ours=(2.0, 1.0, 10), floor=(math.nan, math.nan, 0))
-    assert set(goals.judge(measured)["verdict"]) == {"not run"}
+    assert set(report.judge(measured)["verdict"]) == {"not run"}
     refused = frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0))
-    assert set(goals.judge(refused)["verdict"]) == {"missed"}
-    assert set(goals.judge(refused)["reason"]) == {"refused"}
+    assert set(report.judge(refused)["verdict"]) == {"missed"}
+    assert set(report.judge(refused)["reason"]) == {"refused"}
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,15 @@ def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread(
 ) -> None:
     measured = frame(ours=(2.0, 1.0, 10), eager=(32.0, 16.0, 10))
     measured.attrs.update(setting)
-    assert goals.stated(measured) is expected
-    verdicts = set(goals.judge(measured)["verdict"])
+    assert report.stated(measured) is expected
+    verdicts = set(report.judge(measured)["verdict"])
     assert verdicts == ({"met", "not run"} if expected else {"not stated"})
 
 
 def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
     measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
     measured.attrs.update(device="cuda", scale="model")
-    found = goals.judge(measured)
+    found = report.judge(measured)
     assert list(found["verdict"]) == ["met", "met", "met"]
     assert list(found["measured"]) == pytest.approx([1.25, 1.5, 0.3])
 
@@ -196,4 +196,4 @@ def test_goals_of_a_gpu_are_not_asked_of_a_cpu() -> None:
      ("memory", 2.1, False), ("seconds", 1.0, True)],
 )  # fmt: skip
 def test_a_bound_itself_is_met(kind: str, value: float, met: bool) -> None:
-    assert goals.KINDS[kind][1](value, 2.0) is met
+    assert report.KINDS[kind][1](value, 2.0) is met
