@@ -151,6 +151,11 @@ def peak_memory(pid: int | str = "self") -> int | None:
     return int(marks[0].split()[1]) * 1024 if marks else None
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def environment() -> dict[str, Any]:
     """Describe what a result may depend on: versions, CPU, cores, memory, threads, accelerator.
 
@@ -164,7 +169,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "accelerator": gpu.name if gpu else None,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from moebook import papers, plotting, results
+from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import findings, pages, sources, study, verdicts
 from moebook.notebook.sources import Notebook
@@ -43,7 +43,7 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
         Job(name, "cpu" if notebook.findings else tier)
         for name, notebook in sorted(chosen.items(), key=lambda pair: _cost(pair[1], folder))
     ]
-    workers = 1 if tier in ("gpu", "paper") else min(study.cores(), len(jobs))
+    workers = 1 if tier in ("gpu", "paper") else min(runtime.cores(), len(jobs))
     failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
     with closing(study.side_by_side(jobs, folder, workers)) as ended:
         for job, outcome in ended:

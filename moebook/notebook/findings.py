@@ -14,13 +14,12 @@ import pandas as pd
 
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
-from moebook.notebook.verdicts import Measurement, Row, amount, seeds, span
+from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, span
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
+# Surprises first: what a paper claims and did not come out.
 ORDER = ("direction fails", "reproduced", "direction holds", "inconclusive", "not run")
-"""Surprises first: what a paper claims and did not come out."""
-
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
 
@@ -42,13 +41,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (ORDER.index(row.label), -strength(row)))
 
 
-SAID = {
-    "reproduced": "reproduced",
-    "direction holds": "holds",
-    "direction fails": "fails",
-    "inconclusive": "cannot tell",
-    "not run": "not run",
-}
+SAID = dict(zip(LABELS, ("reproduced", "holds", "fails", "cannot tell", "not run"), strict=True))
 """What a label is called in sentences and tables: shorter, so that tables fit a page."""
 
 

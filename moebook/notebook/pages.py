@@ -37,14 +37,8 @@ TITLES = {
     "esft": "ESFT",
     "kernels": "Kernels",
 }
-KINDS = {
-    "reproduced": "reproduced",
-    "direction holds": "holds",
-    "direction fails": "fails",
-    "inconclusive": "inconclusive",
-    "not run": "notrun",
-}
-"""Label to the badge's class in ``_static/moebook.css``."""
+KINDS = {label: label.removeprefix("direction ").replace(" ", "") for label in verdicts.LABELS}
+"""Label to the badge's class in ``_static/moebook.css``: holds, fails, inconclusive, notrun ..."""
 
 
 def commit(run: Run) -> str:
@@ -160,9 +154,7 @@ def corrections(rows: Sequence[Row]) -> str:
 def found(rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
     """Return what was found: a sentence a claim, paper by paper, surprises first.
 
-    Args:
-        rows: The ledger.
-        pictures: Paper to the file of its forest plot, beside the generated text.
+    The ``pictures`` are the files of forest plots by paper, beside the generated text.
     """
     papers = dict.fromkeys(row.claim.paper for row in rows)
     mine = {p: findings.ordered(row for row in rows if row.claim.paper == p) for p in papers}

@@ -41,11 +41,8 @@ from moebook.notebook.parameters import Scalar
 from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
-CELL_SECONDS = {"smoke": 600, "cpu": 1800}
-"""Longest time for one cell; the other tiers have none."""
-
-LONGEST = 80
-"""Bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100."""
+CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
+LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 
 
 @dataclass(frozen=True)
@@ -148,10 +145,7 @@ def _kept(store: Path, folder: Path) -> Run | None:
 
 
 def _execute(request: Request, limit: float | None) -> None:
-    """Run in a temporary folder; on success fill the store, on failure keep the copy aside.
-
-    Of several processes only the first does either.
-    """
+    """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
     with tempfile.TemporaryDirectory(prefix="moebook-") as directory:
         staged = Path(directory) / "staged.ipynb"
@@ -255,15 +249,10 @@ class Kernel(AsyncKernelManager):
         return "did not answer" if status is None else f"ended with status {status}"
 
     def watch(self, stop: threading.Event) -> None:
-        """Follow the process's peak memory until told to stop, ten times a second.
-
-        The mark itself is exact; following it is needed since `runtime.stopwatch` resets it.
-        """
-        while True:
+        """Follow the process's peak memory, which `runtime.stopwatch` resets, until told to stop."""
+        while not stop.wait(0.1):
             now = runtime.peak_memory(getattr(self.provisioner, "pid", None) or 0)
             self.peak = max(filter(None, (self.peak, now)), default=None)
-            if stop.wait(0.1):
-                return
 
 
 @contextmanager
@@ -296,7 +285,7 @@ def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
 
 async def _abandon() -> None:
     """Cancel the tasks that an interrupt left waiting; else each would complain at the end."""
-    waiting = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)

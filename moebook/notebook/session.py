@@ -24,16 +24,12 @@ from moebook.results import Curve, Value, rounded
 if TYPE_CHECKING:
     import pandas as pd
 
+# MIME types of what no page shows.
 VALUE = "application/vnd.moebook.value+json"
 CURVE = "application/vnd.moebook.curve+json"
-NOTE = "application/vnd.moebook.note+json"
-GLUE = "application/papermill.record/"
-"""MIME types of what no page shows: a recorded value, a recorded curve, a fact about the run
-(machine, versions, code, arms, rows), and the prefix under which the book's {glue} finds any of
-them (and hides it)."""
-
-ALL = "all"
-"""What the parameter ``arms`` says for all arms of a notebook."""
+NOTE = "application/vnd.moebook.note+json"  # a fact about the run: machine, code, arms, rows
+GLUE = "application/papermill.record/"  # prefix under which {glue} finds any of them, and hides it
+ALL = "all"  # what the parameter ``arms`` says for all arms of a notebook
 
 Arm = TypeVar("Arm")
 
@@ -45,11 +41,9 @@ class Run:
     tier: str
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
-        """Return the arms that this run has, and note them: one seed's may run in several parts.
+        """Return those of the known arms that this run has, in their order, and note them.
 
-        Args:
-            text: The parameter ``arms``: names with commas between them, or ``all``.
-            known: Every arm of the notebook, in its order.
+        The ``text`` is the parameter ``arms``: names with commas between them, or ``all``.
         """
         names = list(known) if text == ALL else parameters.listed("arms", text, known)
         if not names:
@@ -73,7 +67,7 @@ class Run:
 
         Args:
             name: Slash path such as ``pesc/sparse/accuracy``, once in a notebook; {glue} finds it.
-            value: A finite number; NumPy's and torch's scalars are taken too.
+            value: A finite number, NumPy's or torch's too.
             unit: One of `results.UNITS`.
             items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
         """

@@ -32,9 +32,7 @@ from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
 from moebook.results import COMMITTED, Pool, Run
 
-CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")
-"""What a frozen copy holds."""
-
+CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")  # of a frozen copy
 START = """
 import os, sys, threading
 end = lambda: (sys.stdin.read(), os.kill(os.getpid(), 15))
@@ -104,11 +102,6 @@ def child() -> None:
         sys.exit(2)
     if outcome:
         print(outcome.notebook)
-
-
-def cores() -> int:
-    """How many processes may run side by side: as many as this one may use cores."""
-    return int(runtime.environment()["cores"])
 
 
 def seeds(text: str) -> list[int]:
@@ -183,7 +176,7 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
 def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -> int:
     """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
     copy, failed, start = freeze(folder), 0, time.monotonic()
-    workers = min(jobs or cores(), len(todo))
+    workers = min(jobs or runtime.cores(), len(todo))
     running = side_by_side(todo, copy, workers) if engine == "local" else _cluster(todo, copy)
     with closing(running) as ended:
         for number, (job, outcome) in enumerate(ended, start=1):

@@ -24,8 +24,7 @@ from moebook.errors import refuse
 
 PACKAGE = Path(__file__).parents[1]
 CODE = ("moebook", "notebooks", "requirements.lock")
-FROZEN = ".commit"
-"""File at the top of a frozen copy of the project: the commit that it was exported from."""
+FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
 
 
 def root(start: Path | None = None) -> Path:
@@ -83,11 +82,7 @@ def source(notebook: Path) -> str | None:
 def loaded(known: Container[str] = ()) -> dict[str, str]:
     """Hash the package's modules that this process has loaded, and the data files beside them.
 
-    Args:
-        known: Names that are left out.
-
-    Returns:
-        Path below the package (``methods/pesc/crafting.py``) to hash.
+    Returns path below the package (``methods/pesc/crafting.py``) to hash, without ``known`` ones.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == PACKAGE.name]
     files = [Path(module.__file__) for module in modules if module.__file__]

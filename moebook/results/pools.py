@@ -17,24 +17,16 @@ from moebook.errors import refuse
 from moebook.results.files import root
 from moebook.results.runs import TIERS, Curve, Run, Value, read_run
 
-COMMITTED = ("study", "gpu", "paper")
-"""The tiers whose runs are kept in the repository; the others live beside the page."""
-
-LIVE = "this build"
-"""What stands for a protocol's name in the pool of the one run that a page shows."""
-
-BASES = ("nano", "nano-moe", "smollm2")
-"""The bases that are known by name, smallest first; others are larger."""
+COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
+LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
+BASES = ("nano", "nano-moe", "smollm2")  # known by name, smallest first; others are larger
 
 
 @dataclass(frozen=True)
 class Pool:
     """All runs of one notebook under one protocol; runs that do not fit together are refused.
 
-    Args:
-        notebook: Short name, such as ``pesc``.
-        protocol: The protocol's name, such as ``nano``.
-        runs: At least one; of one seed there may be several, with different arms.
+    There is at least one; of one seed there may be several, with different arms.
     """
 
     notebook: str

@@ -39,15 +39,9 @@ UNITS: dict[str, tuple[float, float]] = {
 """Unit to the lowest and highest value. Differences of shares are percent_points, of nats nats;
 "number" is for what has no unit (a gradient's norm, the scale of logits)."""
 
-DIGITS = 4
-"""Significant digits of items and of points of curves: with all of them, they are most of a run."""
-
-FORMAT = 1
-"""Of the file; a newer one is refused."""
-
-HEAD = b"moebook"
-"""Key of the file's metadata."""
-
+DIGITS = 4  # of items and of points of curves, which are most of a run
+FORMAT = 1  # of the file; a newer one is refused
+HEAD = b"moebook"  # key of the file's metadata
 COLUMNS = pa.schema([
     ("name", pa.string()),
     ("unit", pa.string()),
@@ -76,15 +70,13 @@ class Value:
 
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)
-        low, high = UNITS[self.unit]
+        given, (low, high) = f"{self.name} = {self.value!r}", UNITS[self.unit]
         if not low <= self.value <= high:
-            rule = f"{self.value!r}: expected a number in [{low:g}, {high:g}] {self.unit}"
-            refuse("E-VALUE", f"{self.name} = {rule}")
+            refuse("E-VALUE", f"{given}: expected a number in [{low:g}, {high:g}] {self.unit}")
         items = self.items or (self.value,)
         mean, size = (math.fsum(x) / len(items) for x in (items, map(abs, items)))
         if abs(mean - self.value) > 10 ** (1 - DIGITS) / 2 * size + 1e-8:
-            rule = f"{self.value!r} is not the mean {mean!r} of its items"
-            refuse("E-VALUE", f"{self.name} = {rule}")
+            refuse("E-VALUE", f"{given} is not the mean {mean!r} of its items")
 
 
 @record
