@@ -249,7 +249,7 @@ class Kernel(AsyncKernelManager):
         return "did not answer" if status is None else f"ended with status {status}"
 
     def watch(self, stop: threading.Event) -> None:
-        """Follow the process's peak memory, which `runtime.stopwatch` resets, until told to stop."""
+        """Follow the process's peak memory until told to stop: `runtime.stopwatch` resets it."""
         while not stop.wait(0.1):
             now = runtime.peak_memory(getattr(self.provisioner, "pid", None) or 0)
             self.peak = max(filter(None, (self.peak, now)), default=None)
