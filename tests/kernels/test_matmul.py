@@ -1,10 +1,13 @@
-"""Products by either library: float64 is the truth, and PyTorch's own error the measure."""
+"""Products by either library, and kept memory: handed out again when nothing shares it any more."""
+
+import threading
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from moebook.kernels import matmul
-from moebook.kernels.matmul import is_compiled, is_wider, product
+from moebook.kernels import Bank, experts, matmul, route
+from moebook.kernels.matmul import LARGE, empty, is_compiled, is_wider, product
 
 CPU = torch.device("cpu")
 
@@ -27,8 +30,7 @@ def written(left, right):
     table = torch.full((len(left), right.shape[1] + 3), torch.nan)
     assert product(left, right, out=out) is out
     product(left, right, out=table[:, 2:-1])
-    assert table[:, :2].isnan().all()
-    assert table[:, -1].isnan().all()
+    assert table[:, :2].isnan().all() and table[:, -1].isnan().all()
     torch.testing.assert_close(table[:, 2:-1], out, equal_nan=True)
     return out
 
@@ -59,12 +61,11 @@ def test_pieces_of_a_large_result_are_the_whole(threads, monkeypatch):
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("sizes", [(0, 4, 3), (4, 0, 3), (4, 3, 0)])
-def test_nothing_times_nothing_is_zero(sizes):
-    rows, inner, columns = sizes
-    left, right = torch.ones(rows, inner), torch.ones(inner, columns)
-    for got in (product(left, right), written(left, right)):
-        assert torch.equal(got, torch.zeros(rows, columns))
+def test_nothing_times_nothing_is_zero():
+    for rows, inner, columns in ((0, 4, 3), (4, 0, 3), (4, 3, 0)):
+        left, right = torch.ones(rows, inner), torch.ones(inner, columns)
+        for got in (product(left, right), written(left, right)):
+            assert torch.equal(got, torch.zeros(rows, columns))
 
 
 @pytest.mark.usefixtures("library")
@@ -73,10 +74,8 @@ def test_what_is_not_finite_comes_through_where_it_belongs():
     left[3, 4], left[5, 6], left[7, 0], left[8, :2] = torch.nan, torch.inf, -torch.inf, torch.inf
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
+    want = left.double() @ right.double()
     for got in (product(left, right), written(left, right)):
-        want = left.double() @ right.double()
-        assert torch.equal(got.isnan(), want.isnan())
-        assert torch.equal(got.isinf(), want.isinf())
         torch.testing.assert_close(got, want.float(), equal_nan=True)
 
 
@@ -101,53 +100,135 @@ def test_other_dtypes_are_left_to_pytorch(dtype):
     assert torch.equal(product(left, right), torch.mm(left, right))
 
 
-def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(matmul, "is_wider", lambda: True)
+@pytest.mark.parametrize("wider", [True, False])
+def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(wider, monkeypatch):
+    monkeypatch.setattr(matmul, "is_wider", lambda: wider)
     enough = matmul.ENOUGH
-    assert is_compiled(torch.float32, CPU, enough)
+    assert is_compiled(torch.float32, CPU, enough) is wider
     assert not is_compiled(torch.float32, CPU, enough - 1)
     assert is_compiled(torch.bfloat16, CPU, 1)
     assert not is_compiled(torch.float64, CPU, enough)
     assert not is_compiled(torch.bfloat16, torch.device("cuda"), enough)
-    monkeypatch.setattr(matmul, "is_wider", lambda: False)
-    assert not is_compiled(torch.float32, CPU, enough)
-    assert is_compiled(torch.bfloat16, CPU, 1)
+
+
+@pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
+def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monkeypatch, tmp_path):
+    (info := tmp_path / "cpuinfo").write_text(
+        f"vendor_id\t: {'GenuineIntel' if lacking == 'amd' else 'AuthenticAMD'}\n"
+    )
+    if lacking == "file":
+        info.unlink()
+    capability = "AVX2" if lacking == "avx512" else "AVX512"
+    monkeypatch.setattr(matmul, "INFO", info)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: lacking != "mkl")
+    if lacking == "op":
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+    else:
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None, raising=False)
+    assert is_wider.__wrapped__() is not bool(lacking)
+
+
+ONE = torch.zeros(1)
+SHAPE = (LARGE // 4, 2)
 
 
 @pytest.fixture
-def amd(monkeypatch, tmp_path):
-    """A machine where all holds that makes oneDNN the wider one."""
-    info = tmp_path / "cpuinfo"
-    info.write_text("vendor_id\t: AuthenticAMD\n")
-    monkeypatch.setattr(matmul, "INFO", info)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", None, raising=False)
-    return is_wider.__wrapped__
+def nothing_free(monkeypatch):
+    monkeypatch.setattr(matmul, "_free", {})
 
 
-def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(amd, monkeypatch):
-    assert amd()
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not amd()
+@pytest.mark.usefixtures("nothing_free")
+def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
+    first = empty(SHAPE, ONE)
+    place, row = first.data_ptr(), first[3]
+    assert place % 64 == 0
+    assert empty(SHAPE, ONE).data_ptr() != place
+    del first
+    assert empty(SHAPE, ONE).data_ptr() != place, "a row of it is still held"
+    array = row.numpy()
+    del row
+    assert empty(SHAPE, ONE).data_ptr() != place, "an array of it is still held"
+    matmul._free.clear()  # else another would do
+    del array
+    again = empty(SHAPE, ONE)
+    assert again.data_ptr() == place
+    assert (again.shape, again.dtype) == (SHAPE, torch.float32)
 
 
-def test_onednn_is_not_taken_on_other_processors(amd, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not amd()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    matmul.INFO.write_text("vendor_id\t: GenuineIntel\n")
-    assert not amd()
+@pytest.mark.usefixtures("nothing_free")
+def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
+    place = empty(SHAPE, ONE).data_ptr()
+    other = empty((3, LARGE // 4), ONE.bfloat16())
+    assert other.data_ptr() == place
+    assert (other.shape, other.dtype) == ((3, LARGE // 4), torch.bfloat16)
+    del other
+    assert empty((SHAPE[0], 1), ONE.bfloat16()).data_ptr() != place, "a quarter of it"
+    assert empty((SHAPE[0], 3), ONE).data_ptr() != place, "more than it"
 
 
-def test_onednn_is_not_taken_where_the_system_does_not_tell_the_processor(amd):
-    matmul.INFO.unlink()
-    assert not amd()
+@pytest.mark.usefixtures("nothing_free")
+def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeypatch):
+    monkeypatch.setattr(matmul, "FREE", 5 * LARGE)
+    held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
+    places = [tensor.data_ptr() for tensor in held]
+
+    def free():
+        return [block.ctypes.data for block in matmul._free.values()]
+
+    for _ in range(3):
+        held.pop(0)
+    assert free() == places[:3]
+    other = empty((LARGE * 3 // 4,), ONE)
+    del other
+    assert free()[0] == places[2], "3 were too much: the first two went"
+    assert [len(block) // LARGE for block in matmul._free.values()] == [2, 3]
+    held.pop()
+    assert free() == [], "more than is allowed by itself"
+    assert empty((2, 3), ONE).shape == (2, 3)
+    assert free() == [], "small tensors are not kept"
 
 
-def test_onednn_is_not_taken_where_pytorch_lacks_the_op(amd, monkeypatch):
-    class Ops:
-        """A namespace that has none."""
+@pytest.mark.usefixtures("nothing_free")
+def test_threads_never_share_a_block():
+    wrong = []
 
-    monkeypatch.setattr(torch.ops, "mkldnn", Ops())
-    assert not amd()
+    def work(number):
+        for _ in range(50):
+            mine = empty((LARGE // 4,), ONE).fill_(number)
+            if not (mine == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(matmul._free) <= 8, "each held one while it took another"
+
+
+@pytest.mark.usefixtures("nothing_free")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
+def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, monkeypatch):
+    def train(large):
+        """Two passes a step; gradients of one step and of one pass are held to the end."""
+        monkeypatch.setattr(matmul, "LARGE", large)
+        torch.manual_seed(0)
+        bank = Bank(*(torch.nn.Parameter(torch.randn(4, *s)) for s in ((12, 8), (8, 6))))
+        steps, held = optimizer(bank, lr=0.01), []
+        for step in range(4):
+            for _ in range(2):
+                x = torch.randn(30, 8, requires_grad=True)
+                y = experts(x, route(x[:, :4], 2), bank, F.silu)
+                y.square().mean().backward()
+                held += [x.grad, y.detach()]
+                held += [weight.grad for weight in bank if step == 1 and set_to_none]
+            steps.step()
+            steps.zero_grad(set_to_none=set_to_none)
+        return [*held, *(weight.detach() for weight in bank)]
+
+    pairs = zip(train(1), train(2**60), strict=True)
+    assert all(torch.equal(kept, new) for kept, new in pairs)
+    assert matmul._free
