@@ -43,7 +43,7 @@ def test_every_contract_refuses_the_import_it_is_there_for(root: Path, tmp_path:
     for name in PACKAGES:
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "errors.py", "stray.py"):
         (package / name).touch()
     for name, line in PLANTED.items():
         (package / name).write_text(line + "\n")
@@ -55,13 +55,4 @@ def test_every_contract_refuses_the_import_it_is_there_for(root: Path, tmp_path:
     assert not kept, outcome.stdout
     assert "moebook is not allowed to import transformers" in outcome.stdout
     assert "moebook is not allowed to import peft" in outcome.stdout
-
-
-def test_a_module_that_no_layer_names_is_refused(root: Path, tmp_path: Path) -> None:
-    shutil.copy(root / "pyproject.toml", tmp_path)
-    (tmp_path / "moebook").mkdir()
-    for name in ("__init__.py", "errors.py", "stray.py"):
-        (tmp_path / "moebook" / name).touch()
-    outcome = lint(tmp_path)
-    assert outcome.returncode == 1
-    assert "moebook.stray" in outcome.stdout
+    assert "moebook.stray" in outcome.stdout, "no layer names it"

@@ -21,8 +21,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from moebook import results, runtime
 from moebook.errors import Refusal
-from moebook.notebook import harvest, runner, study
-from moebook.notebook.compare import compare, verify
+from moebook.notebook import runner, study
+from moebook.notebook.compare import verify
 from moebook.notebook.runner import Outcome, run_notebook
 from moebook.notebook.session import GLUE, NOTE
 from moebook.results import Value
@@ -281,33 +281,6 @@ run.record("toy/loss", history.loss[-1], "nats")"""
 def test_plain_papermill_refuses_a_wrong_name(mill: Callable[..., tuple[Path, str]]) -> None:
     _, errors = mill("-p", "topk", "1")
     assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
-
-
-def test_the_copy_of_plain_papermill_is_compared_with_the_books_runs(
-    milled: Path, fresh: Path
-) -> None:
-    run = harvest.read_notebook(milled, fresh)
-    here = runtime.environment()
-    other = {**here, "cpu": "X 9000", "versions": {**here["versions"], "torch": "1.0"}}
-    theirs = {**run.manifest, "environment": other, "seconds": 100.0}
-    settings = {**run.settings, "top_k": 8}
-    study.add(replace(run, protocol="study", settings=settings, manifest=theirs, code={}), fresh)
-    lines = compare(milled, fresh).splitlines()
-    assert lines[:2] == [
-        "milled.ipynb: notebook toy, tier study, 4 values",
-        "beside the book's runs at study, seeds 5; differences (yours | book's):",
-    ]
-    assert lines[2:5] == [
-        "  parameter top_k: 4 | 8",
-        f"  version of torch: {here['versions']['torch']} | 1.0",
-        f"  cpu: {here['cpu']} | X 9000",
-    ]
-    assert [line.split(":")[0] for line in lines[5:8]] == [
-        "  hash of the notebook", "  hash of the lock", "  seconds",
-    ]  # fmt: skip
-    assert lines[9:11] == [
-        "toy/mean: yours 0.5 | book's 0.5 share", "toy/here: yours 0 | book's 0 count"
-    ]  # fmt: skip
 
 
 def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(tmp_path: Path) -> None:
