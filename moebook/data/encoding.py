@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -16,13 +16,10 @@ IGNORED = -100  # label that the loss leaves out
 
 
 class Format(NamedTuple):
-    """How one exchange becomes text.
+    """How one exchange becomes text, and whether the beginning-of-sequence token comes first.
 
-    Attributes:
-        render: Maps (prompt, answer, system) to (text before the answer, answer's text). An empty
-            system leaves its block out.
-        bos: Whether the beginning-of-sequence token comes first. The end-of-sequence token always
-            follows the answer and is learnt with it.
+    `render` maps (prompt, answer, system) to (text before the answer, answer's text); an empty
+    system leaves its block out. The end-of-sequence token always follows the answer.
     """
 
     render: Callable[[str, str, str], tuple[str, str]]
@@ -48,19 +45,9 @@ def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
 FORMATS = {"camel": Format(camel, bos=True), "deepseek": Format(deepseek, bos=False)}
 
 
-class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
-
-    bos_token_id: int | None
-    eos_token_id: int | None
-
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """Tokenize texts."""
-
-
 def encode(
     rows: Sequence[Mapping[str, str]],
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     *,
     format: str = "camel",
     max_length: int,
@@ -72,7 +59,7 @@ def encode(
 
     Args:
         rows: Dictionaries with prompt, answer and, optionally, system.
-        tokenizer: With an end-of-sequence token.
+        tokenizer: Of transformers, with an end-of-sequence token.
         format: A key of `FORMATS`.
         max_length: Longest row in tokens, at least 2. Longer rows are left out, counted and
             reported by a warning (W-LONG); none is cut.

@@ -1,9 +1,4 @@
-"""Readers of raw rows: JSONL files line by line, fields and messages checked with their place.
-
-Three forms of a user's own rows are known: `prompt` and `answer`; `instruction`, `input` and
-`output` (Rocket); `messages` (ESFT). `system`, `rationale`, `task`, `domain` and `id` may stand
-beside them.
-"""
+"""Readers of raw rows: JSONL files line by line, fields and messages checked with their place."""
 
 from __future__ import annotations
 
@@ -16,32 +11,8 @@ from moebook.errors import nearest, refuse
 
 Row = dict[str, str]
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
-OPTIONAL = ("system", "rationale", "task", "domain")
 ROLES = {"system": "system", "user": "prompt", "human": "prompt", "assistant": "answer",
          "gpt": "answer"}  # fmt: skip
-
-
-def read(path: str | Path) -> list[Row]:
-    """Read a JSONL file into rows with prompt, answer, task and domain.
-
-    A byte-order mark, CRLF and empty lines are accepted. The task is the file's name and the
-    domain `own` where a row does not say. A bad line is refused with file and line (E-DATA), as is
-    a row or an id that stands twice.
-    """
-    path = Path(path)
-    rows: list[Row] = []
-    seen: dict[object, str] = {}
-    for where, raw in objects(path):
-        row = {"task": path.stem, "domain": "own"} | _own(raw, where)
-        keys: dict[str, object] = {"this row": tuple(sorted(row.items()))}
-        if raw.get("id") is not None:
-            keys[f"id {raw['id']!r}"] = ("id", repr(raw["id"]))
-        for name, key in keys.items():
-            if key in seen:
-                refuse("E-DATA", f"{where}: {name} is already at {seen[key]}; remove one")
-            seen[key] = where
-        rows.append(row)
-    return rows
 
 
 def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,20 +85,6 @@ def clean(value: object, name: str, where: str) -> str:
     except UnicodeEncodeError as error:
         refuse("E-DATA", f"{where}: field '{name}' holds a lone surrogate at {error.start}")
     return value
-
-
-def _own(raw: Mapping[str, Any], where: str) -> Row:
-    """Bring one of the three forms to prompt and answer, with the optional fields it has."""
-    if "messages" in raw:
-        row = exchange(raw["messages"], where)
-    elif "instruction" in raw:
-        row = instruction(raw, where)
-    else:
-        row = {name: text(raw, name, where) for name in ("prompt", "answer")}
-    for name in ("prompt", "answer"):
-        if not row[name].strip():
-            refuse("E-DATA", f"{where}: {name} is empty; every row needs both")
-    return row | {name: text(raw, name, where) for name in OPTIONAL if raw.get(name) is not None}
 
 
 def instruction(raw: Mapping[str, Any], where: str) -> Row:

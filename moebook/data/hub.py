@@ -60,12 +60,9 @@ def pins(text: str) -> dict[str, str]:
 
 
 def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 0) -> list[Row]:
-    """Draw training rows of several data sets and shuffle them together.
+    """Draw training rows of several data sets, at their commits, and shuffle them together.
 
-    Args:
-        sizes: Rows by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
-        revisions: The commit of each data set, as in `load`.
-        seed: Decides draws and order.
+    Sizes are by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
     """
     drawn = []
     for names, size in sizes.items():

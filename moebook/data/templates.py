@@ -34,8 +34,6 @@ class Source:
         options: Expression for the list of answers to choose from; then ``answer`` is an
             expression, too: which of the ``labels`` (an expression) is right.
         form: A key of `FORMS` in place of templates.
-        domain: mathematics, code, common_sense, language or general.
-        licence: As its card says.
         config: Its configuration, when it has several.
         files: Pattern of its files inside the repository, when that holds many sets.
         compare: How an answer is read before two are compared: a key of `COMPARE`.

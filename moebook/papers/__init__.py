@@ -1,23 +1,10 @@
 """What the four papers claim, as data: tables, claims, settings, and an audit of their sums."""
 
-from moebook.papers.arithmetic import Finding, audit, judge, report
-from moebook.papers.printed import PAPERS, Number, number, table, tables, wide
-from moebook.papers.settings import hyperparameters
+from moebook.papers.arithmetic import STATUSES, Finding, audit, judge, report
+from moebook.papers.printed import PAPERS, Number, hyperparameters, number, table, tables, wide
 from moebook.papers.statements import Claim, claim, claims
 
 __all__ = [
-    "PAPERS",
-    "Claim",
-    "Finding",
-    "Number",
-    "audit",
-    "claim",
-    "claims",
-    "hyperparameters",
-    "judge",
-    "number",
-    "report",
-    "table",
-    "tables",
-    "wide",
-]
+    "PAPERS", "STATUSES", "Claim", "Finding", "Number", "audit", "claim", "claims",
+    "hyperparameters", "judge", "number", "report", "table", "tables", "wide",
+]  # fmt: skip

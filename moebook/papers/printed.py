@@ -1,4 +1,4 @@
-"""The papers' tables as data: one CSV a table, loaded with one call into a typed pandas frame.
+"""The papers' tables and settings as data: one CSV a table, one call into a typed pandas frame.
 
 A file starts with a YAML header, each line behind ``# ``: table, caption, unit, source and, where
 they apply, damaged (what is wrong with our text), setting (what sets its numbers apart from equally
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pandas as pd
 import yaml
@@ -25,7 +24,8 @@ FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
 MARKS = ("", "damaged", "restored")
 FIXED = ("row", "column", "printed", "unit", "mark")
-HEADER = {"table", "caption", "unit", "source", "damaged", "setting", "names", "derived"}
+NEEDED = {"table", "caption", "unit", "source"}
+HEADER = NEEDED | {"damaged", "setting", "names", "derived"}
 POWERS = {"": 0, "%": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)(?P<whole>\d[\d,]*)(?:\.(?P<fraction>\d+))?"
@@ -33,13 +33,10 @@ NUMBER = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Number:
-    """A printed number: its value, and how fine it was printed.
+class Number(NamedTuple):
+    """A printed number, and the position of its last digit: 1 for 75.7, 0 for 8, -3 for 300K.
 
-    Attributes:
-        value: The number; K, M, B and T are multiplied out, a percent sign is not (75.7% is 75.7).
-        decimals: Position of the last printed digit: 1 for 75.7, 0 for 8, -3 for 300K.
+    K, M, B and T are multiplied out, a percent sign is not (75.7% is 75.7).
     """
 
     value: float
@@ -58,54 +55,6 @@ def number(printed: str) -> Number | None:
     return Number(sign * float(digits), len(fraction) - power)
 
 
-def tables(paper: str) -> list[str]:
-    """Names of a paper's tables in order, as `table` takes them: ``"1"``, ..., ``"figure_4"``.
-
-    Raises:
-        Refusal: E-NAME for an unknown paper.
-    """
-    names = [path.stem.removeprefix("table_") for path in folder(paper).glob("*.csv")]
-    return sorted(
-        names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
-    )
-
-
-def table(paper: str, n: int | str) -> pd.DataFrame:
-    """Load one table: one row a printed number, with `value` (float), `decimals` (int) and `unit`.
-
-    Args:
-        paper: One of `PAPERS`.
-        n: The table's number or name as in `tables`.
-
-    Returns:
-        Frame with columns row, column, the table's own keys, printed, value, decimals, unit, mark.
-        ``.attrs`` holds the header (caption, source, derived, ...), paper, path and keys.
-
-    Raises:
-        Refusal: E-NAME for an unknown paper or table; E-FORMAT with file and line for a malformed
-            file.
-    """
-    names = tables(paper)
-    if str(n) not in names:
-        refuse("E-NAME", f"{paper} has no table '{n}'; {nearest(str(n), names)}")
-    stem = str(n) if str(n).startswith("figure_") else f"table_{n}"
-    frame = _read(folder(paper) / f"{stem}.csv").copy()
-    frame.attrs = {**frame.attrs, "paper": paper}
-    return frame
-
-
-def wide(paper: str, n: int | str) -> pd.DataFrame:
-    """The table as the paper prints it, rows by columns, keys in the index; damaged cells NaN."""
-    frame = table(paper, n)
-    sound = frame[frame["mark"] != "damaged"]
-    index = [*frame.attrs["keys"], "row"]
-    form = sound.pivot(index=index, columns="column", values="value")
-    order = (
-        pd.MultiIndex.from_frame(frame[index]).unique() if len(index) > 1 else frame["row"].unique()
-    )
-    return form.reindex(index=order, columns=frame["column"].unique())
-
-
 def folder(paper: str) -> Path:
     """Folder of a paper's data; an unknown paper is refused with the nearest name (E-NAME)."""
     if paper not in PAPERS:
@@ -113,41 +62,87 @@ def folder(paper: str) -> Path:
     return FOLDER / paper
 
 
+def tables(paper: str) -> list[str]:
+    """Names of a paper's tables in order, as `table` takes them: ``"1"``, ..., ``"figure_4"``."""
+    names = [path.stem.removeprefix("table_") for path in folder(paper).glob("*.csv")]
+    return sorted(names, key=lambda name: (int(name) if name.isdigit() else 1000, name))
+
+
+def table(paper: str, n: int | str) -> pd.DataFrame:
+    """Load one table by its number or its name in `tables`: one row a printed number.
+
+    Columns are row, column, the table's own keys, printed, value (float), decimals (int), unit and
+    mark; ``.attrs`` holds the header (caption, source, derived, ...), path and keys.
+    """
+    names = tables(paper)
+    if str(n) not in names:
+        refuse("E-NAME", f"{paper} has no table '{n}'; {nearest(str(n), names)}")
+    file = f"{n}.csv" if str(n).startswith("figure_") else f"table_{n}.csv"
+    return _read(folder(paper) / file).copy()
+
+
+def wide(paper: str, n: int | str) -> pd.DataFrame:
+    """The table as the paper prints it, rows by columns, keys in the index; damaged cells NaN."""
+    frame = table(paper, n)
+    index = [*frame.attrs["keys"], "row"]
+    sound = frame[frame["mark"] != "damaged"]
+    form = sound.pivot(index=index, columns="column", values="value")
+    order = pd.MultiIndex.from_frame(frame[index]).unique() if index[1:] else frame["row"].unique()
+    return form.reindex(index=order, columns=frame["column"].unique())
+
+
+def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[str, Any]]:
+    """Read a paper's settings, such as ``{"paper": {"lr": {"value": 2e-4, "where": ...}}}``.
+
+    With a group, such as ``paper`` or ``released``, return its parameters alone.
+    """
+    path = folder(paper) / "hyperparameters.yaml"
+    groups: dict[str, dict[str, Any]] = read_yaml(path, path.read_text(encoding="utf-8"))
+    for group, parameters in groups.items():
+        for name, entry in parameters.items():
+            if not {"value", "where"} <= set(entry):
+                refuse("E-FORMAT", f"{paper}/{path.name}: {group}.{name} needs value and where")
+    if settings is None:
+        return groups
+    if settings not in groups:
+        refuse("E-NAME", f"{paper} has no settings '{settings}'; {nearest(settings, groups)}")
+    return groups[settings]
+
+
+def read_yaml(path: Path, text: str) -> Any:
+    """Parse the YAML of a file, or refuse it with the line where it breaks (E-FORMAT)."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        _malformed(path, line, f"YAML ({error.problem})")
+
+
 @cache
 def _read(path: Path) -> pd.DataFrame:
     lines = path.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    header = _header(path, [line[1:].removeprefix(" ") for line in lines[:start]])
+    header = read_yaml(path, "\n".join(line[1:].removeprefix(" ") for line in lines[:start]))
+    if not isinstance(header, dict) or not set(header) >= NEEDED:
+        _malformed(path, 1, "a header with table, caption, unit and source")
+    if unknown := sorted(set(header) - HEADER):
+        _malformed(path, 1, f"header fields among {sorted(HEADER)}; found {unknown}")
     reader = csv.reader(lines[start:])
     names = next(reader, [])
     keys = [name for name in names if name not in FIXED]
     if not set(FIXED) <= set(names) or tuple(names[-3:]) != FIXED[2:]:
-        _malformed(
-            path, start + 1, f"columns row, column, [keys], printed, unit, mark; found {names}"
-        )
+        expected = "columns row, column, [keys], printed, unit, mark"
+        _malformed(path, start + 1, f"{expected}; found {names}")
     cells = [_cell(path, start + reader.line_num, names, line, header["unit"]) for line in reader]
-    frame = pd.DataFrame(
-        cells, columns=["row", "column", *keys, "printed", "value", "decimals", "unit", "mark"]
-    )
+    columns = ["row", "column", *keys, "printed", "value", "decimals", "unit", "mark"]
+    frame = pd.DataFrame(cells, columns=columns)
     frame.attrs = {**header, "keys": keys, "path": path.name}
-    _unique(path, start, frame, ["row", "column", *keys])
+    twice = frame.duplicated(["row", "column", *keys])
+    if twice.any():
+        place = int(twice.to_numpy().argmax())
+        cell = ", ".join(frame.loc[place, ["row", "column", *keys]].astype(str))
+        _malformed(path, start + 2 + place, f"each cell once, found a second ({cell})")
     return frame
-
-
-def _header(path: Path, lines: list[str]) -> dict[str, Any]:
-    try:
-        header = yaml.safe_load("\n".join(lines))
-    except yaml.MarkedYAMLError as error:
-        _malformed(
-            path,
-            error.problem_mark.line + 1 if error.problem_mark else 1,
-            f"YAML ({error.problem})",
-        )
-    if not isinstance(header, dict) or not {"table", "caption", "unit", "source"} <= set(header):
-        _malformed(path, 1, "a header with table, caption, unit and source")
-    if unknown := sorted(set(header) - HEADER):
-        _malformed(path, 1, f"header fields among {sorted(HEADER)}; found {unknown}")
-    return header
 
 
 def _cell(path: Path, line: int, names: list[str], fields: list[str], unit: str) -> dict[str, Any]:
@@ -159,15 +154,7 @@ def _cell(path: Path, line: int, names: list[str], fields: list[str], unit: str)
         _malformed(path, line, f"a number such as 75.7%, 300K or +1.9, found '{cell['printed']}'")
     if cell["mark"] not in MARKS:
         _malformed(path, line, f"a mark among empty, damaged, restored, found '{cell['mark']}'")
-    return {**cell, "value": typed.value, "decimals": typed.decimals, "unit": cell["unit"] or unit}
-
-
-def _unique(path: Path, start: int, frame: pd.DataFrame, index: list[str]) -> None:
-    twice = frame.duplicated(index)
-    if twice.any():
-        place = int(twice.to_numpy().argmax())
-        cell = ", ".join(frame.loc[place, index].astype(str))
-        _malformed(path, start + 2 + place, f"each cell once, found a second ({cell})")
+    return {**cell, **typed._asdict(), "unit": cell["unit"] or unit}
 
 
 def _malformed(path: Path, line: int, expected: str) -> NoReturn:

@@ -14,41 +14,130 @@ where what is left out, or a list, stands for all that match.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from moebook.errors import nearest, refuse
-from moebook.papers.cells import Cell, Paper, agree, stem
-from moebook.papers.printed import folder, number
+from moebook.papers.printed import folder, number, read_yaml, table, tables
 
 Rule = dict[str, Any]
 FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": fmean,
-    "sum": sum,
+    "mean": fmean, "sum": sum, "max": max, "min": min, "count": len,
     "difference": lambda x: x[0] - x[1],
     "ratio": lambda x: x[0] / x[1],
     "reduction": lambda x: 100 * (1 - x[0] / x[1]),
     "same": lambda x: x[0],
-    "max": max,
-    "min": min,
-    "count": len,
-}
+}  # fmt: skip
 ARITY = {"difference": 2, "ratio": 2, "reduction": 2, "same": 1}
+SHOWN = ("series", "model", "base", "expert")  # keys that stand in a cell's place
+PLACES = {"table", "row", "column", "except"}  # of a selection; its other entries are keys
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A printed number with its place; `value` and `decimals` as in `papers.Number`."""
+
+    table: str
+    row: str
+    column: str
+    printed: str
+    value: float
+    decimals: int
+    unit: str
+    keys: dict[str, str] = field(hash=False)
+
+    @property
+    def place(self) -> str:
+        """Where the number stands, for the reader."""
+        keys = [(name, value) for name, value in self.keys.items() if name in SHOWN]
+        said = [f"{name} {value}" if value.isdigit() else value for name, value in keys]
+        return f"{title(self.table)}, " + ", ".join([*said, self.row, self.column])
+
+
+def title(name: str) -> str:
+    """Title of a table or figure: "Table 9" for ``"9"``, "Figure 5" for ``"figure_5"``."""
+    return name.replace("figure_", "Figure ") if name.startswith("figure_") else f"Table {name}"
+
+
+def stem(name: str) -> str:
+    """A name without case, punctuation and parentheses, × as x: "ARC-e (Acc.)" is "arce"."""
+    plain = re.sub(r"\(.*?\)", "", name).lower().replace("×", "x")
+    plain = re.sub(r"[^a-z0-9.+%]", "", plain).strip(".")
+    return "average" if plain == "avg" else plain
+
+
+def metric(name: str) -> str:
+    """What stands in a name's parentheses: "pass@10" for "HumanEval (Pass@10)", or nothing."""
+    inside = re.search(r"\((.*?)\)", name)
+    return inside[1].lower().strip(". ") if inside else ""
+
+
+def agree(ours: dict[str, str], theirs: dict[str, str]) -> bool:
+    """Whether two sets of keys say the same wherever both say something."""
+    return all(
+        not theirs.get(name) or not value or theirs[name] == value for name, value in ours.items()
+    )
+
+
+class Paper:
+    """All cells of one paper of which our text is whole, with the header of each of its tables."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.cells = name, list[Cell]()
+        self.headers: dict[str, dict[str, Any]] = {}
+        for sheet in tables(name):
+            frame = table(name, sheet)
+            self.headers[sheet] = frame.attrs
+            for record in frame[frame["mark"] != "damaged"].drop(columns="mark").to_dict("records"):
+                keys = {key: record.pop(key) for key in frame.attrs["keys"]}
+                self.cells.append(Cell(table=sheet, keys=keys, **record))
+        self._by_names: dict[frozenset[str], list[Cell]] = defaultdict(list)
+        for cell in self.cells:  # an unordered pair, so that transposed tables match
+            names = self.names(cell.table, cell.row, cell.column)
+            self._by_names[frozenset(map(stem, names))].append(cell)
+
+    def names(self, table: str, *names: str) -> list[str]:
+        """Names of one table as the paper's other tables have them (the header's `names`)."""
+        return [self.headers[table].get("names", {}).get(name, name) for name in names]
+
+    def inside(self, table: str) -> list[Cell]:
+        """The cells of one table."""
+        return [cell for cell in self.cells if cell.table == table]
+
+    def same(
+        self, names: Sequence[str], keys: dict[str, str], table: str | None = None
+    ) -> Iterator[Cell]:
+        """Cells of a row and column, in one table or in all, whose metric and keys agree.
+
+        Cells with the names in the same places come before transposed ones.
+        """
+        asked = {stem(name): metric(name) for name in names}
+        twins = self._by_names.get(frozenset(asked), [])
+        for cell in sorted(twins, key=lambda twin: stem(twin.row) != stem(names[0])):
+            own = self.names(cell.table, cell.row, cell.column)
+            metrics = {stem(name): metric(name) for name in own}
+            if agree(asked, metrics) and agree(keys, cell.keys) and table in (None, cell.table):
+                yield cell
+
+    def rules(self, table: str, *, same: bool) -> dict[str, frozenset[str]]:
+        """Derived rows and columns of a table with their operands; or those set equal to others."""
+        return {
+            stem(rule.get("column", rule.get("row"))): frozenset(map(stem, rule["of"]))
+            for rule in self.headers[table].get("derived") or []
+            if (rule["is"] == "same") is same
+        }
 
 
 @dataclass(frozen=True)
 class Check:
-    """A printed number with the operands from which the paper derives it.
+    """A printed number at its `place` with the operands from which the paper derives it.
 
-    Attributes:
-        place: Where the printed number stands.
-        kind: One of `FUNCTIONS`.
-        rule: The relation as the paper's data states it; checks of one rule share it.
-        target: The result's own cell; None where the number stands in the running text.
+    `rule` is the relation (checks of one column share it) and `target` the result's own cell; None
+    where the number stands in the running text.
     """
 
     place: str
@@ -61,126 +150,133 @@ class Check:
     target: Cell | None = None
 
     @property
+    def values(self) -> list[float]:
+        """The operands' values."""
+        return [cell.value for cell in self.operands]
+
+    @property
     def computed(self) -> float:
         """The number recomputed from the printed operands."""
-        return float(FUNCTIONS[self.kind]([cell.value for cell in self.operands]))
+        return float(FUNCTIONS[self.kind](self.values))
+
+    def changed(self, place: int, value: float) -> float:
+        """The number recomputed with another value of one operand."""
+        return float(FUNCTIONS[self.kind]([*self.values[:place], value, *self.values[place + 1 :]]))
 
     @property
     def slack(self) -> float:
         """How far the operands' own rounding, half a last digit each, can move the result."""
-        values = [cell.value for cell in self.operands]
-        total = 0.0
-        for i, cell in enumerate(self.operands):
-            moved = [*values[:i], cell.value + 0.5 * 10.0**-cell.decimals, *values[i + 1 :]]
-            total += abs(float(FUNCTIONS[self.kind](moved)) - self.computed)
-        return total
+        ends = [cell.value + 0.5 * 10.0**-cell.decimals for cell in self.operands]
+        return sum(abs(self.changed(i, end) - self.computed) for i, end in enumerate(ends))
 
 
-def derived(paper: Paper) -> Iterator[Check]:
-    """Checks from the tables' headers: columns and rows that follow from others."""
+def checks(paper: Paper) -> list[Check]:
+    """Every number that the paper derives: by its tables' headers, in its text, or twice."""
+    return [*_derived(paper), *_stated(paper), *_repeated(paper)]
+
+
+def _of_cell(cell: Cell, kind: str, operands: Sequence[Cell], rule: str) -> Check:
+    number = (cell.printed, cell.value, cell.decimals)
+    return Check(cell.place, kind, *number, tuple(operands), rule, cell)
+
+
+def _derived(paper: Paper) -> Iterator[Check]:
     for name, header in paper.headers.items():
         for rule in header.get("derived") or []:
-            place = f"{paper.name}/{header['path']}"
-            _known(place, rule)
+            _check_rule(f"{paper.name}/{header['path']}", rule)
             for cell in paper.inside(name):
-                if check := _derive(paper, cell, rule):
-                    yield check
+                operands = _operands(paper, cell, rule)
+                if operands and None not in operands:
+                    yield _of_cell(cell, rule["is"], operands, f"{name}: {rule}")
 
 
-def _derive(paper: Paper, cell: Cell, rule: Rule) -> Check | None:
+def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
+    """Operands of a cell in the table named (or its own), else wherever the paper prints them."""
     across = "column" in rule
-    named = cell.column if across else cell.row
+    mine, named = (cell.column, rule["column"]) if across else (cell.row, rule["row"])
     wanted = {key: str(value) for key, value in rule.get("where", {}).items()}
-    if (
-        not cell.sound
-        or stem(named) != stem(rule["column" if across else "row"])
-        or not agree(wanted, cell.keys)
-    ):
-        return None
-    pairs = [(cell.row, name) if across else (name, cell.column) for name in rule["of"]]
-    tables = (str(rule["table"]), None) if "table" in rule else (cell.table, None)
-    operands = [_first(paper, pair, cell, tables) for pair in pairs]
-    if any(operand is None for operand in operands):
-        return None
-    found = tuple(operand for operand in operands if operand is not None)
-    label = f"{cell.table}: {rule}"
-    return Check(
-        cell.place, rule["is"], cell.printed, cell.value, cell.decimals, found, label, cell
-    )
+    if stem(mine) != stem(named) or not agree(wanted, cell.keys):
+        return []
+    operands = []
+    for name in rule["of"]:
+        names = (cell.row, name) if across else (name, cell.column)
+        here = str(rule.get("table", cell.table))
+        twins = [
+            *paper.same(paper.names(here, *names), cell.keys, here),
+            *paper.same(paper.names(cell.table, *names), cell.keys),
+        ]
+        operands.append(next((twin for twin in twins if twin != cell), None))
+    return operands
 
 
-def _first(
-    paper: Paper, pair: tuple[str, str], cell: Cell, tables: Sequence[str | None]
-) -> Cell | None:
-    """The operand in the table named (or the cell's own), else wherever the paper prints it."""
-    for name in tables:
-        row, column = paper.names(name or cell.table, *pair)
-        for found in paper.same(row, column, cell.keys, name):
-            if found != cell:
-                return found
-    return None
-
-
-def stated(paper: Paper) -> Iterator[Check]:
-    """Checks from ``stated.yaml``: numbers that the running text says about the tables."""
+def _stated(paper: Paper) -> Iterator[Check]:
     path = folder(paper.name) / "stated.yaml"
-    for entry in yaml.safe_load(path.read_text("utf-8")) if path.exists() else []:
-        place = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})"
-        _known(place, entry)
+    for entry in read_yaml(path, path.read_text("utf-8")) if path.exists() else []:
+        place, kind = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})", entry.get("is")
+        _check_rule(place, entry)
         typed = number(str(entry["printed"]))
         if typed is None:
             refuse("E-FORMAT", f"{place}: '{entry['printed']}' is no number")
-        found = [cell for selection in entry["of"] for cell in _select(paper, place, selection)]
-        if entry["is"] == "count":
-            found = list({(cell.row, *cell.keys.values()): cell for cell in found}.values())
-        if entry["is"] in ARITY and len(found) != ARITY[entry["is"]]:
-            refuse(
-                "E-FORMAT",
-                f"{place}: {entry['is']} needs {ARITY[entry['is']]} cells, selected {len(found)}",
-            )
+        cells = [cell for selection in entry["of"] for cell in _select(paper, place, selection)]
+        if kind == "count":
+            cells = list({(cell.row, *cell.keys.values()): cell for cell in cells}.values())
+        if (needed := ARITY.get(kind, len(cells))) != len(cells):
+            refuse("E-FORMAT", f"{place}: {kind} needs {needed} cells, selected {len(cells)}")
         where = f"{entry['where']}: {entry['sentence']}"
-        yield Check(
-            where,
-            entry["is"],
-            str(entry["printed"]),
-            typed.value,
-            typed.decimals,
-            tuple(found),
-            where,
-        )
+        yield Check(where, kind, str(entry["printed"]), *typed, tuple(cells), where)
 
 
 def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
-    rest = {
-        key: str(value)
-        for key, value in selection.items()
-        if key not in ("table", "row", "column", "except")
-    }
     name = str(selection["table"])
     if name not in paper.headers:
         refuse("E-FORMAT", f"{place}: no table '{name}'; {nearest(name, paper.headers)}")
+    keys = {key: str(selection[key]) for key in selection.keys() - PLACES}
+    named = {}
+    for key in PLACES:
+        given = selection.get(key, [])
+        named[key] = {stem(str(one)) for one in (given if isinstance(given, list) else [given])}
 
     def chosen(cell: Cell) -> bool:
-        rows, columns, without = (_names(selection, key) for key in ("row", "column", "except"))
-        inside = (not rows or stem(cell.row) in rows) and (
-            not columns or stem(cell.column) in columns
-        )
-        return inside and stem(cell.row) not in without and agree(rest, cell.keys)
+        row, column = stem(cell.row), stem(cell.column)
+        inside = row in (named["row"] or {row}) and column in (named["column"] or {column})
+        return inside and row not in named["except"] and agree(keys, cell.keys)
 
     cells = [cell for cell in paper.inside(name) if chosen(cell)]
-    if not cells:
-        refuse("E-FORMAT", f"{place}: no cell matches {selection}")
-    return cells
+    return cells or refuse("E-FORMAT", f"{place}: no cell matches {selection}")
 
 
-def _names(selection: Rule, key: str) -> set[str]:
-    given = selection.get(key, [])
-    return {stem(str(name)) for name in (given if isinstance(given, list) else [given])}
-
-
-def _known(place: str, rule: Rule) -> None:
+def _check_rule(place: str, rule: Rule) -> None:
     kind = str(rule.get("is"))
     if kind not in FUNCTIONS:
         refuse("E-FORMAT", f"{place}: unknown relation '{kind}'; {nearest(kind, FUNCTIONS)}")
     if not isinstance(rule.get("of"), list):
         refuse("E-FORMAT", f"{place}: a relation names its operands as a list under 'of'")
+
+
+def _repeated(paper: Paper) -> Iterator[Check]:
+    """Each quantity that a later table prints again, checked against its first print."""
+    order = list(paper.headers)
+    for cell in paper.cells:
+        names = paper.names(cell.table, cell.row, cell.column)
+        declared = paper.rules(cell.table, same=True).keys() & {stem(cell.row), stem(cell.column)}
+        for earlier in [] if declared else order[: order.index(cell.table)]:
+            twins = [
+                twin
+                for twin in paper.same(names, cell.keys, earlier)
+                if _comparable(paper, cell, twin)
+            ]
+            if len(twins) == 1:
+                rule = f"{earlier} and {cell.table}: the same quantity"
+                yield _of_cell(cell, "same", twins, rule)
+                break
+
+
+def _comparable(paper: Paper, cell: Cell, twin: Cell) -> bool:
+    """Same unit and setting, and, where both are derived, from the same operands."""
+    settings = {paper.headers[one.table].get("setting") for one in (cell, twin)}
+    operands = []
+    for one in (cell, twin):
+        derived = paper.rules(one.table, same=False)
+        operands.append(derived.get(stem(one.column), derived.get(stem(one.row))))
+    alike = None in operands or operands[0] == operands[1]
+    return cell.unit == twin.unit and len(settings - {None}) < 2 and alike

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EQUATIONS = {"pesc": 10, "router_init": 4, "rocket": 17, "esft": 8}
 BLOCK = re.compile(r"```\{literalinclude\} \.\./(\S+)\n((?::.*\n)*)")
-NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\$\$\\n)?\((\d+)\)\s*$", re.MULTILINE)
+NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", re.MULTILINE)
 
 
 def rows(paper: str) -> list[list[str]]:

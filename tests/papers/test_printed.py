@@ -9,7 +9,7 @@ import pytest
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.papers import printed as module
+from moebook.papers.printed import _read
 
 TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]
 ISSUE = {
@@ -119,7 +119,7 @@ def test_a_malformed_file_is_refused_with_file_and_line(
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     with pytest.raises(Refusal) as refusal:
-        module._read(path)
+        _read(path)
     assert f"E-FORMAT: pesc/table_1.csv:{line}: expected" in str(refusal.value)
     assert message in str(refusal.value)
 

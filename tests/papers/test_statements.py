@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.papers import statements as module
-from moebook.results import TIERS, UNITS
+from moebook.papers.statements import Claim, Scale, _read
+from moebook.results import TIERS
 
 CLAIMS = papers.claims()
 GOOD = """\
@@ -35,28 +36,32 @@ GOOD = """\
 
 @pytest.mark.parametrize("paper", papers.PAPERS)
 def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook(paper: str) -> None:
-    found = papers.claims(paper)
-    assert len(found) >= 12
-    assert {claim.run for claim in found} == {paper}
-    assert {claim.paper for claim in found} == {paper}
+    own = papers.claims(paper)
+    assert len(own) >= 12
+    assert {claim.run for claim in own} == {claim.paper for claim in own} == {paper}
+
+
+@pytest.mark.parametrize("name", sorted({claim.function for claim in CLAIMS}))
+def test_the_code_that_a_claim_names_exists(name: str) -> None:
+    assert callable(pkgutil.resolve_name(name))
 
 
 def test_ids_are_unique_and_every_claim_can_be_tested_at_the_papers_scale() -> None:
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     nowhere = {claim.id for claim in CLAIMS if "paper" not in claim.scales}
     assert nowhere == {"pesc.gain-code"}  # its benchmarks run code that the model wrote
-    assert all(set(claim.scales) <= set(TIERS) and claim.unit in UNITS for claim in CLAIMS)
+    assert Scale.__args__ == TIERS
 
 
 def test_a_claimed_number_lies_on_the_claimed_side() -> None:
-    wrong = [
-        claim.id
-        for claim in CLAIMS
-        if claim.claimed is not None and claim.reference is not None
-        and ((claim.direction == "greater" and claim.claimed <= 0)
-             or (claim.direction == "less" and claim.claimed >= 0))
-    ]  # fmt: skip
-    assert wrong == []
+    def wrong(claim: Claim) -> bool:
+        if claim.claimed is None or claim.reference is None:
+            return False
+        return {"greater": claim.claimed <= 0, "less": claim.claimed >= 0}.get(
+            str(claim.direction), False
+        )
+
+    assert [claim.id for claim in CLAIMS if wrong(claim)] == []
 
 
 PAIRS = [
@@ -91,18 +96,20 @@ def test_an_unknown_claim_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  unit: share\n", "", "needs the field 'unit'"),
-        ("unit: share", "unit: shares", "did you mean 'share'"),
-        ("  why: noise\n", "  why: noise\n  colour: red\n", "unknown field 'colour'"),
-        ("direction: greater", "direction: more", "direction 'more'"),
+        ("  unit: share\n", "", "unit is missing"),
+        ("unit: share", "unit: shares", "unit is 'shares'; did you mean 'share'"),
+        ("  why: noise\n", "  why: noise\n  colour: red\n", "unknown setting 'colour'"),
+        ("direction: greater", "direction: more", "direction is 'more', expected 'greater'"),
         ("direction: greater", "direction: null", "needs one: greater, less or equal"),
-        ("kind: direction", "kind: numbr", "did you mean 'number'"),
-        ("tolerance: 0.1", "tolerance: 1e-5", "tolerance '1e-5': expected a number"),
-        ("tolerance: 0.1", "tolerance: null", "a claimed number needs a tolerance"),
-        ("[study, paper]", "[studio]", "expected a list out of smoke"),
+        ("kind: direction", "kind: numbr", "kind is 'numbr', expected 'direction' or 'number'"),
+        ("tolerance: 0.1", "tolerance: 1e-5", "tolerance.int is '1e-5', expected a valid integer"),
+        ("tolerance: 0.1", "tolerance: null", "needs a tolerance"),
+        ("claimed: 0.1", "claimed: .nan", "claimed"),
+        ("why: noise", "why: ' '", "why is ' ', "),
+        ("[study, paper]", "[studio]", "scales.0 is 'studio', expected 'smoke'"),
         ("id: pesc.one", "id: rocket.one", "expected pesc.words"),
-        ("01_pesc", "pesc", "expected a name such as 01_pesc"),
-        ("reference: 0", "reference: [0]", "expected a value's name"),
+        ("01_pesc", "pesc", "notebook is 'pesc', "),
+        ("reference: 0", "reference: [0]", "reference.str is [0]"),
     ],
 )
 def test_a_malformed_claim_is_refused_with_file_and_line(
@@ -112,18 +119,24 @@ def test_a_malformed_claim_is_refused_with_file_and_line(
     second = GOOD.replace("pesc.one", "pesc.two").replace(old.replace("pesc.one", "pesc.two"), new)
     path.write_text(GOOD + second, encoding="utf-8")
     with pytest.raises(Refusal) as refusal:
-        module._read(path, "pesc")
+        _read(path, "pesc")
     assert "E-FORMAT: pesc/claims.yaml:17: " in str(refusal.value)
     assert message in str(refusal.value)
 
 
-def test_a_claim_that_stands_twice_or_yaml_that_is_broken_is_refused(tmp_path: Path) -> None:
-    twice = tmp_path / "claims.yaml"
-    twice.write_text(GOOD + GOOD, encoding="utf-8")
-    with pytest.raises(Refusal, match=r"pesc/claims.yaml:17: claim 'pesc.one' stands twice"):
-        module._read(twice, "pesc")
-    broken = tmp_path / "pesc" / "claims.yaml"
-    broken.parent.mkdir()
-    broken.write_text(GOOD + "- id: [\n", encoding="utf-8")
-    with pytest.raises(Refusal, match=r"pesc/claims.yaml:\d+: not YAML"):
-        module._read(broken, "pesc")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + GOOD, "claims.yaml:17: claim 'pesc.one': stands twice"),
+        (GOOD + "- id: [\n", r"claims.yaml:\d+: expected YAML"),
+        (GOOD + "- pesc.two\n", "claims.yaml:17: expected a claim, found 'pesc.two'"),
+        ("id: pesc.one\n", "claims.yaml:1: expected a list of claims"),
+        ("", "claims.yaml:1: expected a list of claims"),
+    ],
+)
+def test_files_that_hold_no_list_of_different_claims_are_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "claims.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(Refusal, match=message):
+        _read(tmp_path / "claims.yaml", "pesc")

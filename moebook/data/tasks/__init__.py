@@ -17,19 +17,9 @@ from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, 
 from moebook.errors import nearest, refuse
 
 __all__ = [
-    "CATALOGUE",
-    "GENERAL",
-    "KNOWN",
-    "KSHOT",
-    "SPLITS",
-    "TEST",
-    "VALIDATION",
-    "Item",
-    "Task",
-    "find",
-    "majority",
-    "rows",
-]
+    "CATALOGUE", "GENERAL", "KNOWN", "KSHOT", "SPLITS", "TEST", "VALIDATION", "Item", "Task",
+    "find", "majority", "rows",
+]  # fmt: skip
 
 
 def _general(name: str) -> Iterator[Item]:

@@ -70,19 +70,15 @@ COMPARE = {"first_line": first_line, "verb": verb, "same_json": same_json}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: where it comes from, its items, its wordings and how answers are compared.
+    """A task: its source and licence (SPDX), items, wordings, and how answers are compared.
 
     Attributes:
         name: Key in the catalogue, also the name of its evaluation.
         domain: mathematics, code, common_sense, translation, language or general.
-        description: One sentence for tables.
-        source: What the items were made from.
-        licence: SPDX expression of that source.
         templates: Wordings with `{slots}`; a row draws one.
         pool: Enumerates all items; must be deterministic.
         max_new_tokens: Enough for every answer with a small vocabulary (2,048 byte pairs).
-        compare: How answers, gold and generated, are read before they are compared: a key of
-            `COMPARE`.
+        compare: How answers are read before they are compared: a key of `COMPARE`.
         rationales: Whether items carry a worked solution.
     """
 
