@@ -8,10 +8,9 @@ from typing import NoReturn
 
 
 class Refusal(Exception):
-    """Input that cannot be used, told in one line; the command line exits with code 2.
+    """Input that cannot be used, told in one line: what is wrong, where, and what was expected.
 
-    The message says what is wrong, where, what was expected and how to fix it; the short code, such
-    as ``E-RANGE``, is of one vocabulary for the whole project.
+    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary.
     """
 
     def __init__(self, code: str, message: str) -> None:

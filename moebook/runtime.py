@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-QUIET = "MOEBOOK_QUIET"
-"""Set to 1 where notebooks are executed for the book: no progress bars in its pages."""
-
-DTYPES = ("float32", "bfloat16", "float16")
+QUIET = "MOEBOOK_QUIET"  # set to 1 where notebooks are executed for the book
 PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "datasets",
     "lm-eval", "numpy", "scipy", "pandas", "scikit-learn", "triton", "papermill", "ipykernel",
@@ -57,10 +54,7 @@ def processes() -> tuple[int, int]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` into a device that this machine has.
-
-    Of several processes on a machine, each has a GPU of its own: ``cuda`` is that.
-    """
+    """Turn ``auto``, ``cpu``, ``cuda`` (each process has its own) or ``cuda:1`` into a device."""
     import torch
 
     present = torch.cuda.device_count()
@@ -78,20 +72,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
-    """Turn ``auto``, ``float32``, ``bfloat16`` or ``float16`` into a dtype the device can train in.
-
-    ``auto`` is bfloat16 on a GPU that has it, else float32.
-    """
+    """Turn a name into a dtype the device can train in; ``auto``: bfloat16 on a GPU that has it."""
     import torch
 
     gpu = torch.device(device).type == "cuda"
+    able = {"float32": True, "float16": gpu, "bfloat16": not gpu or torch.cuda.is_bf16_supported()}
     if name == "auto":
-        return torch.bfloat16 if gpu and torch.cuda.is_bf16_supported() else torch.float32
-    if name not in DTYPES:
-        refuse("E-DTYPE", f"unknown dtype '{name}': {nearest(name, ['auto', *DTYPES])}")
-    if (name == "float16" and not gpu) or (
-        name == "bfloat16" and gpu and not torch.cuda.is_bf16_supported()
-    ):
+        name = "bfloat16" if gpu and able["bfloat16"] else "float32"
+    if name not in able:
+        refuse("E-DTYPE", f"unknown dtype '{name}': {nearest(name, ['auto', *able])}")
+    if not able[name]:
         refuse("E-DTYPE", f"dtype {name} needs a GPU that has it, not {device}; use float32")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
@@ -99,22 +89,15 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
 
 @dataclass
 class Timing:
-    """What a block of code cost: wall-clock seconds, and the peak memory in bytes while it ran.
+    """What a block of code cost."""
 
-    Memory is what torch allocated on a GPU, on a CPU the resident memory of the process; None where
-    the system cannot tell (on a CPU only Linux can).
-    """
-
-    seconds: float = 0.0
-    memory: int | None = None
+    seconds: float = 0.0  # wall-clock time
+    memory: int | None = None  # peak bytes: torch's on a GPU, else the process's if on Linux
 
 
 @contextmanager
 def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
-    """Measure the time and peak memory of a ``with`` block: its `Timing` is filled at the end.
-
-    A GPU's queued work is waited for at both ends.
-    """
+    """Measure the time and peak memory of a ``with`` block; a GPU's queued work is waited for."""
     import torch
 
     gpu, known, timing = str(device).startswith("cuda"), True, Timing()
@@ -139,7 +122,7 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
 
 
 def peak_memory(pid: int | str = "self") -> int | None:
-    """Return a process's peak resident memory in bytes since it, or its last `stopwatch`, started.
+    """Return a process's peak resident bytes since it, or its last `stopwatch`, started.
 
     None where the system keeps no such mark (only Linux does), or the process has ended.
     """
@@ -197,9 +180,8 @@ def _cpu() -> str:
 def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
     """Show a progress bar around the loop in a terminal and in Jupyter; else the loop alone.
 
-    There is none when a notebook is executed as a whole (``MOEBOOK_QUIET=1``, or papermill, which
-    cannot be asked for input), when the output goes to a file, and in all processes but the first.
-    The bar is plain text on purpose: widgets leave dead boxes in a rendered page.
+    There is none when papermill executes a notebook, whose kernel cannot ask for input, and in all
+    processes but the first. The bar is plain text: widgets leave dead boxes in a rendered page.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     kernel = getattr(shell, "kernel", None)

@@ -31,22 +31,14 @@ def adapters(
 ) -> Tensor:
     """Add to each row of ``h`` the weighted outputs of the adapters that its token was routed to.
 
-    ``y = h + scale * sum_k w_k * gelu(source @ down[e_k]) @ up[e_k]``. Where a token's weights sum
-    to 1 this is Eq. 7 with Eq. 8 put in, ``sum_i R_i (gelu(h D_i) U_i + h)``; the residual is added
-    once. An expert that a token chose twice counts twice.
+    ``y = h + scale * sum_k w_k * gelu(source @ down[e_k]) @ up[e_k]``, ``[T, D]``. Where a token's
+    weights sum to 1 this is Eq. 7 with Eq. 8 put in, ``sum_i R_i (gelu(h D_i) U_i + h)``; the
+    residual is added once. An expert that a token chose twice counts twice.
 
-    Args:
-        h: ``[T, D]`` output of the shared FFN.
-        routing: Where the T tokens go.
-        down: ``[E, D, R]``; like ``up`` it is used in the dtype of ``h``.
-        up: ``[E, R, D]``.
-        scale: Factor on the adapters' output (1 in Eq. 8).
-        source: ``[T, D]`` what the adapters read; ``h`` by default, ``dropout(h)`` in training.
-        impl: ``"auto"``, ``"torch"`` (products over the rows of each pair of adapters),
-            ``"triton"`` (for K = 2) or ``"reference"`` (every adapter on every token, masked).
-
-    Returns:
-        ``[T, D]`` in the dtype of ``h``.
+    ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what the adapters read, ``h`` by
+    default and ``dropout(h)`` in training; ``down [E, D, R]`` and ``up [E, R, D]`` are used in the
+    dtype of ``h``. ``impl`` is ``"auto"``, ``"torch"`` (products over the rows of each pair of
+    adapters), ``"triton"`` (for K = 2) or ``"reference"`` (every adapter on every token, masked).
     """
     source = h if source is None else source
     factors = {"down": (down, "E D R"), "up": (up, "E R D")}

@@ -24,19 +24,15 @@ def balance_loss(
 ) -> Tensor:
     """Return ``E * sum_i f_i p_i`` (Eq. 10 without alpha): 1 for uniform routing, E / K collapsed.
 
-    f_i is the share of the ``T * K`` routed slots that go to expert i (it sums to 1; "both vectors
-    should ideally have values of 1/n"), and has no gradient. p_i is the mean over tokens of the
-    softmax over ALL E logits, taken before the top-k.
+    f_i is the share of the ``T * K`` routed slots, ``ids [T, K]``, that go to expert i (it sums to
+    1; "both vectors should ideally have values of 1/n"), and has no gradient. p_i is the mean over
+    tokens of the softmax over ALL E of ``logits [T, E]``, taken before the top-k. ``mask [T]`` is
+    true (or 1) for tokens that count in both; with no token left the loss is 0.
 
-    Args:
-        logits: ``[T, E]`` router logits.
-        ids: ``[T, K]`` chosen experts.
-        mask: ``[T]``, true (or 1) for tokens that count in f and p; all of them by default. With
-            no token left the loss is 0.
-        form: ``"live"`` as above. ``"constant"`` is the released code's form: the mean of the
-            softmax over the K kept logits stands for p, which is 1/K for every token, so the value
-            is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
-        impl: ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
+    ``form`` is ``"live"`` as above or ``"constant"``, the released code's: the mean of the softmax
+    over the K kept logits stands for p, which is 1/K for every token, so the value is ``E / K``
+    whatever the routing, and the gradient is zero but for rounding. ``impl`` is ``"auto"``,
+    ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
     """
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
     sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})

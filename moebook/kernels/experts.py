@@ -40,21 +40,14 @@ def experts(
 ) -> Tensor:
     """Run each token through its K experts and sum their outputs by the routing's weights.
 
-    ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, e the k-th expert of the token. Kept for the
-    backward pass are ``x`` and the pre-activation ``[T * K, 2F]``; the gradient of a weight is
-    written once, and not computed where it is not asked for. An expert that a token chose twice
-    counts twice.
+    ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, ``[T, D]`` like ``x``, e the k-th expert of
+    the token; the bank is used in the dtype of ``x``. Kept for the backward pass are ``x`` and the
+    pre-activation ``[T * K, 2F]``; the gradient of a weight is written once, and not computed where
+    it is not asked for. An expert that a token chose twice counts twice.
 
-    Args:
-        x: ``[T, D]``.
-        routing: Where the T tokens go.
-        bank: The E experts, used in the dtype of ``x``.
-        act: Elementwise activation of the gate (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE).
-        impl: ``"auto"``, ``"torch"`` (one product per expert and direction over its own rows),
-            ``"triton"`` (for SiLU) or ``"reference"`` (every expert on every token, masked).
-
-    Returns:
-        ``[T, D]`` in the dtype of ``x``.
+    ``act`` is elementwise (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE). ``impl`` is ``"auto"``,
+    ``"torch"`` (one product per expert and direction over its own rows), ``"triton"`` (for SiLU) or
+    ``"reference"`` (every expert on every token, masked).
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse
-from moebook.kernels.dispatch import implementation, shapes
+from moebook.kernels.dispatch import implementation, obstacle, shapes
 from moebook.kernels.matmul import empty, product
 
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -30,20 +30,14 @@ class Projection(NamedTuple):
 def lora_mixture(
     x: Tensor, projections: Sequence[Projection], *, impl: str = "auto"
 ) -> list[Tensor]:
-    """Add to each projection of ``x`` its experts' outputs, weighted by the token's gates.
+    """Add to each projection of ``x [..., D]`` its experts' outputs, weighted by the token's gates.
 
-    ``y = base + scale * sum_n g_n B_n A_n x``. The A of all experts, and of all projections that
-    read the same ``x``, are one product; the gate is applied between A and B, on N * R columns; the
-    B of a projection's experts are one product more. Nothing is sorted: experts that a token did
-    not choose cost their rank in FLOPs, which is less than moving rows would.
-
-    Args:
-        x: ``[..., D]``, in the dtype of the factors.
-        projections: Each with factors and gates of its own.
-        impl: ``"auto"``, ``"torch"`` (concatenated), ``"triton"`` or ``"reference"`` (a loop).
-
-    Returns:
-        For each projection ``[..., O]`` in the dtype of its base.
+    ``y = base + scale * sum_n g_n B_n A_n x``, ``[..., O]`` in the dtype of the base; ``x`` is in
+    that of the factors. The A of all experts, and of all projections that read the same ``x``, are
+    one product; the gate is applied between A and B, on N * R columns; the B of a projection's
+    experts are one product more. Nothing is sorted: experts that a token did not choose cost their
+    rank in FLOPs, which is less than moving rows would. ``impl`` is ``"auto"``, ``"torch"``
+    (concatenated), ``"triton"`` or ``"reference"`` (a loop).
     """
     if not len(projections):
         refuse("E-SHAPE", "lora_mixture: projections is empty, expected one at least")
@@ -53,7 +47,8 @@ def lora_mixture(
         parts = dict(zip(names, zip(projection, dims, strict=False), strict=False))
         named = {"x": (x, "... D"), **parts}
         shapes("lora_mixture", named, empty="", alike=("x", *names[2:4]))
-    run = implementation("lora_mixture", impl, _IMPLEMENTATIONS, x)
+    unless = next(filter(None, (obstacle(projection.base) for projection in projections)), "")
+    run = implementation("lora_mixture", impl, _IMPLEMENTATIONS, x, unless=unless)
     ys: list[Tensor] = run(x, projections)
     return ys
 

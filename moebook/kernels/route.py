@@ -43,15 +43,11 @@ def route(
 ) -> Routing:
     """Choose the K largest logits of each token, weight them, and group the slots by expert.
 
-    Among equal logits the expert with the lower number wins. Nothing here waits for a GPU.
-
-    Args:
-        logits: ``[T, E]`` router logits, one row a token.
-        top_k: K, experts per token, 1 to E.
-        combine: ``"renormalised"`` is the softmax over the K kept logits (PESC Eq. 9, Mixtral): the
-            weights of a token sum to 1. ``"probability"`` is the softmax over all E logits, read at
-            the kept ones (Switch, router-initialisation Eq. 2): they sum to less than 1.
-        impl: ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
+    ``logits [T, E]``; among equal ones the expert with the lower number wins. Nothing here waits
+    for a GPU. ``combine="renormalised"`` is the softmax over the K kept logits (PESC Eq. 9,
+    Mixtral): the weights of a token sum to 1. ``"probability"`` is the softmax over all E logits,
+    read at the kept ones (Switch, router-initialisation Eq. 2): they sum to less than 1. ``impl``
+    is ``"auto"``, ``"torch"`` (K maxima), ``"triton"`` or ``"reference"`` (a stable sort).
     """
     sizes = shapes("route", {"logits": (logits, "T E")})
     natural("route", "top_k", top_k, sizes["E"], "the experts")

@@ -20,12 +20,10 @@ class Adapters(nn.Module):
     paper's "omega_0 is initialised to zero", read literally) neither ever receives a gradient: that
     of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
 
-    Args:
-        width, experts, adapter_width: D, E and R.
-        scale: Factor on the output in training mode.
-        served_scale: Factor in evaluation mode (the released code merges with another one).
-        dropout: Share of inputs dropped before ``down`` in training, in [0, 1). One mask a token,
-            shared by its K adapters; the released code draws one for each.
+    The output is multiplied by ``scale`` in training mode and by ``served_scale`` in evaluation
+    mode (the released code merges with another one). ``dropout`` is the share of inputs dropped
+    before ``down`` in training: one mask a token, shared by its K adapters; the released code draws
+    one for each.
     """
 
     def __init__(

@@ -17,17 +17,12 @@ class LoraMixture(nn.Module):
     """Stands in for a linear layer W: ``y = W x + sum_n G_n(x) * scale_n * B_n A_n x``.
 
     Since the gates of a token sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``.
-    With one expert it is exactly PEFT's LoRA.
+    With one expert it is exactly PEFT's LoRA. ``down [N, R, D]`` and ``up [N, O, R]`` are A and B
+    of all experts, ``scales`` their N factors ``alpha / r``.
 
-    Args:
-        base_layer: The linear layer, ``[..., D]`` to ``[..., O]``.
-        router: Over N experts, of width D (``reads="layer"``) or O (``"expert"``).
-        down: A of all experts, ``[N, R, D]``.
-        up: B of all experts, ``[N, O, R]``.
-        scales: ``alpha / r`` of each expert, N of them.
-        reads: What the gate reads: ``"layer"``, the layer's input x; ``"expert"``, each expert's
-            own output: logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9).
-        dropout: Share of x dropped before A in training; one mask for all experts.
+    The router reads the layer's input x (``reads="layer"``), or each expert's own output
+    (``"expert"``): then logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the
+    share of x dropped before A in training; one mask for all experts.
     """
 
     def __init__(

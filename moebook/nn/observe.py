@@ -36,12 +36,11 @@ def observe(
 ) -> dict[Key, Decision]:
     """Run a model on a batch, in evaluation mode, and return what each of its routers decides.
 
-    Args:
-        model: The model, or its decoder alone, which spares the head.
-        routers: Those to read, of `moebook.nn` or of transformers, by whatever tells them apart,
-            such as ``{layer.index: layer.router}``. One that the pass does not reach is left out.
-        batch: ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``. Decisions are
-            ``[B, S, ...]``, padding included; `Decision.real` leaves it out.
+    ``model`` may be the decoder alone, which spares the head. ``routers``, of `moebook.nn` or of
+    transformers, come by whatever tells them apart, such as ``{layer.index: layer.router}``; one
+    that the pass does not reach is left out. The batch has ``input_ids`` and, where padded,
+    ``attention_mask`` ``[B, S]``; decisions are ``[B, S, ...]``, and `Decision.real` leaves padding
+    out.
     """
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}

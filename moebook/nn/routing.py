@@ -18,9 +18,9 @@ from moebook.nn.observe import Decision, Trace
 class Router(nn.Module):
     """A linear router without bias, kept in float32 or wider, whatever its host computes in.
 
-    Starts kaiming-uniform with a = sqrt 5, so within 1/sqrt(D) either way (PESC as released; the
-    paper says "randomly initialised"). ``layer`` is the number of the decoder layer that it serves,
-    ``trace`` where the decisions of a training pass go, if anywhere. Weight ``[E, D]``.
+    Its weight ``[E, D]`` starts kaiming-uniform with a = sqrt 5, so within 1/sqrt(D) either way
+    (PESC as released; the paper says "randomly initialised"). ``trace`` is where the decisions of a
+    training pass go, if anywhere.
     """
 
     def __init__(
@@ -76,11 +76,9 @@ def balance(
     layers would let one layer's imbalance cancel another's. Fits gradient accumulation and gradient
     checkpointing of the non-reentrant kind.
 
-    Args:
-        routers: Routers with a trace that have run forward, at least one.
-        attention_mask: ``[B, T]``, 1 for real tokens; by default the one the model was called with.
-        first: Count in f a token's first choice alone (Switch), not all K of its slots.
-        form: See `moebook.kernels.balance_loss`.
+    ``attention_mask [B, T]`` is by default the one that the model was called with. With ``first``
+    a token's first choice alone counts in f (Switch), not all K of its slots; ``form`` is that of
+    `moebook.kernels.balance_loss`.
     """
     total = torch.zeros((), device=routers[0].weight.device, dtype=routers[0].weight.dtype)
     for router in routers:

@@ -108,7 +108,7 @@ def test_weight_gradients_of_frozen_adapters_are_not_computed(monkeypatch):
 def test_a_base_that_the_interpreter_would_round_wrongly_is_refused():
     x, base, *parts = drawn(*LORAS)
     for wrong in (base.bfloat16(), base.double()):
-        with pytest.raises(Refusal, match=r"E-IMPL: lora_mixture: .* projection 0's base: "):
+        with pytest.raises(Refusal, match="E-IMPL: lora_mixture: impl='triton' cannot run"):
             lora_mixture(x, [Projection(wrong, *parts)], impl="triton")
 
 

@@ -34,28 +34,33 @@ def test_a_seed_that_numpy_cannot_take_is_refused(seed: Any) -> None:
         runtime.seed_everything(seed)
 
 
-def test_devices_are_resolved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert runtime.resolve_device("auto") == runtime.resolve_device("cpu") == torch.device("cpu")
-    for name in ("cuda", "cuda:0"):
-        with pytest.raises(Refusal, match=r"E-DEVICE.*not on this machine"):
+@pytest.mark.parametrize(
+    ("gpus", "name", "wanted"),
+    [
+        (0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"), (2, "cuda:1", "cuda:1"),
+        (0, "cuda", "not on this machine"), (0, "cuda:0", "not on this machine"),
+        (0, "cpus", "did you mean 'cpu'"), (2, "cuda:2", "2 GPUs"), (2, "cuda:x", "unknown device"),
+    ],
+)  # fmt: skip
+def test_devices_are_resolved_or_refused(
+    gpus: int, name: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    if " " not in wanted:
+        assert runtime.resolve_device(name) == torch.device(wanted)
+    else:
+        with pytest.raises(Refusal, match=f"E-DEVICE.*{wanted}"):
             runtime.resolve_device(name)
-    with pytest.raises(Refusal, match=r"E-DEVICE.*did you mean 'cpu'"):
-        runtime.resolve_device("cpus")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert runtime.resolve_device("auto") == torch.device("cuda")
-    assert runtime.resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(Refusal, match="2 GPUs"):
-        runtime.resolve_device("cuda:2")
-    with pytest.raises(Refusal, match="E-DEVICE"):
-        runtime.resolve_device("cuda:x")
 
 
-def test_dtypes_are_resolved_or_refused() -> None:
+def test_dtypes_are_resolved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.resolve_dtype("auto", "cpu") == torch.float32
     assert runtime.resolve_dtype("bfloat16", "cpu") == torch.bfloat16
-    with pytest.raises(Refusal, match=r"E-DTYPE.*needs a GPU"):
-        runtime.resolve_dtype("float16", "cpu")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
+    assert runtime.resolve_dtype("auto", "cuda") == torch.float32
+    for name, device in (("float16", "cpu"), ("bfloat16", "cuda")):
+        with pytest.raises(Refusal, match=f"E-DTYPE: dtype {name} needs a GPU that has it"):
+            runtime.resolve_dtype(name, device)
     with pytest.raises(Refusal, match="did you mean 'bfloat16'"):
         runtime.resolve_dtype("bfloat", "cpu")
 

@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moebook.errors import refuse
 from moebook.kernels._triton.grouped import precision
-from moebook.kernels.dispatch import obstacle
 from moebook.kernels.lora_mixture import Projection, mixture
 
 
@@ -33,10 +31,6 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
 
 def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     """Run `moebook.kernels.lora_mixture`; a base may have another dtype than ``x``."""
-    for number, projection in enumerate(projections):
-        if problem := obstacle(projection.base):
-            where = f"lora_mixture: impl='triton' cannot run here: projection {number}'s base"
-            refuse("E-IMPL", f"{where}: {problem}; use impl='torch'")
     return mixture(x, projections, _finished)
 
 
