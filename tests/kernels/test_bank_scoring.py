@@ -87,13 +87,11 @@ def refused(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": torch.zeros(7, 8)}, "E-SHAPE: bank_scoring: expected hidden"),
         ({"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
         ({"targets": torch.zeros(5, dtype=torch.int64)}, "E-SHAPE: bank_scoring: expected hidden"),
         ({"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
         ({"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* expected 0 to 6"),
         ({"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* expected 0 to 10"),
-        ({"head": torch.zeros(11, 8).double()}, "E-DTYPE: .* head is torch.float64, hidden is"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes, message):

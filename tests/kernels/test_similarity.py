@@ -45,11 +45,11 @@ def best_by_loops(pool, shots, count):
 @impls
 @pytest.mark.parametrize(
     ("rows", "shots", "width", "count"),
-    [(200, 9, 12, 7), (50, 3, 5, 50), (1, 1, 1, 1), (30, 1, 8, 99), (40, 60, 3, 1)],
+    [(200, 9, 12, 7), (50, 3, 5, 50), (1, 1, 1, 1), (30, 1, 8, 99), (40, 60, 3, 1), (0, 2, 4, 3)],
 )
 def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
     pool, asked = drawn(rows, width, dtype=torch.float64), drawn(shots, width, 1, torch.float64)
-    pool[rows // 2] = 0
+    pool[rows // 2 : rows // 2 + 1] = 0
     wanted, cosines = best_by_loops(pool, asked, count)
     found = nearest_rows(pool.requires_grad_(), asked, count, impl=impl)
     assert found.index.tolist() == wanted and found.seen == rows
@@ -58,9 +58,8 @@ def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
     assert not found.key.requires_grad and not found.vectors.requires_grad
 
 
-@pytest.mark.parametrize("shots", [10, SIEVED])
-def test_cosines_of_large_blocks_are_as_near_to_float64_as_the_reference(shots):
-    pool, asked = drawn(9000, 96), drawn(shots, 96, 1)
+def test_cosines_of_sieved_blocks_are_as_near_to_float64_as_the_reference():
+    pool, asked = drawn(9000, 96), drawn(SIEVED, 96, 1)
     found, plain = (nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference"))
     exact = nearest_rows(pool.double(), asked.double(), 9000, impl="reference").key
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
@@ -88,11 +87,11 @@ def test_of_equal_rows_the_earlier_ones_are_taken(impl):
 def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row(size):
     pool = drawn(300, 2)
     key = pool[:, 0].round(decimals=1)
-    found = largest(
-        pool.split(size),
-        lambda rows, floor: (torch.arange(len(rows)), rows[:, 0].round(decimals=1)),
-        25,
-    )
+
+    def drawn_by(rows, floor):
+        return torch.arange(len(rows)), rows[:, 0].round(decimals=1)
+
+    found = largest(pool.split(size), drawn_by, 25)
     assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
     assert found.seen == 300
     assert torch.equal(found.vectors, pool[found.index])
@@ -110,10 +109,6 @@ def test_a_stream_is_held_in_the_memory_of_its_best_rows_and_a_block(sizes):
         found = nearest_rows((block + number for number in range(20)), shots, 100)
     assert found.seen == 100_000
     assert sizes.largest == block.numel()
-
-
-def test_an_empty_pool_has_no_rows():
-    assert len(nearest_rows(drawn(0, 4), drawn(2, 4), 3).index) == 0
 
 
 @impls
@@ -137,8 +132,6 @@ def test_a_row_that_is_not_finite_is_named(impl, bad):
     ("change", "message"),
     [
         ({"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
-        ({"shots": torch.ones(2, 5)}, r"E-SHAPE: nearest_rows: .* got \(2, 5\), \(9, 4\)"),
-        ({"shots": torch.ones(2, 4).double()}, "E-DTYPE: .* pool is .*32, shots is .*64: cast one"),
         ({"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: nearest_rows: shots"),
         ({"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots hold .* too large"),
         ({"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
@@ -200,28 +193,24 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
 
 
 @rules
+@pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(
-    ("ordered", "threshold"), [(True, 0.3), (False, 0.3), (True, 0.8), (False, 0.8)]
+    ("count", "width", "dtype", "threshold"),
+    [(1500, 4, torch.float64, 0.3), (1500, 4, torch.float64, 0.8), (700, 64, torch.float32, 0.8)],
 )
-def test_many_blocks_keep_what_the_literal_loops_keep(threshold, ordered, rule):
-    rows, key = drawn(1500, 4, dtype=torch.float64), torch.randint(100, (1500,))
-    key = key.sort(descending=True).values if ordered else key
-    cosines = normalize(rows) @ normalize(rows).T
+def test_many_blocks_keep_what_the_literal_loops_keep(
+    count, width, dtype, threshold, ordered, rule
+):
+    rows, key = (
+        drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1),
+        drawn(count, 1),
+    )
+    rows, key = rows.to(dtype), key.flatten().sort(descending=True).values if ordered else key[:, 0]
+    cosines = normalize(rows.double()) @ normalize(rows.double()).T
+    assert not ((cosines - threshold).abs() < 1e-7).any()  # too close to call in float32
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
     assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted
     assert len(wanted) < 600
-
-
-@rules
-def test_large_blocks_in_float32_keep_what_the_literal_loops_keep(rule):
-    torch.manual_seed(0)
-    rows = torch.randn(50, 64).repeat(14, 1) + 0.5 * torch.randn(700, 64)
-    key = torch.rand(700)
-    cosines = normalize(rows.double()) @ normalize(rows.double()).T
-    assert not ((cosines - 0.8).abs() < 1e-6).any()  # too close to call in float32
-    wanted = literal((cosines > 0.8).tolist(), key.tolist(), rule)
-    assert duplicates(rows, key, 0.8, rule=rule).tolist() == wanted
-    assert 50 <= len(wanted) < 600
 
 
 @impls
@@ -249,7 +238,6 @@ def test_vectors_may_require_a_gradient(impl):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vectors": torch.ones(4)}, r"E-SHAPE: duplicates: .* got \(4,\), \(4,\)"),
         ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\), \(3,\)"),
         ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
         ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
