@@ -17,10 +17,8 @@ from moebook.kernels.dispatch import implementation, natural, shapes
 
 MASKS = {"ordered": -1, "inverse": 2**62 - 1}
 """By diversity, what a sum of similarities is masked with: the second puts negative sums last."""
-MOST = 10**9
-"""Most groups that are searched; a hundred million take about a fifth of a second."""
-LISTED = 10**7
-"""Most groups that are kept."""
+MOST, LISTED = 10**9, 10**7
+"""Most groups that are searched (a hundred million take a fifth of a second), and that are kept."""
 BITS = 60
 """Bits of a sum of similarities in whole steps."""
 Array = np.ndarray[Any, Any]
@@ -85,8 +83,7 @@ def groups(
         if not np.isfinite(values).all():
             refuse("E-NONFINITE", f"groups: {name} holds NaN or infinity")
     keep = min(number, _needed(value, size, best))
-    steps = _steps(alike, size)
-    members, keys, sums = search(steps, value, size, keep, MASKS[diversity])
+    members, keys, sums = search(_steps(alike, size), value, size, keep, MASKS[diversity])
     ranks = np.searchsorted(np.sort(keys), keys) + 1
     totals = ranks + sums
     order = np.argsort(totals, kind="stable")[:best]
@@ -157,12 +154,11 @@ def _enumerated(
 
 
 @cache
-def _fill() -> Callable[..., tuple[int, bool]]:
-    """Compile `_filled`, once a machine; numba takes as long to import as some notebooks' cells."""
+def _fill() -> Any:
+    """Compile `_filled`, once a machine; to import numba takes half a second."""
     from numba import njit
 
-    compiled: Callable[..., tuple[int, bool]] = njit(cache=True)(_filled)
-    return compiled
+    return njit(cache=True)(_filled)
 
 
 def _filled(

@@ -160,7 +160,9 @@ def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor
     """Divide the largest product by the row's length; where it pays, only for rows in question."""
     rows, targets = _wide(rows), _wide(targets)
     long = lengths(rows)
-    if not (floor > -torch.inf and len(targets) >= SIEVED and _sieves(rows)):
+    worthwhile = floor > -torch.inf and len(targets) >= SIEVED
+    worthwhile &= rows.device.type == "cpu" and rows.dtype == torch.float32
+    if not (worthwhile and torch.cpu._is_avx512_bf16_supported()):
         return _all(rows), product(targets, rows.T).amax(0) / long
     half = targets.bfloat16()
     rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / long
@@ -170,12 +172,6 @@ def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor
 
 def _all(rows: Tensor) -> Tensor:
     return torch.arange(len(rows), device=rows.device)
-
-
-def _sieves(rows: Tensor) -> bool:
-    """Whether this is a CPU with instructions for bfloat16."""
-    on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
-    return on_cpu and torch.cpu._is_avx512_bf16_supported()
 
 
 def duplicates(
