@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -42,7 +43,7 @@ class Claim:
         exact: The value is computed, not sampled: it needs no seeds and has no interval.
     """
 
-    id: Annotated[str, Field(pattern=r"^[a-z_]+\.[a-z0-9-]+$")]
+    id: Text
     sentence: Text
     where: Text
     quantity: Text
@@ -112,8 +113,9 @@ def _read(path: Path, paper: str) -> tuple[Claim, ...]:
             refuse("E-FORMAT", f"{place}: {refusal.message}")
         except TypeError:
             refuse("E-FORMAT", f"{place}: expected a claim, found {entry!r}")
-        if one.paper != paper or one.id in by_id:
-            odd = "stands twice" if one.id in by_id else f"expected {paper}.words-with-hyphens"
+        named = re.fullmatch(rf"{paper}\.[a-z0-9-]+", one.id)
+        if not named or one.id in by_id:
+            odd = "stands twice" if named else f"expected {paper}.words-with-hyphens"
             refuse("E-FORMAT", f"{place}: claim '{one.id}': {odd}")
         by_id[one.id] = one
     return tuple(by_id.values())
