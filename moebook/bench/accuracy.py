@@ -18,7 +18,10 @@ from torch.nn.functional import silu
 from moebook import kernels, runtime
 from moebook.bench.running import OPS, build, find
 from moebook.kernels import Bank, Routing
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.clusters import clusters
+from moebook.kernels.groups import groups
+from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.similarity import duplicates, nearest_rows
 
 SLACK = 2
 """An op may err so many times as much as the reference does in the same number format, or as one
@@ -106,7 +109,7 @@ def _adapters(h: Tensor, logits: Tensor, *adapters: Tensor, impl: str) -> Tensor
 
 
 def _loras(x: Tensor, *loras: Tensor, impl: str) -> Tensor:
-    return kernels.lora_mixture(x, [Projection(*loras)], impl=impl)[0]
+    return lora_mixture(x, [Projection(*loras)], impl=impl)[0]
 
 
 def _balance(logits: Tensor, impl: str) -> Tensor:
@@ -120,9 +123,9 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "adapters": (_adapters, (300, 32), (300, 2), (2, 32, 16), (2, 16, 32)),
     "lora_mixture": (_loras, (97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16)),
     "balance_loss": (_balance, (257, 16)),
-    "nearest": (partial(kernels.nearest_rows, count=100), (20_000, 16), (5, 16)),
-    "duplicates": (partial(kernels.duplicates, threshold=0.8), (100, 4), (100,)),
-    "groups": (partial(kernels.groups, size=4), (9, 9), (9,)),
-    "clusters": (kernels.clusters, (2, 300, 16), (2, 5, 16)),
+    "nearest": (partial(nearest_rows, count=100), (20_000, 16), (5, 16)),
+    "duplicates": (partial(duplicates, threshold=0.8), (100, 4), (100,)),
+    "groups": (partial(groups, size=4), (9, 9), (9,)),
+    "clusters": (clusters, (2, 300, 16), (2, 5, 16)),
 }
 """Each op, called with its inputs and ``impl``, and the shapes of its inputs."""

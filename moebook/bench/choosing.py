@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moebook import kernels, models
+from moebook import models
 from moebook.bench.case import Case, Product, Run, number_format, peer, size_of
 from moebook.data import IGNORED, encode, padded, tasks
+from moebook.kernels.clusters import clusters
+from moebook.kernels.groups import groups
+from moebook.kernels.similarity import duplicates, nearest_rows
 from moebook.methods.rocket import loras, scoring
 from moebook.methods.rocket.loras import Lora
 
@@ -137,7 +140,7 @@ def nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
         return partial(peer("sentence_transformers.util").semantic_search, asked, rows, top_k=C)
 
     case = Case(size_of(rows))
-    case.add("ours", lambda: kernels.nearest_rows(rows, asked, C))
+    case.add("ours", lambda: nearest_rows(rows, asked, C))
     case.floor([Product(S, D, K)], device, dtype)
     case.add("numpy, all at once", at_once, host=True)
     case.invite("scikit-learn", by_sklearn, host=True)
@@ -155,7 +158,7 @@ def duplicated(device: torch.device, S: int, E: int, D: int) -> Case:
     dtype = number_format(device)
     rows, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
     case = Case(size_of(rows, key))
-    case.add("ours", lambda: kernels.duplicates(rows, key, 0.9))
+    case.add("ours", lambda: duplicates(rows, key, 0.9))
     case.floor([Product(S, D, S)], device, dtype)
     if S <= LOOPED:
         case.add("the paper's loops", lambda: literal_duplicates(vectors, near, 0.9), host=True)
@@ -184,7 +187,7 @@ def grouped(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
     pairs, worth = noise @ noise.T, np.stack([rng.permutation(M) + 1 for _ in range(2)])
     alike, summed = (torch.from_numpy(part).to(device) for part in (pairs, worth.sum(axis=0)))
     case = Case(pairs.nbytes)
-    ranked = partial(kernels.groups, alike, summed, N, best=G)
+    ranked = partial(groups, alike, summed, N, best=G)
     case.add("ours", ranked)
     if (number := math.comb(M, N)) <= LISTED:
         case.add("itertools", partial(ranked, impl="reference"), host=True)
@@ -211,7 +214,7 @@ def clustered(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
         return lambda: [getattr(make(init=start), fit)(layer) for layer, start in layers]
 
     case = Case(size_of(rows))
-    case.add("ours", lambda: kernels.clusters(rows, starts))
+    case.add("ours", lambda: clusters(rows, starts))
     case.floor([Product(S, D, E, L)], device, dtype)
     whole = partial(by_sklearn, "KMeans", "fit", max_iter=1)
     step = partial(by_sklearn, "MiniBatchKMeans", "partial_fit", compute_labels=False)

@@ -2,11 +2,10 @@
 
 from moebook.nn.adapters import AdapterMoE, Adapters
 from moebook.nn.experts import ExpertMoE, Experts, SplitExperts
-from moebook.nn.lora_mixture import LoraMixture
 from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
 from moebook.nn.routing import Router, balance, routers
 
 __all__ = [
-    "AdapterMoE", "Adapters", "Decision", "ExpertMoE", "Experts", "LoraMixture", "Router",
+    "AdapterMoE", "Adapters", "Decision", "ExpertMoE", "Experts", "Router",
     "SplitExperts", "Trace", "balance", "evaluating", "hooked", "observe", "routers",
 ]  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.kernels import lora_mixture
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.lora_mixture import Projection, lora_mixture
 from moebook.nn.routing import Router
 
 

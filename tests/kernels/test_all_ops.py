@@ -13,8 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebook import kernels
 from moebook.errors import Refusal
 from moebook.kernels import Bank, Routing
-from moebook.kernels.bank_scoring import Answers
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.bank_scoring import Answers, bank_scoring
+from moebook.kernels.clusters import clusters
+from moebook.kernels.groups import groups
+from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.similarity import duplicates, nearest_rows
 
 TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "duplicates")
 VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups", "clusters")
@@ -69,20 +72,20 @@ def call(op, *, impl="auto", dtype=torch.float32, **changes):
             return kernels.adapters(of["h"], by, of["down"], of["up"], **rest)
         case "lora_mixture":
             x, *own = of.values()
-            return kernels.lora_mixture(x, [Projection(*own)], impl=impl)
+            return lora_mixture(x, [Projection(*own)], impl=impl)
         case "balance_loss":
             return kernels.balance_loss(of["logits"], of["ids"], mask=of["mask"], impl=impl)
         case "bank_scoring":
             hidden, head, *places = of.values()
-            return kernels.bank_scoring(hidden, head, Answers(*places), impl=impl)
+            return bank_scoring(hidden, head, Answers(*places), impl=impl)
         case "nearest_rows":
-            return kernels.nearest_rows(*of.values(), 3, impl=impl)
+            return nearest_rows(*of.values(), 3, impl=impl)
         case "duplicates":
-            return kernels.duplicates(*of.values(), 0.9, impl=impl)
+            return duplicates(*of.values(), 0.9, impl=impl)
         case "groups":
-            return kernels.groups(*of.values(), 2, impl=impl)
+            return groups(*of.values(), 2, impl=impl)
         case "clusters":
-            return kernels.clusters(*of.values(), impl=impl)
+            return clusters(*of.values(), impl=impl)
 
 
 def refused(message, op, **rest):
@@ -226,17 +229,17 @@ def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
     ("message", "run"),
     [
         ("E-SHAPE: nearest_rows: .*pool",
-         lambda: kernels.nearest_rows(torch.tensor(1.0), torch.zeros(2, 4), 1)),
+         lambda: nearest_rows(torch.tensor(1.0), torch.zeros(2, 4), 1)),
         ("E-SHAPE: groups: .*similarity",
-         lambda: kernels.groups(torch.tensor(1.0), torch.zeros(5), 2)),
+         lambda: groups(torch.tensor(1.0), torch.zeros(5), 2)),
         ("E-SHAPE: clusters: .*points",
-         lambda: kernels.clusters(torch.zeros(0, 5, 4), torch.zeros(0, 2, 4))),
+         lambda: clusters(torch.zeros(0, 5, 4), torch.zeros(0, 2, 4))),
         ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
          lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
         ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
          lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]]))),
         ("E-SHAPE: lora_mixture: projections is empty",
-         lambda: kernels.lora_mixture(torch.zeros(5, 6), [])),
+         lambda: lora_mixture(torch.zeros(5, 6), [])),
     ],
 )  # fmt: skip
 def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import bank_scoring
-from moebook.kernels.bank_scoring import LOGITS, Answers
+from moebook.kernels.bank_scoring import LOGITS, Answers, bank_scoring
 
 SHAPES = [  # N, T, D, V, lengths
     (3, 7, 8, 11, (2, 1, 3)),

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import clusters
-from moebook.kernels.clusters import ROWS
+from moebook.kernels.clusters import ROWS, clusters
 
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 SHAPES = [  # L, S, D, E

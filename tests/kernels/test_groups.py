@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebook.errors import Refusal
-from moebook.kernels import groups
+from moebook.kernels.groups import groups
 
 IMPLS = ("numba", "reference")
 

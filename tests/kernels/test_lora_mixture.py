@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import lora_mixture
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels.lora_mixture import Projection, lora_mixture
 
 SHAPES = [  # T, D, R, N, widths of the projections
     (6, 8, 4, 3, (8, 5)),

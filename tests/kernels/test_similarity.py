@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 from moebook.errors import Refusal
-from moebook.kernels import duplicates, largest, nearest_rows
-from moebook.kernels.similarity import COSINES, SIEVED
+from moebook.kernels.similarity import COSINES, SIEVED, duplicates, largest, nearest_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from moebook.errors import Refusal
-from moebook.kernels import Bank, adapters, duplicates, experts, lora_mixture, route, split_experts
-from moebook.kernels.lora_mixture import Projection
+from moebook.kernels import Bank, adapters, experts, route, split_experts
+from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.similarity import duplicates
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),

@@ -17,8 +17,8 @@ from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn import functional as F
 
-from moebook import kernels
 from moebook.errors import nearest, refuse
+from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
 from moebook.models import inspection
 from moebook.models.load import on_hub, quiet
@@ -199,16 +199,14 @@ def deduplicate(
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
-    stay = kernels.duplicates(
+    stay = duplicates(
         torch.from_numpy(vectors), torch.from_numpy(key), threshold,
         rule="any" if rule == "any" else "standing",
     )  # fmt: skip
     return np.asarray(stay)
 
 
-def draw(
-    shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int
-) -> kernels.Largest:
+def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int) -> Largest:
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
     Random keys are uniform for ``random`` and ``hull``, and for ``kde`` the logarithm of Eq. 17
@@ -216,7 +214,7 @@ def draw(
     """
     stream = map(torch.from_numpy, blocks)
     if config.sampler == "maximum":
-        return kernels.nearest_rows(stream, torch.from_numpy(shots), budget)
+        return nearest_rows(stream, torch.from_numpy(shots), budget)
     rng = np.random.default_rng(seed)
 
     def keys(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
@@ -231,7 +229,7 @@ def draw(
             key = log_density(shots, block, config.gamma) - np.log(-np.log(key))
         return torch.arange(len(rows)), torch.from_numpy(key.astype(np.float64))
 
-    return kernels.largest(stream, keys, budget)
+    return largest(stream, keys, budget)
 
 
 def log_density(shots: Array, block: Array, gamma: float) -> Array:

@@ -17,7 +17,8 @@ from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
-from moebook.nn import LoraMixture, Router
+from moebook.nn import Router
+from moebook.nn.lora_mixture import LoraMixture
 from moebook.settings import settings
 
 

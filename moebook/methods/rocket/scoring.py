@@ -29,8 +29,7 @@ from moebook.data.tasks.task import Task, first_line
 from moebook.data.templates import Source
 from moebook.errors import refuse
 from moebook.evaluation.model import PAIR, InMemory
-from moebook.kernels import bank_scoring
-from moebook.kernels.bank_scoring import Answers
+from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SOURCES, check_alike
 from moebook.methods.rocket.loras import Lora, attached

@@ -13,8 +13,8 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from moebook import kernels
 from moebook.errors import nearest, refuse
+from moebook.kernels.groups import groups as best_groups
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 
@@ -139,7 +139,7 @@ def _groups(
         refuse("E-RANGE", f"{have}, at most {MOST_GROUPS:,} are listed {by}: lower M")
     cosines = similarities.loc[members.index, members.index].to_numpy()
     worth = members[[column for column in columns if column != "R_D"]].sum(axis=1)
-    ranked = kernels.groups(
+    ranked = best_groups(
         torch.tensor(cosines), torch.tensor(worth.to_numpy()), config.experts,
         best=BEST if few else MOST_GROUPS, diversity=config.diversity,
     )  # fmt: skip

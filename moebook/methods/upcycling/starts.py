@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moebook.analysis.routers import logit_scale
 from moebook.errors import refuse
-from moebook.kernels import clusters
+from moebook.kernels.clusters import clusters
 from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import fingerprint

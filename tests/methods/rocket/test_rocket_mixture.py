@@ -11,7 +11,7 @@ from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import mixture
 from moebook.models.checkpoint import fingerprint
-from moebook.nn import LoraMixture
+from moebook.nn.lora_mixture import LoraMixture
 
 ONE = {"candidates": 1, "experts": 1, "top_k": 1}
 
