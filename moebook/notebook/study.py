@@ -34,8 +34,8 @@ from moebook.results import COMMITTED, Pool, Run
 
 CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")  # of a frozen copy
 START = """
-import os, sys, threading
-end = lambda: (sys.stdin.read(), os.kill(os.getpid(), 15))
+import os, threading
+end = lambda: (os.read(0, 1), os.kill(os.getpid(), 15))
 threading.Thread(target=end, daemon=True).start()
 from moebook.notebook import study
 study.child()

@@ -197,7 +197,7 @@ def test_an_interrupt_ends_all_processes_and_starts_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = study.START.partition("from moebook")[0]
-    waits = "import time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
     monkeypatch.setattr(study, "START", watch + waits)
     jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
     begun = time.monotonic()
