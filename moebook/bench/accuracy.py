@@ -20,7 +20,7 @@ from moebook.bench.running import OPS, build, find
 from moebook.kernels import Bank, Routing
 from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
-from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
 
 SLACK = 2
@@ -109,7 +109,7 @@ def _adapters(h: Tensor, logits: Tensor, *adapters: Tensor, impl: str) -> Tensor
 
 
 def _loras(x: Tensor, *loras: Tensor, impl: str) -> Tensor:
-    return lora_mixture(x, [Projection(*loras)], impl=impl)[0]
+    return lora_mixture(x, *loras, impl=impl)
 
 
 def _balance(logits: Tensor, impl: str) -> Tensor:

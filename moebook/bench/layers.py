@@ -13,7 +13,7 @@ from moebook.bench.case import Case, Product, Run, expert_step, number_format, p
 from moebook.bench.timing import Contender
 from moebook.errors import refuse
 from moebook.kernels import Bank, Routing, route
-from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.lora_mixture import lora_mixture
 
 LARGEST = 2**29
 """Bytes of copied weights from which `batched_mm` does not take part."""
@@ -201,7 +201,7 @@ def mixed_loras(device: torch.device, T: int, D: int, R: int, N: int, K: int) ->
     case = Case(2 * size_of(layer.weight) + 4 * size_of(x), torch.randn_like(x), [x, down, up])
 
     def mixed(impl: str) -> Tensor:
-        return lora_mixture(x, [Projection(layer(x), gates, down, up)], impl=impl)[0]
+        return lora_mixture(x, layer(x), gates, down, up, impl=impl)
 
     def one_lora() -> Run:
         peft = peer("peft")

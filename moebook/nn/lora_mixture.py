@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.lora_mixture import lora_mixture
 from moebook.nn.routing import Router
 
 
@@ -52,8 +52,7 @@ class LoraMixture(nn.Module):
         if self.training and self.dropout:
             source = F.dropout(source, self.dropout)
         gates = self._gates(x, base, source) * self.ratios
-        projection = Projection(base, gates, self.down, self.up, self.scale)
-        return lora_mixture(source, [projection])[0]
+        return lora_mixture(source, base, gates, self.down, self.up, self.scale)
 
     def _gates(self, x: Tensor, base: Tensor, source: Tensor) -> Tensor:
         """Return each expert's weight ``[..., N]``: 0 where it was not chosen, summing to 1."""

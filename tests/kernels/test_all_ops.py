@@ -16,7 +16,7 @@ from moebook.kernels import Bank, Routing
 from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
-from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
 
 TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "duplicates")
@@ -71,8 +71,7 @@ def call(op, *, impl="auto", dtype=torch.float32, **changes):
             rest = {"source": of["source"], "impl": impl}
             return kernels.adapters(of["h"], by, of["down"], of["up"], **rest)
         case "lora_mixture":
-            x, *own = of.values()
-            return lora_mixture(x, [Projection(*own)], impl=impl)
+            return lora_mixture(*of.values(), impl=impl)
         case "balance_loss":
             return kernels.balance_loss(of["logits"], of["ids"], mask=of["mask"], impl=impl)
         case "bank_scoring":
@@ -238,8 +237,6 @@ def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
          lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
         ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
          lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]]))),
-        ("E-SHAPE: lora_mixture: projections is empty",
-         lambda: lora_mixture(torch.zeros(5, 6), [])),
     ],
 )  # fmt: skip
 def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):
@@ -258,7 +255,7 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
         with FlopCounterMode(display=False) as forward:
             out = call(op, dtype=torch.float64, **leaves)
         with FlopCounterMode(display=False) as backward:
-            (out[0] if op == "lora_mixture" else out).sum().backward()
+            out.sum().backward()
         cost[asked] = backward.get_total_flops() / forward.get_total_flops()
     both, inputs, weights = cost.values()
     assert (both, inputs) == (2, 1)

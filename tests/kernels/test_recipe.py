@@ -10,7 +10,6 @@ stands in `test_all_ops`, that each kernel compiles for GPUs which are not there
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,6 @@ from moebook.kernels.bank_scoring import Answers
 from moebook.kernels.bank_scoring import bank_scoring as score_bank
 from moebook.kernels.clusters import clusters as cluster
 from moebook.kernels.groups import groups as group
-from moebook.kernels.lora_mixture import Projection
 from moebook.kernels.lora_mixture import lora_mixture as mix
 from moebook.kernels.similarity import duplicates as find_duplicates
 from moebook.kernels.similarity import nearest_rows as find_nearest
@@ -98,15 +96,12 @@ def adapters(T, E, K, D, R, apart=False):
     return Op([(T, D), (T, D), (T, E), (E, D, R), (E, R, D)], function)
 
 
-def lora_mixture(T, N, D, R, *widths, idle=False):
-    def function(x, *rest):
+def lora_mixture(T, N, D, R, width, idle=False):
+    def function(x, base, gates, down, up, impl):
         live = torch.arange(N, device=x.device) >= idle
-        parts = zip(*(rest[place:-1:4] for place in range(4)), strict=True)
-        parts = [Projection(base, live * gates, *loras, 0.7) for base, gates, *loras in parts]
-        return mix(x, parts, impl=rest[-1])
+        return [mix(x, base, live * gates, down, up, 0.7, impl=impl)]
 
-    own = [((T, width), (T, N), (N, R, D), (N, width, R)) for width in widths]
-    return Op([(T, D), *chain.from_iterable(own)], function)
+    return Op([(T, D), (T, width), (T, N), (N, R, D), (N, width, R)], function)
 
 
 def balance_loss(T, E, K, masked=False):
@@ -192,10 +187,9 @@ OPS = {
     },
     "lora_mixture": {
         "even": lora_mixture(16, 4, 16, 16, 16), "ragged": lora_mixture(70, 1, 6, 3, 4),
-        "idle": lora_mixture(6, 3, 4, 2, 5, idle=True), "one row": lora_mixture(1, 8, 8, 4, 8, 5),
-        "no row": lora_mixture(0, 2, 4, 2, 3), "two": lora_mixture(6, 3, 8, 4, 8, 5),
-        "one row, wide": lora_mixture(1, 4, 64, 8, 64),
-        "many rows": lora_mixture(600, 4, 16, 4, 16, 8),
+        "idle": lora_mixture(6, 3, 4, 2, 5, idle=True), "one row": lora_mixture(1, 8, 8, 4, 8),
+        "no row": lora_mixture(0, 2, 4, 2, 3), "one row, wide": lora_mixture(1, 4, 64, 8, 64),
+        "many rows": lora_mixture(600, 4, 16, 4, 16),
     },
     "balance_loss": {
         "even": balance_loss(64, 8, 2), "ragged": balance_loss(70, 5, 2),
@@ -234,7 +228,7 @@ REAL = {
     "route": route(70_000, 60, 6), "experts": experts(4096, 64, 6, 1024, 704),
     "split_experts": split_experts(4096, 64, [9, 3, 60], 1024, 704),
     "adapters": adapters(8192, 8, 2, 1024, 32),
-    "lora_mixture": lora_mixture(4096, 4, 1024, 16, 1024, 256),
+    "lora_mixture": lora_mixture(4096, 4, 1024, 16, 1024),
     "duplicates": duplicates(20_000, 384, 0.1),
 }  # fmt: skip
 """Sizes of use, for a GPU, of each op that has a kernel."""

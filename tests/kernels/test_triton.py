@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moebook.errors import Refusal
 from moebook.kernels import Bank, adapters, experts, route, split_experts
-from moebook.kernels.lora_mixture import Projection, lora_mixture
+from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates
 
 pytestmark = [
@@ -110,13 +110,13 @@ def test_a_base_that_the_interpreter_would_round_wrongly_is_refused():
     x, base, *parts = drawn(*LORAS)
     for wrong in (base.bfloat16(), base.double()):
         with pytest.raises(Refusal, match="E-IMPL: lora_mixture: impl='triton' cannot run"):
-            lora_mixture(x, [Projection(wrong, *parts)], impl="triton")
+            lora_mixture(x, wrong, *parts, impl="triton")
 
 
 def test_numbers_of_numpy_are_numbers_to_a_kernel():
     x, *parts = drawn(*LORAS)
     scales, thresholds = (0.5, np.float32(0.5)), (0.5, np.float32(0.5), torch.tensor(0.5))
-    ys = [lora_mixture(x, [Projection(*parts, scale)], impl="triton")[0] for scale in scales]
+    ys = [lora_mixture(x, *parts, scale, impl="triton") for scale in scales]
     assert torch.equal(*ys)
     first, *others = (duplicates(x, x[:, 0], each, impl="triton") for each in thresholds)
     assert all(torch.equal(other, first) for other in others)
@@ -125,15 +125,14 @@ def test_numbers_of_numpy_are_numbers_to_a_kernel():
 @pytest.mark.parametrize("lead", [(), (2, 3)])
 def test_a_mixture_keeps_leading_dimensions(lead):
     x, *parts = drawn((*lead, 8), (*lead, 5), (*lead, 3), (3, 4, 8), (3, 5, 4))
-    ys = [lora_mixture(x, [Projection(*parts)], impl=impl)[0] for impl in ("triton", "reference")]
+    ys = [lora_mixture(x, *parts, impl=impl) for impl in ("triton", "reference")]
     torch.testing.assert_close(*ys)
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
     x, base, *parts = drawn(*LORAS)
     inputs = [t.requires_grad_() for t in (x, base.half(), *parts)]
-    ys = [lora_mixture(inputs[0], [Projection(*inputs[1:])], impl=impl)[0]
-          for impl in ("triton", "reference")]  # fmt: skip
+    ys = [lora_mixture(*inputs, impl=impl) for impl in ("triton", "reference")]
     assert ys[0].dtype == torch.float16
     torch.testing.assert_close(*ys, rtol=2e-3, atol=2e-3)
     grads = [torch.autograd.grad(y.float().sum(), inputs) for y in ys]

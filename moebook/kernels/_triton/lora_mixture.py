@@ -8,7 +8,6 @@ autograd function with another end of its forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moebook.kernels._triton.grouped import precision
-from moebook.kernels.lora_mixture import Projection, mixture
+from moebook.kernels.lora_mixture import mixture
 
 
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
@@ -29,9 +28,9 @@ def blocks(dtype: torch.dtype) -> dict[str, Any]:
             "num_stages": 2}  # fmt: skip
 
 
-def run(x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+def run(x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Run `moebook.kernels.lora_mixture`; a base may have another dtype than ``x``."""
-    return mixture(x, projections, _finished)
+    return mixture(x, base, gates, down, up, scale, _finished)
 
 
 @triton.jit
