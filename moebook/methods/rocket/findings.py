@@ -1,8 +1,8 @@
-"""What results come to: untuned LoRAs, rank correlations, averages, cases that experts split on."""
+"""What results come to: rank correlations, averages over targets, cases that experts split on."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,35 +12,11 @@ from torch import nn
 
 from moebook import evaluation
 from moebook.methods.rocket import mixture
-from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.results.intervals import interval
 
 KINDS = {"bare answers": False, "with rationales": True}
 """Log-perplexities of the shots by what is read, and whether rationales are (Figure 8)."""
-
-
-def untuned(
-    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], tasks: Sequence[str], *, limit: int
-) -> pd.DataFrame:
-    """Evaluate the base and each LoRA as it is (Tables 9, 10), at most ``limit`` rows a task.
-
-    Returns what `evaluation.evaluate` does, with a column ``lora``; the first is ``base``.
-    """
-    tables = {"base": evaluation.evaluate(model, tokenizer, tasks, limit=limit)}
-    for name, lora in bank.items():
-        with attached(model, [lora]):
-            tables[name] = evaluation.evaluate(model, tokenizer, tasks, limit=limit)
-    return pd.concat(tables, names=["lora", "row"]).reset_index("lora").reset_index(drop=True)
-
-
-def best(means: pd.DataFrame, names: Collection[str], task: str) -> str:
-    """Name the LoRA that is best on the test rows, which no method may see ("Source Best").
-
-    ``means`` are those of `untuned`: columns ``(correct or nll, task)``; ties go by likelihood.
-    """
-    worth = means.correct[task] - 1e-6 * means.nll[task].fillna(0)
-    return str(worth.loc[list(names)].idxmax())
 
 
 def foretold(
@@ -86,23 +62,6 @@ def averaged(ranks: pd.Series) -> pd.DataFrame:
         low, high = interval(part.to_numpy()[:, None]) or (np.nan, np.nan)
         lines[pair] = [part.mean(), low, high, len(part)]
     return pd.DataFrame(lines, index=["correlation", "95 % from", "to", "targets"]).T
-
-
-def claimed(ranks: pd.Series) -> dict[str, float]:
-    """Return the two numbers that the paper's claims are about, those of them that exist.
-
-    From `correlations` of `KINDS` with ``after`` and ``gain``: that of the gain with the perplexity
-    with rationales; and how much more closely (the lower) this one follows accuracy than the
-    perplexity of bare answers.
-    """
-    means = ranks.groupby(level=["of", "with"]).mean()
-    bare, reasoned = ((kind, "after") for kind in KINDS)
-    numbers = {}
-    if ("with rationales", "gain") in means:
-        numbers["gain_correlation"] = float(means["with rationales", "gain"])
-    if bare in means and reasoned in means:
-        numbers["reasoning_minus_plain/correlation"] = float(means[reasoned] - means[bare])
-    return numbers
 
 
 def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) -> pd.DataFrame:

@@ -103,7 +103,7 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
             linear = model.get_submodule(path)
             down = torch.stack([lora.down[path] for lora in loras]).mT.to(linear.weight.device)
             up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down.device)
-            hooks.callback(linear.register_forward_hook(_adding(down, up)).remove)
+            hooks.enter_context(linear.register_forward_hook(_adding(down, up)))
         yield
 
 
@@ -143,9 +143,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     noted = settings.get("base_model_name_or_path")
     provenance = {key: facts[key] for key in PROVENANCE if key in facts}
     return Lora(
-        name=folder.name,
-        rank=rank,
-        alpha=float(settings["lora_alpha"]),
+        folder.name,
+        rank,
+        float(settings["lora_alpha"]),
         down={path: tensors[KEY.format(path, "A")] for path in layers},
         up={path: tensors[KEY.format(path, "B")] for path in layers},
         base=facts.get("base"),
@@ -163,10 +163,8 @@ def write(lora: Lora, folder: Path) -> Path:
     settings = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
     tensors = {KEY.format(path, "A"): tensor for path, tensor in lora.down.items()}
     tensors |= {KEY.format(path, "B"): tensor for path, tensor in lora.up.items()}
-    files = {
-        TENSORS: checkpoint.packed(tensors),
-        SETTINGS: json.dumps(settings, indent=1, sort_keys=True).encode(),
-    }
+    text = json.dumps(settings, indent=1, sort_keys=True).encode()
+    files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
     return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
 
 
@@ -206,11 +204,11 @@ def _are_names(value: Any) -> bool:
     return named and all(isinstance(n, str) and len(n) < 200 and name.fullmatch(n) for n in value)
 
 
-def _is_known_class(value: object) -> bool:
+def _is_known_class(value: Any) -> bool:
     """Whether this names no class, or one of transformers (PEFT notes it; it is never imported)."""
-    if not isinstance(value, dict):
-        return value is None
-    fits = set(value) == {"base_model_class", "parent_library"}
+    if value is None:
+        return True
+    fits = isinstance(value, dict) and set(value) == {"base_model_class", "parent_library"}
     return fits and str(value["parent_library"]).startswith("transformers.")
 
 

@@ -26,12 +26,8 @@ from moebook.settings import settings
 class Origin(checkpoint.Origin):
     """What a mixture was made from, kept on the model as ``model.rocket``.
 
-    Attributes:
-        config: The settings.
-        experts: Names of the LoRAs, in the order of the gates' outputs.
-        scales: The factor on each expert's B A.
-        rank: R.
-        paths: The linear layers that hold experts.
+    The LoRAs' names, in the order of the gates' outputs, the factor on each one's B A, their rank,
+    and the paths of the linear layers that hold them.
     """
 
     method: ClassVar[str] = "rocket"

@@ -2,8 +2,7 @@
 
 What an arm changes is its `Arm`; what all arms share is the `Case`, measured once. ``experts`` and
 ``rows`` choose by it, ``tune`` trains what they chose. The comparisons of Table 1's upper half are
-arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly. The bank's best
-LoRA as it is runs under `loras.attached`; "Expert LoRA" is `bank.experts`.
+arms too: a LoRA tuned alone is a mixture of one, which equals PEFT's LoRA exactly.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from moebook.methods.rocket.loras import Lora
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
-UNRANKED = ("random", "best")
-"""Ways to take experts that look at no ranking: at random, or the one best on the test rows."""
+UNRANKED = ("random", "best")  # experts drawn, or the one best on the test rows
 UNMIXED = ("expert_lora", "perplexity")
 """Arms without a mixture: a LoRA of a target's own training set, the bank's LoRAs tuned alone."""
 
@@ -122,16 +120,9 @@ def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
 
 
 def score_bank(
-    model: nn.Module,
-    tokenizer: Any,
-    bank: Mapping[str, Lora],
-    encoder: Encoder,
-    annotated: Sequence[Row],
-    config: Config,
-    *,
-    task: str,
-    seed: int,
-) -> Case:
+    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], encoder: Encoder,
+    annotated: Sequence[Row], config: Config, *, task: str, seed: int,
+) -> Case:  # fmt: skip
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
     The bank is the LoRAs that passed the guard against leaks (`bank.guarded`), and any other that
@@ -192,16 +183,9 @@ def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list
 
 
 def tune(
-    model: nn.Module,
-    tokenizer: Any,
-    loras: Sequence[Lora],
-    chosen: Sequence[Row],
-    config: Config,
-    *,
-    seed: int,
-    max_length: int = 1024,
-    **settings: Any,
-) -> training.History:
+    model: nn.Module, tokenizer: Any, loras: Sequence[Lora], chosen: Sequence[Row], config: Config,
+    *, seed: int, max_length: int = 1024, **settings: Any,
+) -> training.History:  # fmt: skip
     """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
 
     N and k of the settings give way to the number of LoRAs: one LoRA is tuned alone. The seed is

@@ -133,9 +133,9 @@ def log_perplexity(
     All LoRAs share one copy of the unaltered base. Shots are packed without padding, and what
     several begin with, such as a task's wording, runs once (`packs`); a row of the batch is one
     LoRA on the pack. Dropout is off, and the end of the last layer and the head run on the answers
-    alone. A forward pass has so many tokens at most over all its LoRAs, by default 2,048 on a CPU,
-    where more would leave its cache, else 16,384; at least one shot under one LoRA runs. A pack is
-    no longer than the model is wide: attention then costs at most a sixth of the products.
+    alone. A forward pass has so many ``tokens`` at most over all its LoRAs, by default 2,048 on a
+    CPU, where more would leave its cache, else 16,384. A pack is no longer than the model is wide:
+    attention then costs at most a sixth of the products.
     """
     items = _encoded(model, tokenizer, bank, shots)
     loras, (host, head) = list(bank.values()), _readable(model)
@@ -180,25 +180,20 @@ def accuracy(
 def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame:
     """Bring both measures to one number a LoRA (Eq. 4, 5), leaving out LoRAs without a finite one.
 
-    ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share;
-    ``attrs["excluded"]`` lists who was left out.
+    ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share.
     """
     if list(log_perplexities.index) != list(accuracies.index):
         refuse("E-BANK", "perplexities and accuracies are of different LoRAs; score one bank")
     nats = log_perplexities.to_numpy(dtype=np.float64)
     finite = np.isfinite(nats).all(axis=1)
-    excluded = [str(name) for name in log_perplexities.index[~finite]]
-    if excluded:
-        names = ", ".join(excluded)
+    if not finite.all():
+        names = ", ".join(log_perplexities.index[~finite])
         warnings.warn(f"W-NONFINITE: no finite perplexity from {names}; left out", stacklevel=2)
     if not finite.any():
         refuse("E-BANK", f"none of {len(finite)} LoRAs has a finite perplexity on the shots")
     share = accuracies[finite].mean(axis=1).astype(np.float64)
-    table = pd.DataFrame(
-        {"log_perplexity": np.logaddexp.reduce(nats[finite], axis=1), "accuracy": share}
-    )
-    table.attrs["excluded"] = excluded
-    return table
+    total = np.logaddexp.reduce(nats[finite], axis=1)
+    return pd.DataFrame({"log_perplexity": total, "accuracy": share})
 
 
 def _post(task: str) -> Callable[[str], str]:
@@ -229,19 +224,16 @@ def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> li
 
 
 def _readable(model: nn.Module) -> tuple[Anatomy, Tensor]:
-    """Return the model's anatomy and its head's weight, if answers can be read off a pack by them.
-
-    A layer without attention would see the other samples of a pack; the head must be one product.
-    """
+    """Return a model's anatomy and its head's weight, if answers can be read off a pack by them."""
     host, head = anatomy(model), model.get_output_embeddings()
     for layer in host.layers:
         if layer.attention is None:
-            refuse("E-MODEL", f"layer {layer.index} has no attention: LoRAs cannot be scored on it")
-    changes = [f"config.{n}" for n in LOGITS if getattr(model.config, n, None) not in (None, 1)]
-    changes += ["a bias"] if getattr(head, "bias", None) is not None else []
-    if changes:
-        kind = type(model).__name__
-        refuse("E-MODEL", f"the head of {kind} has {changes[0]}, expected one product")
+            refuse("E-MODEL", f"layer {layer.index} has no attention: packed samples would mix")
+    more = [f"config.{name}" for name in LOGITS if getattr(model.config, name, 1) not in (None, 1)]
+    more += ["a bias"] if getattr(head, "bias", None) is not None else []
+    if more:
+        name = type(model).__name__
+        refuse("E-MODEL", f"the head of {name} has {more[0]}, expected one product")
     return host, head.weight
 
 
@@ -263,21 +255,13 @@ def _nats(
 
 
 class Pack(NamedTuple):
-    """Samples as a tree of T tokens: each token sees those before it in its own sample alone.
+    """Samples as a tree of T tokens: each token sees those before it in its own sample alone."""
 
-    Attributes:
-        lines: S numbers of samples, in the order of their answers.
-        tokens: ``[T]``; the last token of a sample predicts nothing and is left out.
-        positions: ``[T]``, the place of a token in its samples.
-        seen: ``[T, T]``, true where the token of the row sees that of the column.
-        answers: Where the answers stand in the tree.
-    """
-
-    lines: list[int]
-    tokens: Tensor
-    positions: Tensor
-    seen: Tensor
-    answers: Answers
+    lines: list[int]  # numbers of the S samples, in the order of their answers
+    tokens: Tensor  # [T], without the last one of a sample, which predicts nothing
+    positions: Tensor  # [T], the place of a token in its samples
+    seen: Tensor  # [T, T], true where the token of the row sees that of the column
+    answers: Answers  # where the answers stand in the tree
 
 
 def packs(items: Sequence[Item], limit: int) -> list[Pack]:
@@ -357,16 +341,16 @@ def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterat
     def filled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.new_zeros(loras, tokens, output.shape[-1]).index_copy_(1, places, output)
 
+    def spread(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.expand(loras, -1, -1)
+
     with ExitStack() as hooks:
         for part in shared:
-            before = part.register_forward_pre_hook(lambda _, args: args[0][:1])
-            after = part.register_forward_hook(lambda _, args, output: output.expand(loras, -1, -1))
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
+            hooks.enter_context(part.register_forward_pre_hook(lambda _, args: args[0][:1]))
+            hooks.enter_context(part.register_forward_hook(spread))
         for part in ends:
-            before = part.register_forward_pre_hook(lambda _, args: args[0][:, places])
-            hooks.callback(before.remove)
-            hooks.callback(part.register_forward_hook(filled).remove)
+            hooks.enter_context(part.register_forward_pre_hook(lambda _, args: args[0][:, places]))
+            hooks.enter_context(part.register_forward_hook(filled))
         yield
 
 

@@ -26,15 +26,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Selection:
-    """The experts that Alg. 1 chooses, and how it came to them.
+    """The N experts that Alg. 1 chooses, the least sum of R_P and R_A first, and how it did.
 
-    Attributes:
-        experts: N names, the least sum of R_P and R_A first.
-        candidates: One row a LoRA of the bank, in that order: its scores, their ranks ``R_P`` and
-            ``R_A`` (1 is best) and ``candidate``, whether it is among the M.
-        groups: The `BEST` groups of N candidates, best first: ``members``, ``similarity`` (mean
-            cosine), ``diversity`` (Eq. 6), ``R_P`` and ``R_A`` (sums over the members), ``R_D``
-            (rank among all groups) and ``total``.
+    ``candidates`` has one row a LoRA of the bank, in that order: its scores, their ranks (1 is
+    best) and whether it is among the M. ``groups`` are the `BEST` groups of N candidates, best
+    first: mean cosine, Eq. 6, sums of R_P and R_A, R_D (rank among all groups) and their total.
     """
 
     experts: tuple[str, ...]
@@ -113,7 +109,13 @@ def select(
     for name in rankings or [""]:
         if name not in RANKINGS:
             refuse("E-CHOICE", f"unknown ranking '{name}'; {nearest(name, RANKINGS)}")
-    _refuse_unscored(scores, similarities, config)
+    if len(scores) < config.candidates:
+        have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
+        refuse("E-BANK", f"{have}: lower M or widen the bank")
+    if not np.isfinite(scores.to_numpy(dtype=np.float64)).all():
+        refuse("E-NONFINITE", "the scores hold NaN or infinity: see scoring.scores")
+    if unknown := sorted(set(scores.index) - set(similarities.index)):
+        refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")
     table = scores.sort_index()[["log_perplexity", "accuracy"]].copy()
     table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
     table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)
@@ -171,13 +173,3 @@ def _mean_cosines(cosines: Array, groups: Array) -> Array:
     for i, j in pairs:
         total += cosines[groups[:, i], groups[:, j]]
     return total / max(len(pairs), 1)
-
-
-def _refuse_unscored(scores: pd.DataFrame, similarities: pd.DataFrame, config: Config) -> None:
-    if len(scores) < config.candidates:
-        have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
-        refuse("E-BANK", f"{have}: lower M or widen the bank")
-    if not np.isfinite(scores.to_numpy(dtype=np.float64)).all():
-        refuse("E-NONFINITE", "the scores hold NaN or infinity: see scoring.scores")
-    if unknown := sorted(set(scores.index) - set(similarities.index)):
-        refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")

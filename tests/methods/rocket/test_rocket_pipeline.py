@@ -245,7 +245,6 @@ def test_without_tuning_there_is_nothing_to_correlate(two_loras):
     table = findings.foretold({"a": two_loras}, {})
     ranks = findings.correlations(table, list(findings.KINDS), ["after", "gain"])
     assert table.empty and ranks.empty and findings.averaged(ranks).empty
-    assert findings.claimed(ranks) == {}
 
 
 def test_correlations_are_taken_within_a_task():
@@ -256,7 +255,7 @@ def test_correlations_are_taken_within_a_task():
     assert ranks.to_dict() == {("nats", "after", "a"): pytest.approx(-1)}
 
 
-def test_claims_are_about_means_over_tasks():
+def test_correlations_are_averaged_over_tasks():
     ranks = {
         ("bare answers", "after", "a"): 0.5,
         ("bare answers", "after", "b"): 0.0,
@@ -265,21 +264,10 @@ def test_claims_are_about_means_over_tasks():
         ("with rationales", "gain", "b"): 0.75,
     }
     ranks = pd.Series(ranks).rename_axis(["of", "with", "task"])
-    assert findings.claimed(ranks) == {
-        "gain_correlation": pytest.approx(0.25),
-        "reasoning_minus_plain/correlation": pytest.approx(-0.75),
-    }
     table = findings.averaged(ranks)
     assert table.loc[("bare answers", "after"), "correlation"] == pytest.approx(0.25)
     assert table.loc[("with rationales", "after"), "targets"] == 1
     assert math.isnan(table.loc[("with rationales", "after"), "to"])
-
-
-def test_the_best_lora_is_of_those_that_may_be_taken_and_ties_go_by_likelihood():
-    columns = pd.MultiIndex.from_product([["correct", "nll"], ["a"]])
-    means = pd.DataFrame([[0.9, 1.0], [0.5, 2.0], [0.5, 1.5]], list("xyz"), columns)
-    assert findings.best(means, ["x", "y", "z"], "a") == "x"
-    assert findings.best(means, ["y", "z"], "a") == "z"
 
 
 def test_an_average_is_one_over_targets_whatever_their_rows():
