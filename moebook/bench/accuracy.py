@@ -93,10 +93,6 @@ def _chosen(logits: Tensor) -> Routing:
     return kernels.route(logits, 2, impl="reference")
 
 
-def _experts(x: Tensor, logits: Tensor, *bank: Tensor, impl: str) -> Tensor:
-    return kernels.experts(x, _chosen(logits), Bank(*bank), silu, impl=impl)
-
-
 def _split(x: Tensor, logits: Tensor, *trained: Tensor, impl: str) -> Tensor:
     frozen = Bank(*(part.detach().repeat(3, 1, 1)[:8] for part in trained))
     slots = torch.tensor([-1, 0, -1, 1, -1, -1, 2, -1], device=x.device)
@@ -104,28 +100,24 @@ def _split(x: Tensor, logits: Tensor, *trained: Tensor, impl: str) -> Tensor:
     return kernels.split_experts(x, routing, frozen, Bank(*trained), slots, silu, impl=impl)
 
 
-def _adapters(h: Tensor, logits: Tensor, *adapters: Tensor, impl: str) -> Tensor:
-    return kernels.adapters(h, _chosen(logits), *adapters, impl=impl)
-
-
-def _loras(x: Tensor, *loras: Tensor, impl: str) -> Tensor:
-    return lora_mixture(x, *loras, impl=impl)
-
-
-def _balance(logits: Tensor, impl: str) -> Tensor:
-    return kernels.balance_loss(logits, logits.topk(4).indices, impl=impl)
-
-
 FORWARD: Mapping[str, tuple[Any, ...]] = {
     "route": (partial(kernels.route, top_k=4), (257, 16)),
-    "experts": (_experts, (97, 32), (97, 8), (8, 48, 32), (8, 32, 24)),
+    "experts": (
+        lambda x, by, *bank, impl: kernels.experts(x, _chosen(by), Bank(*bank), silu, impl=impl),
+        (97, 32), (97, 8), (8, 48, 32), (8, 32, 24),
+    ),
     "split_experts": (_split, (97, 32), (97, 8), (3, 48, 32), (3, 32, 24)),
-    "adapters": (_adapters, (300, 32), (300, 2), (2, 32, 16), (2, 16, 32)),
-    "lora_mixture": (_loras, (97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16)),
-    "balance_loss": (_balance, (257, 16)),
+    "adapters": (
+        lambda h, by, *both, impl: kernels.adapters(h, _chosen(by), *both, impl=impl),
+        (300, 32), (300, 2), (2, 32, 16), (2, 16, 32),
+    ),
+    "lora_mixture": (lora_mixture, (97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16)),
+    "balance_loss": (
+        lambda by, impl: kernels.balance_loss(by, by.topk(4).indices, impl=impl), (257, 16),
+    ),
     "nearest": (partial(nearest_rows, count=100), (20_000, 16), (5, 16)),
     "duplicates": (partial(duplicates, threshold=0.8), (100, 4), (100,)),
     "groups": (partial(groups, size=4), (9, 9), (9,)),
     "clusters": (clusters, (2, 300, 16), (2, 5, 16)),
-}
+}  # fmt: skip
 """Each op, called with its inputs and ``impl``, and the shapes of its inputs."""

@@ -25,10 +25,8 @@ from moebook.methods.rocket.loras import Lora
 Array = np.ndarray[Any, Any]
 Item = dict[str, Any]
 TARGETS = ("q_proj", "v_proj")
-LOOPED = 10_000
-"""Most rows of which the paper's loops are asked to compare all pairs."""
-LISTED = 1_000_000
-"""Most groups that the peer is asked to list."""
+LOOPED, LISTED = 10_000, 1_000_000
+"""Most rows whose pairs the paper's loops are asked to compare, and groups itertools to list."""
 
 
 def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
@@ -65,20 +63,19 @@ def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str
     base, _ = models.load("nano", device=str(device))
     settings = {"r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}
     config = peft.LoraConfig(**settings, init_lora_weights=False)
-    first, *others = (f"lora{index:02d}" for index in range(number))
+    names = [f"lora{index:02d}" for index in range(number)]
     with warnings.catch_warnings():  # PEFT asks transformers for a flag by its old name
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
-        model = peft.get_peft_model(base, config, adapter_name=first).eval()
-    for name in others:
+        model = peft.get_peft_model(base, config, adapter_name=names[0]).eval()
+    for name in names[1:]:
         model.add_adapter(name, config)
-    layers = loras.linears(base, TARGETS)
+    layers = loras.linears(base, TARGETS).items()
 
-    def ours(name: str) -> Lora:
-        down = {path: layer.lora_A[name].weight.detach() for path, layer in layers.items()}
-        up = {path: layer.lora_B[name].weight.detach() for path, layer in layers.items()}
-        return Lora(name, rank, float(rank), down, up)
+    def weights(part: str, name: str) -> dict[str, Tensor]:
+        return {path: getattr(layer, part)[name].weight.detach() for path, layer in layers}
 
-    return model, {name: ours(name) for name in (first, *others)}
+    factors = {name: (weights("lora_A", name), weights("lora_B", name)) for name in names}
+    return model, {name: Lora(name, rank, float(rank), *both) for name, both in factors.items()}
 
 
 def _nats(model: Any, batch: list[Item]) -> Tensor:

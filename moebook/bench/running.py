@@ -21,10 +21,8 @@ from moebook.errors import Refusal, nearest, refuse
 
 OPS, PEERS = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).values()
 """What is known of each op, and what each peer's distribution is compared on: see there."""
-STATED = {"cpu": "full", "cuda": "model"}
-"""The scale that the goals of each kind of device are stated for."""
-ROUNDS = 5
-"""The fewest that count for a goal."""
+STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5
+"""The scale that the goals of each kind of device are stated for, and the fewest rounds."""
 SCALES = ("tiny", "small", "full", "model")
 COLUMNS = (
     "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "kept",

@@ -20,10 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from moebook import runtime
 from moebook.errors import Refusal
 
-BUSY = 20_000_000
-"""Cycles of a GPU, some 10 ms: longer than it takes to submit a contender's work."""
-ENTRIES = 5
-"""Entries of a profile that are kept."""
+BUSY, ENTRIES = 20_000_000, 5
+"""Cycles of a GPU, some 10 ms, longer than it takes to submit work; entries kept of a profile."""
 
 
 @dataclass(frozen=True)

@@ -96,18 +96,3 @@ def refused(**changes):
 def test_arguments_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(Refusal, match=message):
         refused(**changes)
-
-
-@pytest.mark.gpu
-def test_a_model_of_real_size_repeats_on_a_gpu():
-    hidden, head, answers = drawn((8, 200, 1024, 32003, (30, 20, 50)))
-    for dtype in (torch.float32, torch.bfloat16):
-        on = (
-            (hidden / 32).to("cuda", dtype),
-            head.to("cuda", dtype),
-            Answers(*(part.cuda() for part in answers)),
-        )
-        one, two = (bank_scoring(*on) for _ in range(2))
-        assert torch.equal(one, two)
-        wanted = bank_scoring(on[0].double(), on[1].double(), on[2], impl="torch")
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-3)

@@ -216,6 +216,7 @@ def test_many_blocks_keep_what_the_literal_loops_keep(
 def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl):
     angles = torch.deg2rad(torch.tensor([0.0, 20, 40]))  # each is near to the next alone
     chain, key = torch.stack([angles.cos(), angles.sin()], 1), torch.tensor([0.9, 0.8, 0.7])
+    chain.requires_grad_()
     assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
     assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
     assert duplicates(torch.ones(2, 3), torch.ones(2), 0.9, impl=impl).tolist() == [1]
@@ -226,12 +227,6 @@ def test_no_square_is_held(sizes):
     with sizes:
         duplicates(rows, torch.rand(20_000), 0.9999)
     assert sizes.largest <= COSINES["cpu"]
-
-
-@impls
-def test_vectors_may_require_a_gradient(impl):
-    vectors = torch.ones(300, 3, requires_grad=True)
-    assert duplicates(vectors, torch.arange(300), 0.9, impl=impl).tolist() == [299]
 
 
 @pytest.mark.parametrize(
