@@ -16,20 +16,14 @@ OPTIONS = ["shared_experts", "non_expert_modules", "router"]
 
 def selection_of(model, count=2, **options):
     layers = [layer.index for layer in anatomy(model).layers if layer.kind == "sparse"]
-    return esft.Selection(
-        experts={layer: tuple(range(3, 3 - count, -1)) for layer in layers}, **options
-    )
+    return esft.Selection(experts=dict.fromkeys(layers, (3, 2, 1)[:count]), **options)
 
 
-def rows(count=24):
+def tuned(model, steps=4):
     torch.manual_seed(4)
-    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(count)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
-
-
-def tuned(model, **changes):
-    settings = {"steps": 4, "batch": 6, "lr": 0.01, "weight_decay": 0.1, "pad_id": 2}
-    return fit(model, rows(), **{**settings, **changes})
+    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+    return fit(model, rows, steps=steps, batch=6, lr=0.01, weight_decay=0.1, pad_id=2)
 
 
 def full_step(model, batch):
@@ -38,10 +32,8 @@ def full_step(model, batch):
     optimizer = torch.optim.AdamW(free, lr=0.01, weight_decay=0.1)
     model.train()(**batch).loss.backward()
     optimizer.step()
-    moments = [
-        value for state in optimizer.state.values() for key, value in state.items() if key != "step"
-    ]
-    return sum(p.grad.nbytes for p in free), sum(value.nbytes for value in moments)
+    moments = [s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    return sum(p.grad.nbytes for p in free), sum(moments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,10 +71,8 @@ def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixt
         if layer.kind == "sparse":
             name = next(n for n, module in model.named_modules() if module is layer.experts)
             old = before[f"{name}.frozen.down_proj"]
-            moved = [
-                not torch.equal(*pair) for pair in zip(layer.experts.down_proj, old, strict=True)
-            ]
-            assert [expert for expert, each in enumerate(moved) if each] == [2, 3]
+            moved = (layer.experts.down_proj != old).flatten(1).any(1)
+            assert moved.nonzero().flatten().tolist() == [2, 3]
 
 
 def test_masking_gradients_inside_the_fused_tensor_would_not_freeze(mixture, batch):
@@ -121,10 +111,9 @@ def test_merged_and_reloaded_by_plain_transformers_the_logits_are_equal(
     torch.testing.assert_close(merged, specialised, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
-    stored, kept = again.state_dict(), model.state_dict()
-    assert stored.keys() == kept.keys()
-    assert all(torch.equal(stored[name], kept[name]) for name in kept)
-    torch.testing.assert_close(again(**batch).logits, merged, rtol=1e-5, atol=1e-5)
+    stored, whole = again.state_dict(), model.state_dict()
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], whole[name]) for name in whole)
     plain = mixture(family)  # read from a file, weights may lie askew, which changes the last bit
     plain.load_state_dict(stored)
     assert torch.equal(plain(**batch).logits, merged)
@@ -179,12 +168,6 @@ def test_an_upcycled_model_is_specialised_and_trained(method, host, batch):
     esft.specialise(model, selection_of(model))
     torch.testing.assert_close(model(**batch).logits, before, rtol=1e-4, atol=1e-4)
     history = tuned(model, steps=8)
-    assert history.loss[-1] < history.loss[0]
-
-
-def test_training_the_chosen_experts_lowers_the_loss(mixture):
-    model = esft.specialise(mixture("DeepseekV2"), selection_of(mixture("DeepseekV2")))
-    history = tuned(model, steps=20, lr=0.003)
     assert history.loss[-1] < history.loss[0]
 
 

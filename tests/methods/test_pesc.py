@@ -134,10 +134,8 @@ def test_balance_loss_has_one_term_a_layer_and_leaves_padding_out(host, batch):
     assert pesc.balance_loss(model).item() == pytest.approx(both, rel=1e-6)
     everything = torch.ones_like(batch["attention_mask"])
     assert pesc.balance_loss(model, everything).item() != pytest.approx(both, rel=1e-4)
-    for router in routers(model)[1:]:
-        nn.init.zeros_(
-            router.weight
-        )  # ties: experts 0 and 1 take all of this layer, p stays uniform
+    for router in routers(model)[1:]:  # ties: experts 0 and 1 take all, p stays uniform
+        nn.init.zeros_(router.weight)
     model(**inputs)
     first = pesc.balance_loss(model).item() - 1.0
     assert 0.9 < first < 4 / 2
@@ -158,8 +156,7 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
 
 def test_the_balance_losss_pull_is_the_norm_over_all_routers(host, batch):
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    config = pesc.Config(**{**SMALL, "host": "frozen"}, balance_weight=1.0)
-    model = pesc.prepare(host(), config).train()
+    model = pesc.prepare(host(), pesc.Config(**SMALL, balance_weight=1.0)).train()
     value, norm = pesc.balance_gradient(model, inputs)
     gradients = torch.cat([router.weight.grad.flatten() for router in routers(model)])
     assert norm == pytest.approx(gradients.norm().item(), rel=1e-5)
@@ -178,17 +175,13 @@ def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
         pesc.balance_loss(host())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.gradient_checkpointing_enable:FutureWarning"
-)  # renamed in 5.23
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
     grads = []
     for checkpointing in (False, True):
         model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL))).train()
         if checkpointing:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         (model(**batch, use_cache=False).loss + pesc.balance_loss(model)).backward()
         decisions = model.model.layers[0].mlp.router.trace.decisions
         assert len(decisions) == 2
@@ -201,7 +194,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing_is_refused_by_the_balance_loss(host, batch):
     model = pesc.craft(host(), pesc.Config(**SMALL)).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     model(**batch, use_cache=False)
     with pytest.raises(Refusal, match="use_reentrant=False"):
         pesc.balance_loss(model)
@@ -230,9 +223,7 @@ def test_literal_zero_start_never_trains_the_adapters_while_the_fixed_one_does(h
     for preset, moves in (("paper", False), ("fixed", True)):
         config = pesc.Config.preset(preset, experts=4, adapter_width=6, host="frozen")
         model = pesc.prepare(host(), config).train()
-        optimiser = torch.optim.AdamW(
-            pesc.trained(model, config).values(), lr=0.1, weight_decay=0.0
-        )
+        optimiser = torch.optim.AdamW(pesc.trained(model, config).values(), lr=0.1, weight_decay=0)
         for _ in range(3):
             optimiser.zero_grad()
             (model(**batch).loss + pesc.balance_loss(model)).backward()

@@ -27,12 +27,8 @@ CELLS = [
 ]
 ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13b": "meta-llama/Llama-2-13b-hf", "34b": "01-ai/Yi-34B"}
-LOADS = routing.summary(
-    pd.DataFrame(
-        [(0, "router", "code", 0, 1, 0.5), (0, "router", "code", 1, 1, 0.5)],
-        columns=["layer", "router", "domain", "expert", "slots", "share"],
-    )
-)
+ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+LOADS = routing.summary(pd.DataFrame(ROUTED))
 CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
 
 

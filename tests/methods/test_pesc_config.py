@@ -63,13 +63,6 @@ def test_an_unknown_preset_or_setting_names_the_nearest():
         pesc.Config.preset("fixed", expert=4)
 
 
-def test_ten_of_the_papers_benchmarks_stand_in_its_groups() -> None:
-    groups = sorted(pesc.GROUPS.values())
-    assert {name: groups.count(name) for name in groups} == {
-        "common_sense": 5, "knowledge": 2, "mathematics": 2, "mmlu": 1,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("base", "mix", "want"),
     [
