@@ -1,36 +1,37 @@
-"""The papers' tables: typed, complete, and refused with file and line when they are malformed."""
+"""The papers' tables and settings: complete, typed, as the texts print them, refused if malformed.
+
+The second reading: every number of a CSV stands in the paper's own text, in the same order.
+"""
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.papers.printed import _read
+from moebook.papers.printed import _read, folder
 
 TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]
-ISSUE = {
-    "pesc": ["1", "2", "3", "4", "5", "7", "8", "9", "10", "11"],
-    "router_init": ["1", "2", "3", "4", "5", "6", "7", "8"],
-    "rocket": ["1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "12"],
-    "esft": ["1", "2", "3"],
-}
+NUMERIC = {
+    "pesc": "1 2 3 4 5 7 8 9 10 11", "router_init": "1 2 3 4 5 6 7 8",
+    "rocket": "1 2 3 4 5 6 7 8 9 10 12", "esft": "1 2 3",
+}  # fmt: skip
+WITH_EXAMPLES = {("rocket", "8")}
+"""Tables whose rows end in whole examples of the data, which are full of numbers."""
 GOOD = '# table: "1"\n# caption: c\n# unit: percent\n# source: s\nrow,column,printed,unit,mark\n'
-
-
-@pytest.mark.parametrize("paper", papers.PAPERS)
-def test_every_numeric_table_of_a_paper_is_there(paper: str) -> None:
-    assert set(ISSUE[paper]) <= set(papers.tables(paper))
 
 
 @pytest.mark.parametrize(("paper", "name"), TABLES)
 def test_every_table_loads_with_typed_numbers_and_its_header(paper: str, name: str) -> None:
     frame = papers.table(paper, name)
-    assert frame["value"].dtype == float
-    assert frame["decimals"].dtype == int
+    assert set(NUMERIC[paper].split()) <= set(papers.tables(paper))
+    assert (frame["value"].dtype, frame["decimals"].dtype) == (float, int)
     assert set(frame["mark"]) <= {"", "damaged", "restored"}
     assert len(frame) and frame.attrs["caption"] and frame.attrs["source"]
     assert frame.attrs["table"] == name
@@ -38,26 +39,14 @@ def test_every_table_loads_with_typed_numbers_and_its_header(paper: str, name: s
 
 @pytest.mark.parametrize(
     ("printed", "value", "decimals"),
-    [
-        ("75.7%", 75.7, 1),
-        ("300K", 300_000, -3),
-        ("1.1K", 1_100, -2),
-        ("15B", 15e9, -9),
-        ("+1.9%", 1.9, 1),
-        ("-13.5", -13.5, 1),
-        ("−2.6", -2.6, 1),
-        ("1,838", 1838, 0),
-        ("5e-5", 5e-5, 5),
-        ("1×10^{-4}", 1e-4, 4),
-        ("0.70", 0.7, 2),
-    ],
-)
+    [("75.7%", 75.7, 1), ("300K", 300_000, -3), ("1.1K", 1_100, -2), ("15B", 15e9, -9),
+     ("+1.9%", 1.9, 1), ("-13.5", -13.5, 1), ("−2.6", -2.6, 1), ("1,838", 1838, 0),
+     ("5e-5", 5e-5, 5), ("1×10^{-4}", 1e-4, 4), ("0.70", 0.7, 2)],
+)  # fmt: skip
 def test_a_printed_number_keeps_its_value_and_how_fine_it_was_printed(
     printed: str, value: float, decimals: int
 ) -> None:
-    found = papers.number(printed)
-    assert found is not None
-    assert (found.value, found.decimals) == (pytest.approx(value, rel=1e-12), decimals)
+    assert papers.number(printed) == (pytest.approx(value, rel=1e-12), decimals)
 
 
 @pytest.mark.parametrize("printed", ["", "-", "×", "12.", "1.2.3", "8×7B", "n/a", "10 %"])
@@ -65,32 +54,22 @@ def test_what_is_no_number_is_none(printed: str) -> None:
     assert papers.number(printed) is None
 
 
-def test_the_wide_form_has_the_papers_rows_and_columns_in_order() -> None:
+def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_cells() -> None:
     form = papers.wide("pesc", 10)
     assert list(form.columns)[:2] == ["PIQA", "HellaSwag"]
     assert form.index[0] == "LLaMA2-7B"
     assert form.loc["Camelidae-8×34B-pro", "HellaSwag"] == 82.5
     keyed = papers.wide("router_init", 7)
     assert keyed.loc[("Danube 2", "1", "2×1.8B_TRSU"), "Code"] == 59.3
-
-
-def test_damaged_cells_are_marked_and_left_out_of_the_wide_form() -> None:
     frame = papers.table("pesc", 8)
-    vicuna = frame[frame["row"] == "Vicuna-7B"]
     restored = frame[(frame["row"] == "LLaMA2-7B-Chat") & (frame["column"] == "GSM8K")]
-    assert set(vicuna["mark"]) == {"damaged"}
+    assert set(frame[frame["row"] == "Vicuna-7B"]["mark"]) == {"damaged"}
     assert list(restored["mark"]) == ["restored"] and list(restored["value"]) == [26.3]
     assert pd.isna(papers.wide("pesc", 8).loc["LLaMA2-7B-Chat", "Average"])
     assert "Vicuna-7B" not in papers.wide("pesc", 8).dropna(how="all").index
 
 
-def test_a_frame_can_be_changed_without_changing_the_next_one() -> None:
-    frame = papers.table("pesc", 1)
-    frame["value"] = 0.0
-    assert papers.table("pesc", 1)["value"].max() > 80
-
-
-def test_an_unknown_paper_or_table_names_the_nearest() -> None:
+def test_an_unknown_paper_table_or_group_names_the_nearest() -> None:
     with pytest.raises(Refusal, match=r"E-NAME: unknown paper 'rockett'; did you mean 'rocket'"):
         papers.table("rockett", 1)
     with pytest.raises(Refusal, match=r"pesc has no table '6'; .*one of: 1, 10, 11, 2"):
@@ -124,20 +103,73 @@ def test_a_malformed_file_is_refused_with_file_and_line(
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("paper", papers.PAPERS)
-def test_every_setting_has_a_value_and_the_place_where_it_stands(paper: str) -> None:
-    groups = papers.hyperparameters(paper)
-    assert "paper" in groups
-    for parameters in groups.values():
-        assert all(entry["where"] for entry in parameters.values())
-
-
-def test_the_papers_settings_are_those_of_the_text() -> None:
+def test_every_setting_has_its_place_and_those_of_the_text_are_there() -> None:
+    for paper in papers.PAPERS:
+        groups = papers.hyperparameters(paper)
+        assert "paper" in groups
+        assert all(entry["where"] for group in groups.values() for entry in group.values())
     pesc = papers.hyperparameters("pesc", "paper")
-    assert {name: pesc[name]["value"] for name in ("lr", "batch", "max_length", "top_k")} == {
-        "lr": 2e-4,
-        "batch": 128,
-        "max_length": 2048,
-        "top_k": 2,
-    }
+    wanted = {"lr": 2e-4, "batch": 128, "max_length": 2048, "top_k": 2}
+    assert {name: pesc[name]["value"] for name in wanted} == wanted
     assert papers.hyperparameters("router_init", "paper")["lr_danube"]["value"] == 1e-5
+
+
+def tokens(text: str) -> list[str]:
+    """All numbers of a text in order, without units, typesetting or thousands separators."""
+    text = re.sub(r"</?\w[^>\n]*>|[\\$_{}]", " ", text)
+    return [number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def widest(wanted: list[str], text: list[str]) -> int | None:
+    """The largest gap, in other numbers, of the shortest stretch with all the wanted in order."""
+    best: list[int] = []
+    for start in (i for i, token in enumerate(text) if token == wanted[0]):
+        places = [start]
+        for number in wanted[1:]:
+            if number not in text[places[-1] + 1 :]:
+                return max((b - a - 1 for a, b in pairwise(best)), default=0) if best else None
+            places.append(text.index(number, places[-1] + 1))
+        if not best or places[-1] - start < best[-1] - best[0]:
+            best = places
+    return max((b - a - 1 for a, b in pairwise(best)), default=0)
+
+
+def text_of(shared: Path, name: str) -> list[str]:
+    return tokens((shared / "papers" / f"{name}.txt").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("paper", "name"), TABLES)
+def test_every_number_of_a_table_stands_in_the_papers_text_in_order(
+    paper: str, name: str, shared: Path
+) -> None:
+    frame = papers.table(paper, name)
+    printed = frame.loc[frame["mark"] != "restored", "printed"]
+    gap = widest([token for value in printed for token in tokens(value)], text_of(shared, paper))
+    assert gap is not None, "a number of the table is not in the text, or not in this order"
+    loose = name.startswith("figure_") or (paper, name) in WITH_EXAMPLES
+    assert gap <= (64 if loose else 10), "not in the table's own place"
+
+
+@pytest.mark.parametrize("name", ["1", "2", "4", "5"])
+def test_the_authors_slides_print_the_same_tables_of_pesc(name: str, shared: Path) -> None:
+    frame = papers.table("pesc", name)
+    for axis in ("column", "row"):
+        order = {key: place for place, key in enumerate(frame[axis].unique())}
+        places = frame[axis].map(order)
+        frame = frame.loc[places.sort_values(kind="stable").index]
+    wanted = [token for value in frame["printed"] for token in tokens(value)]
+    gap = widest(wanted, text_of(shared, "pesc_slides"))
+    assert gap is not None and gap <= 10
+
+
+@pytest.mark.parametrize("paper", papers.PAPERS)
+def test_every_number_that_the_text_is_said_to_state_stands_in_it(paper: str, shared: Path) -> None:
+    entries = yaml.safe_load((folder(paper) / "stated.yaml").read_text("utf-8"))
+    known = set(text_of(shared, paper))
+    assert [one["printed"] for one in entries if tokens(one["printed"])[0] not in known] == []
+
+
+def test_the_gap_is_that_of_the_shortest_stretch_in_order() -> None:
+    assert widest(["1", "2"], ["1", "9", "1", "5", "2", "2"]) == 1
+    assert widest(["1", "2", "2"], ["1", "9", "8", "2", "2"]) == 2
+    assert widest(["2", "1"], ["1", "2"]) is None

