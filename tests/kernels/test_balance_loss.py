@@ -1,7 +1,5 @@
 """balance_loss: Eq. 10 worked by hand, masked, with a gradient that lives (or does not)."""
 
-import math
-
 import pytest
 import torch
 
@@ -63,15 +61,6 @@ def test_gradient_equals_the_numerical_one_with_the_load_held_fixed(impl):
     assert torch.autograd.gradcheck(lambda x: balance_loss(x, ids, impl=impl), logits)
 
 
-def test_following_the_gradient_evens_out_the_load():
-    torch.manual_seed(0)
-    logits = (torch.randn(200, 4) + torch.tensor([2.0, 0, 0, 0])).requires_grad_()
-    for _ in range(200):
-        (grad,) = torch.autograd.grad(balance_loss(logits, route(logits, 1).ids), logits)
-        logits = (logits - 50 * grad).detach().requires_grad_()
-    assert route(logits, 1).counts.max() < 100
-
-
 def test_the_released_form_is_the_constant_E_over_K_without_a_gradient():
     for spread in (0.0, 5.0):
         logits = (torch.randn(50, 8) * spread).double().requires_grad_()
@@ -81,13 +70,6 @@ def test_the_released_form_is_the_constant_E_over_K_without_a_gradient():
         assert grad.abs().max() < 1e-15
         (live,) = torch.autograd.grad(balance_loss(logits, route(logits, 2).ids), logits)
         assert spread == 0 or live.abs().max() > 1e-4
-
-
-def test_permuting_the_experts_changes_nothing():
-    logits = torch.randn(30, 5, dtype=torch.float64)
-    shuffled = logits[:, torch.tensor([4, 2, 0, 1, 3])]
-    values = [balance_loss(x, route(x, 2).ids).item() for x in (logits, shuffled)]
-    assert math.isclose(*values, rel_tol=1e-12)
 
 
 def test_unusable_arguments_are_refused():

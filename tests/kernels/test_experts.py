@@ -170,25 +170,6 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(chosen):
     assert bool(want[2].abs().sum()) is bool(want[3].abs().sum()) is (chosen is None)
 
 
-def test_gradients_of_two_passes_add_up():
-    inputs = case(12, 8, 4, 4, 2)[:4]
-    for _ in range(2):
-        op("torch")(*inputs, None, None, 2, None).sum().backward()
-    twice = [tensor.grad for tensor in inputs]
-    once = torch.autograd.grad(op("torch")(*inputs, None, None, 2, None).sum(), inputs)
-    for a, b in zip(twice, once, strict=True):
-        torch.testing.assert_close(a, 2 * b)
-
-
-def test_an_expert_without_rows_gets_a_zero_gradient():
-    x, _, *bank = case(5, 4, 2, 3, 1)[:4]
-    logits = torch.zeros(5, 3, dtype=torch.float64)  # ties: expert 0 takes all
-    experts(x, route(logits, 1), Bank(*bank), F.silu).sum().backward()
-    for weight in bank:
-        assert weight.grad[0].abs().sum() > 0
-        assert weight.grad[1:].abs().sum() == 0
-
-
 def test_a_float32_bank_serves_a_bfloat16_host_and_keeps_float32_gradients():
     inputs = [tensor.detach().to(torch.bfloat16) for tensor in case(*SHAPES[0])]
     inputs[4:] = [tensor.float().requires_grad_() for tensor in inputs[4:]]

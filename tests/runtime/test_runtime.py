@@ -89,36 +89,37 @@ def test_the_environment_is_plain_json_without_host_or_paths() -> None:
     assert "/" not in json.dumps(found)
 
 
-class _Terminal(io.StringIO):
+class Screen(io.StringIO):
+    terminal = True
+
     def isatty(self) -> bool:
-        return True
-
-
-def test_progress_shows_a_bar_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(runtime.QUIET, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
-    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
-    assert "steps" in terminal.getvalue()
-    monkeypatch.setenv(runtime.QUIET, "1")
-    monkeypatch.setattr(sys, "stderr", quiet := _Terminal())
-    assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
-    assert quiet.getvalue() == ""
+        return self.terminal
 
 
 @pytest.mark.parametrize(
-    ("asks", "process", "shown"), [(True, "0", True), (False, "0", False), (True, "1", False)]
+    ("terminal", "asks", "process", "quiet", "shown"),
+    [
+        (True, None, "0", "0", True),
+        (True, None, "0", "1", False),
+        (False, None, "0", "0", False),
+        (False, True, "0", "0", True),  # a notebook's frontend
+        (False, False, "0", "0", False),  # papermill
+        (False, True, "1", "0", False),  # a second process
+    ],
 )
-def test_progress_shows_a_bar_to_a_frontend_and_not_to_papermill_or_a_second_process(
-    asks: bool, process: str, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shell = SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=asks))
-    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    monkeypatch.delenv(runtime.QUIET, raising=False)
-    for name, value in {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2"}.items():
+def test_a_progress_bar_is_shown_where_someone_watches(
+    terminal: bool, asks: bool | None, process: str, quiet: str, shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kernel = None if asks is None else SimpleNamespace(_allow_stdin=asks)
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=kernel))
+    launched = {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2", runtime.QUIET: quiet}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stderr", page := io.StringIO())
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    screen.terminal = terminal
     assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
-    assert ("steps" in page.getvalue()) == shown
+    assert ("steps" in screen.getvalue()) == shown
 
 
 def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_own(
