@@ -191,9 +191,10 @@ def book(options: argparse.Namespace) -> int:
 @command(option("notebook", nargs="?", help="short name, or bench; all by default"))
 def verify(options: argparse.Namespace) -> int:
     """Recompute hashes and values of all runs; exit with 1 where they do not agree."""
+    from moebook import results
     from moebook.notebook import compare
 
-    findings = compare.verify(options.notebook)
+    findings = compare.verify(options.notebook, results.root())
     print("\n".join(map(str, findings)) or "no runs: nothing was run yet")
     return int(any(finding.failures for finding in findings))
 
@@ -213,9 +214,10 @@ def audit(options: argparse.Namespace) -> int:
 @command(option("notebook", help="an executed notebook, such as my_run.ipynb"))
 def compare(options: argparse.Namespace) -> int:
     """Put your executed notebook beside the book's runs."""
+    from moebook import results
     from moebook.notebook.compare import compare as beside
 
-    print(beside(Path(options.notebook)))
+    print(beside(Path(options.notebook), results.root()))
     return 0
 
 

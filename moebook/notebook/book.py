@@ -25,8 +25,8 @@ COMMAND = "from jupyter_book.cli.main import main; main()"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def execute(tier: str, only: str | None = None, folder: Path | None = None) -> list[str]:
-    """Execute the notebooks side by side and publish each that ran; return their names.
+def execute(tier: str, only: str | None, folder: Path) -> None:
+    """Execute the notebooks side by side and publish each that ran.
 
     Findings notebooks come last and are executed at every build: they read pools and train nothing.
     When all have ended, the first run that failed is refused; the others are published.
@@ -36,7 +36,6 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
         only: Short name of the one to execute.
         folder: The project.
     """
-    folder = folder or results.root()
     notebooks = sources.notebooks(folder)
     chosen = {only: sources.find(folder, only)} if only else notebooks
     jobs = [
@@ -58,7 +57,6 @@ def execute(tier: str, only: str | None = None, folder: Path | None = None) -> l
             print(f"{job.notebook} at {job.protocol}: {line}", flush=True)
     if failures:
         raise failures[0]
-    return [job.notebook for job in jobs]
 
 
 def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
@@ -75,13 +73,12 @@ def _publish(executed: Path, stem: str, folder: Path) -> None:
         shutil.copyfile(executed.with_suffix(".parquet"), temporary)
 
 
-def build(tier: str, folder: Path | None = None) -> Path:
+def build(tier: str, folder: Path) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
     A notebook's page shows the live run that is there, whatever its tier: one notebook may be run
     again without the others. A refusal names the command that makes a missing page at this tier.
     """
-    folder = folder or results.root()
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in notebook_pages(folder):

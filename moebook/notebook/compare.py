@@ -36,13 +36,12 @@ class Finding:
         return f"ok    {self.path}: {self.right}"
 
 
-def verify(name: str | None = None, folder: Path | None = None) -> list[Finding]:
+def verify(name: str | None, folder: Path) -> list[Finding]:
     """Check runs of one notebook (or ``bench``), or all: digests, pools and executed copies.
 
     Values are harvested again from the executed copies of live runs. A run that is merely behind
     the code does not fail.
     """
-    folder = folder or results.root()
     pools = sorted(path for path in (folder / "results").glob("*/*") if path.is_dir())
     pages = sorted((folder / "book" / "notebooks").glob("*.parquet"))
     names = {path: path.parent.name for path in pools} | {path: path.stem[3:] for path in pages}
@@ -89,13 +88,12 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
             yield f"{name} is {ours} in the run and {theirs} in {copy.name}"
 
 
-def compare(path: Path, folder: Path | None = None) -> str:
+def compare(path: Path, folder: Path) -> str:
     """Put a reader's executed notebook beside the book's runs and the papers' numbers, as text.
 
     It says what was compared, what differs in parameters, versions and hardware, then the ledger,
     or every value of both where the notebook has no claims.
     """
-    folder = folder or results.root()
     mine = harvest.read_notebook(path, folder)
     shown = results.live(mine.notebook, folder)
     book = [*results.pools(mine.notebook, folder).values(), *([shown] if shown else [])]

@@ -104,7 +104,7 @@ def run_notebook(
     protocol: str,
     overrides: Mapping[str, Scalar] | None = None,
     *,
-    folder: Path | None = None,
+    folder: Path,
     force: bool = False,
     cell_seconds: float | None = None,
 ) -> Outcome | None:
@@ -122,7 +122,6 @@ def run_notebook(
         force: Run even when an equal run is there.
         cell_seconds: Longest time for one cell; by tier in `CELL_SECONDS`.
     """
-    folder = folder or results.root()
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
     store = request.store
     run = None if force or request.notebook.findings else _kept(store, folder)

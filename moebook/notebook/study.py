@@ -96,7 +96,7 @@ def child() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     job = Job(**json.loads(sys.argv[-1]))
     try:
-        outcome = run_notebook(job.notebook, job.protocol, job.overrides)
+        outcome = run_notebook(job.notebook, job.protocol, job.overrides, folder=Path.cwd())
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         sys.exit(2)
@@ -126,7 +126,7 @@ def study(
     arms: str | None = None,
     jobs: int | None = None,
     engine: str = "local",
-    folder: Path | None = None,
+    folder: Path,
 ) -> int:
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
@@ -139,7 +139,6 @@ def study(
         engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
         folder: The project.
     """
-    folder = folder or results.root()
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
     if tier not in COMMITTED:

@@ -339,7 +339,7 @@ def book(ran: Outcome, project: Path, tmp_path: Path) -> Path:
 
 def test_verify_agrees_with_what_was_just_run(book: Path) -> None:
     day = f"of {time.strftime('%Y-%m-%d', time.gmtime())}; code unchanged"
-    assert list(map(str, verify(folder=book))) == [
+    assert list(map(str, verify(None, book))) == [
         f"ok    results/toy/nano: seeds 0, 1 agree; {day}",
         f"ok    book/notebooks/01_toy.parquet: values and page agree; {day}",
     ]
@@ -376,7 +376,7 @@ def test_verify_detects_a_change(
         path.unlink()
     else:
         shutil.copyfile(path, path.with_name("copy.parquet"))
-    failed = [str(finding) for finding in verify(folder=book) if finding.failures]
+    failed = [str(finding) for finding in verify(None, book) if finding.failures]
     assert len(failed) == 1
     assert failed[0].startswith(f"FAILS {'results/toy/nano' if 'results' in file else 'book'}")
     assert failure in failed[0]
@@ -384,5 +384,5 @@ def test_verify_detects_a_change(
 
 def test_a_pool_without_runs_fails(book: Path) -> None:
     (book / "results" / "toy" / "empty").mkdir()
-    failed = [finding for finding in verify(folder=book) if finding.failures]
+    failed = [finding for finding in verify(None, book) if finding.failures]
     assert list(map(str, failed)) == ["FAILS results/toy/empty: it holds no run"]
