@@ -1,6 +1,5 @@
-"""Evaluation: embedded tasks and the hub's benchmarks through lm-eval, one row an item."""
+"""Evaluation: embedded tasks and the hub's benchmarks, one row an item, and what they come to."""
 
-from moebook.evaluation.comparison import by_benchmark, paired
-from moebook.evaluation.evaluate import evaluate
+from moebook.evaluation.tables import by_benchmark, evaluate, paired
 
 __all__ = ["by_benchmark", "evaluate", "paired"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from operator import eq
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
 from moebook.data.templates import Source
 from moebook.errors import refuse
-from moebook.evaluation.model import PAIR, InMemory
+from moebook.evaluation.model import InMemory
 from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SOURCES, check_alike
@@ -114,10 +113,8 @@ def generate(
     model: nn.Module, tokenizer: Any, contexts: Sequence[list[int]], *, limit: int, batch: int = 32
 ) -> list[str]:
     """Continue contexts of token ids greedily, to the end token or the limit; dropout is off."""
-    until = {"until": [], "max_gen_toks": limit}
-    requests: list[Any] = [SimpleNamespace(args=("", until), doc={PAIR: (c, [])}) for c in contexts]
     with evaluating(model):
-        return InMemory(model, tokenizer, batch).generate_until(requests)
+        return InMemory(model, tokenizer, batch).answer(contexts, [(limit, ())] * len(contexts))
 
 
 def log_perplexity(
