@@ -194,36 +194,26 @@ def test_notebooks_start_longest_first_and_findings_behind_all_others(project: P
     assert order[last - 1].name == "kernels" and all(one.findings for one in order[last:])
 
 
-def test_the_records_list_every_pool_and_every_live_run(site: Path) -> None:
-    page = _page(site, "records")
-    assert page.count("(committed)") == 1
-    assert page.count(", on its page)") == 6
-
-
-def test_the_audit_page_has_every_number_that_differs(site: Path) -> None:
-    page = _page(site, "audit")
+def test_records_list_every_run_and_the_audit_every_number_that_differs(site: Path) -> None:
+    records, page = _page(site, "records"), _page(site, "audit")
+    assert records.count("(committed)") == 1 and records.count(", on its page)") == 6
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "message"), [(".ipynb", "is missing"), (".parquet", "has no run beside it")]
-)
-def test_an_executed_copy_or_a_run_that_is_missing_is_refused(
-    project: Path, copy: Path, suffix: str, message: str
+def test_a_copy_with_an_error_without_its_run_or_that_is_missing_is_refused(
+    project: Path, copy: Path
 ) -> None:
-    copy.with_suffix(suffix).unlink()
-    with pytest.raises(Refusal, match=f"{message}.*; run: moebook book --tier cpu --only pesc"):
-        book.build("cpu", project)
-
-
-def test_an_executed_copy_with_an_error_is_refused(project: Path, copy: Path) -> None:
     notebook = _notebook()
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
     notebook["cells"][3]["outputs"] = [error]
     _write(copy, notebook)
     with pytest.raises(Refusal, match="cell 4 holds ValueError"):
         book.build("smoke", project)
+    for suffix, message in ((".parquet", "has no run beside it"), (".ipynb", "is missing")):
+        copy.with_suffix(suffix).unlink()
+        with pytest.raises(Refusal, match=f"{message}.*; run: moebook book --tier cpu --only pesc"):
+            book.build("cpu", project)
 
 
 def test_a_warning_of_jupyter_book_is_refused(site: Path, project: Path) -> None:

@@ -58,10 +58,8 @@ def test_a_protocol_is_its_file_and_its_tier(fresh: Path) -> None:
 @pytest.mark.parametrize(
     ("protocol", "text", "message"),
     [
-        ("smoke", "tier: cpu\n", "01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
         ("smoke", "top_k: 1\n", "01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
         ("nano", "tier: smoke\n", "nano.yaml: tier = 'smoke'; expected study, gpu, paper"),
-        ("nano", "top_k: 1\n", "nano.yaml: tier = 'cpu'; expected study, gpu, paper"),
     ],
 )
 def test_a_protocol_says_to_which_scale_it_belongs(

@@ -71,8 +71,10 @@ def test_runs_that_do_not_belong_together_are_refused_in_any_order(
 
 
 def test_runs_of_other_seeds_may_train_on_other_rows_and_say_more() -> None:
-    pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}))
+    curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
+    pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}, curves=(curve,)))
     assert [run.rows["train"] for run in pool.runs] == ["rows of 0", "rows of 1"]
+    assert pool.curves("toy/loss") == {1: curve}
 
 
 def test_effects_are_paired_by_seed_and_item() -> None:
@@ -86,19 +88,16 @@ def test_effects_are_paired_by_seed_and_item() -> None:
 
 
 def test_without_the_same_items_means_are_compared() -> None:
-    uneven = made(1, {"left": (1.0, 2.0, 6.0), "right": (1.0, 1.0)})
-    means = [[1.125], [2.0]]
-    assert np.allclose(pooled(ONE, uneven).effects("toy/left", "toy/right"), means, atol=1e-15)
-    longer = made(1, {"left": (1.0, 2.0, 6.0), "right": (0.0, 0.0, 0.0)})
-    wanted = [[1.125], [3.0]]
-    assert np.allclose(pooled(ONE, longer).effects("toy/left", "toy/right"), wanted, atol=1e-15)
+    for right, mean in (((1.0, 1.0), 2.0), ((0.0, 0.0, 0.0), 3.0)):
+        effects = pooled(ONE, made(1, {"left": (1.0, 2.0, 6.0), "right": right}))
+        wanted = [[1.125], [mean]]
+        assert np.allclose(effects.effects("toy/left", "toy/right"), wanted, atol=1e-15)
 
 
 def test_numbers_that_differ_by_rounding_alone_are_equal() -> None:
-    arms = {"left": (0.1 + 0.2,), "right": (0.3,)}
-    assert pooled(made(0, arms)).effects("toy/left", "toy/right").item() == 0.0
-    arms = {"left": (0.3 + 1e-9,), "right": (0.3,)}
-    assert pooled(made(0, arms)).effects("toy/left", "toy/right").item() > 0.0
+    for left, differs in ((0.1 + 0.2, False), (0.3 + 1e-9, True)):
+        effects = pooled(made(0, {"left": (left,), "right": (0.3,)}))
+        assert (effects.effects("toy/left", "toy/right").item() > 0.0) == differs
 
 
 def test_one_more_seed_changes_nothing_of_the_others(tmp_path: Path) -> None:
@@ -117,11 +116,6 @@ def test_one_more_seed_changes_nothing_of_the_others(tmp_path: Path) -> None:
     assert np.array_equal(effects[:3], three.effects("toy/left", "toy/right"))
     assert np.array_equal(effects[3], np.subtract(*arms[3].values()))
     assert set(before) < {p.read_bytes() for p in place.iterdir()}
-
-
-def test_curves_are_found_by_seed() -> None:
-    curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
-    assert pooled(ONE, made(4, curves=(curve,))).curves("toy/loss") == {4: curve}
 
 
 def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(
