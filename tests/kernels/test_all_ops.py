@@ -149,17 +149,6 @@ def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
 
 
 EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
-
-
-@each
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-def test_numbers_of_eight_bits_are_refused(op, argument, impl):
-    bits = "16 bits" if arguments(op)[argument].is_floating_point() else "torch.int64"
-    name = argument.replace("trained_", "trained ")
-    message = rf"E-DTYPE: {op}: .*\b{name} is {EIGHT}, .*{bits}"
-    refused(message, op, impl=impl, **{argument: methodcaller("to", EIGHT)})
-
-
 WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
 WRONG = {
     "route": {"logits": (*WHOLE, *COMPLEX)}, "grouped": {"ids": REAL},
@@ -184,12 +173,12 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", WRONG)
-def test_an_argument_of_a_wrong_dtype_is_named_with_it(op):
-    for argument, dtypes in WRONG[op].items():
-        for wrong in dtypes:
-            message = rf"E-DTYPE: {op}: .*\b{argument}\b.*{wrong}\b"
-            refused(message, op, **{argument: methodcaller("to", wrong)})
+@each
+def test_an_argument_of_a_wrong_dtype_or_of_eight_bits_is_named_with_it(op, argument):
+    name = argument.replace("trained_", "trained ")
+    for wrong in (*WRONG[op].get(argument, ()), EIGHT):
+        message = rf"E-DTYPE: {op}: .*\b{name}\b.*{wrong}\b"
+        refused(message, op, **{argument: methodcaller("to", wrong)})
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
