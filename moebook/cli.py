@@ -1,4 +1,4 @@
-"""The command line ``moebook``: each command in a few lines that call down.
+"""The command ``moebook``: run, check and build the book on four Mixture-of-Experts papers.
 
 What a command needs is imported when it runs, so that ``moebook list`` starts at once.
 """
@@ -118,7 +118,7 @@ def command(*options: Option) -> Callable[[Command], Command]:
     option("--force", action="store_true", help="run even if nothing has changed"),
 )
 def run(options: argparse.Namespace) -> int:
-    """Execute one notebook for yourself, into runs/mine/."""
+    """Execute one notebook; the result goes to runs/mine/."""
     from moebook import results
     from moebook.notebook import parameters, runner, sources
 
@@ -133,15 +133,15 @@ def run(options: argparse.Namespace) -> int:
 
 @command(
     option("notebook", nargs="?", help="short name, such as pesc"),
-    option("--on", dest="protocol", metavar="PROTOCOL", help="such as nano"),
+    option("--on", dest="protocol", metavar="PROTOCOL", help="a parameter file, such as nano"),
     option("--seeds", metavar="SEEDS", help="such as 0-9 or 3,5"),
     option("--arms", help="names with commas, or all (default: the protocol's)"),
     option("--jobs", type=int, metavar="N", help="runs at a time (default: cores)"),
-    option("--engine", default="local", choices=("local", "ray"), help="where (default: local)"),
-    option("--add", metavar="FILE", help="take in an executed notebook instead"),
+    option("--engine", default="local", choices=("local", "ray"), help="executor (default: local)"),
+    option("--add", metavar="FILE", help="add an executed notebook instead"),
 )
 def study(options: argparse.Namespace) -> int:
-    """Add runs to a pool, one seed a run; exit with 1 when one failed."""
+    """Add runs to a pool, one per seed; exit with 1 if one failed."""
     from moebook import results
     from moebook.notebook import study as studies
 
@@ -165,7 +165,7 @@ def study(options: argparse.Namespace) -> int:
 
 @command()
 def list_(options: argparse.Namespace) -> int:
-    """Show notebooks, parameters, protocols and their costs."""
+    """List notebooks, parameters, protocols and their costs."""
     from moebook import results
     from moebook.notebook import sources
 
@@ -190,7 +190,7 @@ def book(options: argparse.Namespace) -> int:
 
 @command(option("notebook", nargs="?", help="short name, or bench; all by default"))
 def verify(options: argparse.Namespace) -> int:
-    """Recompute hashes and values of all runs; exit with 1 where they do not agree."""
+    """Check the hashes and values of all runs; exit with 1 on a mismatch."""
     from moebook import results
     from moebook.notebook import compare
 
@@ -201,7 +201,7 @@ def verify(options: argparse.Namespace) -> int:
 
 @command(
     option("paper", nargs="?", help="short name, such as rocket; all by default"),
-    option("--all", action="store_true", help="show the numbers that agree too"),
+    option("--all", action="store_true", help="also show the numbers that agree"),
 )
 def audit(options: argparse.Namespace) -> int:
     """Recompute the derived numbers of the papers' tables."""
@@ -213,7 +213,7 @@ def audit(options: argparse.Namespace) -> int:
 
 @command(option("notebook", help="an executed notebook, such as my_run.ipynb"))
 def compare(options: argparse.Namespace) -> int:
-    """Put your executed notebook beside the book's runs."""
+    """Compare an executed notebook with the book's runs."""
     from moebook import results
     from moebook.notebook.compare import compare as beside
 
@@ -222,15 +222,15 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @command(
-    option("op", nargs="?", help="such as experts; all by default, with a record"),
+    option("op", nargs="?", help="such as experts; all by default, which are recorded"),
     option("--peers", action="store_true", help="list the peers that are installed"),
-    option("--threads", type=int, default=1, help="of the CPU (default: 1)"),
+    option("--threads", type=int, default=1, help="CPU threads (default: 1)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
-    option("--rounds", type=int, default=5, help="turns of each (default: 5)"),
+    option("--rounds", type=int, default=5, help="rounds of measurement (default: 5)"),
     option("--scale", help="tiny, small, full or model (default: that of the goals)"),
 )
 def bench(options: argparse.Namespace) -> int:
-    """Time the ops against their floors and peers; keep a record of all at the goals' settings."""
+    """Time the ops against their floors and peers; record all of them at the goals' settings."""
     if options.threads < 1:
         refuse("E-RANGE", f"--threads is {options.threads}, expected at least 1")
     # Read when torch and NumPy are imported, which is below.
@@ -261,11 +261,11 @@ def bench(options: argparse.Namespace) -> int:
 
 
 @command(
-    option("base", choices=BASES, help="the base to make"),
-    option("--steps", type=int, help="stop after so many steps; goes on from there"),
+    option("base", choices=BASES, help="the base to pretrain"),
+    option("--steps", type=int, help="stop after this many steps; the next call continues"),
 )
 def pretrain(options: argparse.Namespace) -> int:
-    """Make an embedded base from its recipe, in runs/pretrain/; go on where it was stopped."""
+    """Pretrain an included base by its recipe, in runs/pretrain/; continue where it stopped."""
     from moebook import results
 
     folder = results.root()
