@@ -87,9 +87,8 @@ class _Segments(torch.autograd.Function):
 
     ``members`` are the G experts, one or two, of each segment; their factors are one matrix, and a
     row is read once and added to once for both. The gate is applied between the two products, on
-    G * R columns instead of D. Kept for the backward pass: the inputs and the pre-activation. Rows
-    that only fill a segment up have a gate of 0 and add nothing. Where h is its own source
-    (``other`` is None), its two gradients are one tensor from the start.
+    G * R columns instead of D. Where h is its own source (``other`` is None), its two gradients are
+    one tensor from the start.
     """
 
     @staticmethod
@@ -103,11 +102,11 @@ class _Segments(torch.autograd.Function):
         for rows, segments in layout.parts(PART // max(h.shape[1], 1)):
             token, before = layout.token[rows], pre[rows]
             read = source.index_select(0, token)
-            for group, own in segments:  # [p, D] @ [D, G * R]
-                product(read[own], _joined(downs, members[group], 1), out=before[own])
+            for group, local in segments:  # [p, D] @ [D, G * R]
+                product(read[local], _joined(downs, members[group], 1), out=before[local])
             hidden = _gated(F.gelu(before), gate[rows])
             out = [  # [p, G * R] @ [G * R, D]
-                product(hidden[own], _joined(ups, members[group])) for group, own in segments
+                product(hidden[local], _joined(ups, members[group])) for group, local in segments
             ]
             y.index_add_(0, token, torch.cat(out))
         ctx.save_for_backward(source, gate, down, up, pre)
@@ -118,9 +117,8 @@ class _Segments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
-        layout, members, (of_h, of_source, _, of_down, of_up, *_) = (
-            ctx.layout, ctx.members, ctx.needs_input_grad
-        )  # fmt: skip
+        layout, members = ctx.layout, ctx.members
+        of_h, of_source, _, of_down, of_up, *_ = ctx.needs_input_grad
         d_gate, d_source = torch.empty_like(gate), empty(grad.shape, grad)
         d_source = d_source.zero_() if ctx.apart else d_source.copy_(grad)
         downs, ups = down.unbind(), up.unbind()
@@ -129,20 +127,20 @@ class _Segments(torch.autograd.Function):
             token, own_gate, before = layout.token[rows], gate[rows], pre[rows]
             read, d_out = source.index_select(0, token), grad.index_select(0, token)  # [p, D]
             d_hidden, active = torch.empty_like(before), F.gelu(before)  # [p, G * R]
-            for group, own in segments:  # [p, D] @ [D, G * R]
-                product(d_out[own], _joined(ups, members[group]).T, out=d_hidden[own])
+            for group, local in segments:  # [p, D] @ [D, G * R]
+                product(d_out[local], _joined(ups, members[group]).T, out=d_hidden[local])
             by_expert = (d_hidden * active).unflatten(1, (gate.shape[1], -1))
             torch.sum(by_expert, 2, out=d_gate[rows])  # [p, G, R] to [p, G]
             d_pre = torch.ops.aten.gelu_backward(_gated(d_hidden, own_gate), before)
             hidden, d_rows = _gated(active, own_gate), []
-            for group, own in segments:
+            for group, local in segments:
                 experts = members[group]
                 if d_up is not None:  # [G * R, p] @ [p, D]
-                    _add(d_up, experts, product(hidden[own].T, d_out[own]))
+                    _add(d_up, experts, product(hidden[local].T, d_out[local]))
                 if d_down is not None:
-                    _add(d_down, experts, product(d_pre[own].T, read[own]))
+                    _add(d_down, experts, product(d_pre[local].T, read[local]))
                 if of_h or of_source:  # [p, G * R] @ [G * R, D]
-                    d_rows.append(product(d_pre[own], _joined(downs, experts, 1).T))
+                    d_rows.append(product(d_pre[local], _joined(downs, experts, 1).T))
             if d_rows:
                 d_source.index_add_(0, token, torch.cat(d_rows))
         d_inputs = (grad, d_source) if ctx.apart else (d_source, None)

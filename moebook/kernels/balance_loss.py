@@ -52,8 +52,8 @@ def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
     hot = torch.nn.functional.one_hot(ids.long(), logits.shape[1]).to(keep.dtype)
     load = torch.einsum("tke,t->e", hot, keep) / (tokens * ids.shape[1])
     if form == "constant":
-        kept = logits.gather(1, ids.long()).softmax(-1, keep.dtype).mean(-1)
-        return logits.shape[1] * load.sum() * (kept @ keep) / tokens
+        mean = logits.gather(1, ids.long()).softmax(-1, keep.dtype).mean(-1)
+        return logits.shape[1] * load.sum() * (mean @ keep) / tokens
     return logits.shape[1] * (load * (keep @ logits.softmax(-1, keep.dtype))).sum() / tokens
 
 

@@ -165,14 +165,14 @@ class _GatedFFN(torch.autograd.Function):
         for rows, segments in parts:
             read = x.index_select(0, layout.token[rows])  # [p, D]
             before, after = pre[rows], out[rows]
-            for expert, own in segments:  # [p, D] @ [D, 2F]
+            for expert, local in segments:  # [p, D] @ [D, 2F]
                 bank, place = where[expert]
-                product(read[own], weights[2 * bank][place].T, out=before[own])
+                product(read[local], weights[2 * bank][place].T, out=before[local])
             first, second = before.chunk(2, dim=1)  # [p, F] both
             hidden = (act(first) * second).mul_(gate[rows])
-            for expert, own in segments:  # [p, F] @ [F, D]
+            for expert, local in segments:  # [p, F] @ [F, D]
                 bank, place = where[expert]
-                product(hidden[own], weights[2 * bank + 1][place].T, out=after[own])
+                product(hidden[local], weights[2 * bank + 1][place].T, out=after[local])
         ctx.save_for_backward(x, gate, pre, *weights)
         ctx.layout, ctx.parts, ctx.where, ctx.act = layout, parts, where, act
         return layout.combine(out)
@@ -193,9 +193,9 @@ class _GatedFFN(torch.autograd.Function):
             active, derivative = _activated(first, ctx.act)
             read, d_out = (part.index_select(0, layout.token[rows]) for part in (x, grad))
             d_hidden = torch.empty_like(active)
-            for expert, own in segments:  # [p, D] @ [D, F]
+            for expert, local in segments:  # [p, D] @ [D, F]
                 bank, place = where[expert]
-                product(d_out[own], weights[2 * bank + 1][place], out=d_hidden[own])
+                product(d_out[local], weights[2 * bank + 1][place], out=d_hidden[local])
             hidden = active * second
             torch.sum(d_hidden * hidden, 1, keepdim=True, out=d_gate[rows])
             hidden.mul_(gate[rows])
@@ -203,15 +203,15 @@ class _GatedFFN(torch.autograd.Function):
             d_first, d_second = d_pre.chunk(2, dim=1)
             torch.mul(d_hidden.mul_(gate[rows]), active, out=d_second)
             d_first.copy_(derivative(d_hidden.mul_(second)))
-            for expert, own in segments:
+            for expert, local in segments:
                 bank, place = where[expert]
                 d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
                 if d_down is not None:  # [D, p] @ [p, F]
-                    product(d_out[own].T, hidden[own], out=d_down[place])
+                    product(d_out[local].T, hidden[local], out=d_down[place])
                 if d_gate_up is not None:  # [2F, p] @ [p, D]
-                    product(d_pre[own].T, read[own], out=d_gate_up[place])
+                    product(d_pre[local].T, read[local], out=d_gate_up[place])
                 if d_rows is not None:  # [p, 2F] @ [2F, D]
-                    product(d_pre[own], weights[2 * bank][place], out=d_rows[rows][own])
+                    product(d_pre[local], weights[2 * bank][place], out=d_rows[rows][local])
         d_x = None if d_rows is None else layout.combine(d_rows)
         return d_x, d_gate[layout.place].squeeze(-1), None, None, None, *d_weights
 

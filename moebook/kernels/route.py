@@ -90,9 +90,8 @@ def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
 def _largest(logits: Tensor, top_k: int) -> Tensor:
     """Return the K largest, by maxima of whole numbers that hold a logit and its expert.
 
-    Where the largest is a CPU finds far more slowly than what it is. So the bits of a logit,
-    ordered as its value is, stand over the number of its expert, counted down; a logit of 64 bits
-    leaves no room for it.
+    A CPU finds where the largest is far more slowly than what it is. So the bits of a logit, in the
+    order of its value, stand over its expert's number, for which 64-bit logits leave no room.
     """
     if logits.dtype == torch.float64 or logits.numel() < FEW:
         return _sorted(logits, top_k)
@@ -144,10 +143,10 @@ _IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference, "triton": "rout
 
 
 class Part(NamedTuple):
-    """Neighbouring rows of a `Layout`: where they lie, and (expert, its rows in the part)."""
+    """Neighbouring rows of a `Layout`."""
 
     rows: slice
-    segments: list[tuple[int, slice]]
+    segments: list[tuple[int, slice]]  # (expert, its rows within the part)
 
 
 class Layout(NamedTuple):
@@ -188,11 +187,10 @@ class Layout(NamedTuple):
 def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     """Place the slots of a routing in segments.
 
-    oneDNN compiles a product for its shape, which takes longer than most products of ours, and
-    keeps 1,024. Segments are as long as chance has it, so 32 experts made new shapes in every pass
-    and the model 1.7 times slower. So those that it will multiply, in ``dtype`` by a factor of so
-    many ``numbers``, are filled up to a size of four significant bits: 8 sizes between a power of 2
-    and the next, less than an eighth more rows, a twenty-fourth on average.
+    oneDNN compiles a product for its shape, which takes longer than most products of ours: 32
+    experts made new shapes in every pass and the model 1.7 times slower. So segments that it will
+    multiply, in ``dtype`` by a factor of so many ``numbers``, are filled up to four significant
+    bits: 8 sizes between a power of 2 and the next, a twenty-fourth more rows on average.
     """
     order, device = routing.order, routing.order.device
     if device.type == "meta":

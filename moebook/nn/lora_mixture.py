@@ -73,6 +73,6 @@ class LoraMixture(nn.Module):
         hidden = F.linear(source, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
         weight = self.router.weight
         with torch.autocast(source.device.type, enabled=False):
-            own = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
-            rows = hidden.flatten(0, -3).to(own.dtype)
-            return torch.einsum("tnr,nr->tn", rows, own) * (self.ratios * self.scale)
+            read = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
+            rows = hidden.flatten(0, -3).to(read.dtype)
+            return torch.einsum("tnr,nr->tn", rows, read) * (self.ratios * self.scale)

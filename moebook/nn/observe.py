@@ -103,10 +103,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Trace:
     """The decisions of a model's routers in its last forward pass, for the balance loss.
 
-    Two hooks on the decoder open the trace before a pass and close it after. So each pass replaces
-    the one before (no graph outlives its step), and the second run of a layer that gradient
-    checkpointing makes during the backward pass finds it closed. The padding mask comes from the
-    decoder's own arguments, since decoder layers hand none to their MLPs.
+    Two hooks on the decoder open the trace before a pass and close it after. So no graph outlives
+    its step, and the second run of a layer under gradient checkpointing finds the trace closed. The
+    padding mask comes from the decoder's arguments: its layers hand none to their MLPs.
     """
 
     def __init__(self) -> None:

@@ -139,22 +139,22 @@ def _cut(
     BG: tl.constexpr,
 ):  # fmt: skip
     """Write the tiles of one group."""
-    own = tl.program_id(0)
+    mine = tl.program_id(0)
     group = tl.arange(0, BG)
     count = tl.load(counts + group, mask=group < G, other=0)
     needed = (count + ROWS - 1) // ROWS
-    place = own.to(tl.int64)
+    place = mine.to(tl.int64)
     if BANK >= 0:
         slot = tl.load(slots + group, mask=group < G, other=-1)
         needed = tl.where((slot >= 0) == (BANK == 0), needed, 0)
         if BANK == 0:
-            place = tl.load(slots + own)
-    first = tl.sum(tl.where(group < own, needed, 0))
-    start = tl.sum(tl.where(group < own, count, 0))
-    end = start + tl.load(counts + own)
-    if own == 0:
+            place = tl.load(slots + mine)
+    first = tl.sum(tl.where(group < mine, needed, 0))
+    start = tl.sum(tl.where(group < mine, count, 0))
+    end = start + tl.load(counts + mine)
+    if mine == 0:
         tl.store(number, tl.sum(needed))
-    for tile in range(0, tl.sum(tl.where(group == own, needed, 0))):
+    for tile in range(0, tl.sum(tl.where(group == mine, needed, 0))):
         to = tiles + 3 * (first + tile)
         tl.store(to, place)
         tl.store(to + 1, start + tile * ROWS)
