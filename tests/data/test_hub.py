@@ -113,10 +113,10 @@ def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkey
         hub.mixture({"slimorca": 1}, {})
 
 
-@pytest.mark.parametrize("revision", [None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()])
-def test_anything_but_a_full_commit_is_refused(revision):
-    with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
-        hub.load("gsm8k", revision=revision)
+def test_anything_but_a_full_commit_is_refused():
+    for revision in (None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()):
+        with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
+            hub.load("gsm8k", revision=revision)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,6 @@ def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, cha
         hub.load(name, path=path)
 
 
-def test_a_missing_field_names_the_row_of_a_parquet_file(tmp_path):
-    with pytest.raises(Refusal, match=r"parquet:1: field 'problem' is missing; the row has text"):
-        hub.load("magicoder_oss", path=parquet(tmp_path, {"text": "x"}))
-
-
 def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
     canary = tmp_path / "ran"
     script = tmp_path / "piqa.py"
@@ -179,6 +174,8 @@ def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
     with pytest.raises(Refusal, match=r"E-REMOTECODE: .*piqa.py"):
         hub.load("piqa", path=script)
     assert not canary.exists()
+    with pytest.raises(Refusal, match=r"parquet:1: field 'problem' is missing; the row has text"):
+        hub.load("magicoder_oss", path=parquet(tmp_path, {"text": "x"}))
     with pytest.raises(Refusal, match=r"E-DATA: .*broken.parquet: not a readable parquet"):
         hub.load("piqa", path=broken)
     with pytest.raises(Refusal, match="E-NOFILE"):
