@@ -127,9 +127,9 @@ def word_problem(rng: Random) -> Pair:
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(THINGS)
     a, b, c = rng.randint(5, 40), rng.randint(1, 5), rng.randint(1, 20)
-    told = f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more."
+    story = f"{name} has {a} {thing}. {name} gives {b} to {other} and finds {c} more."
     answer = f"{a} - {b} = {a - b}. {a - b} + {c} = {a - b + c}. The answer is {a - b + c}."
-    return f"{told} How many {thing} does {name} have now?", answer
+    return f"{story} How many {thing} does {name} have now?", answer
 
 
 def price(rng: Random) -> Pair:

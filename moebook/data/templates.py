@@ -69,8 +69,8 @@ class Source:
         if self.options:
             return self._chosen(raw, where)
         row = {name: _rendered(getattr(self, name), raw, where) for name in ("prompt", "answer")}
-        if self.system and (told := files.text(raw, self.system, where, default="")):
-            row["system"] = told
+        if self.system and (system := files.text(raw, self.system, where, default="")):
+            row["system"] = system
         return row
 
     def _chosen(self, raw: Mapping[str, Any], where: str) -> Row:

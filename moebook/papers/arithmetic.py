@@ -62,7 +62,7 @@ def judge(printed: float, decimals: int, computed: float, slack: float = 0.0) ->
 
 def audit(paper: str | None = None) -> list[Finding]:
     """Recompute every derived number of one paper, or of all four."""
-    return [found for name in ([paper] if paper else PAPERS) for found in _audit(Paper(name))]
+    return [finding for name in ([paper] if paper else PAPERS) for finding in _audit(Paper(name))]
 
 
 def _audit(paper: Paper) -> Iterator[Finding]:
@@ -118,8 +118,8 @@ def _shared(everything: Sequence[Check]) -> dict[str, Weighting]:
     shared = {}
     for rule, column in columns.items():
         odd = sum(not _fits(check, check.computed, check.slack) for check in column)
-        if odd >= max(3, len(column) // 2) and (found := _subset(column) or _weights(column)):
-            shared[rule] = found
+        if odd >= max(3, len(column) // 2) and (why := _subset(column) or _weights(column)):
+            shared[rule] = why
     return shared
 
 
@@ -247,12 +247,12 @@ def report(findings: Sequence[Finding], *, everything: bool = False) -> str:
     """
     lines = []
     for paper, group in groupby(findings, key=lambda finding: finding.paper):
-        own = list(group)
-        counts = Counter(finding.status for finding in own)
+        of_paper = list(group)
+        counts = Counter(finding.status for finding in of_paper)
         counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
-        lines.append(f"{paper}: {len(own)} numbers recomputed: {counted}")
+        lines.append(f"{paper}: {len(of_paper)} numbers recomputed: {counted}")
         folded = defaultdict(list)
-        for finding in own:
+        for finding in of_paper:
             if everything or finding.status != "agrees":
                 folded[finding.group, finding.status, finding.explanation].append(finding)
         for (_, status, explanation), (first, *rest) in folded.items():

@@ -56,7 +56,7 @@ def number(printed: str) -> Number | None:
 
 
 def folder(paper: str) -> Path:
-    """Folder of a paper's data; an unknown paper is refused with the nearest name (E-NAME)."""
+    """Folder of a paper's data; E-NAME with the nearest name for an unknown paper."""
     if paper not in PAPERS:
         refuse("E-NAME", f"unknown paper '{paper}'; {nearest(paper, PAPERS)}")
     return FOLDER / paper

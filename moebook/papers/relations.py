@@ -118,8 +118,8 @@ class Paper:
         asked = {stem(name): metric(name) for name in names}
         twins = self._by_names.get(frozenset(asked), [])
         for cell in sorted(twins, key=lambda twin: stem(twin.row) != stem(names[0])):
-            own = self.names(cell.table, cell.row, cell.column)
-            metrics = {stem(name): metric(name) for name in own}
+            theirs = self.names(cell.table, cell.row, cell.column)
+            metrics = {stem(name): metric(name) for name in theirs}
             if agree(asked, metrics) and agree(keys, cell.keys) and table in (None, cell.table):
                 yield cell
 
@@ -201,10 +201,8 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
     for name in rule["of"]:
         names = (cell.row, name) if across else (name, cell.column)
         here = str(rule.get("table", cell.table))
-        twins = [
-            *paper.same(paper.names(here, *names), cell.keys, here),
-            *paper.same(paper.names(cell.table, *names), cell.keys),
-        ]
+        twins = list(paper.same(paper.names(here, *names), cell.keys, here))
+        twins += paper.same(paper.names(cell.table, *names), cell.keys)
         operands.append(next((twin for twin in twins if twin != cell), None))
     return operands
 
@@ -260,11 +258,8 @@ def _repeated(paper: Paper) -> Iterator[Check]:
         names = paper.names(cell.table, cell.row, cell.column)
         declared = paper.rules(cell.table, same=True).keys() & {stem(cell.row), stem(cell.column)}
         for earlier in [] if declared else order[: order.index(cell.table)]:
-            twins = [
-                twin
-                for twin in paper.same(names, cell.keys, earlier)
-                if _comparable(paper, cell, twin)
-            ]
+            twins = list(paper.same(names, cell.keys, earlier))
+            twins = [twin for twin in twins if _comparable(paper, cell, twin)]
             if len(twins) == 1:
                 rule = f"{earlier} and {cell.table}: the same quantity"
                 yield _of_cell(cell, "same", twins, rule)

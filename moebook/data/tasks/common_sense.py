@@ -58,8 +58,8 @@ def family(rng: random.Random) -> Item:
     near = word(first, a)
     far = word(second, b)
     other = word(rng.choice([r for r in ("parent", "child", "sibling") if r != first]), d)
-    told = ((a, near, b), (b, far, c), (d, other, b))
-    facts = [f"{one} is the {relation} of {another}." for one, relation, another in told]
+    relations = ((a, near, b), (b, far, c), (d, other, b))
+    facts = [f"{one} is the {relation} of {another}." for one, relation, another in relations]
     rng.shuffle(facts)
     answer = word(_COMPOSED[first, second], a)
     why = f"{a} is the {near} of the {far} of {c}, so {a} is the {answer} of {c}."
