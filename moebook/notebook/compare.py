@@ -95,8 +95,7 @@ def compare(path: Path, folder: Path) -> str:
     or every value of both where the notebook has no claims.
     """
     mine = harvest.read_notebook(path, folder)
-    shown = results.live(mine.notebook, folder)
-    book = [*results.pools(mine.notebook, folder).values(), *([shown] if shown else [])]
+    book = list(results.pools(mine.notebook, folder, shown=True).values())
     if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
         refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
@@ -137,12 +136,12 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _ledger(claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool]) -> Iterator[str]:
-    own = Pool(mine.notebook, mine.protocol, (mine,))
+    alone = Pool(mine.notebook, mine.protocol, (mine,))
     for claim in claims:
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
         yield f"  book   {verdicts.row(claim, book).badge}"
-        yield f"  yours  {verdicts.row(claim, [own]).badge}"
+        yield f"  yours  {verdicts.row(claim, [alone]).badge}"
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:

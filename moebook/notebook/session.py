@@ -72,8 +72,8 @@ class Run:
             items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
         """
         numbers = None if items is None else rounded(items)
-        kept = Value(name, float(value), unit, numbers)
-        _leave(name, {VALUE: results.plain(kept), f"{GLUE}text/plain": repr(kept.value)})
+        measured = Value(name, float(value), unit, numbers)
+        _leave(name, {VALUE: results.plain(measured), f"{GLUE}text/plain": repr(measured.value)})
 
     def curve(
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
@@ -85,8 +85,8 @@ class Run:
         """
         heights = rounded(y)
         positions = range(1, len(heights) + 1) if x is None else x
-        kept = Curve(name, unit, tuple(map(float, positions)), heights)
-        _leave(f"curve/{name}", {CURVE: results.plain(kept)})
+        line = Curve(name, unit, tuple(map(float, positions)), heights)
+        _leave(f"curve/{name}", {CURVE: results.plain(line)})
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
         """Record what `evaluation.by_benchmark` found of an arm, such as ``pesc/sparse``.

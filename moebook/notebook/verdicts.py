@@ -182,10 +182,8 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
     With ``live`` the runs that this build's pages show are measured too.
     """
     claims = papers.claims(paper)
-    pools: dict[str, list[Pool]] = {}
-    for name in {claim.run for claim in claims}:
-        shown = results.live(name, folder) if live else None
-        pools[name] = [*results.pools(name, folder).values(), *([shown] if shown else [])]
+    names = {claim.run for claim in claims}
+    pools = {name: results.pools(name, folder, shown=live).values() for name in names}
     return [row(claim, pools[claim.run]) for claim in claims]
 
 

@@ -151,12 +151,17 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
     return Pool(notebook, protocol, ordered) if runs else None
 
 
-def pools(notebook: str, folder: Path | None = None) -> dict[str, Pool]:
-    """Read all pools of a notebook by protocol, the smallest scale first."""
+def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
+    """Read all pools of a notebook by protocol, the smallest scale first.
+
+    The run that its page shows comes last, if it shall be among them.
+    """
     place = (folder or root()) / "results" / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
     every = [one for name in names if (one := pool(notebook, name, folder))]
-    return {one.protocol: one for one in sorted(every, key=lambda one: one.rank)}
+    every.sort(key=lambda one: one.rank)
+    every += [one] if shown and (one := live(notebook, folder)) else []
+    return {one.protocol: one for one in every}
 
 
 def live(notebook: str, folder: Path | None = None) -> Pool | None:
