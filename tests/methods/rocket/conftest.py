@@ -31,18 +31,30 @@ def tokenizer():
 @pytest.fixture
 def base(host):
     """The builder of a base that the tokenizer fits."""
-    return lambda **changes: host(
-        **{"vocab_size": VOCABULARY, "max_position_embeddings": 256, **changes}
-    )
+    size = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
+    return lambda **changes: host(**{**size, **changes})
+
+
+@pytest.fixture
+def model(base):
+    return base()
+
+
+@pytest.fixture
+def bank(model, make_bank):
+    """Four random LoRAs on the model, a to d."""
+    return make_bank(model)
 
 
 @pytest.fixture
 def lora():
     """Make a random LoRA on q and v of a base."""
 
-    def make(model, name, seed, *, rank=4, alpha=8.0, size=0.3, known=True, **changes):
+    def make(
+        model, name, seed, *, rank=4, alpha=8.0, size=0.3, targets=("q_proj", "v_proj"), **changes
+    ):
         generator = torch.Generator().manual_seed(seed)
-        layers = rocket.loras.linears(model, ("q_proj", "v_proj"))
+        layers = rocket.loras.linears(model, targets)
         draw = lambda *shape: size * torch.randn(*shape, generator=generator)  # noqa: E731
         return rocket.loras.Lora(
             name=name,
@@ -50,7 +62,7 @@ def lora():
             alpha=alpha,
             down={path: draw(rank, layer.in_features) for path, layer in layers.items()},
             up={path: draw(layer.out_features, rank) for path, layer in layers.items()},
-            base=fingerprint(model) if known else None,
+            base=fingerprint(model),
             **changes,
         )
 

@@ -18,33 +18,25 @@ from moebook.models.checkpoint import fingerprint
 def foreign(base, tmp_path):
     """A LoRA that PEFT itself saved: no manifest of ours."""
 
-    def make(name="foreign", seed=0, **changes):
-        torch.manual_seed(seed)
+    def make(**changes):
+        torch.manual_seed(0)
         settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **changes}
         model = get_peft_model(base(), LoraConfig(**settings))
         with torch.no_grad():
-            for name_, parameter in model.named_parameters():
-                if "lora_B" in name_:
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
                     parameter.normal_()
-        model.save_pretrained(tmp_path / "bank" / name)
-        return model.eval(), tmp_path / "bank" / name
+        model.save_pretrained(tmp_path / "foreign")
+        return model.eval(), tmp_path / "foreign"
 
     return make
 
 
-def settings(**changes):
+def settings(without=None, **changes):
     def change(folder):
         path = folder / "adapter_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def without(field):
-    def change(folder):
-        path = folder / "adapter_config.json"
-        content = json.loads(path.read_text())
-        del content[field]
+        content = {**json.loads(path.read_text()), **changes}
+        content.pop(without, None)
         path.write_text(json.dumps(content))
 
     return change
@@ -98,7 +90,7 @@ DAMAGE = {
     "another kind": (settings(peft_type="IA3"), "E-CONFIG: .*expected 'LORA'"),
     "an unknown field": (settings(lora_alpa=3), "E-CONFIG: .*did you mean 'lora_alpha'"),
     "code from outside": (settings(auto_mapping={"parent_library": "os"}), "E-CONFIG"),
-    "a field missing": (without("r"), "E-CONFIG: .*'r' is missing"),
+    "a field missing": (settings(without="r"), "E-CONFIG: .*'r' is missing"),
     "targets the base has not": (settings(target_modules=["query"]), "E-KEYS: .*query"),
     "NaN": (tensors(lambda t: {k: v * math.nan for k, v in t.items()}), "E-NONFINITE"),
     "integers": (tensors(lambda t: {k: v.long() for k, v in t.items()}), "E-SHAPE: .*int64"),

@@ -1,6 +1,7 @@
 """The mixture: one expert is PEFT's LoRA, routing is Eq. 8 and 9, only experts and gates train."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from moebook.models.checkpoint import fingerprint
 from moebook.nn.lora_mixture import LoraMixture
 
 ONE = {"candidates": 1, "experts": 1, "top_k": 1}
+
+
+def cast(lora, dtype):
+    down, up = ({p: t.to(dtype) for p, t in part.items()} for part in (lora.down, lora.up))
+    return replace(lora, down=down, up=up)
 
 
 def mixtures(model):
@@ -53,50 +59,40 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
 def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_bank):
     model = base().double()
     bank = make_bank(model, 4)
-    bank["c"] = rocket.loras.Lora("c", 4, 3.0, bank["c"].down, bank["c"].up, bank["c"].base)
-    for each in bank.values():
-        for part in (each.down, each.up):
-            part.update({path: tensor.double() for path, tensor in part.items()})
+    bank["c"] = replace(bank["c"], alpha=3.0)
+    bank = {name: cast(lora, torch.float64) for name, lora in bank.items()}
     config = rocket.Config(experts=4, top_k=2, gate_input=reads)
     mixture.build(model, list(bank.values()), config)
     generator = torch.Generator().manual_seed(0)
     for path, part in mixtures(model).items():
         x = torch.randn(2, 5, part.base_layer.in_features, generator=generator).double()
-        found = part(x)
-        for b in range(2):
-            for t in range(5):
-                w_x = part.base_layer(x[b, t])
-                outputs = [
-                    w_x + each.alpha / 4 * each.up[path] @ (each.down[path] @ x[b, t])
-                    for each in bank.values()
-                ]
-                read = [x[b, t]] * 4 if reads == "layer" else outputs
-                rows = zip(part.router.weight, read, strict=True)
-                logits = torch.stack([row @ seen for row, seen in rows])
-                kept = logits.topk(2).indices
-                gates = logits[kept].softmax(0)
-                y = sum(g * outputs[i] for g, i in zip(gates, kept.tolist(), strict=True))
-                assert torch.allclose(found[b, t], y, atol=1e-12)
+        mixed = part(x)
+        for place in [(b, t) for b in range(2) for t in range(5)]:
+            base_output = part.base_layer(x[place])
+            outputs = [
+                base_output + lora.alpha / 4 * lora.up[path] @ (lora.down[path] @ x[place])
+                for lora in bank.values()
+            ]
+            read = [x[place]] * 4 if reads == "layer" else outputs
+            logits = torch.stack([row @ v for row, v in zip(part.router.weight, read, strict=True)])
+            top = logits.topk(2)
+            gates = zip(top.values.softmax(0), top.indices.tolist(), strict=True)
+            assert torch.allclose(mixed[place], sum(g * outputs[i] for g, i in gates), atol=1e-12)
 
 
 def test_omitting_the_scale_is_what_the_released_code_does(base, batch, lora):
     model, other = base(), base()
     one = lora(model, "one", 0, alpha=12.0)
-    plain = rocket.loras.Lora("one", 4, 4.0, one.down, one.up, one.base)
-    released = rocket.Config(**ONE, lora_scale="omitted")
-    mixture.build(model, [one], released)
-    mixture.build(other, [plain], rocket.Config(**ONE))
+    mixture.build(model, [one], rocket.Config(**ONE, lora_scale="omitted"))
+    mixture.build(other, [replace(one, alpha=4.0)], rocket.Config(**ONE))
     assert torch.equal(model(**batch).logits, other(**batch).logits)
 
 
 @pytest.mark.parametrize("reads", ["layer", "expert"])
-def test_a_step_moves_experts_and_gates_and_nothing_else(reads, base, batch, make_bank):
-    model = base()
-    before = fingerprint(base())
-    bank = make_bank(model)
-    config = rocket.Config(experts=4, gate_input=reads)
-    mixture.build(model, list(bank.values()), config).train()
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, bank):
+    before = fingerprint(model)
+    mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads)).train()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
     learning = mixture.trained(model)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n if not n.endswith("router") else f"{n}.weight" for n in learning
@@ -105,14 +101,12 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, base, batch, mak
     model(**batch).loss.backward()
     optimizer.step()
     for name, parameter in model.named_parameters():
-        assert torch.equal(kept[name], parameter) is not parameter.requires_grad
+        assert torch.equal(values[name], parameter) is not parameter.requires_grad
     assert fingerprint(mixture.remove(model)) == before
 
 
-def test_removing_and_building_again_leaves_the_base_alone(base, batch, make_bank):
-    model = base()
+def test_removing_and_building_again_leaves_the_base_alone(model, batch, bank):
     plain = model(**batch).logits
-    bank = make_bank(model)
     for _ in range(3):
         mixture.build(model, list(bank.values()), rocket.Config())
         mixed = model(**batch).logits
@@ -121,9 +115,7 @@ def test_removing_and_building_again_leaves_the_base_alone(base, batch, make_ban
     assert not model.get_decoder()._forward_pre_hooks
 
 
-def test_one_expert_alone_equals_that_lora_on_the_base(base, batch, make_bank):
-    model = base()
-    bank = make_bank(model)
+def test_one_expert_alone_equals_that_lora_on_the_base(model, batch, bank):
     with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
     mixture.build(model, list(bank.values()), rocket.Config(experts=4))
@@ -134,56 +126,49 @@ def test_one_expert_alone_equals_that_lora_on_the_base(base, batch, make_bank):
         pass
 
 
-def test_activation_is_counted_over_both_projections(base, batch, make_bank):
-    model = base()
-    mixture.build(model, list(make_bank(model).values()), rocket.Config())
+def test_activation_is_counted_over_both_projections(model, batch, bank):
+    mixture.build(model, list(bank.values()), rocket.Config())
     shares = activation.shares(model, {"own": [batch]})
-    tokens = int(batch["attention_mask"].sum())
-    load = activation.load(shares)
-    slots = shares.groupby("layer")["slots"].sum()
-    assert slots.tolist() == [2 * 2 * tokens] * 2  # two projections, top-2
-    assert ((load["entropy"] > 0) & (load["entropy"] <= 1)).all()
+    slots = 2 * 2 * int(batch["attention_mask"].sum())  # two projections, top-2
+    assert shares.groupby("layer")["slots"].sum().tolist() == [slots] * 2
+    assert activation.load(shares)["entropy"].between(0, 1, inclusive="right").all()
 
 
-def test_a_copied_mixture_is_independent(base, batch, make_bank):
-    model = base()
-    mixture.build(model, list(make_bank(model).values()), rocket.Config())
+def test_a_copied_mixture_is_independent(model, batch, bank):
+    mixture.build(model, list(bank.values()), rocket.Config())
     twin = copy.deepcopy(model)
     assert torch.equal(twin(**batch).logits, model(**batch).logits)
     mixture.remove(twin)
-    assert mixtures(model)
-    assert not mixtures(twin)
+    assert mixtures(model) and not mixtures(twin)
 
 
 def test_experts_of_half_precision_are_trained_in_single(base, make_bank):
     model = base(dtype=torch.bfloat16)
-    bank = make_bank(model, 2)
-    for each in bank.values():
-        for part in (each.down, each.up):
-            part.update({path: tensor.bfloat16() for path, tensor in part.items()})
-    mixture.build(model, list(bank.values()), rocket.Config(experts=2))
+    bank = [cast(lora, torch.bfloat16) for lora in make_bank(model, 2).values()]
+    mixture.build(model, bank, rocket.Config(experts=2))
     assert {p.dtype for p in mixture.trained(model).values()} == {torch.float32}
     assert model(torch.tensor([[3, 4, 5]])).logits.dtype == torch.bfloat16
 
 
-def test_what_makes_no_mixture_is_refused(base, make_bank, lora):
-    model = base()
-    bank = list(make_bank(model).values())
-    with pytest.raises(Refusal, match=r"E-RANGE: 3 LoRAs are given, experts \(N\) is 4"):
-        mixture.build(model, bank[:3], rocket.Config())
-    with pytest.raises(Refusal, match="E-BANK: a LoRA is named twice"):
-        mixture.build(model, [bank[0], *bank[:3]], rocket.Config())
-    wide = lora(model, "wide", 9, rank=6)
-    with pytest.raises(Refusal, match="E-BANK: 'a' and 'wide' differ in rank: 4 and 6"):
-        mixture.build(model, [*bank[:3], wide], rocket.Config())
+def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
+    four, config = list(bank.values()), rocket.Config()
     other = base()
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    with pytest.raises(Refusal, match="E-BASE: 'a' belongs to base"):
-        mixture.build(other, bank, rocket.Config())
-    assert not mixtures(model)
-    mixture.build(model, bank, rocket.Config())
-    with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
-        mixture.build(model, bank, rocket.Config())
+    for host, loras, message in (
+        (model, four[:3], r"E-RANGE: 3 LoRAs are given, experts \(N\) is 4"),
+        (model, [four[0], *four[:3]], "E-BANK: a LoRA is named twice"),
+        (
+            model,
+            [*four[:3], lora(model, "wide", 9, rank=6)],
+            "E-BANK: 'a' and 'wide' differ in rank: 4 and 6",
+        ),
+        (other, four, "E-BASE: 'a' belongs to base"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            mixture.build(host, loras, config)
     with pytest.raises(Refusal, match="E-MODEL: the model has not been through rocket"):
-        mixture.remove(base())
+        mixture.remove(model)
+    mixture.build(model, four, config)
+    with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
+        mixture.build(model, four, config)

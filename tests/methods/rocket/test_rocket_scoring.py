@@ -7,12 +7,19 @@ import pandas as pd
 import pytest
 import torch
 from peft import PeftModel
-from transformers import LlamaForCausalLM
 
 from moebook.data import IGNORED, encode, templates
 from moebook.errors import Refusal
 from moebook.kernels import matmul
 from moebook.methods.rocket import loras, scoring
+
+
+@pytest.fixture
+def score(model, tokenizer, bank, shots):
+    """Score shots under the bank."""
+    return lambda rows=shots, members=bank, **how: scoring.log_perplexity(
+        model, tokenizer, members, rows, **how
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -21,92 +28,59 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
     tokens, reduction, base, make_bank, shots, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(matmul, "ENOUGH", 0)  # as if the model were wide
-    model = base(attention_dropout=0.5)
-    bank = make_bank(model, 3)
-    found = scoring.log_perplexity(
-        model.train(), tokenizer, bank, shots, reduction=reduction, tokens=tokens
-    )
+    model = base(attention_dropout=0.5).train()
+    bank, how = make_bank(model, 3), {"reduction": reduction, "tokens": tokens}
+    nats = scoring.log_perplexity(model, tokenizer, bank, shots, **how)
     assert model.training
-    rows = encode(shots, tokenizer, max_length=1000)
-    for name, each in bank.items():
-        folder = tmp_path / name
-        if not folder.exists():
-            loras.write(each, folder)
-        peft = PeftModel.from_pretrained(base(), folder).eval()
-        for place, row in enumerate(rows):
+    for name, lora in bank.items():
+        peft = PeftModel.from_pretrained(base(), loras.write(lora, tmp_path / name)).eval()
+        for place, row in enumerate(encode(shots, tokenizer, max_length=1000)):
             ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
             with torch.no_grad():
-                nats = peft(input_ids=ids, labels=labels).loss.item()
-            count = sum(label != IGNORED for label in row["labels"])
-            expected = nats if reduction == "mean" else nats * count
-            assert found.loc[name, place] == pytest.approx(expected, rel=1e-5)
+                loss = peft(input_ids=ids, labels=labels).loss.item()
+            count = 1 if reduction == "mean" else sum(label != IGNORED for label in row["labels"])
+            assert nats.loc[name, place] == pytest.approx(loss * count, rel=1e-5)
 
 
-def test_scoring_leaves_the_base_without_hooks_and_repeats(base, make_bank, shots, tokenizer):
-    model = base()
-    bank = make_bank(model, 3)
-    one = scoring.log_perplexity(model, tokenizer, bank, shots)
-    two = scoring.log_perplexity(model, tokenizer, bank, shots)
-    assert np.array_equal(one, two)
+def test_scoring_leaves_the_base_without_hooks_and_repeats(score, model):
+    assert np.array_equal(score(), score())
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_reasoning_perplexity_scores_the_rationale_too(base, make_bank, shots, tokenizer):
-    model = base()
-    bank = make_bank(model, 2)
-    plain = scoring.log_perplexity(model, tokenizer, bank, shots, reduction="sum")
-    told = scoring.expand(shots)
-    reasoned = scoring.log_perplexity(model, tokenizer, bank, told, reduction="sum")
-    assert (reasoned > plain).all(axis=None)
+def test_reasoning_perplexity_scores_the_rationale_too(score, shots):
+    plain, expanded = (score(rows, reduction="sum") for rows in (shots, scoring.expand(shots)))
+    assert (expanded > plain).all(axis=None)
 
 
 def test_accuracy_counts_greedy_answers_after_post_processing(
-    base, make_bank, shots, tokenizer, tmp_path
+    model, base, bank, shots, tokenizer, tmp_path
 ):
-    model = base()
-    bank = make_bank(model, 2)
-    contexts = [
-        row["input_ids"][: row["labels"].count(IGNORED)]
-        for row in encode(shots, tokenizer, max_length=1000)
-    ]
-    loras.write(bank["b"], tmp_path / "b")
-    peft = PeftModel.from_pretrained(base(), tmp_path / "b").eval()
-    texts = []
-    for context in contexts:
-        ids = torch.tensor([context])
-        out = peft.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-        )
-        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    gold = [{**row, "answer": text} for row, text in zip(shots, texts, strict=True)]
+    peft = PeftModel.from_pretrained(base(), loras.write(bank["b"], tmp_path / "b")).eval()
+    gold = []
+    for shot, row in zip(shots, encode(shots, tokenizer, max_length=1000), strict=True):
+        ids = torch.tensor([row["input_ids"][: row["labels"].count(IGNORED)]])
+        mask = torch.ones_like(ids)
+        out = peft.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        gold.append({**shot, "answer": text})
     gold[1]["answer"] += "!"
-    found = scoring.accuracy(model, tokenizer, bank, gold, post=lambda text: text, limit=6)
-    assert found.loc["b"].tolist() == [True, False, True, True]
-    lenient = scoring.accuracy(
-        model, tokenizer, bank, gold, post=lambda text: text.rstrip("!"), limit=6
-    )
-    assert lenient.loc["b"].all()
+    for post, right in ((str, [True, False, True, True]), (lambda text: text.rstrip("!"), True)):
+        solved = scoring.accuracy(model, tokenizer, bank, gold, post=post, limit=6)
+        assert (solved.loc["b"] == right).all()
 
 
 def test_a_right_number_is_right_in_other_words_and_code_is_refused(
-    base, make_bank, tokenizer, monkeypatch
+    model, bank, tokenizer, monkeypatch
 ):
-    told = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
-    rows = [{"task": "GSM8K"} | templates.gsm8k(told, "here")] * 3
-    texts, asked = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], []
-
-    def greedy(*_, limit):
-        asked.append(limit)
-        return texts
-
-    monkeypatch.setattr(scoring, "generate", greedy)
-    bank = make_bank(model := base(), 2)
-    found = scoring.accuracy(model, tokenizer, bank, rows)
-    assert found.to_numpy().tolist() == [[True, True, False]] * 2
-    assert asked == [256, 256]
-    for order in ("answer_first", "rationale_first"):
-        (expanded, *_) = scoring.expand(rows, order=order)
-        assert expanded["answer"].count("<<48/2=24>>") == 1
+    raw = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
+    rows = [{"task": "GSM8K"} | templates.gsm8k(raw, "here")] * 3
+    texts, limits = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], set()
+    monkeypatch.setattr(scoring, "generate", lambda *_, limit: limits.add(limit) or texts)
+    solved = scoring.accuracy(model, tokenizer, bank, rows)
+    assert solved.to_numpy().tolist() == [[True, True, False]] * 4
+    assert limits == {256}
+    for order in scoring.ORDERS:
+        assert scoring.expand(rows, order=order)[0]["answer"].count("<<48/2=24>>") == 1
     for name in ("MBPP", "mbpp"):
         code = {"task": name, "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
         with pytest.raises(Refusal, match=f"E-SANDBOX: task '{name}': code is right when it runs"):
@@ -116,22 +90,18 @@ def test_a_right_number_is_right_in_other_words_and_code_is_refused(
 def test_scores_are_equations_4_and_5():
     nats = pd.DataFrame([[1.0, 2.0], [700.0, 800.0]], index=["a", "b"])
     hits = pd.DataFrame([[True, False], [True, True]], index=["a", "b"])
-    found = scoring.scores(nats, hits)
-    assert found.loc["a", "log_perplexity"] == pytest.approx(math.log(math.e + math.e**2))
-    assert found.loc["b", "log_perplexity"] == pytest.approx(800.0)  # exp(800) overflows a double
-    assert found["accuracy"].tolist() == [0.5, 1.0]
+    table = scoring.scores(nats, hits)
+    assert table.loc["a", "log_perplexity"] == pytest.approx(math.log(math.e + math.e**2))
+    assert table.loc["b", "log_perplexity"] == pytest.approx(800.0)  # exp(800) overflows a double
+    assert table["accuracy"].tolist() == [0.5, 1.0]
 
 
-def test_a_candidate_without_a_finite_loss_is_left_out_and_named(base, make_bank, shots, tokenizer):
-    model = base()
-    bank = make_bank(model, 3)
+def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
     next(iter(bank["b"].up.values()))[0, 0] = torch.nan
-    nats = scoring.log_perplexity(model, tokenizer, bank, shots)
-    hits = pd.DataFrame(True, index=list(bank), columns=range(4))
+    nats, hits = score(), pd.DataFrame(True, index=list(bank), columns=range(4))
     with pytest.warns(UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"):
-        found = scoring.scores(nats, hits)
-    assert list(found.index) == ["a", "c"]
-    assert np.isfinite(nats.loc[["a", "c"]]).all(axis=None)
+        assert list(scoring.scores(nats, hits).index) == ["a", "c", "d"]
+    assert np.isfinite(nats.drop("b")).all(axis=None)
     with (
         pytest.warns(UserWarning, match="W-NONFINITE"),
         pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"),
@@ -149,21 +119,19 @@ def test_shots_are_drawn_without_replacement_and_never_beyond_the_data(shots):
             scoring.draw(rows, wanted, 0)
 
 
-def test_what_cannot_be_scored_is_refused(base, make_bank, shots, tokenizer):
-    model = base()
-    bank = make_bank(model, 2)
-    with pytest.raises(Refusal, match="E-KSHOT: have 0"):
-        scoring.log_perplexity(model, tokenizer, bank, [])
-    with pytest.raises(Refusal, match="E-BANK: the bank is empty"):
-        scoring.log_perplexity(model, tokenizer, {}, shots)
+def test_what_cannot_be_scored_is_refused(score, shots):
     long = [{"prompt": "x" * 300, "answer": "y"}]
-    with pytest.raises(Refusal, match=r"E-KSHOT: shot 0 has .* the model takes 256"):
-        scoring.log_perplexity(model, tokenizer, bank, long)
+    for how, message in (
+        ({"rows": []}, "E-KSHOT: have 0"),
+        ({"members": {}}, "E-BANK: the bank is empty"),
+        ({"rows": long}, "E-KSHOT: shot 0 has .* the model takes 256"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            score(**how)
 
 
-def test_generation_gives_the_mode_back(base, tokenizer):
-    model = base().train()
-    assert len(scoring.generate(model, tokenizer, [[0, 5, 6]], limit=3)) == 1
+def test_generation_gives_the_mode_back(model, tokenizer):
+    assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
     assert model.training
 
 
@@ -206,30 +174,21 @@ def test_a_common_beginning_stands_once():
     assert sorted(rows) == sorted(begun)
 
 
-def everywhere(model, seed, rank=3):
-    """A LoRA on every linear layer of the decoder."""
-    torch.manual_seed(seed)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    layers = loras.linears(model, names)
-    down = {path: torch.randn(rank, layer.in_features) / 5 for path, layer in layers.items()}
-    up = {path: torch.randn(layer.out_features, rank) / 5 for path, layer in layers.items()}
-    return loras.Lora(str(seed), rank, 2.0, down, up)
+EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, whole, base, make_bank):
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), EVERYWHERE])
+def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, targets, base, lora):
     model = base(num_hidden_layers=layers)
-    bank = list(make_bank(model, 3).values())
-    if whole:
-        bank = [everywhere(model, seed) for seed in range(3)]
+    bank = [lora(model, str(seed), seed, targets=targets) for seed in range(3)]
     ids, places = torch.arange(10, 22).expand(3, -1), torch.tensor([4, 7, 11])
     with loras.attached(model.eval(), bank), torch.no_grad():
         wanted = model.model(input_ids=ids).last_hidden_state[:, places]
         with scoring.trimmed(model, 3, 12, places):
-            found = model.model(input_ids=ids).last_hidden_state[:, places]
+            trimmed = model.model(input_ids=ids).last_hidden_state[:, places]
         again = model.model(input_ids=ids).last_hidden_state[:, places]
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(trimmed, wanted)
     assert torch.equal(again, wanted)
 
 
@@ -241,14 +200,10 @@ def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, whole, ba
         (lambda m: delattr(m.model.layers[1], "self_attn"), "layer 1 has no attention"),
     ],
 )
-def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(
-    alter, message, base, make_bank, shots, tokenizer
-):
-    model: LlamaForCausalLM = base()
-    bank = make_bank(model, 2)
+def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(alter, message, score, model):
     alter(model)
     with pytest.raises(Refusal, match=f"E-MODEL: .*{message}"):
-        scoring.log_perplexity(model, tokenizer, bank, shots)
+        score()
 
 
 def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
@@ -278,7 +233,7 @@ def test_rationales_are_put_into_answers_in_both_orders(order, shots):
         assert text.endswith(row["answer"]) is (order == "rationale_first")
 
 
-def test_a_model_writes_rationales_from_the_prompt_of_figure_3(base, tokenizer, shots, monkeypatch):
+def test_a_model_writes_rationales_from_the_prompt_of_figure_3(tokenizer, shots, monkeypatch):
     seen = []
 
     def written(model, tok, contexts, *, limit):
@@ -286,19 +241,15 @@ def test_a_model_writes_rationales_from_the_prompt_of_figure_3(base, tokenizer, 
         return [f"Because {n}." for n in range(len(contexts))]
 
     monkeypatch.setattr(scoring, "generate", written)
-    found = scoring.write_rationales(shots, base(), tokenizer)
-    assert found[1]["rationale"] == "Because 1."
+    assert scoring.write_rationales(shots, None, tokenizer)[1]["rationale"] == "Because 1."
     assert "provide the answer first then with its explanation" in seen[0]
     assert seen[0].index("Question: Add 1 and 2.") < seen[0].index("Answer: 3.")
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    scoring.write_rationales(shots, base(), tokenizer, order="rationale_first")
+    scoring.write_rationales(shots, None, tokenizer, order="rationale_first")
     assert seen[-1].startswith("[Read the question")
     assert "explanation first then with the answer" in seen[-1]
     monkeypatch.setattr(scoring, "generate", lambda m, t, c, limit: [" "] * len(c))
     with pytest.raises(Refusal, match="E-DATA: row 0: the model wrote no rationale"):
-        scoring.write_rationales(shots, base(), tokenizer)
-
-
-def test_missing_rationales_are_refused():
+        scoring.write_rationales(shots, None, tokenizer)
     with pytest.raises(Refusal, match="E-DATA: row 0 has no rationale"):
         scoring.expand([{"prompt": "a", "answer": "b"}])
