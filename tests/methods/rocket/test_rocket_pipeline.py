@@ -16,19 +16,15 @@ from moebook.models.checkpoint import fingerprint
 from moebook.nn import routers
 
 
-def test_the_defaults_are_the_papers_sizes():
-    printed = papers.hyperparameters("rocket", "paper")
-    config = Config.preset("paper")
-    for field, name in (
-        ("shots", "shots"), ("candidates", "candidates"), ("experts", "experts"),
-        ("top_k", "experts_per_token"), ("budget", "data_budget"),
-        ("threshold", "duplicate_threshold"), ("reduction", "perplexity"),
-    ):  # fmt: skip
-        assert getattr(config, field) == printed[name]["value"]
+def test_the_presets_are_what_paper_and_code_say():
+    names = {"top_k": "experts_per_token", "budget": "data_budget", "reduction": "perplexity"}
+    names |= {"threshold": "duplicate_threshold"}
+    printed, config = papers.hyperparameters("rocket", "paper"), Config.preset("paper")
+    for field in ("shots", "candidates", "experts", *names):
+        assert getattr(config, field) == printed[names.get(field, field)]["value"]
     assert Config() == Config.preset("fixed")
     released = Config.preset("released")
     assert released.budget == papers.hyperparameters("rocket", "released")["data_budget"]["value"]
-    assert released.lora_scale == "omitted"
 
 
 @pytest.mark.parametrize(
@@ -247,37 +243,26 @@ def test_without_tuning_there_is_nothing_to_correlate(two_loras):
     assert table.empty and ranks.empty and findings.averaged(ranks).empty
 
 
-def test_correlations_are_taken_within_a_task():
-    pairs = [(task, name) for task in ("a", "b") for name in "xyz"]
+def test_correlations_are_taken_within_a_task_and_averaged_over_tasks():
+    pairs = [(task, name) for task in ("a", "b", "c") for name in "xyz"]
     index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
-    columns = {"nats": [1.0, 2, 3, 10, 20, 30], "after": [3.0, 2, 1, 0.5, 0.5, 0.5]}
+    after = [3.0, 2, 1, 0.5, 0.5, 0.5, 1, 3, 2]
+    columns = {"nats": [1.0, 2, 3, 10, 20, 30, 1, 2, 3], "after": after}
     ranks = findings.correlations(pd.DataFrame(columns, index), ["nats"], ["after"])
-    assert ranks.to_dict() == {("nats", "after", "a"): pytest.approx(-1)}
-
-
-def test_correlations_are_averaged_over_tasks():
-    ranks = {
-        ("bare answers", "after", "a"): 0.5,
-        ("bare answers", "after", "b"): 0.0,
-        ("with rationales", "after", "a"): -0.5,
-        ("with rationales", "gain", "a"): -0.25,
-        ("with rationales", "gain", "b"): 0.75,
-    }
-    ranks = pd.Series(ranks).rename_axis(["of", "with", "task"])
-    table = findings.averaged(ranks)
-    assert table.loc[("bare answers", "after"), "correlation"] == pytest.approx(0.25)
-    assert table.loc[("with rationales", "after"), "targets"] == 1
-    assert math.isnan(table.loc[("with rationales", "after"), "to"])
+    assert ranks["nats", "after"].to_dict() == pytest.approx({"a": -1, "c": 0.5})
+    line = findings.averaged(ranks).loc[("nats", "after")]
+    assert line["correlation"] == pytest.approx(-0.25) and line["targets"] == 2
+    assert line["95 % from"] < -0.25 < line["to"]
+    assert math.isnan(findings.averaged(ranks[:1])["to"].item())
 
 
 def test_an_average_is_one_over_targets_whatever_their_rows():
-    nats = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}
     right = {"a": [True, False, False, False], "b": [True, True]}
+    nats, tested = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}, {"a": "a_task", "b": "b_task"}
     tables = {
-        t: pd.DataFrame({"task": f"{t}_task", "domain": "d", "correct": c, "nll": nats[t]})
+        t: pd.DataFrame({"task": tested[t], "domain": "d", "correct": c, "nll": nats[t]})
         for t, c in right.items()
     }
-    tested = {"a": "a_task", "b": "b_task"}
     joined = findings.over_targets(tables, tested)
     assert joined.score.mean() == pytest.approx(0.625)
     assert joined.nll.mean() == pytest.approx((2.5 + 7) / 2)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pandas as pd
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.methods import rocket
-from moebook.methods.rocket import selection
+from moebook.methods.rocket import Config, selection
 
 
 def tables(seed, size, *, ties=False):
@@ -52,7 +51,7 @@ def algorithm_1(scores, cosines, candidates, experts, *, literal):
 def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, literal):
     scores, cosines = tables(seed, 12, ties=ties)
     form = "inverse" if literal else "ordered"
-    config = rocket.Config(candidates=7, experts=3, diversity=form)
+    config = Config(candidates=7, experts=3, diversity=form)
     found = selection.select(scores, cosines, config)
     experts, candidates, total = algorithm_1(scores, cosines, 7, 3, literal=literal)
     assert found.experts == experts
@@ -62,7 +61,7 @@ def test_selection_equals_the_literal_algorithm_in_sets_and_order(seed, ties, li
 
 def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch):
     scores, cosines = tables(7, 20, ties=True)
-    config = rocket.Config(candidates=16, experts=6)
+    config = Config(candidates=16, experts=6)
     monkeypatch.setattr(selection, "BEST", 9000)
     whole = selection.select(scores, cosines, config)
     monkeypatch.setattr(selection, "BEST", 30)
@@ -74,101 +73,87 @@ def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch
 def test_selection_does_not_depend_on_the_order_of_the_bank():
     scores, cosines = tables(3, 9, ties=True)
     scores["log_perplexity"] = 1.0
-    config = rocket.Config(candidates=5, experts=2)
+    config = Config(candidates=5, experts=2)
     one = selection.select(scores, cosines, config)
     two = selection.select(scores.iloc[::-1], cosines.iloc[::-1, ::-1], config)
     assert one.experts == two.experts
     pd.testing.assert_frame_equal(one.groups, two.groups)
 
 
-def test_when_all_is_equal_the_names_decide():
-    names = ["c", "a", "d", "b"]
-    scores = pd.DataFrame({"log_perplexity": 1.0, "accuracy": 0.5}, index=names)
+@pytest.mark.parametrize(("nats", "experts"), [([1.0] * 4, "ab"), ([3.0, 1, 4, 2], "bd")])
+def test_equal_values_are_settled_by_perplexity_and_then_by_name(nats, experts):
+    names = ["c", "b", "a", "d"]
+    scores = pd.DataFrame({"log_perplexity": nats, "accuracy": 0.0}, index=names)
     cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
-    found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
-    assert found.experts == ("a", "b")
-
-
-def test_equal_accuracies_leave_the_choice_to_perplexity():
-    names = list("abcd")
-    scores = pd.DataFrame({"log_perplexity": [4.0, 3, 2, 1], "accuracy": 0.0}, index=names)
-    cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
-    found = selection.select(scores, cosines, rocket.Config(candidates=3, experts=2, top_k=2))
-    assert found.experts == ("d", "c")
+    choice = selection.select(scores, cosines, Config(candidates=3, experts=2))
+    assert choice.experts == tuple(experts)
 
 
 def test_a_single_ranking_takes_its_own_best():
     scores, cosines = tables(5, 10)
-    config = rocket.Config(candidates=6, experts=3)
-    by_perplexity = selection.select(scores, cosines, config, rankings=["perplexity"])
-    assert by_perplexity.experts == tuple(scores.log_perplexity.sort_values().index[:3])
-    by_accuracy = selection.select(scores, cosines, config, rankings=["accuracy"])
-    assert by_accuracy.experts == tuple(scores.accuracy.sort_values(ascending=False).index[:3])
+    for ranking, order in (("perplexity", scores.log_perplexity), ("accuracy", -scores.accuracy)):
+        config = Config(candidates=6, experts=3)
+        choice = selection.select(scores, cosines, config, rankings=[ranking])
+        assert choice.experts == tuple(order.sort_values().index[:3])
 
 
 def test_normalised_sums_put_each_ranking_on_the_same_footing():
     scores, cosines = tables(6, 10)
-    config = rocket.Config(candidates=8, experts=4, ranking="normalised")
+    config = Config(candidates=8, experts=4, ranking="normalised")
     groups = selection.select(scores, cosines, config).groups
     parts = groups[["R_P", "R_A", "R_D"]]
     expected = ((parts - parts.min()) / (parts.max() - parts.min())).sum(axis=1)
     assert np.allclose(groups["total"], expected)
     assert groups["total"].is_monotonic_increasing
-    plain = selection.select(scores, cosines, rocket.Config(candidates=8, experts=4)).groups
+    plain = selection.select(scores, cosines, Config(candidates=8, experts=4)).groups
     assert plain["R_D"].max() == math.comb(8, 4)  # 70, where R_P and R_A span 16 a group
 
 
-@pytest.mark.parametrize("cosine", ["signed", "absolute"])
-def test_similarity_by_small_products_equals_the_formed_product(cosine, base, make_bank):
-    model = base()
-    bank = make_bank(model)
-    found = selection.similarity(bank, rocket.Config(cosine=cosine))
-    for one in bank.values():
-        for two in bank.values():
-            cosines = []
-            for path in one.down:
-                left = (one.up[path].double() @ one.down[path].double()).flatten()
-                right = (two.up[path].double() @ two.down[path].double()).flatten()
-                cosines.append(float(torch.cosine_similarity(left, right, dim=0)))
-            values = np.abs(cosines) if cosine == "absolute" else cosines
-            assert found.loc[one.name, two.name] == pytest.approx(np.mean(values), abs=1e-12)
+def cosine(x, y):
+    return float(torch.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0))
 
 
-def test_similarity_of_factors_compares_a_and_b_apart(base, make_bank):
-    bank = make_bank(base(), 2)
-    one, two = bank.values()
+@pytest.mark.parametrize("sign", ["signed", "absolute"])
+def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
+    table = selection.similarity(bank, Config(cosine=sign))
+    products = {
+        name: [lora.up[p].double() @ lora.down[p].double() for p in lora.down]
+        for name, lora in bank.items()
+    }
+    for one, two in product(bank, bank):
+        values = list(map(cosine, products[one], products[two]))
+        values = np.abs(values) if sign == "absolute" else values
+        assert table.loc[one, two] == pytest.approx(np.mean(values), abs=1e-12)
+
+
+def test_similarity_of_factors_compares_a_and_b_apart(bank):
+    one, two = bank["a"], bank["b"]
     cosines = [
-        abs(float(torch.cosine_similarity(x.double().flatten(), y.double().flatten(), dim=0)))
+        abs(cosine(x[path], y[path]))
         for path in one.down
-        for x, y in ((one.down[path], two.down[path]), (one.up[path], two.up[path]))
+        for x, y in ((one.down, two.down), (one.up, two.up))
     ]
-    found = selection.similarity(bank, rocket.Config.preset("released"))
-    assert found.loc["a", "b"] == pytest.approx(np.mean(cosines), abs=1e-12)
+    table = selection.similarity(bank, Config.preset("released"))
+    assert table.loc["a", "b"] == pytest.approx(np.mean(cosines), abs=1e-12)
 
 
-def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(base, lora):
-    model = base()
-    one, two = lora(model, "a", 0), lora(model, "b", 1)
+def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(bank):
     turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))[0]
-    turned = rocket.loras.Lora(
-        "b", 4, 8.0, {p: turn.T @ t for p, t in two.down.items()},
-        {p: t @ turn for p, t in two.up.items()}, two.base,
-    )  # fmt: skip
+    down = {path: turn.T @ part for path, part in bank["b"].down.items()}
+    up = {path: part @ turn for path, part in bank["b"].up.items()}
+    turned = bank | {"b": dataclasses.replace(bank["b"], down=down, up=up)}
     for compare, same in (("product", True), ("factors", False)):
-        config = rocket.Config(compare=compare)
-        left = selection.similarity({"a": one, "b": two}, config).loc["a", "b"]
-        right = selection.similarity({"a": one, "b": turned}, config).loc["a", "b"]
+        config = Config(compare=compare)
+        left, right = (selection.similarity(each, config).loc["a", "b"] for each in (bank, turned))
         assert bool(abs(left - right) < 1e-6) is same
 
 
-def test_a_matrix_that_is_zero_has_cosine_zero(base, make_bank):
-    bank = make_bank(base(), 2)
+def test_a_matrix_that_is_zero_has_cosine_zero(bank):
     before = selection.similarity(bank).loc["a", "b"]
-    path = next(iter(bank["a"].up))
-    bank["a"].up[path].zero_()
-    found = selection.similarity(bank)
-    assert np.isfinite(found.to_numpy()).all()
-    assert found.loc["a", "b"] != before
+    next(iter(bank["a"].up.values())).zero_()
+    table = selection.similarity(bank)
+    assert np.isfinite(table.to_numpy()).all()
+    assert table.loc["a", "b"] != before
 
 
 @pytest.mark.parametrize(
@@ -182,36 +167,27 @@ def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inve
 
 
 def test_a_group_of_opposites_is_the_most_diverse_unless_equation_6_is_read_literally():
-    names = list("abc")
-    cosines = pd.DataFrame(
-        [[1, -0.5, 0.9], [-0.5, 1, 0.9], [0.9, 0.9, 1]], index=names, columns=names
-    )
-    scores = pd.DataFrame({"log_perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}, index=names)
+    names, cosines = list("abc"), [[1, -0.5, 0.9], [-0.5, 1, 0.9], [0.9, 0.9, 1]]
+    cosines = pd.DataFrame(cosines, index=names, columns=names)
+    scores = {"log_perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}
     for form, place in (("ordered", 1), ("inverse", 3)):
-        config = rocket.Config(candidates=3, experts=2, diversity=form)
-        groups = selection.select(scores, cosines, config).groups
-        assert dict(zip(groups["members"], groups["R_D"], strict=True))[("a", "b")] == place
+        config = Config(candidates=3, experts=2, diversity=form)
+        groups = selection.select(pd.DataFrame(scores, index=names), cosines, config).groups
+        assert groups.set_index("members")["R_D"].loc[[("a", "b")]].item() == place
 
 
 def test_what_cannot_be_selected_from_is_refused():
     scores, cosines = tables(0, 6)
-    with pytest.raises(
-        Refusal, match=r"E-BANK: the bank has 6 scored LoRAs, candidates \(M\) is 8"
+    bad = scores.assign(accuracy=np.nan)
+    six, big = Config(candidates=6), Config(candidates=40, experts=8)
+    for table, alike, config, rankings, message in (
+        (scores, cosines, Config(), None, r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8"),
+        (scores, cosines, six, ["loss"], "E-CHOICE: unknown ranking 'loss'"),
+        (scores, cosines.iloc[1:, 1:], six, None, "E-BANK: no similarity is known for"),
+        (bad, cosines, six, None, "E-NONFINITE"),
+        (*tables(0, 40), dataclasses.replace(big, experts=20), None, "137,846,528,820 groups"),
+        (*tables(0, 40), dataclasses.replace(big, ranking="normalised"), None, "76,904,685 groups"),
+        (*tables(0, 40), big, ["accuracy"], "E-RANGE: .*'sum' by accuracy: lower M"),
     ):
-        selection.select(scores, cosines, rocket.Config())
-    with pytest.raises(Refusal, match="E-CHOICE: unknown ranking 'loss'"):
-        selection.select(scores, cosines, rocket.Config(candidates=6), rankings=["loss"])
-    with pytest.raises(Refusal, match="E-BANK: no similarity is known for"):
-        selection.select(scores, cosines.iloc[1:, 1:], rocket.Config(candidates=6))
-    big = tables(0, 40)
-    many = rocket.Config(candidates=40, experts=20)
-    with pytest.raises(Refusal, match="E-RANGE: groups: 40 candidates have 137,846,528,820 groups"):
-        selection.select(*big, many)
-    listed = rocket.Config(candidates=40, experts=8, ranking="normalised")
-    with pytest.raises(Refusal, match="E-RANGE: 40 candidates have 76,904,685 groups of 8"):
-        selection.select(*big, listed)
-    with pytest.raises(Refusal, match="'sum' by accuracy: lower M"):
-        selection.select(*big, dataclasses.replace(listed, ranking="sum"), rankings=["accuracy"])
-    scores.iloc[0, 0] = np.nan
-    with pytest.raises(Refusal, match="E-NONFINITE"):
-        selection.select(scores, cosines, rocket.Config(candidates=6))
+        with pytest.raises(Refusal, match=message):
+            selection.select(table, alike, config, rankings=rankings or list(selection.RANKINGS))
