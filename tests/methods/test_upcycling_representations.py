@@ -155,29 +155,16 @@ class Held(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive, self.bytes, self.peak = {}, 0, 0
+        self.tensors, self.peak = weakref.WeakValueDictionary(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.note(storage.data_ptr(), storage.nbytes(), tensor)
+        made = [part for part in tree_leaves(out) if isinstance(part, torch.Tensor)]
+        self.tensors.update({id(part): part for part in made})
+        storages = [part.untyped_storage() for part in list(self.tensors.values())]
+        alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.peak = max(self.peak, sum(alive.values()))
         return out
-
-    def note(self, place, size, tensor):
-        if place not in self.alive:
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-            self.alive[place] = [size, 0]
-        self.alive[place][1] += 1
-        weakref.finalize(tensor, self.drop, place)
-
-    def drop(self, place):
-        if place in self.alive:
-            self.alive[place][1] -= 1
-            if not self.alive[place][1]:
-                self.bytes -= self.alive.pop(place)[0]
 
 
 def test_what_collection_holds_does_not_grow_with_the_text(host):
