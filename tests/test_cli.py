@@ -88,6 +88,16 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_package_without_its_repository_says_where_the_recipes_are(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert cli.main(["pretrain", "nano"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("E-NOFILE: ") and message.count("\n") == 1
+    assert "has no recipes/, which are in the repository" in message
+
+
 def test_list_and_verify_work_before_anything_was_run_but_not_outside_a_project(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,7 +190,9 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
         for path in (tmp_path / "moebook").rglob("*")
         if path.is_file()
     }
-    assert files - set(zipfile.ZipFile(wheel).namelist()) == set()
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert files - held == set()
+    assert not any(name.startswith(("recipes", "tests")) for name in held)
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
