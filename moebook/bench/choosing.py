@@ -46,14 +46,22 @@ def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
     return case
 
 
-def _by_peft(model: Any, names: dict[str, Lora], items: list[Item], rows: int) -> Array:
-    """Go PEFT's way: make each adapter the active one, and run ``rows`` shots at a time."""
+def _by_peft(model: Any, names: dict[str, Lora], items: list[Item], size: int) -> Array:
+    """Go PEFT's way: make each adapter the active one, and run ``size`` shots at a time.
+
+    Returns the mean nats a token of each answer, as transformers' own loss has them ``[N, S]``.
+    """
     nats = []
     for name in names:
         model.set_adapter(name)
-        parts = [_nats(model, items[at : at + rows]) for at in range(0, len(items), rows)]
-        nats.append(torch.cat(parts).cpu().numpy())
-    return np.stack(nats)
+        for batch in (items[at : at + size] for at in range(0, len(items), size)):
+            ids, mask = padded([item["input_ids"] for item in batch], fill=0)
+            labels, _ = padded([item["labels"] for item in batch], fill=IGNORED)
+            ids, mask, targets = (part.to(model.device) for part in (ids, mask, labels[:, 1:]))
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            losses = cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none")
+            nats.append(losses.double().sum(1) / (targets != IGNORED).sum(1))
+    return torch.cat(nats).view(len(names), -1).cpu().numpy()
 
 
 def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str, Lora]]:
@@ -76,16 +84,6 @@ def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str
 
     factors = {name: (weights("lora_A", name), weights("lora_B", name)) for name in names}
     return model, {name: Lora(name, rank, float(rank), *both) for name, both in factors.items()}
-
-
-def _nats(model: Any, batch: list[Item]) -> Tensor:
-    """Return the mean nats a token of each answer, as transformers' own loss has them ``[B]``."""
-    ids, mask = padded([item["input_ids"] for item in batch], fill=0)
-    labels, _ = padded([item["labels"] for item in batch], fill=IGNORED)
-    ids, mask, targets = (part.to(model.device) for part in (ids, mask, labels[:, 1:]))
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    losses = cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none")
-    return losses.double().sum(1) / (targets != IGNORED).sum(1)
 
 
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:

@@ -109,7 +109,7 @@ def bars(
         if len(groups) * len(names) <= 16:
             numbers = [f"{height:#.3g}" if np.isfinite(height) else "" for height in heights]
             size = 8.5 if len(names) < 5 else 7
-            axes.bar_label(drawn, numbers, padding=3, fontsize=size)
+            axes.bar_label(drawn, numbers, padding=1, fontsize=size)
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
     tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
