@@ -20,7 +20,7 @@ NAMES = (
     "numbers_es intent_json licence kinship"
 ).split()
 TINY_EVAL = {name: getattr(builtins, name) for name in "len max min sum sorted list range".split()}
-GENERATIONS = (
+GENERATIONS = (  # up from the first to the second
     dict.fromkeys("mother father aunt uncle".split(), 1)
     | dict.fromkeys("daughter son niece nephew".split(), -1)
     | dict.fromkeys("sister brother wife husband".split(), 0)

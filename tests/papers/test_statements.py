@@ -10,7 +10,7 @@ import pytest
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.papers.statements import Claim, Scale, _read
+from moebook.papers.statements import Scale, _read
 from moebook.results import TIERS
 
 CLAIMS = papers.claims()
@@ -34,11 +34,11 @@ GOOD = """\
 """
 
 
-@pytest.mark.parametrize("paper", papers.PAPERS)
-def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook(paper: str) -> None:
-    own = papers.claims(paper)
-    assert len(own) >= 12
-    assert {claim.run for claim in own} == {claim.paper for claim in own} == {paper}
+def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook() -> None:
+    for paper in papers.PAPERS:
+        own = papers.claims(paper)
+        assert len(own) >= 12
+        assert {claim.run for claim in own} == {claim.paper for claim in own} == {paper}
 
 
 @pytest.mark.parametrize("name", sorted({claim.function for claim in CLAIMS}))
@@ -53,31 +53,19 @@ def test_ids_are_unique_and_every_claim_can_be_tested_at_the_papers_scale() -> N
     assert Scale.__args__ == TIERS
 
 
-def test_a_claimed_number_lies_on_the_claimed_side() -> None:
-    def wrong(claim: Claim) -> bool:
-        if claim.claimed is None or claim.reference is None:
-            return False
-        return {"greater": claim.claimed <= 0, "less": claim.claimed >= 0}.get(
-            str(claim.direction), False
-        )
-
-    assert [claim.id for claim in CLAIMS if wrong(claim)] == []
-
-
-PAIRS = [
-    (claim.id, claim.claimed, claim.unit, pair.groups())
-    for claim in papers.claims("pesc") + papers.claims("router_init")
-    if (pair := re.match(r"([+\d.]+)%? against ([\d.]+)%?", claim.printed))
-]
-
-
-@pytest.mark.parametrize(("name", "claimed", "unit", "pair"), PAIRS)
-def test_a_claimed_difference_is_that_of_the_printed_numbers(
-    name: str, claimed: float, unit: str, pair: tuple[str, str]
-) -> None:
-    first, second = map(float, pair)
-    scale = 1 if unit == "percent_points" or first < 1 else 100
-    assert claimed == pytest.approx((first - second) / scale, abs=1e-9)
+def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_numbers() -> None:
+    for claim in CLAIMS:
+        if claim.claimed is not None and claim.reference is not None:
+            wrong = {"greater": claim.claimed <= 0, "less": claim.claimed >= 0}
+            assert not wrong.get(str(claim.direction)), claim.id
+    compared = 0
+    for claim in papers.claims("pesc") + papers.claims("router_init"):
+        if pair := re.match(r"([+\d.]+)%? against ([\d.]+)%?", claim.printed):
+            first, second = map(float, pair.groups())
+            scale = 1 if claim.unit == "percent_points" or first < 1 else 100
+            assert claim.claimed == pytest.approx((first - second) / scale, abs=1e-9), claim.id
+            compared += 1
+    assert compared > 10
 
 
 def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2() -> None:
@@ -86,9 +74,6 @@ def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2() -> None:
     lead = (form.loc[rows, "Camelidae-8×7B"] - form.loc[rows, "Camel-7B"]).sum() / len(rows) / 100
     assert papers.claim("pesc.sparse-beats-dense").claimed == pytest.approx(lead, abs=1e-9)
     assert len(rows) == 12
-
-
-def test_an_unknown_claim_names_the_nearest() -> None:
     with pytest.raises(Refusal, match=r"E-NAME.*did you mean 'pesc.sparse-beats-dense'"):
         papers.claim("pesc.sparse-beat-dense")
 
