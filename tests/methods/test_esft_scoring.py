@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from moebook.errors import Refusal
-from moebook.methods import esft, pesc
+from moebook.methods import esft
 from moebook.models import anatomy
 
 FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
@@ -72,13 +72,6 @@ def test_a_constant_scaling_of_the_output_is_no_part_of_the_gate(mixture, batch)
     plain, scaled = mixture("DeepseekV2"), mixture("DeepseekV2", routed_scaling_factor=16.0)
     first = esft.measure(plain, [batch]).gate[1]
     torch.testing.assert_close(esft.measure(scaled, [batch]).gate[1], first)
-
-
-def test_an_upcycled_model_is_measured_too(host, batch):
-    model = pesc.full_experts(host(), pesc.Config(experts=4, adapter_width=4, host="frozen"))
-    scores = esft.measure(model, [batch])
-    assert list(scores.gate) == [0, 1]
-    assert all(row.sum().item() == pytest.approx(1, abs=1e-6) for row in scores.gate.values())
 
 
 def test_a_dense_model_and_no_token_are_refused(host, mixture, batch):

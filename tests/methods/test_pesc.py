@@ -52,11 +52,6 @@ def test_router_reads_the_ffn_input_and_adapters_its_output(family, host, batch)
     assert torch.equal(seen["adapters"][0], seen["shared"][1].flatten(0, 1))
 
 
-def test_only_the_chosen_layers_are_crafted(host):
-    model = pesc.craft(host(), pesc.Config(**SMALL, layers=(1,)))
-    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
-
-
 class Loop(nn.Module):
     """One MoE layer as a loop over tokens and experts, from the equations, in float64."""
 

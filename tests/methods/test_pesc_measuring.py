@@ -10,6 +10,7 @@ from datasets import Dataset
 from moebook.analysis.memory import step_memory
 from moebook.errors import Refusal
 from moebook.methods import pesc
+from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
 
 SMALL = {"experts": 3, "adapter_width": 6, "adapter_dropout": 0.0, "host": "frozen"}
@@ -117,6 +118,7 @@ def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_h
 def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
     config = pesc.Config(experts=4, adapter_width=6, host="frozen", layers=(1,))
     model = pesc.craft(host(), config)
+    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
     size = pesc.counts(config, model.config)
     assert size.total == sum(parameter.numel() for parameter in model.parameters())
     assert size.adapters == 4 * 2 * 32 * 6

@@ -21,7 +21,14 @@ from moebook.data import hub, tasks
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config, Score
 from moebook.methods.esft.grouping import group
-from moebook.methods.esft.scoring import Scores, measure, random_selection, select, sparse_layers
+from moebook.methods.esft.scoring import (
+    Count,
+    Scores,
+    measure,
+    random_selection,
+    select,
+    sparse_layers,
+)
 from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import origin_or_none
@@ -59,17 +66,12 @@ def sweep(
         "groups": _rising("group_sizes", group_sizes, int, 1, math.inf),
     }
     if len(tried["gate"]) != len(tried["lora"]):
-        refuse(
-            "E-RANGE",
-            f"thresholds_gate is '{thresholds_gate}' and ranks '{ranks}'; expected as many of both,"
-            " since they are compared in turn",
-        )
+        given = f"thresholds_gate is '{thresholds_gate}' and ranks '{ranks}'"
+        refuse("E-RANGE", f"{given}; expected as many of both, which are compared in turn")
     return tried
 
 
-def _rising(
-    name: str, text: str, kind: type[int] | type[float], above: float, most: float
-) -> list[float]:
+def _rising(name: str, text: str, kind: type[float], above: float, most: float) -> list[float]:
     try:
         values = [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -130,22 +132,21 @@ def plan(
     calls: dict[tuple[str, str], dict[str, Any]] = {}
     for name, arm in arms.items():
         for task in list(scores) if arm.main else list(scores)[:1]:
-            if arm.method == "fft":
-                calls[name, task] = {}
-            elif arm.method == "lora":
-                calls[name, task] = {"rank": int(arm.size), "scale": scale}
-            else:
-                config = Config.preset(preset, score=arm.method, threshold=arm.size)
-                measured, groups = scores[task], None
-                if arm.group > 1:
-                    bound = deepcopy(model)
-                    groups = group(bound, together, arm.group)
-                    measured = measure(bound, drawn[task], config)
-                selection = select(measured, config, groups=groups)
-                if arm.random:
-                    label = f"{arm.method}/{task}/{seed}"
-                    selection = random_selection(selection, measured.experts, label)
-                calls[name, task] = {"selection": selection}
+            if arm.method in ("fft", "lora"):
+                sizes = {"rank": int(arm.size), "scale": scale}
+                calls[name, task] = sizes if arm.method == "lora" else {}
+                continue
+            config = Config.preset(preset, score=arm.method, threshold=arm.size)
+            measured, groups = scores[task], None
+            if arm.group > 1:
+                bound = deepcopy(model)
+                groups = group(bound, together, arm.group)
+                measured = measure(bound, drawn[task], config)
+            selection = select(measured, config, groups=groups)
+            if arm.random:
+                label = f"{arm.method}/{task}/{seed}"
+                selection = random_selection(selection, measured.experts, label)
+            calls[name, task] = {"selection": selection}
     return calls
 
 
@@ -156,16 +157,13 @@ def full(model: nn.Module) -> nn.Module:
 
 
 @checked
-def lora(
-    model: nn.Module, *, rank: Annotated[int, Field(ge=1)] = 8, scale: float = 2.0
-) -> nn.Module:
+def lora(model: nn.Module, *, rank: Count = 8, scale: float = 2.0) -> nn.Module:
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
     The paper names rank and scale but not the modules. Here they are the linear layers of
     attention, of dense layers' MLPs and of shared experts, and the routed experts' fused tensors,
     to each of which PEFT adds one product of rank ``rank`` per expert (a fused gate and up share
-    it). Routers, norms, embeddings and head stay frozen. LoRA weights are float32 or wider. The
-    product is multiplied by ``scale`` (PEFT's alpha is scale times r).
+    it), times ``scale`` (alpha is scale times r). LoRA weights are float32 or wider.
     """
     _check_plain(model)
     layers = anatomy(model).layers
@@ -174,9 +172,8 @@ def lora(
     blocks = nn.ModuleList(layer.block for layer in layers)
     adapted = [layer.attention for layer in layers]
     adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
-    linears = {
-        part for owner in adapted if owner for part in owner.modules() if type(part) is nn.Linear
-    }
+    parts = [part for owner in adapted if owner for part in owner.modules()]
+    linears = {part for part in parts if isinstance(part, nn.Linear)}
     banks = {p for layer in sparse_layers(model) for p in layer.experts.parameters()}
     config = LoraConfig(
         r=rank,
@@ -237,9 +234,8 @@ def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)],
 def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
     """Train `STEPS` steps of a recipe for `training.fit`; count what one holds (Fig. 4).
 
-    Returns:
-        ``time``, the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
-        (weights and buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
+    ``time`` is the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
+    (weights and buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
     """
     first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
     device = next(model.parameters()).device

@@ -15,34 +15,29 @@ from moebook.methods.esft.config import Config
 from moebook.methods.esft.scoring import Scores, Selection, select, sparse_layers
 from moebook.models.anatomy import anatomy
 
+# What the paper reads otherwise than the released code: one thing, the other, and both.
 CHANGES: dict[str, dict[str, object]] = {
     "within_samples": {"pooling": "samples"},
     "share_of_the_total": {"normalised": True},
     "paper": {"pooling": "samples", "normalised": True},
 }
-"""What the paper reads otherwise than the released code: one thing, the other, and both."""
 
 
 def layers(model: nn.Module) -> pd.DataFrame:
     """Describe a mixture layer by layer; ``width`` is F of the dense MLP or of one expert."""
     routed = {layer.index: len(layer.router.weight) for layer in sparse_layers(model)}
-    return pd.DataFrame([
-        {
-            "kind": layer.kind,
-            "width": layer.width,
-            "routed experts": routed.get(layer.index, 0),
-            "parameters": sum(p.numel() for p in layer.block.parameters()),
-        }
-        for layer in anatomy(model).layers
-    ])  # fmt: skip
+    lines = []
+    for layer in anatomy(model).layers:
+        size = sum(parameter.numel() for parameter in layer.block.parameters())
+        lines.append((layer.kind, layer.width, routed.get(layer.index, 0), size))
+    return pd.DataFrame(lines, columns=["kind", "width", "routed experts", "parameters"])
 
 
 def concentration(scores: Scores) -> list[float]:
     """Return the shares of a layer's gate scores ``[E]``, best first, mean over layers (Fig. 2)."""
     rows = torch.stack([*scores.gate.values()])
     ranked = (rows / rows.sum(1, keepdim=True)).sort(descending=True).values
-    shares: list[float] = ranked.mean(0).tolist()
-    return shares
+    return [float(share) for share in ranked.mean(0)]
 
 
 def half_mass(scores: Scores) -> dict[int, float]:
@@ -93,17 +88,12 @@ def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> p
             differ = sum(map(bool, moved))
             lines[score, name] = [sum(moved), differ, differ / len(moved)]
     columns = ["experts that differ", "layers that differ", "share of layers"]
-    return pd.DataFrame.from_dict(lines, "index", columns=columns).set_index(
-        pd.MultiIndex.from_tuples(lines, names=["score", "change"])
-    )
+    return pd.DataFrame(lines, index=columns).T.rename_axis(["score", "change"])
 
 
 def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
     """Count the selected experts: a line a score and task, a column a layer (Fig. 5)."""
-    return pd.DataFrame({
-        key: {layer: len(ids) for layer, ids in selection.experts.items()}
-        for key, selection in selections.items()
-    }).T  # fmt: skip
+    return pd.DataFrame({key: pd.Series(s.experts).map(len) for key, s in selections.items()}).T
 
 
 def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
@@ -126,16 +116,11 @@ def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
 def by_arm(
     tables: Mapping[tuple[str, str], pd.DataFrame], tests: Iterable[str]
 ) -> dict[str, pd.DataFrame]:
-    """Join each arm's evaluations, by arm and task, over the tasks that it was tuned on.
+    """Join each arm's evaluations over the tasks that it was tuned on, each test a benchmark.
 
-    Each of the ``tests`` is a benchmark. Returns tables as of `evaluation.by_benchmark`, by arm,
-    with the task in ``tuned``.
+    Returns tables as of `evaluation.by_benchmark`, by arm, with the task in ``tuned``.
     """
-    parts: dict[str, list[pd.DataFrame]] = {}
-    for (arm, task), table in tables.items():
-        parts.setdefault(arm, []).append(table.assign(tuned=task))
     names = {name: name for name in tests}
-    return {
-        arm: by_benchmark(pd.concat(several, ignore_index=True), names)
-        for arm, several in parts.items()
-    }
+    table = pd.concat(dict(tables), names=["arm", "tuned"]).reset_index("tuned")
+    by = table.groupby("arm", sort=False)
+    return {arm: by_benchmark(part.reset_index(drop=True), names) for arm, part in by}

@@ -18,17 +18,14 @@ from moebook.methods.esft.scoring import Group, decisions, sparse_layers
 from moebook.methods.esft.specialising import Origin
 from moebook.models.checkpoint import origin_or_none
 
-UNIT = 2**40
-"""Similarities are whole multiples of 1 / UNIT, so that sums are exact and ties are real ties."""
-MOST = 2_000_000
-"""Groups that are looked at, at most: 635,376 of 4 are in 64 experts, 4.4e9 of 8."""
+UNIT = 2**40  # similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties
+MOST = 2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8
 
 
 def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
     """Count how often two experts of a layer serve the same token (Appendix C); no padding.
 
-    Returns:
-        Layer -> ``[E, E]`` float64, symmetric. The diagonal is 0: an expert's company is others.
+    By layer ``[E, E]`` float64, symmetric; 0 on the diagonal, as an expert's company is others.
     """
     counts: dict[int, Tensor] = {}
     for layer, seen in decisions(model, batches):
@@ -37,9 +34,7 @@ def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict
         counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
     if not any(matrix.any() for matrix in counts.values()):
         refuse("E-DATA", "no real token was counted: no expert occurred")
-    for matrix in counts.values():
-        matrix.fill_diagonal_(0)
-    return counts
+    return {layer: matrix.fill_diagonal_(0) for layer, matrix in counts.items()}
 
 
 def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
@@ -56,9 +51,8 @@ def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
     Two experts are as alike as the cosine of their rows in the co-occurrence matrix. Of all groups
     of the given size among the experts left, the one with the largest mean pairwise similarity is
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
-    is looked at, as the paper says: `check` refuses more than `MOST`.
-
-    The row of an expert that was never used is zero, and its cosine with any other counts as 0.
+    is looked at, as the paper says: `check` refuses more than `MOST`. The row of an expert that was
+    never used is zero, and its cosine with any other counts as 0.
     """
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
     while len(left):
@@ -80,13 +74,7 @@ def group(
     experts, of K / size groups. The softmax stays over all E experts, as the host has it, so that
     the gates of a group's members are equal and each is a part of the group's.
 
-    Args:
-        model: A mixture that `check` lets pass; one that is refused is left untouched.
-        counts: From `cooccurrence`.
-        size: Experts a group, a divisor of E and of K.
-
-    Returns:
-        Layer -> groups, for `select`.
+    A model is left untouched unless `check` lets it pass. Returns groups by layer, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:

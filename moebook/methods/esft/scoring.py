@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,6 @@ from datasets import Dataset
 from pydantic import Field
 from torch import Tensor, nn
 
-from moebook import results
 from moebook.data import padded
 from moebook.errors import refuse
 from moebook.methods.esft.config import Config, Pooling, from_json
@@ -30,11 +28,9 @@ Group = tuple[int, ...]
 Expert = Annotated[int, Field(ge=0)]
 Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
 FLAGS = ("shared_experts", "non_expert_modules", "router")
-SLACK = 1e-9
-"""What sums of decimal scores may lack by rounding in float64, and still count as p."""
+SLACK = 1e-9  # what sums of decimal scores may lack by rounding, and still count as p
 Count = Annotated[int, Field(ge=1)]
-ByExpert = Annotated[dict[int, float], Field(min_length=1)]
-ByLayer = Annotated[dict[int, ByExpert], Field(min_length=1)]
+ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
 
 
 def sparse_layers(model: nn.Module) -> list[Layer]:
@@ -57,11 +53,10 @@ def decisions(
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of all routed experts, by decoder layer: finite, none negative, E alike in all layers.
+    """Scores of all routed experts: finite, none negative, E alike in all decoder layers.
 
-    Attributes:
-        token: Layer -> ``[E]`` float64, share of the layer's routed slots (Eq. 7); they sum to 1.
-        gate: Layer -> ``[E]`` float64, mean gate (Eq. 6); they sum to a token's mean total gate.
+    Both map a layer to ``[E]`` float64: token is the share of its routed slots (Eq. 7), with sum 1,
+    gate the mean gate (Eq. 6), with a token's mean total gate as sum.
     """
 
     token: dict[int, Tensor]
@@ -131,9 +126,8 @@ class Tally:
 
     def scores(self, pooling: Pooling = "tokens") -> Tensor:
         """Return token score and gate score, ``[2, E]``, averaged as ``pooling`` says."""
-        if pooling == "tokens":
-            return self._sums[0] / self.tokens
-        return self._sums[1] / self.samples
+        tokens = pooling == "tokens"
+        return self._sums[0] / self.tokens if tokens else self._sums[1] / self.samples
 
 
 def measure(
@@ -145,10 +139,7 @@ def measure(
     count, shared experts are left out. Gates are those of the host: renormalised over the K chosen
     in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
 
-    Args:
-        model: A mixture that transformers can load, or one upcycled here.
-        batches: From `samples`; a row is a sample.
-        config: Only ``pooling`` matters here.
+    Of the configuration only ``pooling`` matters here; batches are from `samples`.
     """
     tallies: dict[int, Tally] = {}
     for layer, seen in decisions(model, batches):
@@ -211,11 +202,10 @@ def samples(
 ) -> list[dict[str, Any]]:
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
-    The rows are encoded in training form, prompt and answer; ``seed`` decides their order. A sample
-    is rows one after the other, cut at ``length`` (the paper: "32 concatenated samples" of 4096
-    tokens). Unless ``packed`` it is one row, left whole, and those longer than ``length`` are
-    passed over (as the published logs look). Where rows are too few, fewer samples are made. Those
-    of a batch are filled with ``pad_id`` on the right, and masked.
+    Rows are encoded in training form, prompt and answer. A sample is rows one after the other, cut
+    at ``length`` (the paper: "32 concatenated samples" of 4096 tokens). Unless ``packed`` it is one
+    row, left whole, and longer ones are passed over (as the published logs look). Where rows are
+    too few, fewer samples are made. Batches are filled with ``pad_id`` on the right, and masked.
     """
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     drawn = (rows[place]["input_ids"] for place in order)
@@ -258,10 +248,6 @@ class Selection:
         flags = {name: getattr(self, name) for name in FLAGS if name != "router" or self.router}
         return {"experts": {str(n): list(ids) for n, ids in self.experts.items()}, **flags}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the published JSON form, whole or not at all."""
-        results.write(Path(path), json.dumps(self.published()))
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Selection:
         """Read the published JSON form."""
@@ -288,11 +274,9 @@ def select(
 def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
     """Replace the experts by random ones of ``experts`` (E), as many in each layer (Table 3)."""
     rng = random.Random(f"esft/random/{seed}")
-    drawn = {
-        layer: tuple(rng.sample(range(experts), len(ids)))
-        for layer, ids in selection.experts.items()
-    }
-    return Selection(experts=drawn, **{name: getattr(selection, name) for name in FLAGS})
+    counts = {layer: len(ids) for layer, ids in selection.experts.items()}
+    drawn = {layer: tuple(rng.sample(range(experts), n)) for layer, n in counts.items()}
+    return replace(selection, experts=drawn)
 
 
 def _taken(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> list[Group]:

@@ -28,10 +28,8 @@ EXPERTS = "experts.json"
 class Origin(checkpoint.Origin):
     """What a specialised model was made from, kept on the model as ``model.esft``.
 
-    Attributes:
-        selection: What trains; a checkpoint keeps it in its published form.
-        options: Parameters beside the routed experts that train, as they were in the base, by name;
-            empty unless an option of the selection is on.
+    ``options`` are the parameters beside the routed experts that train, as they were in the base. A
+    checkpoint keeps the selection in its published form.
     """
 
     method: ClassVar[str] = "esft"
@@ -48,10 +46,9 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
     float32 or wider, since small updates would be lost in bfloat16; shared experts, routers and
     other modules, where they train, keep the host's dtype. The model computes what it computed.
 
-    Args:
-        model: A mixture with fused gated experts: Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and
-            Qwen3 MoE, or one upcycled here. One that is refused is left untouched.
-        selection: From `select` or a file; every sparse layer of the model, and no other.
+    The selection names the experts of every sparse layer of a mixture with fused gated experts:
+    Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and Qwen3 MoE, or one upcycled here. A model that is
+    refused is left untouched.
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
@@ -114,8 +111,8 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
 def merge(model: nn.Module) -> nn.Module:
     """Put the trained experts into their places, so that the model is a plain one again.
 
-    ``save_pretrained`` then writes a checkpoint that transformers loads without this package. All
-    parameters are free to train again, as transformers loads them.
+    ``save_pretrained`` then writes a checkpoint that transformers loads without this package, and
+    all parameters are free to train again.
     """
     checkpoint.origin(model, Origin)
     for layer in sparse_layers(model):
@@ -155,8 +152,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     """Put a task's trained experts on their base, in place and bit for bit, after all checks.
 
-    A specialised model is swapped to the new task: what it had trained is dropped (`save` it first)
-    and its base, whose fingerprint is known, is used again. A refused model is left untouched.
+    A specialised model is swapped to the new task: what it had trained is dropped (`save` it
+    first). A refused one is left untouched.
     """
 
     def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
@@ -172,13 +169,10 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Take a trained model apart and put it together again: save, restore, load, merge.
 
-    In the end it is merged and in evaluation mode. Logits are compared on a batch of ``input_ids``
-    and ``attention_mask`` ``[B, T]``.
-
-    Returns:
-        ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit
-        (else `load` refuses them); ``loading`` and ``merging``, the largest differences of any
-        logit from the trained model's; ``bytes`` of the saved folder.
+    In the end it is merged and in evaluation mode. Returns the largest differences of any logit for
+    the batch, ``input_ids`` and ``attention_mask`` ``[B, T]``, after ``loading`` and ``merging``;
+    ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit
+    (else `load` refuses them); ``bytes`` of the saved folder.
     """
     base = checkpoint.origin(model, Origin).base
     inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}

@@ -30,12 +30,7 @@ Chosen = tuple[Anatomy, list[Layer]]
 
 @settings
 class Origin(checkpoint.Origin):
-    """What a model was made from, kept on the model as ``model.pesc``.
-
-    Attributes:
-        config: The settings.
-        sparse: False for the dense arm, which has the host's tuning alone.
-    """
+    """What a model was made from, kept as ``model.pesc``; the dense arm is not sparse."""
 
     method: ClassVar[str] = "pesc"
     config: Config
@@ -68,16 +63,14 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
     on it. ``config.host`` must be ``"frozen"``.
     """
     if config.host != "frozen":
-        refuse(
-            "E-CHOICE", f"host is '{config.host}': Eq. 6 compares experts alone, use host='frozen'"
-        )
+        refuse("E-CHOICE", f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts")
     chosen = craftable(model, config)
     base, of_host = checkpoint.fingerprint(model), list(model.parameters())
-    graft(
-        chosen,
-        config,
-        lambda layer, router: mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts)),
-    )
+
+    def build(layer: Layer, router: mnn.Router) -> nn.Module:
+        return mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts))
+
+    graft(chosen, config, build)
     for parameter in of_host:
         parameter.requires_grad_(False)
     model.pesc = Origin(config=config, sparse=True, base=base)
@@ -117,11 +110,7 @@ def install(chosen: Chosen, config: Config) -> None:
     graft(chosen, config, build)
 
 
-def graft(
-    chosen: Chosen,
-    config: Config,
-    build: Callable[[Layer, mnn.Router], nn.Module],
-) -> None:
+def graft(chosen: Chosen, config: Config, build: Callable[[Layer, mnn.Router], nn.Module]) -> None:
     """Replace the chosen MLPs by what ``build`` makes of each, all built before one is put in."""
     host, layers = chosen
     trace, modules = mnn.Trace(), []
@@ -140,10 +129,10 @@ def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Modu
     """Make a dense model ready to train, in place: the host's tuning and, when sparse, `craft`.
 
     Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: the same quantisation,
-    the same LoRA, no adapters, so the arms share everything else. Afterwards exactly what `trained`
-    lists requires a gradient. With ``host="qlora"`` the linear layers inside the decoder layers are
-    held in NF4 with double quantisation and compute in the host's own dtype (load it in bfloat16
-    for the paper's setting); adapters, routers, embeddings, head and norms are not quantised.
+    the same LoRA, no adapters. Afterwards exactly what `trained` lists requires a gradient. With
+    ``host="qlora"`` the linear layers inside the decoder layers are held in NF4 with double
+    quantisation and compute in the host's own dtype (load it in bfloat16 for the paper's setting);
+    adapters, routers, embeddings, head and norms are not quantised.
     """
     base = checkpoint.fingerprint(model)
     return assemble(model, Origin(config=config, sparse=sparse, base=base))

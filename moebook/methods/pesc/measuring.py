@@ -33,10 +33,8 @@ HOSTS = {
     "llama-2-13b": (32000, 5120, 13824, 40, 40, 40),
     "yi-34b": (64000, 7168, 20480, 60, 56, 8),
 }
-PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}
-"""Billions of parameters that Table 2 prints for the crafted hosts."""
-TURNS, STEPS = 3, 6
-"""Short runs of each model that `cost` times, and their steps; the first one is a warm-up."""
+PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}  # billions of parameters (Table 2)
+TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first is a warm-up
 
 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
@@ -72,12 +70,9 @@ def approximation_error(
 ) -> tuple[list[float], float]:
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
-    Args:
-        pesc: Crafted and trained with ``host="frozen"``.
-        full: From `full_experts`, trained on the same steps.
-        dense: The base both started from.
-        batches: Each with ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]``, as the model
-            takes them (also with ``logits_to_keep`` and the labels' last columns alone).
+    Both start from ``dense`` and were trained on the same steps, ``pesc`` crafted with
+    ``host="frozen"``, ``full`` by `full_experts`. Batches hold ``input_ids``, ``attention_mask``
+    and ``labels`` ``[B, T]`` (also with ``logits_to_keep`` and the labels' last columns alone).
 
     Returns:
         Row by row ``|loss(full) - loss(pesc)|``, nats per labelled token: its mean is xi of Eq. 6
@@ -90,10 +85,8 @@ def approximation_error(
     models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
-            batch = {
-                key: value.to(pesc.device) if isinstance(value, Tensor) else value
-                for key, value in given.items()
-            }
+            tensors = {k: v.to(pesc.device) for k, v in given.items() if isinstance(v, Tensor)}
+            batch = {**given, **tensors}
             losses = [_row_losses(model, batch) for model in (pesc, full)]
             gaps += (losses[0] - losses[1]).abs().tolist()
             squares += _squared_distances(models, batch)
