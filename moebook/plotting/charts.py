@@ -13,17 +13,7 @@ from matplotlib.figure import Figure
 
 from moebook.errors import refuse
 from moebook.plotting import theme
-from moebook.plotting.theme import (
-    COLOURS,
-    HATCHES,
-    INK,
-    Look,
-    grid,
-    legend,
-    look,
-    single,
-    tilt_when_long,
-)
+from moebook.plotting.theme import COLOURS, HATCHES, INK, Look, grid, look, single
 from moebook.results.intervals import interval
 
 
@@ -111,14 +101,14 @@ def bars(
             size = 8.5 if len(names) < 5 else 7
             axes.bar_label(drawn, numbers, padding=1, fontsize=size)
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
-    tilt_when_long(axes, groups)
+    theme.tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
     if chance is not None:
         axes.axhline(chance, color=INK, ls=(0, (4, 3)), lw=1, label="chance")
     handles, labels = axes.get_legend_handles_labels()
     columns = min(len(labels), 5)  # filled one after another: rows should read in order
     order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
-    legend(figure, {labels[place]: handles[place] for place in order}, columns)
+    theme.legend(figure, {labels[place]: handles[place] for place in order}, columns)
     return figure
 
 
@@ -177,7 +167,7 @@ def heatmap(
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
-        tilt_when_long(axes, columns, across)
+        theme.tilt_when_long(axes, columns, across)
         axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
         axes.tick_params(length=0)
         axes.grid(False)

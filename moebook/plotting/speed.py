@@ -11,17 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
-from moebook.plotting.theme import (
-    COLOURS,
-    INK,
-    MARKERS,
-    Look,
-    Series,
-    arrays,
-    grid,
-    require,
-    single,
-)
+from moebook.plotting import theme
+from moebook.plotting.theme import COLOURS, INK, MARKERS, Look, Series, arrays, grid, single
 
 ROW = 0.2
 """Inches of a bar and the gap behind it."""
@@ -34,7 +25,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     above 0) and ``floor`` (the floor's time over ours, the same in a group; NaN where there is
     none).
     """
-    require("multiples", frame, ("group", "contender", "value", "floor"))
+    theme.require("multiples", frame, ("group", "contender", "value", "floor"))
     if not (frame["value"] > 0).all():
         refuse("E-RANGE", "multiples: values must be above 0, since the axis is logarithmic")
     groups = dict(list(frame.groupby("group", sort=False)))
