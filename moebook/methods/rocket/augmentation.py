@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -31,11 +31,8 @@ PROMPT = "Represent the following sentence for similar task retrieval: "
 """What the paper puts before a text for BGE (Sec. 3.4.1)."""
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 REPR_POOL = 4
-"""The Repr filter walks down at most so many times C rows to find C that differ.
-
-Sec. 4.6.1 says that it, too, ends with fewer than C. But on D_C itself it keeps what Alg. 2 keeps,
-row for row; so it fills up to C, as the filter does where it comes from.
-"""
+"""The Repr filter walks down at most so many times C rows to find C that differ: Sec. 4.6.1 says
+that it, too, ends with fewer, but on D_C itself it keeps what Alg. 2 keeps, row for row."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Encoder:
             vectors[places] = F.normalize(pooled, dim=-1).float().cpu().numpy()
         return vectors
 
-    def blocks(self, rows: Iterable[dict[str, str]], *, size: int = 4096) -> Iterator[Array]:
+    def blocks(self, rows: Iterable[Mapping[str, str]], *, size: int = 4096) -> Iterator[Array]:
         """Encode rows (prompt and answer together), ``size`` at a time."""
         stream = iter(rows)
         while block := list(islice(stream, size)):

@@ -19,7 +19,6 @@ class Config:
     The defaults are the preset ``fixed``.
 
     Attributes:
-        shots: K.
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
             (the paper's text, which ranks by length).
         rationale: Whether Phi (Eq. 3) puts the answer first (Fig. 3) or the rationale (Table 8).
@@ -31,7 +30,7 @@ class Config:
             is the same order wherever Eq. 6 means something.
         ranking: As in Alg. 1, or each of the three sums of ranks is brought to [0, 1] over all
             groups first, since that of diversity has the widest range.
-        candidates, experts, top_k: M, N and k; k <= N <= M.
+        shots, candidates, experts, top_k: K, M, N and k; k <= N <= M.
         sampler: How open data are drawn: by the largest cosine over the shots (Eq. 13), the least
             Euclidean distance to their centroid (released), at random, out of their hull (Eq. 16)
             or by their density (Eq. 17).

@@ -33,23 +33,17 @@ PROVENANCE = ("data", "prompts", "training", "losses")  # what a folder's manife
 class Lora:
     """A LoRA ``W + scale * B A`` over linear layers of one base.
 
-    Attributes:
-        rank: R.
-        down, up: A ``[R, D]`` and B ``[O, R]`` by path of the linear layer, paths in order.
-        base: Fingerprint of the base, None where it is not known.
-        rank_stabilised: Scale by alpha / sqrt R instead of alpha / R (rsLoRA).
-        provenance: How it was made, where known: ``data`` (name), ``prompts`` (hashes),
-            ``training`` (settings), ``losses`` (nats a token, one a step), ``base`` (the name that
-            PEFT noted).
+    ``provenance`` tells how it was made, where known: ``data`` (name), ``prompts`` (hashes),
+    ``training`` (settings), ``losses`` (nats a token, one a step), ``base`` (as PEFT noted it).
     """
 
     name: str
-    rank: int
+    rank: int  # R
     alpha: float
-    down: dict[str, Tensor]
-    up: dict[str, Tensor]
-    base: str | None = None
-    rank_stabilised: bool = False
+    down: dict[str, Tensor]  # A [R, D] by path of the linear layer, in order
+    up: dict[str, Tensor]  # B [O, R] by the same paths
+    base: str | None = None  # fingerprint of the base, None where it is not known
+    rank_stabilised: bool = False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,10 +117,9 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
-    """Read a PEFT folder as a LoRA of the unaltered base of this fingerprint, after all checks.
+    """Read a PEFT folder, ours or anyone's, as a LoRA of the unaltered base of this fingerprint.
 
-    The folder is ours, then with a manifest that ties it to its base, or anyone's. Nothing is
-    fetched or run.
+    A manifest of ours ties it to its base. Nothing is fetched or run.
     """
     facts = checkpoint.verify(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
     settings = _settings(folder / SETTINGS)

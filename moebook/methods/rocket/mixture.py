@@ -24,18 +24,14 @@ from moebook.settings import settings
 
 @settings
 class Origin(checkpoint.Origin):
-    """What a mixture was made from, kept on the model as ``model.rocket``.
-
-    The LoRAs' names, in the order of the gates' outputs, the factor on each one's B A, their rank,
-    and the paths of the linear layers that hold them.
-    """
+    """What a mixture was made from, kept on the model as ``model.rocket``."""
 
     method: ClassVar[str] = "rocket"
     config: Config
-    experts: tuple[str, ...]
-    scales: tuple[float, ...]
-    rank: int
-    paths: tuple[str, ...]
+    experts: tuple[str, ...]  # names of the LoRAs, in the order of the gates' outputs
+    scales: tuple[float, ...]  # the factor on each one's B A
+    rank: int  # R
+    paths: tuple[str, ...]  # of the linear layers that hold them
 
     def __post_init__(self) -> None:
         if not len(self.experts) == len(self.scales) == self.config.experts:
@@ -52,8 +48,6 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     LoRA and ``experts=1, top_k=1`` it is that LoRA, tuned alone. Returns the same model.
     """
     _refuse_mixture(model)
-    if len(loras) != config.experts:
-        refuse("E-RANGE", f"{len(loras)} LoRAs are given, experts (N) is {config.experts}")
     names, base = tuple(lora.name for lora in loras), checkpoint.fingerprint(model)
     if len(set(names)) < len(names):
         refuse("E-BANK", f"a LoRA is named twice: {', '.join(names)}")

@@ -35,15 +35,11 @@ UNMIXED = ("expert_lora", "perplexity")
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """How an arm gets its experts and its data.
+    """How an arm gets its experts and its data."""
 
-    By the rankings that choose the experts, or one of `UNRANKED`; chosen open data may join the
-    shots, which are the first K of the case's.
-    """
-
-    config: Config
-    by: tuple[str, ...] = RANKED
-    open_data: bool = True
+    config: Config  # K of it are the first of the case's shots
+    by: tuple[str, ...] = RANKED  # the rankings that choose the experts, or one of `UNRANKED`
+    open_data: bool = True  # whether chosen open data join the shots
 
 
 def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
@@ -86,23 +82,15 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A target task with K shots, drawn by the seed.
-
-    Attributes:
-        shots: D_K.
-        plain: Log-perplexities of the answers ``[N, K]``, nats (Eq. 1).
-        reasoning: The same of the answers with their rationales (Eq. 2).
-        solved: Which LoRA answers which shot exactly ``[N, K]`` (Eq. 5).
-        vectors: Embeddings of the shots ``[K, D]``.
-    """
+    """A target task with K shots, drawn by the seed, and what the bank makes of them."""
 
     task: str
     seed: int
-    shots: list[Row]
-    plain: pd.DataFrame
-    reasoning: pd.DataFrame
-    solved: pd.DataFrame
-    vectors: np.ndarray
+    shots: list[Row]  # D_K
+    plain: pd.DataFrame  # log-perplexities of the answers [N, K], nats (Eq. 1)
+    reasoning: pd.DataFrame  # the same of the answers with their rationales (Eq. 2)
+    solved: pd.DataFrame  # which LoRA answers which shot exactly [N, K] (Eq. 5)
+    vectors: np.ndarray  # embeddings of the shots [K, D]
 
     def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
         """Return `scoring.scores` of the first K shots, their rationales read or not."""
@@ -113,9 +101,9 @@ class Case:
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
     """Return what evaluates each target: the benchmarks in their order, or itself without any."""
     if benchmarks and len(benchmarks) != len(targets):
-        have = f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)}), targets has"
-        have += f" {len(targets)} ({', '.join(targets)})"
-        refuse("E-RANGE", f"{have}: give one a target, in the targets' order")
+        given = f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)})"
+        wanted = f"targets has {len(targets)} ({', '.join(targets)})"
+        refuse("E-RANGE", f"{given}, {wanted}: give one a target, in the targets' order")
     return dict(zip(targets, benchmarks or targets, strict=True))
 
 
@@ -138,14 +126,12 @@ def score_bank(
             shots[place] = row
     nats = partial(scoring.log_perplexity, model, tokenizer, bank, reduction=config.reduction)
     return Case(
-        task,
-        seed,
-        shots,
+        task, seed, shots,
         plain=nats(shots),
         reasoning=nats(scoring.expand(shots, order=order)),
         solved=scoring.accuracy(model, tokenizer, bank, shots),
-        vectors=encoder.encode([f"{row['prompt']} {row['answer']}" for row in shots]),
-    )
+        vectors=next(encoder.blocks(shots, size=len(shots))),
+    )  # fmt: skip
 
 
 def experts(
@@ -170,14 +156,10 @@ def experts(
 
 
 def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:
-    """Return what an arm is tuned on: its shots, and the open rows that it chooses (Alg. 2).
-
-    ``vectors [S, D]`` are the embeddings of the pool D_S.
-    """
-    shots = list(case.shots[: arm.config.shots])
+    """Return an arm's shots, and the open rows that it chooses by their embeddings ``[S, D]``."""
+    shots, near = case.shots[: arm.config.shots], case.vectors[: arm.config.shots]
     if not arm.open_data:
         return shots
-    near = case.vectors[: arm.config.shots]
     chosen = augmentation.choose(near, [vectors], arm.config, seed=case.seed)
     return [*shots, *(pool[place] for place in chosen.index)]
 

@@ -40,8 +40,8 @@ Bank = Mapping[str, Lora]
 Row = Mapping[str, str]
 Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
+# What says how answers are compared, by the task's name in a row.
 JUDGED: dict[str, Task | Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
-"""What says how its answers are compared, by the task's name in a row."""
 LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of some models that change logits after the head's product."""
 ORDERS = {

@@ -26,16 +26,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Selection:
-    """The N experts that Alg. 1 chooses, the least sum of R_P and R_A first, and how it did.
+    """The experts that Alg. 1 chooses, and how it came to them."""
 
-    ``candidates`` has one row a LoRA of the bank, in that order: its scores, their ranks (1 is
-    best) and whether it is among the M. ``groups`` are the `BEST` groups of N candidates, best
-    first: mean cosine, Eq. 6, sums of R_P and R_A, R_D (rank among all groups) and their total.
-    """
-
-    experts: tuple[str, ...]
-    candidates: pd.DataFrame
-    groups: pd.DataFrame
+    experts: tuple[str, ...]  # N names, the least sum of R_P and R_A first
+    candidates: pd.DataFrame  # the bank in that order: scores, ranks (1 is best), whether among M
+    groups: pd.DataFrame  # the best of N candidates: mean cosine, Eq. 6, sums of ranks, R_D, total
 
 
 def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.DataFrame:

@@ -156,7 +156,7 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
     for host, loras, message in (
-        (model, four[:3], r"E-RANGE: 3 LoRAs are given, experts \(N\) is 4"),
+        (model, four[:3], r"E-RANGE: 3 experts and 3 scales are given, experts \(N\) is 4"),
         (model, [four[0], *four[:3]], "E-BANK: a LoRA is named twice"),
         (
             model,

@@ -11,7 +11,7 @@ import torch
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rocket import Config, findings, pipeline
+from moebook.methods.rocket import Config, augmentation, findings, pipeline
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import routers
 
@@ -98,6 +98,8 @@ class Words:
         counts = np.array([[1e-3 + text.lower().count(c) for c in "aeio"] for text in texts])
         return (counts / np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
 
+    blocks = augmentation.Encoder.blocks
+
 
 @pytest.fixture
 def world(base, tokenizer, make_bank, shots):
@@ -181,7 +183,7 @@ def test_rows_are_the_shots_and_the_nearest_open_ones(world):
     _, _, _, case, config = world
     pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
     vectors = Words().encode([row["prompt"] for row in pool])
-    chosen = rocket.augmentation.choose(case.vectors, [vectors], config).index
+    chosen = augmentation.choose(case.vectors, [vectors], config).index
     for open_data, open_rows in ((True, [pool[place] for place in chosen]), (False, [])):
         arm = pipeline.Arm(config=config, open_data=open_data)
         assert pipeline.rows(case, arm, pool, vectors) == case.shots + open_rows
