@@ -61,15 +61,9 @@ def anatomy(model: nn.Module) -> Anatomy:
     """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
 
     Experts whose tensors PEFT adapts (``target_parameters``) are shown as they were before; what
-    they compute includes the adapters all the same.
-
-    Args:
-        model: A causal language model or its decoder.
-
-    Raises:
-        Refusal: E-MODEL when there are no decoder layers, or a layer's feed-forward part is neither
-            a gated MLP nor a mixture of experts; the message names the module classes that were
-            seen.
+    they compute includes the adapters all the same. A model without decoder layers, or with a layer
+    whose feed-forward part is neither a gated MLP nor a mixture of experts, is refused, naming the
+    module classes that were seen.
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
@@ -81,18 +75,11 @@ def anatomy(model: nn.Module) -> Anatomy:
 
 
 def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
-    """Return the layers of these numbers, or all, of a host that must be dense for a method.
-
-    Raises:
-        Refusal: E-MODEL for a sparse layer, E-RANGE for a number that no layer has.
-    """
+    """Return the layers of these numbers, or all, of a host that must be dense for a method."""
     for layer in host.layers:
         if layer.kind == "sparse":
-            kind = type(layer.mlp).__name__
-            refuse(
-                "E-MODEL",
-                f"layer {layer.index} is sparse already ({kind}): {method} needs a dense host",
-            )
+            kind = f"sparse already ({type(layer.mlp).__name__})"
+            refuse("E-MODEL", f"layer {layer.index} is {kind}: {method} needs a dense host")
     wanted = range(len(host.layers)) if numbers is None else sorted(numbers)
     if wanted[-1] >= len(host.layers):
         last = len(host.layers) - 1
@@ -132,8 +119,8 @@ def _expert_width(experts: nn.Module, shared: nn.Module | None) -> int:
 
 
 def _first(module: nn.Module, *names: str) -> nn.Module | None:
-    found = (getattr(module, name, None) for name in names)
-    part = next((part for part in found if isinstance(part, nn.Module)), None)
+    parts = (getattr(module, name, None) for name in names)
+    part = next((part for part in parts if isinstance(part, nn.Module)), None)
     return part.get_base_layer() if isinstance(part, ParamWrapper) else part
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -51,50 +50,42 @@ class Origin:
     base: str
 
 
-Made = TypeVar("Made", bound=Origin)
+Kind = TypeVar("Kind", bound=Origin)
 
 
-def origin_or_none(model: nn.Module, kind: type[Made]) -> Made | None:
+def origin_or_none(model: nn.Module, kind: type[Kind]) -> Kind | None:
     """Return what a method made a model from, also inside a wrapper (DDP, PEFT), or None."""
-    kept = (module.__dict__.get(kind.method) for module in model.modules())
-    return next((each for each in kept if isinstance(each, kind)), None)
+    origins = (vars(module).get(kind.method) for module in model.modules())
+    return next((each for each in origins if isinstance(each, kind)), None)
 
 
-def origin(model: nn.Module, kind: type[Made]) -> Made:
+def origin(model: nn.Module, kind: type[Kind]) -> Kind:
     """Return what a method made a model from, or refuse one that it did not make (E-MODEL)."""
-    made = origin_or_none(model, kind)
-    if made is None:
-        refuse("E-MODEL", f"the model has not been through {kind.method} yet")
-    return made
+    return origin_or_none(model, kind) or refuse(
+        "E-MODEL", f"the model has not been through {kind.method} yet"
+    )
 
 
 def save(
     folder: str | os.PathLike[str],
-    made: Origin,
+    source: Origin,
     tensors: Mapping[str, Tensor],
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write what a method changed in a model, and its origin, to a new folder, or nothing.
+    """Write a model's origin, what a method changed in it, and more files, by name.
 
-    Args:
-        folder: Must not exist yet.
-        made: The model's origin.
-        tensors: What was changed, by name.
-        files: More content by name.
-
-    Raises:
-        Refusal: E-EXISTS; E-NONFINITE naming a tensor that holds NaN or infinity.
+    The folder must not exist yet; nothing is written when a tensor holds NaN or infinity.
     """
-    facts = TypeAdapter(type(made)).dump_python(made, mode="json")
+    facts = TypeAdapter(type(source)).dump_python(source, mode="json")
     content = {TENSORS: packed(tensors), **(files or {})}
-    return write(Path(folder), content, form=f"{made.method}/2", version=__version__, **facts)
+    return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
 
 
 def load(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    kind: type[Made],
-    restore: Callable[[nn.Module, Made], Mapping[str, Tensor]],
+    kind: type[Kind],
+    restore: Callable[[nn.Module, Kind], Mapping[str, Tensor]],
     **given: Any,
 ) -> nn.Module:
     """Put a checkpoint on its base, in place and bit for bit, after all checks.
@@ -106,9 +97,6 @@ def load(
         restore: Gives a base the form that an origin tells and returns the tensors to fill. It is
             tried first on a `hollow` copy, so that the model is untouched when it is refused.
         given: Fields of the origin that the manifest does not hold.
-
-    Raises:
-        Refusal: E-NOFILE, E-MANIFEST, E-HASH, E-FORMAT, E-BASE, E-KEYS, E-SHAPE or E-NONFINITE.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -117,29 +105,23 @@ def load(
     if facts.get("form") not in (f"{kind.method}/1", f"{kind.method}/2"):
         refuse("E-FORMAT", f"{folder} is no checkpoint of {kind.method}")
     stored = {field.name: facts[field.name] for field in fields(kind) if field.name in facts}
-    made = restored(kind, {**stored, **given}, folder)
+    source = restored(kind, {**stored, **given}, folder)
     before = origin_or_none(model, kind)
-    check_base(folder, made.base, before.base if before else fingerprint(model))
-    content = read(folder / TENSORS, restore(hollow(model), made))
+    check_base(folder, source.base, before.base if before else fingerprint(model))
+    content = read(folder / TENSORS, restore(hollow(model), source))
     with torch.no_grad():
-        for name, tensor in restore(model, made).items():
+        for name, tensor in restore(model, source).items():
             tensor.copy_(content[name])
     return model
 
 
 def hollow(model: nn.Module) -> nn.Module:
     """Copy a model without its values: shapes and dtypes on the meta device."""
-    owned = itertools.chain(model.parameters(), model.buffers())
-    memo: dict[int, Any] = {id(tensor): _meta(tensor) for tensor in owned}
-    memo |= {id(each): each for each in vars(model).values() if isinstance(each, Origin)}
+    memo: dict[int, Any] = {id(part): part.to("meta") for part in model.buffers()}
+    for part in model.parameters():
+        memo[id(part)] = nn.Parameter(part.detach().to("meta"), part.requires_grad)
+    memo |= {id(part): part for part in vars(model).values() if isinstance(part, Origin)}
     return copy.deepcopy(model, memo)
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, tensor.requires_grad)
-    return empty
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -177,14 +159,8 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
     """Read safetensors of exactly the expected names, shapes and dtypes, from memory, not a map.
 
-    Args:
-        path: The file.
-        expected: Tensors of any device, "meta" included.
-        exact: Else any floating-point type of 16 bits or more will do.
-
-    Raises:
-        Refusal: E-NOFILE, E-LIMIT (nothing is read then), E-FORMAT, E-NONFINITE, E-KEYS with counts
-            and first names, or E-SHAPE with the first misfit.
+    ``expected`` may be on the meta device; unless ``exact``, any floating-point type of 16 bits or
+    more will do. A file that is too large for them is not read at all (E-LIMIT).
     """
     if not path.is_file():
         refuse("E-NOFILE", f"{path} is missing; expected it beside its settings")
@@ -198,18 +174,15 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
     _check_finite(tensors, str(path))
     missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected.keys())
     if missing or surplus:
-        refuse(
-            "E-KEYS",
-            f"{path}: {len(missing)} tensors missing {missing[:3]},"
-            f" {len(surplus)} surplus {surplus[:3]}",
-        )
+        odd = f"{len(missing)} tensors missing {missing[:3]}, {len(surplus)} surplus {surplus[:3]}"
+        refuse("E-KEYS", f"{path}: {odd}")
     for name, want in expected.items():
         got = tensors[name]
         wide = got.is_floating_point() and got.element_size() >= 2
         if got.shape != want.shape or not (got.dtype == want.dtype if exact else wide):
-            told = f"{name} is {tuple(got.shape)} {got.dtype}"
-            kind = want.dtype if exact else "16 bits or more"
-            refuse("E-SHAPE", f"{path}: {told}, expected {tuple(want.shape)} of {kind}")
+            kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
+            misfit = f"{name} is {tuple(got.shape)} {got.dtype}, expected {kind}"
+            refuse("E-SHAPE", f"{path}: {misfit}")
     return tensors
 
 
@@ -247,11 +220,9 @@ def building(target: Path, **facts: Any) -> Iterator[Path]:
 def seal(folder: Path, **facts: Any) -> None:
     """Write the manifest of a flat folder of plain files and force every byte to the disk.
 
-    Args:
-        folder: Complete except for its manifest.
-        facts: JSON values to keep beside the hashes: form, settings, recipe, seeds.
+    ``facts`` are JSON values to keep beside the hashes: form, settings, recipe, seeds.
     """
-    paths = sorted(folder.iterdir())
+    paths = list(folder.iterdir())
     measured = {
         "files": {path.name: _digest(path) for path in paths},
         "sizes": {path.name: path.stat().st_size for path in paths},
@@ -271,29 +242,22 @@ def commit(stage: Path, target: Path) -> None:
 def verify(folder: Path) -> dict[str, Any]:
     """Check every file of a sealed folder against its manifest and return the manifest.
 
-    A folder without `MANIFEST.sha256` was sealed before version 1.1, and is taken without it.
-
-    Raises:
-        Refusal: E-MANIFEST when the manifest is missing, unreadable, changed or names another set
-            of plain files than the folder holds; E-PATH for a link; E-HASH for a changed file.
+    A folder without `MANIFEST.sha256` is of the first form, and is taken without it. A manifest
+    that is missing, changed or names other files than the folder holds is refused, and so are links
+    and changed files.
     """
     manifest = _manifest(folder)
-    named = set(manifest["files"])
     present = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
-    if named != present:
-        odd = sorted(named ^ present)[:3]
-        refuse("E-MANIFEST", f"{folder}: {MANIFEST} and folder disagree on {odd}; {_REPAIR}")
+    if odd := sorted(set(manifest["files"]) ^ present):
+        refuse("E-MANIFEST", f"{folder}: {MANIFEST} and folder disagree on {odd[:3]}; {_REPAIR}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             refuse("E-PATH", f"{path}: expected a plain file")
         if (digest := _digest(path)) != expected:
-            size = manifest.get("sizes", {}).get(name, "unknown")
-            refuse(
-                "E-HASH",
-                f"{path}: has {path.stat().st_size} bytes and sha256 {digest[:12]}, {MANIFEST} "
-                f"says {size} and {expected[:12]}; {_REPAIR}",
-            )
+            here = f"{path.stat().st_size} bytes and sha256 {digest[:12]}"
+            sealed = f"{manifest.get('sizes', {}).get(name)} and {expected[:12]}"
+            refuse("E-HASH", f"{path}: has {here}, {MANIFEST} says {sealed}; {_REPAIR}")
     return manifest
 
 

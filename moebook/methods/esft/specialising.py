@@ -17,7 +17,7 @@ from moebook.errors import refuse
 from moebook.methods.esft.scoring import Selection, sparse_layers
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer
-from moebook.models.registry import unlike
+from moebook.models.registry import incompatibility
 from moebook.nn import SplitExperts
 from moebook.settings import settings
 
@@ -102,8 +102,8 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
             "gate_up_proj": (experts, 2 * layer.width, hidden),
             "down_proj": (experts, hidden, layer.width),
         }
-        if shapes != fused or unlike(bank):
-            kind = f"{type(bank).__name__} holds {shapes}, {unlike(bank) or 'gated'}"
+        if shapes != fused or incompatibility(bank):
+            kind = f"{type(bank).__name__} holds {shapes}, {incompatibility(bank) or 'gated'}"
             refuse("E-MODEL", f"{where}: {kind}; expected {fused} and act_fn(gate) * up alone")
     return layers
 

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from moebook.errors import nearest, refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models import inspection
-from moebook.models.load import on_hub, quiet
+from moebook.models.load import json_object, on_hub, quiet, refuse_code, refuse_weights
 from moebook.settings import checked
 
 Array = np.ndarray
@@ -82,12 +81,12 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     with ``prompt=PROMPT``, which is put before each text).
     """
     folder = _folder(name)
-    inspection.refuse_code(folder, inspection.json_object(folder / "config.json"))
-    inspection.refuse_weights(folder)
+    refuse_code(folder, json_object(folder / "config.json"))
+    refuse_weights(folder)
     with quiet():
         model, tokenizer = _parts(folder)
     pooling, limits = (
-        inspection.json_object(path) if path.is_file() else {}
+        json_object(path) if path.is_file() else {}
         for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
     )
     kind = "cls" if pooling.get("pooling_mode_cls_token") else "mean"
