@@ -239,12 +239,3 @@ def test_memory_does_not_grow_with_the_rows_of_the_stream():
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
-
-
-def test_fewer_rows_are_kept_at_a_lower_threshold():
-    shots, pool = vectors(0, 8, 3), vectors(1, 32, 3)
-    sizes = []
-    for threshold in (0.95, 0.9, 0.8, 0.7, 0.6):
-        config = Config(budget=20, threshold=threshold)
-        sizes.append(len(augmentation.choose(shots, [pool], config).index))
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0

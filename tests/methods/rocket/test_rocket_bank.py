@@ -35,12 +35,10 @@ def brief(monkeypatch):
 
 
 def test_a_bank_is_trained_once_and_taken_from_its_folder_after(
-    sets, base, tokenizer, tmp_path, monkeypatch
+    sets, model, tokenizer, tmp_path, monkeypatch
 ):
-    model = base()
     before, learning = fingerprint(model), [p.requires_grad for p in model.parameters()]
     trained = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
-    assert list(trained) == ["sums", "gcd"]
     assert fingerprint(model) == before
     assert [p.requires_grad for p in model.parameters()] == learning
     assert not any("lora" in name for name, _ in model.named_modules())
@@ -48,14 +46,14 @@ def test_a_bank_is_trained_once_and_taken_from_its_folder_after(
     monkeypatch.setattr(bank, "tune", None)  # would fail if anything were trained again
     again = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
     opened = bank.read(tmp_path, model)
+    assert list(trained) == list(again) == ["sums", "gcd"]
     for name, lora in trained.items():
         assert lora.digest == again[name].digest == opened[name].digest
         assert (lora.scale, lora.targets) == (2.0, ("q_proj", "v_proj"))
-    with pytest.raises(Refusal, match=r"E-EXISTS: .*sums was trained on other rows or settings"):
-        bank.train(model, tokenizer, sets, tmp_path, **{**QUICK, "lr": 1e-3})
-    with pytest.raises(Refusal, match="E-EXISTS"):
-        fewer = {name: rows[:6] for name, rows in sets.items()}
-        bank.train(model, tokenizer, fewer, tmp_path, **QUICK)
+    fewer = {name: rows[:6] for name, rows in sets.items()}
+    for rows, settings in ((sets, {**QUICK, "lr": 1e-3}), (fewer, QUICK)):
+        with pytest.raises(Refusal, match=r"E-EXISTS: .*sums was trained on other rows or setti"):
+            bank.train(model, tokenizer, rows, tmp_path, **settings)
 
 
 def test_training_repeats_bit_for_bit(sets, base, tokenizer):
@@ -67,23 +65,24 @@ def test_training_repeats_bit_for_bit(sets, base, tokenizer):
     assert one["gcd"].digest != other["gcd"].digest
 
 
-def test_a_trained_lora_models_its_own_data_better(sets, base, tokenizer):
-    model = base()
+def test_a_trained_lora_models_its_own_data_better(sets, model, tokenizer):
     trained = bank.train(model, tokenizer, sets, **{**QUICK, "epochs": 15})
     for name, rows in sets.items():
         nats = rocket.scoring.log_perplexity(model, tokenizer, trained, rows).mean(axis=1)
         assert nats.idxmin() == name
 
 
-def test_the_guard_flags_names_and_prompts_in_common(sets, base, lora):
-    model = base()
-    known = {"prompts": bank.hashes(sets["gcd"]), "data": "gcd", "training": {}}
-    mixed = {"prompts": bank.hashes([*sets["sums"], sets["gcd"][3]]), "data": "own"}
+def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
+    mixed = bank.hashes([*sets["sums"], sets["gcd"][3]])
+    known = {
+        "gcd": {"prompts": bank.hashes(sets["gcd"]), "data": "gcd", "training": {}},
+        "mixed": {"prompts": mixed, "data": "own"},
+        "clean": {"prompts": ["00"], "data": "sums"},
+        "found": {},
+    }
     members = {
-        "gcd": lora(model, "gcd", 0, provenance=known),
-        "mixed": lora(model, "mixed", 1, provenance=mixed),
-        "clean": lora(model, "clean", 2, provenance={"prompts": ["00"], "data": "sums"}),
-        "found": lora(model, "found", 3),
+        name: lora(model, name, seed, provenance=provenance)
+        for seed, (name, provenance) in enumerate(known.items())
     }
     target = [*sets["gcd"], *tasks.rows("gcd", "test", 5)]
     flags = bank.leaks(members, target, task="gcd")
@@ -109,22 +108,19 @@ def test_a_bank_is_read_in_the_order_of_names_and_says_what_has_no_fingerprint(
         assert list(bank.read(tmp_path, model)) == ["alpha", "zeta"]
 
 
-def test_banks_that_nothing_can_be_chosen_from_are_refused(base, lora, make_bank):
-    model = base()
-    two = make_bank(model, 2)
-    for members, message in (
-        ({}, r"holds 0 LoRAs \(none\)"),
-        ({"a": two["a"]}, r"holds 1 LoRAs \(a\)"),
-        ({**two, "c": lora(model, "c", 1)}, "'b' and 'c' are the same LoRA"),
-        ({**two, "c": lora(model, "c", 2, rank=8)}, "'a' and 'c' differ in rank: 4 and 8"),
-        ({**two, "c": lora(model, "c", 2, size=0.0)}, "'c' changes nothing"),
-        (
-            {**two, "c": lora(base(num_hidden_layers=1), "c", 2)},
-            "'a' and 'c' differ in layers: 4 and 2",
-        ),
+def test_banks_that_nothing_can_be_chosen_from_are_refused(model, base, lora, make_bank):
+    two, flat = make_bank(model, 2), base(num_hidden_layers=1)
+    for more, message in (
+        (lora(model, "c", 1), "'b' and 'c' are the same LoRA"),
+        (lora(model, "c", 2, rank=8), "'a' and 'c' differ in rank: 4 and 8"),
+        (lora(model, "c", 2, size=0.0), "'c' changes nothing"),
+        (lora(flat, "c", 2), "'a' and 'c' differ in layers: 4 and 2"),
     ):
         with pytest.raises(Refusal, match=f"E-BANK: .*{message}"):
-            bank.check(members)
+            bank.check({**two, "c": more})
+    for few, message in (({}, r"holds 0 LoRAs \(none\)"), ({"a": 0}, r"holds 1 LoRAs \(a\)")):
+        with pytest.raises(Refusal, match=f"E-BANK: .*{message}"):
+            bank.check(few)
 
 
 def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano):
@@ -199,17 +195,9 @@ RAW = {
         "He sits\nQuestion: Which ending makes the most sense?\nA. up\nB. down\nC. in\nD. on",
         "B. down",
     ),
-    "CAMEL-Math": (
-        {"Instruction": "Solve for x: 5x + 3 = 28", "Input": "", "Output": "x = 5."},
-        "Solve for x: 5x + 3 = 28", "x = 5.",
-    ),
     "Code-Alpaca": (
         {"instruction": "Count vowels.", "input": "Hello", "output": "2"},
         "Count vowels.\nHello", "2",
-    ),
-    "PIQA": (
-        {"goal": "Boil", "sol1": "a pot", "sol2": "a jar", "label": 1},
-        "Question: Boil\nA. a pot\nB. a jar\nAnswer:", "B. a jar",
     ),
 }  # fmt: skip
 

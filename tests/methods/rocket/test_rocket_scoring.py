@@ -207,21 +207,18 @@ def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(alter, messag
 
 
 def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
-    seen = []
-    product = scoring.product
-    monkeypatch.setattr(scoring, "product", lambda *args: seen.append(1) or product(*args))
+    product, calls = scoring.product, []
+    monkeypatch.setattr(scoring, "product", lambda *args: calls.append(1) or product(*args))
     torch.manual_seed(0)
     x = torch.randn(2, 200, 96)
     for bias in (True, False):
         layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
         with scoring.Products():
-            found = layer(x)
+            y = layer(x)
+        assert y.dtype == torch.float32
         wanted = layer.double()(x.double())
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    assert len(seen) == 2
-    layer(x.double())
-    assert len(seen) == 2
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 2  # in the block alone
 
 
 @pytest.mark.parametrize("order", scoring.ORDERS)
