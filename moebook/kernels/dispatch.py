@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,14 +106,14 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
-KINDS: dict[str, tuple[Callable[[torch.dtype], bool], str]] = {
-    "float": (lambda of: of.is_floating_point and of.itemsize >= 2,
-              "floating point, 16 bits at least: cast it"),
-    "real": (lambda of: not of.is_complex and not (of.is_floating_point and of.itemsize < 2),
-             "real numbers, floating point of 16 bits at least: cast it"),
-    "int": (lambda of: of in (torch.int64, torch.int32), "torch.int64"),
-    "int64": (lambda of: of == torch.int64, "torch.int64"),
-}  # fmt: skip
+FLOATS = frozenset({torch.float64, *DTYPES})
+WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+KINDS = {
+    "float": (FLOATS, "floating point, 16 bits at least: cast it"),
+    "real": (FLOATS | WHOLE, "real numbers, floating point of 16 bits at least: cast it"),
+    "int": (frozenset({torch.int64, torch.int32}), "torch.int64"),
+    "int64": (frozenset({torch.int64}), "torch.int64"),
+}
 """Kinds of dtypes: what belongs to each, and how a refusal words it."""
 
 
@@ -137,44 +136,58 @@ def shapes(
     reads values at once, so that the meta device will not do.
     """
     sizes: dict[str, Any] = {}
-    fits = [_bind(tensor.shape, dims.split(), sizes) for tensor, dims, *_ in tensors.values()]
-    if not all(fits) or any(sizes[letter] == 0 for letter in sizes.keys() - {"...", *empty}):
+    fits = True
+    for tensor, dims, *_ in tensors.values():
+        fits = fits and _bind(tensor.shape, dims, sizes)
+    if not fits or any(size == 0 and letter not in empty for letter, size in sizes.items()):
         expected = (f"{name} [{', '.join(of[1].split())}]" for name, of in tensors.items())
         got = ", ".join(str(tuple(tensor.shape)) for tensor, *_ in tensors.values())
         zero = f"(only {', '.join(empty.split())} may be 0)" if empty else "(none of them 0)"
         refuse("E-SHAPE", f"{op}: expected {', '.join(expected)} {zero}; got {got}")
+    (one, (on, *_)), *_ = tensors.items()
+    device = on.device
     for name, (tensor, _, *kind) in tensors.items():
-        belongs, wanted = KINDS[kind[0] if kind else "float"]
-        if not belongs(tensor.dtype):
+        dtypes, wanted = KINDS[kind[0] if kind else "float"]
+        if tensor.dtype not in dtypes:
             refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {wanted}")
+        if tensor.device != device:
+            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {one} on {device}")
     for name in alike:
         if (dtype := tensors[name][0].dtype) != (first := tensors[alike[0]][0].dtype):
             refuse("E-DTYPE", f"{op}: {name} is {dtype}, {alike[0]} is {first}: cast one")
-    (one, (on, *_)), *_ = tensors.items()
-    for name, (tensor, *_) in tensors.items():
-        if tensor.device != on.device:
-            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {one} on {on.device}")
     if valued and on.is_meta:
         refuse("E-DEVICE", f"{op}: {one} lies on meta, which holds no values")
     return sizes
 
 
-def _bind(shape: torch.Size, dims: list[str], sizes: dict[str, Any]) -> bool:
+@cache
+def _layout(dims: str) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """Parse dimensions: whether others lead, and each one's factor and letters, (2, "F") of 2F."""
+    names = dims.removeprefix("...").split()
+    letters = [name.lstrip("0123456789") for name in names]
+    factors = [int(name.removesuffix(own) or 1) for name, own in zip(names, letters, strict=True)]
+    return dims.startswith("..."), tuple(zip(factors, letters, strict=True))
+
+
+def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
     """Bind the letters of one tensor, if its shape agrees with those that are bound."""
-    if dims[0] == "...":
-        lead = max(len(shape) - len(dims) + 1, 0)
+    leads, layout = _layout(dims)
+    if leads:
+        lead = max(len(shape) - len(layout), 0)
         if sizes.setdefault("...", shape[:lead]) != shape[:lead]:
             return False
-        shape, dims = shape[lead:], dims[1:]
-    if len(shape) != len(dims):
+        shape = shape[lead:]
+    if len(shape) != len(layout):
         return False
-    for size, dim in zip(shape, dims, strict=True):
-        letters = [part for part in dim if part.isalpha()]
-        unbound = [letter for letter in letters if letter not in sizes]
-        factor = int(dim.removesuffix("".join(letters)) or 1)
-        factor *= math.prod(sizes[letter] for letter in letters if letter in sizes)
+    for size, (factor, letters) in zip(shape, layout, strict=True):
+        unbound = ""
+        for letter in letters:
+            if letter in sizes:
+                factor *= sizes[letter]
+            else:
+                unbound = letter
         if unbound and factor and size % factor == 0:
-            sizes[unbound[0]] = size // factor
+            sizes[unbound] = size // factor
         elif unbound or size != factor:
             return False
     return True

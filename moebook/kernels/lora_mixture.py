@@ -41,7 +41,8 @@ def lora_mixture(
     factors = {"down": (down, "N R D"), "up": (up, "N O R")}
     shapes("lora_mixture", named | factors, empty="", alike=("x", "down", "up"))
     table = {"torch": mixture, "reference": reference, "triton": "lora_mixture.run"}
-    run = implementation("lora_mixture", impl, table, x, unless=obstacle(base) or "")
+    unless = "" if base.dtype == x.dtype else obstacle(base) or ""
+    run = implementation("lora_mixture", impl, table, x, unless=unless)
     y: Tensor = run(x, base, gates, down, up, scale)
     return y
 

@@ -33,9 +33,12 @@ class Routing(NamedTuple):
 
     def named(self) -> dict[str, tuple[Any, ...]]:
         """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
-        dims = (("T K", "int"), ("T K", "float"), ("TK", "int64"), ("E", "int"))
-        parts = zip(self._asdict().items(), dims, strict=True)
-        return {f"the routing's {name}": (part, *asked) for (name, part), asked in parts}
+        return {
+            "the routing's ids": (self.ids, "T K", "int"),
+            "the routing's weights": (self.weights, "T K"),
+            "the routing's order": (self.order, "TK", "int64"),
+            "the routing's counts": (self.counts, "E", "int"),
+        }
 
 
 def route(
