@@ -117,5 +117,5 @@ def padded(
     places = torch.arange(int(lengths.max()))
     mask = places >= len(places) - lengths if left else places < lengths
     filled = torch.full(mask.shape, fill)
-    filled[mask] = torch.tensor([token for row in rows for token in row])
+    filled[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     return filled, mask.long()

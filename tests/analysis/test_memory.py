@@ -6,27 +6,17 @@ from torch import nn
 from moebook.analysis.memory import step_memory
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 8, bias=False)
-        self.second = nn.Linear(8, 2, bias=False)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))).sum()
-
-
 def test_bytes_are_those_counted_by_hand():
-    model = Two()
-    model.first.requires_grad_(False)
-    x = torch.randn(5, 4)
-    found = step_memory(model, {"x": x})
-    assert found.parameters == 4 * (4 * 8 + 8 * 2)
-    assert found.trained == 3 * 4 * 8 * 2
-    assert found.kept == 4 * 5 * 8  # what the second layer reads; the frozen part keeps nothing
+    linear = [nn.Linear(*size, bias=False) for size in ((4, 8), (8, 2))]
+    model, batch = nn.Sequential(linear[0], nn.Tanh(), linear[1]), {"input": torch.randn(5, 4)}
+    linear[0].requires_grad_(False)
+    half = step_memory(model, batch)
+    assert half.parameters == 4 * (4 * 8 + 8 * 2)
+    assert half.trained == 3 * 4 * 8 * 2
+    assert half.kept == 4 * 5 * 8  # what the second layer reads; the frozen part keeps nothing
     model.requires_grad_(True)
-    more = step_memory(model, {"x": x})
-    assert more.kept == 4 * (5 * 4 + 5 * 8)  # and x; tanh's output is the same tensor
+    more = step_memory(model, batch)
+    assert more.kept == 4 * (5 * 4 + 5 * 8)  # and the input; tanh's output is the same tensor
     assert more.trained == 3 * more.parameters
     assert more.total == more.parameters + more.kept + more.trained
 

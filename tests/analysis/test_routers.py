@@ -1,143 +1,162 @@
-"""State of routers, ours and transformers', against plain loops; Jaccard indices made by hand."""
+"""Routers, ours and transformers', against scipy and autograd; shares and indices by hand."""
 
 import math
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
-import transformers as tr
+from scipy.special import softmax
+from scipy.stats import entropy
 
-from moebook.analysis.routers import (
-    activated,
-    consistency,
-    decisions,
-    gradients,
-    logit_scale,
-    overall,
-    statistics,
-    summary,
-)
+from moebook.analysis import routers, routing
 from moebook.errors import Refusal
 from moebook.methods import upcycling
 
-SIZE = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3,
-    "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-EXPERTS = {
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                 "head_dim": 8},
-}  # fmt: skip
-FAMILIES = ["upcycled", *EXPERTS]
-REAL = [(0, t) for t in range(7)] + [(1, t) for t in range(3)]  # rows and columns of real tokens
+each_family = pytest.mark.parametrize("family", ["upcycled", "Mixtral", "Olmoe", "Qwen3Moe"])
 
 
-def model_of(family):
-    torch.manual_seed(0)
-    if family in EXPERTS:
-        config = getattr(tr, f"{family}Config")(**SIZE, **EXPERTS[family])
-        return getattr(tr, f"{family}ForCausalLM")(config).eval()
-    dense = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE)).eval()
-    start = upcycling.su(dense, 4, kind="wide")
-    return upcycling.upcycle(dense, upcycling.Config(top_k=2), start)
+@pytest.fixture
+def model_of(host, mixture):
+    """A builder of models with two experts a token, by family."""
+
+    def make(family):
+        if family in ("upcycled", "dense"):
+            dense, config = host(), upcycling.Config(top_k=2)
+            start = upcycling.su(dense, 4, kind="wide")
+            return dense if family == "dense" else upcycling.upcycle(dense, config, start)
+        return mixture(family)
+
+    return make
 
 
 def routers_of(model):
     return [getattr(layer.mlp, "router", None) or layer.mlp.gate for layer in model.model.layers]
 
 
-@pytest.fixture
-def batch():
-    torch.manual_seed(1)
-    mask = torch.arange(7) < torch.tensor([[7], [3]])
-    ids = torch.randint(3, 40, (2, 7)).where(mask, 2)
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
-
-
 def by_hand(model, batch):
-    """The logits of each layer's real tokens, as lists."""
+    """By layer the logits of real tokens, the two experts that each takes, the slots of each."""
     inputs = {}
     for i, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda m, args, out, i=i: inputs.update({i: args[0]}))
-    model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    return [[(router.weight @ inputs[i][place]).tolist() for place in REAL]
-            for i, router in enumerate(routers_of(model))]  # fmt: skip
+    model.eval()(**batch)
+    for i, router in enumerate(routers_of(model)):
+        places = batch["attention_mask"].nonzero().tolist()
+        logits = [(router.weight @ inputs[i][row, column]).tolist() for row, column in places]
+        pairs = [sorted(range(len(z)), key=lambda e, z=z: -z[e])[:2] for z in logits]
+        yield logits, pairs, [sum(e in pair for pair in pairs) for e in range(len(router.weight))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_statistics_equal_a_loop_over_real_tokens(family, batch):
+@each_family
+def test_statistics_are_those_of_numpy_and_scipy_over_real_tokens(family, model_of, batch):
     model = model_of(family).train()
-    frame = statistics(model, [batch, batch])
+    frame = routers.statistics(model, [batch, batch])
     assert model.training
-    for i, tokens in enumerate(by_hand(model, batch)):
-        squares, nats, chosen = [], [], []
-        for logits in tokens:
-            middle = sum(logits) / 4
-            squares += [(each - middle) ** 2 for each in logits]
-            total = sum(math.exp(each) for each in logits)
-            nats.append(-sum(math.exp(z) / total * (z - math.log(total)) for z in logits))
-            chosen += sorted(range(4), key=lambda e, z=logits: -z[e])[:2]
-        shares = [chosen.count(e) / 20 for e in range(4)]
-        load = -sum(s * math.log(s) for s in shares if s) / math.log(4)
-        assert frame.scale[i] == pytest.approx(math.sqrt(sum(squares) / 40), rel=1e-4)
-        assert frame.entropy[i] == pytest.approx(sum(nats) / 10 / math.log(4), rel=1e-4)
-        assert frame.load_entropy[i] == pytest.approx(load, rel=1e-4)
-        assert frame.largest[i] == pytest.approx(max(shares))
+    for i, (logits, _, slots) in enumerate(by_hand(model, batch)):
+        limit, nats = math.log(len(slots)), entropy(softmax(logits, axis=1), axis=1)
+        assert frame.scale[i] == pytest.approx(math.sqrt(np.var(logits, axis=1).mean()), rel=1e-4)
+        assert frame.entropy[i] == pytest.approx(nats.mean() / limit, rel=1e-4)
+        assert frame.load_entropy[i] == pytest.approx(entropy(slots) / limit, rel=1e-4)
+        assert frame.largest[i] == pytest.approx(max(slots) / (2 * 19))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_backward_and_leave_nothing_behind(family, batch):
+@each_family
+def test_gradients_are_those_of_backward_and_a_summary_takes_means_over_layers(
+    family, model_of, batch
+):
     model = model_of(family)
-    frame = gradients(model, batch)
+    frame, means = routers.gradients(model, batch), routers.summary(model, [batch], batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     model(**batch).loss.backward()
-    for router, gradient in zip(routers_of(model), frame.gradient, strict=True):
-        assert gradient == pytest.approx(router.weight.grad.norm().item(), rel=1e-5)
-        assert gradient > 0
+    norms = [router.weight.grad.norm().item() for router in routers_of(model)]
+    assert min(norms) > 0
+    assert frame.gradient.tolist() == pytest.approx(norms, rel=1e-5)
+    assert means.pop("gradient") == pytest.approx(math.hypot(*norms), rel=1e-5)
+    assert list(means) == ["scale", "entropy", "load_entropy"]
+    layers = routers.statistics(model, [batch])
+    for name, mean in means.items():
+        assert mean == pytest.approx((layers[name][0] + layers[name][1]) / 2)
 
 
-def test_a_summary_averages_over_layers_and_takes_the_norm_over_all_weights(batch):
-    model, layers = model_of("upcycled"), statistics(model_of("upcycled"), [batch])
-    means = summary(model, [batch], batch)
-    assert list(means) == ["gradient", "scale", "entropy", "load_entropy"]
-    for name in ("scale", "entropy", "load_entropy"):
-        assert means[name] == pytest.approx((layers[name][0] + layers[name][1]) / 2)
-    model(**batch).loss.backward()
-    every = torch.cat([router.weight.grad.flatten() for router in routers_of(model)])
-    assert means["gradient"] == pytest.approx(every.norm().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decisions_and_activated_experts_are_the_largest_logits_of_real_tokens(family, batch):
-    model = model_of(family)
-    short = {"input_ids": batch["input_ids"][:1, :5]}
-    sets, chosen = activated(model, [batch, short]), decisions(model, batch)
-    assert sets.shape == (2, 10 + 5, 4)
-    for i, tokens in enumerate(by_hand(model, batch)):
+@each_family
+def test_decisions_and_activated_experts_are_the_largest_logits_of_real_tokens(
+    family, model_of, batch
+):
+    model, short = model_of(family), {"input_ids": batch["input_ids"][:1, :5]}
+    sets, chosen = routers.activated(model, [batch, short]), routers.decisions(model, batch)
+    assert sets.shape[:2] == (2, 19 + 5)
+    for i, (tokens, pairs, _) in enumerate(by_hand(model, batch)):
         torch.testing.assert_close(chosen[i].logits, torch.tensor(tokens), rtol=1e-4, atol=1e-4)
-        best = torch.tensor(tokens).topk(2).indices
-        assert torch.equal(chosen[i].ids, best)
-        for token, experts in zip(sets[i], best.tolist(), strict=False):
-            assert token.nonzero().flatten().tolist() == sorted(experts)
+        assert chosen[i].ids.tolist() == pairs
+        for token, pair in zip(sets[i], pairs, strict=False):
+            assert token.nonzero().flatten().tolist() == sorted(pair)
 
 
-def test_logit_scale_ignores_what_all_experts_share():
-    logits = torch.tensor([[1.0, -1.0], [3.0, -3.0]])
-    assert logit_scale(logits) == pytest.approx(math.sqrt(5))
-    assert logit_scale(logits + 100) == pytest.approx(math.sqrt(5))
+def test_shares_count_the_chosen_experts_of_real_tokens(model_of, batch):
+    model, short = model_of("upcycled").train(), {"input_ids": batch["input_ids"][:1, :5]}
+    shares = routing.shares(model, {"code": [batch, short], "law": [batch]})
+    assert model.training
+    sums = shares.groupby(["domain", "layer"])[["slots", "share"]].sum()
+    assert sums.loc["code", "slots"].tolist() == [(19 + 5) * 2] * 2
+    assert sums["share"].tolist() == pytest.approx([1.0] * 4)
+    for i, (_, _, slots) in enumerate(by_hand(model, batch)):
+        assert shares[(shares.domain == "law") & (shares.layer == i)].slots.tolist() == slots
 
 
-def test_models_that_have_no_live_routers_are_refused(batch):
-    dense = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE))
-    with pytest.raises(Refusal, match="E-MODEL: the model has no routers"):
-        statistics(dense, [batch])
-    for measure in (statistics, activated):
-        with pytest.raises(Refusal, match="E-DATA: no tokens"):
-            measure(model_of("Mixtral"), [])
-    with pytest.raises(Refusal, match="does not require a gradient"):
-        gradients(model_of("Mixtral").requires_grad_(False), batch)
+def frame(shares, router="q", **columns):
+    rows = [
+        (0, router, domain, expert, 100 * share, share)
+        for domain, row in shares.items()
+        for expert, share in enumerate(row)
+    ]
+    names = [*routing.KEYS, "domain", "expert", "slots", "share"]
+    return pd.DataFrame(rows, columns=names).assign(**columns)
+
+
+@pytest.mark.parametrize(
+    ("shares", "load_entropy", "largest", "distance"),
+    [
+        ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # uniform together
+        ({"a": [1, 0, 0, 0]}, 0, 1, 0),
+        ({"a": [0.7, 0.3], "b": [0.7, 0.3]}, 0.8813, 0.7, 0),
+        # What a token with two of four experts can show at least: one that serves all tokens has
+        # half of the slots, and the entropy is still near 0.9.
+        ({"a": [1 / 2, 1 / 2, 0, 0]}, 0.5, 1 / 2, 0),
+        ({"a": [1 / 2, 1 / 6, 1 / 6, 1 / 6]}, 0.8962, 1 / 2, 0),
+    ],
+)
+def test_load_and_specialisation_of_shares_worked_by_hand(shares, load_entropy, largest, distance):
+    load = routing.load(frame(shares))
+    assert load.entropy.tolist() == pytest.approx([load_entropy], abs=1e-4)
+    assert load.largest.tolist() == pytest.approx([largest])
+    distances = routing.specialisation(frame(shares)).distance
+    assert distances.tolist() == pytest.approx([distance] * len(shares))
+
+
+def test_routers_of_one_layer_are_summarised_one_by_one_and_then_averaged():
+    """One on experts 0 and 1, one on 2 and 3: together they would look even."""
+    both = pd.concat([frame({"a": [0.5, 0.5, 0, 0]}), frame({"a": [0, 0, 0.5, 0.5]}, "v")])
+    assert routing.load(both).entropy.tolist() == pytest.approx([0.5, 0.5])
+    assert routing.specialisation(both).distance.tolist() == pytest.approx([0.0, 0.0])
+    even = frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]})
+    collapsed = frame({"a": [1.0, 0, 0, 0], "b": [1.0, 0, 0, 0]}, "v")
+    want = {"load_entropy": 0.5, "largest_share": (0.25 + 1) / 2, "specialisation": 0.25}
+    assert routing.summary(pd.concat([even, collapsed])) == pytest.approx(want)
+    one = frame({"code": [0.9, 0.1], "law": [0.1, 0.9]})
+    other = frame({"code": [0.2, 0.8], "law": [0.8, 0.2]}, "v")
+    averaged, by_layer = routing.contrast(pd.concat([one, other]), "code", "law")
+    assert (averaged, by_layer) == pytest.approx((0.1, 0.7))  # opposites cancel in the first
+
+
+def test_stacks_and_panels_show_the_same_layers():
+    several = [frame({"a": [0.9, 0.1], "b": [0.3, 0.7]}, layer=layer) for layer in range(9)]
+    several[8].loc[several[8].domain == "b", "slots"] = [0, 300]
+    shares = pd.concat(several)
+    panels, stacks = routing.panels(shares), routing.stacks(shares)
+    assert list(panels) == list(stacks) == [f"layer {layer}" for layer in (0, 2, 5, 8)]
+    assert panels["layer 0"].loc["b"].tolist() == [0.3, 0.7]
+    assert stacks["layer 0"].tolist() == pytest.approx([0.6, 0.4])
+    assert stacks["layer 8"].tolist() == pytest.approx([90 / 400, 310 / 400])  # by slots
 
 
 def sets(*tokens):
@@ -146,40 +165,52 @@ def sets(*tokens):
 
 
 FIRST, SECOND, THIRD = sets({0, 1}, {2, 3}), sets({0, 1}, {1, 2}), sets({2, 3}, {1, 2})
+THREE, TOP_1 = [FIRST, SECOND, THIRD], [sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})]
 
 
 @pytest.mark.parametrize(
-    ("over", "score"),
+    ("checkpoints", "over", "score"),
     [
-        ("pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
-        ("successive", (1 + 1 / 3 + 0 + 1) / 4),
-        ("joint", (0 / 4 + 1 / 3) / 2),
+        (THREE, "pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
+        (THREE, "successive", (1 + 1 / 3 + 0 + 1) / 4),
+        (THREE, "joint", (0 / 4 + 1 / 3) / 2),
+        (TOP_1, "pairs", 0.75),  # with one expert a token: the share that kept theirs
     ],
 )
-def test_consistency_is_the_mean_jaccard_index_of_the_tokens(over, score):
-    frame = consistency([FIRST, SECOND, THIRD], over=over)
-    assert frame.consistency.tolist() == pytest.approx([score])
-
-
-def test_top_1_consistency_is_the_share_of_tokens_that_kept_their_expert():
-    one, two = sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})
-    assert consistency([one, two]).consistency[0] == pytest.approx(0.75)
-    torch.manual_seed(0)
-    hot = torch.nn.functional.one_hot
-    unrelated = [hot(torch.randint(4, (3, 5000)), 4).bool() for _ in range(3)]
-    assert consistency(unrelated).consistency.tolist() == pytest.approx([0.25] * 3, abs=0.02)
+def test_consistency_is_the_mean_jaccard_index_of_the_tokens(checkpoints, over, score):
+    consistency = routers.consistency(checkpoints, over=over).consistency
+    assert consistency.tolist() == pytest.approx([score])
 
 
 def test_overall_is_the_mean_over_layers_at_the_chosen_steps():
     watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
-    assert overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
+    assert routers.overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("measure", "family", "text", "code"),
+    [
+        (routers.statistics, "dense", [{}], "E-MODEL: the model has no routers"),
+        (routers.statistics, "Mixtral", [], "E-DATA: no tokens"),
+        (routers.activated, "Mixtral", [], "E-DATA: no tokens"),
+        (routers.gradients, "frozen", {}, "does not require a gradient"),
+        (routing.shares, "dense", {}, "E-MODEL"),
+        (routing.shares, "upcycled", {"law": []}, "E-DATA: domain 'law'"),
+    ],
+)
+def test_routers_and_texts_that_cannot_be_measured_are_refused(
+    measure, family, text, code, model_of
+):
+    model = model_of("Mixtral" if family == "frozen" else family)
+    with pytest.raises(Refusal, match=code):
+        measure(model.requires_grad_(family != "frozen"), text)
 
 
 def test_checkpoints_that_cannot_be_compared_are_refused():
-    for checkpoints, changes, code in (
-        ([FIRST], {}, "E-DATA"),
-        ([FIRST, FIRST[:, :1]], {}, "E-SHAPE"),
-        ([FIRST, SECOND], {"over": "pair"}, "E-CHOICE: over is 'pair'"),
+    for checkpoints, over, code in (
+        ([FIRST], "pairs", "E-DATA"),
+        ([FIRST, FIRST[:, :1]], "pairs", "E-SHAPE"),
+        ([FIRST, SECOND], "pair", "E-CHOICE: over is 'pair'"),
     ):
         with pytest.raises(Refusal, match=code):
-            consistency(checkpoints, **changes)
+            routers.consistency(checkpoints, over=over)

@@ -1,21 +1,249 @@
-"""Router starts: centroids known by hand, prompts as mergekit takes them, scales, refusals."""
+"""From text to a router start: the hardest instances, representations, centroids, prompts."""
 
+import functools
 import math
 import warnings
-from dataclasses import replace
+import weakref
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BatchEncoding
 
 from moebook.analysis.routers import statistics
 from moebook.data import padded
 from moebook.errors import Refusal
 from moebook.methods import upcycling
-from moebook.methods.upcycling.representations import Representations
+from moebook.methods.upcycling.representations import Representations, perplexities, sampled
 from moebook.models import fingerprint
+from moebook.nn import hooked
+
+DATA = Dataset.from_list(
+    [
+        {"input_ids": [0, 7, 9, 11], "labels": [-100, -100, 9, 11]},
+        {"input_ids": [0, 8], "labels": [-100, 8]},
+        {"input_ids": [0, 12, 5, 40, 33, 6], "labels": [-100, 12, 5, -100, -100, 6]},
+    ]
+)
 
 
-def held(*layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64):
+def texts(count, length=8, size=4):
+    """Batches of random text, the second row of each padded on the right."""
+    torch.manual_seed(4)
+    mask = torch.ones(size, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    return [
+        {"input_ids": torch.randint(3, 48, (size, length)), "attention_mask": mask}
+        for _ in range(count)
+    ]
+
+
+def letters(texts, *, max_length=9, left=False, **_):
+    """Tokenize letters, padding on the right, or on the left as mergekit's command does."""
+    texts = [texts] if isinstance(texts, str) else texts
+    rows = [[3 + ord(letter) - ord("a") for letter in text][:max_length] for text in texts]
+    ids, mask = padded(rows, 2, left=left)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def naive(model, batches, tensor):
+    """Everything at once, by the layer's own arithmetic: a list of [B, T, D] for each layer."""
+    layers = model.model.layers
+    collected = [[] for _ in layers]
+    for batch in batches:
+        seen = {}
+        attentions = {i: layer.self_attn for i, layer in enumerate(layers)}
+        with hooked(attentions, lambda i, args, out, seen=seen: seen.update({i: out[0]})):
+            states = model(**batch, output_hidden_states=True).hidden_states
+        for i, layer in enumerate(layers):
+            gemma = hasattr(layer, "pre_feedforward_layernorm")
+            after = hasattr(layer, "post_feedforward_layernorm")  # and a norm after the attention
+            added = layer.post_attention_layernorm(seen[i]) if after else seen[i]
+            norm = layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm
+            norm = norm if gemma or not after else torch.nn.Identity()  # OLMo 2 has none there
+            value = {
+                "block_input": states[i],
+                "attention_output": seen[i],
+                "residual": states[i] + added,
+                "ffn_input": norm(states[i] + added),
+            }
+            collected[i].append(value[tensor])
+    return collected
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Olmo2"])
+@pytest.mark.parametrize("tensor", ["attention_output", "residual", "ffn_input", "block_input"])
+def test_collection_equals_a_naive_full_one(family, tensor, host):
+    model, batches = host(family), texts(3)
+    got = upcycling.collect(model, {"a": batches[:2], "b": batches[2:]}, tensor=tensor)
+    for layer, parts in enumerate(naive(model, batches, tensor)):
+        rows = [p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)]
+        torch.testing.assert_close(got.points[layer], torch.cat(rows))
+    assert got.labels.tolist() == [0] * 56 + [1] * 28
+    assert (got.tasks, got.tensor) == (("a", "b"), tensor)
+    assert got.base == fingerprint(model)
+
+
+@pytest.mark.parametrize("tokens", ["last", "mean"])
+def test_last_and_mean_take_one_vector_a_row(tokens, host):
+    model, batches = host(), texts(2)
+    got = upcycling.collect(model, {"a": batches}, tensor="residual", tokens=tokens)
+    ends = torch.tensor([7, 3, 7, 7])
+    for layer, parts in enumerate(naive(model, batches, "residual")):
+        rows = [part[torch.arange(4), ends] if tokens == "last" else part.mean(1) for part in parts]
+        torch.testing.assert_close(got.points[layer], torch.cat(rows))
+    torch.testing.assert_close(got.means()[:, 0], got.points.mean(1))
+
+
+def test_some_tasks_of_a_collection_are_what_would_be_collected_from_them_alone(host):
+    model, tasks = host(), {name: texts(2) for name in ("a", "b", "c")}
+    every = upcycling.collect(model, tasks)
+    for names in (("a", "b"), ("b", "c"), ("c",)):
+        part = every.only(*names)
+        alone = upcycling.collect(model, {name: tasks[name] for name in names})
+        assert torch.equal(part.points, alone.points)
+        assert torch.equal(part.labels, alone.labels)
+        assert (part.tasks, part.base) == (alone.tasks, alone.base)
+
+
+def test_clouds_hold_a_mean_a_text_of_the_model_and_of_an_untrained_twin(host):
+    model = host(initializer_range=0.02)
+
+    def mean(network, text):
+        layers = naive(network, [letters(text)], "attention_output")
+        return torch.stack([parts[0][0].mean(0) for parts in layers])
+
+    random_numbers = torch.random.get_rng_state()
+    clouds = upcycling.clouds(model, letters, {"code": ["ab", "q"], "text": ["xyz"]}, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), random_numbers)
+    assert clouds["random"].labels.tolist() == [0, 0, 1]
+    torch.manual_seed(3)
+    networks = {"pretrained": model, "random": type(model)(model.config).eval()}
+    for place, text in enumerate(("ab", "q", "xyz")):
+        for name, network in networks.items():
+            torch.testing.assert_close(clouds[name].points[:, place], mean(network, text))
+
+
+def test_a_share_is_drawn_token_by_token_however_the_text_is_cut(host):
+    model, whole = host(), texts(1, size=40)
+    rows = [{k: v[i : i + 5] for k, v in whole[0].items()} for i in range(0, 40, 5)]
+    everything = upcycling.collect(model, {"a": whole}).points
+    for seed in (5, 6):
+        taken = np.random.default_rng([seed, 0]).random(everything.shape[1]) < 0.2
+        assert 35 < taken.sum() < 95  # of 300
+        for batches in (whole, rows):
+            sample = upcycling.collect(model, {"a": batches}, share=0.2, seed=seed).points
+            torch.testing.assert_close(sample, everything[:, taken])
+
+
+def test_a_limit_keeps_the_smallest_keys_of_each_task_in_the_order_of_the_text(host):
+    model, batches = host(), texts(12)
+    tasks = {"a": batches[:10], "b": batches[10:11], "c": batches[11:]}
+    everything = upcycling.collect(model, tasks)
+    part = upcycling.collect(model, tasks, limit=50, seed=3)
+    assert part.labels.tolist() == [0] * 50 + [1] * 28 + [2] * 28
+    keys = np.random.default_rng([3, 0]).random(280)
+    smallest = sorted(keys.argsort()[:50].tolist())
+    torch.testing.assert_close(part.points[:, :50], everything.points[:, smallest])
+    torch.testing.assert_close(part.points[:, 50:], everything.points[:, 280:])
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of all tensors alive that were made while it is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors, self.peak = weakref.WeakValueDictionary(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [part for part in tree_leaves(out) if isinstance(part, torch.Tensor)]
+        self.tensors.update({id(part): part for part in made})
+        storages = [part.untyped_storage() for part in list(self.tensors.values())]
+        alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.peak = max(self.peak, sum(alive.values()))
+        return out
+
+
+def test_what_collection_holds_does_not_grow_with_the_text(host):
+    model, peaks = host(), []
+    for count in (4, 64):
+        batches = texts(count)
+        with Held() as held:
+            got = upcycling.collect(model, {"a": batches}, limit=60)
+        peaks.append(held.peak)
+    with Held() as held, torch.no_grad():
+        model.model(**batches[0])
+    bound = 1 * 60 * 2 * 32 * 4  # tasks * limit * L * D * 4 bytes, as the docstring states it
+    chunk = 28 * 2 * 32 * 4  # one batch's
+    assert got.points.untyped_storage().nbytes() == bound
+    assert peaks[1] <= peaks[0] + 256
+    assert peaks[1] <= held.peak + 1.5 * bound + 3 * chunk < 64 * chunk / 3
+
+
+def test_batches_without_a_hit_are_not_run_and_the_model_comes_back_as_it_was(host):
+    model, runs = host().train(), []
+    hook = model.model.register_forward_hook(lambda m, args, out: runs.append(1))
+    taken = list(sampled(model, {"a": texts(100)}, share=0.005))
+    assert len(runs) == len(taken) < 40
+    hook.remove()
+    assert model.training
+    chunks = sampled(model, {"a": texts(2)})
+    next(chunks)
+    chunks.close()
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("of", ["answer", "all"])
+def test_perplexities_are_those_of_one_row_at_a_time(of, host):
+    model = host(dtype=torch.float64)
+    got = perplexities(model, DATA, of=of, size=2)
+    for row, value in zip(DATA, got.tolist(), strict=True):
+        with torch.no_grad():
+            logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        scored = row["input_ids"] if of == "all" else row["labels"]
+        nats = [-logs[i - 1, t].item() for i, t in enumerate(scored) if i and t != -100]
+        assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
+
+
+def test_the_hardest_share_of_each_task_is_kept_in_order(host):
+    model = host()
+    rows = np.random.default_rng(0).integers(3, 48, (60, 6)).tolist()
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    hard = upcycling.hardest(model, {"a": data, "b": data.select(range(20))})
+    scores = perplexities(model, data).tolist()
+    best = sorted(sorted(range(60), key=lambda i: -scores[i])[:3])
+    assert hard["a"]["input_ids"] == [rows[i] for i in best]
+    assert len(hard["b"]) == 1
+    assert len(upcycling.hardest(model, {"a": data}, share=1)["a"]) == 60
+
+
+MUTE = Dataset.from_list([{"input_ids": [0, 7], "labels": [-100, -100]}])
+
+
+@pytest.mark.parametrize(
+    ("ask", "code"),
+    [
+        (lambda m: upcycling.collect(m, {"a": []}, tensor="attention"), "E-CHOICE: tensor is 'att"),
+        (lambda m: upcycling.collect(m, {"law": []}), "E-DATA: task 'law' has no instances"),
+        (lambda m: upcycling.collect(m, {}), "E-DATA: no tasks"),
+        (lambda m: upcycling.collect(m, {"a": texts(1)}).only("law"), "E-DATA: no task 'law'"),
+        (lambda m: upcycling.hardest(m, {"law": DATA}), "'law' has 3 instances, .* 0.05 needs 20"),
+        (lambda m: upcycling.hardest(m, {"law": DATA.select([])}), "task 'law' has 0 instances"),
+        (lambda m: perplexities(m, MUTE), "E-NONFINITE: row 0"),
+    ],
+)
+def test_what_cannot_be_collected_or_scored_is_refused(ask, code, host):
+    with pytest.raises(Refusal, match=code):
+        ask(host())
+
+
+def states(*layers, labels=None, tasks=("a",), tensor="attention_output", base="b" * 64):
     """Representations from lists of points, one list a layer."""
     points = torch.tensor(layers, dtype=torch.float32)
     labels = torch.tensor(labels or [0] * points.shape[1])
@@ -27,18 +255,17 @@ TOY = [[0, 0], [10, 0], [0, 2], [10, 2], [0, 4]]
 
 
 def test_crsu_finds_the_centroids_of_a_hand_worked_toy():
-    start = upcycling.crsu(held(TOY, TOY), 2)
+    start = upcycling.crsu(states(TOY, TOY), 2)
     for layer in start.weights:
         torch.testing.assert_close(layer[layer[:, 0].argsort()], torch.tensor([[0.0, 2], [10, 1]]))
     assert start.base == "b" * 64
 
 
 def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
-    labels = [0, 1, 0, 1, 0]
-    start = upcycling.trsu(held(TOY, labels=labels, tasks=("code", "mathematics")))
+    start = upcycling.trsu(states(TOY, labels=[0, 1, 0, 1, 0], tasks=("code", "mathematics")))
     torch.testing.assert_close(start.weights, torch.tensor([[[0.0, 2.0], [10.0, 1.0]]]))
     two = [*TOY, [5, 5], [5, 7], [9, 9]]
-    start = upcycling.trsu(held(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), 4)
+    start = upcycling.trsu(states(two, labels=[0] * 5 + [1] * 3, tasks=("x", "y")), 4)
     want = [[[0.0, 2.0], [10.0, 1.0], [5.0, 6.0], [9.0, 9.0]]]
     torch.testing.assert_close(start.weights, torch.tensor(want))
 
@@ -46,13 +273,12 @@ def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
 def test_centroids_are_the_means_of_the_points_nearest_to_them():
     torch.manual_seed(0)
     centres = 20 * torch.randn(5, 8)
-    points = (centres[torch.arange(4000) % 5] + torch.randn(4000, 8)).unsqueeze(0)
-    reps = replace(held(TOY), points=points, labels=torch.zeros(4000, dtype=torch.long))
-    got = upcycling.crsu(reps, 5).weights[0]
-    nearest = torch.cdist(points[0], got).argmin(1)
-    for number, row in enumerate(got):
-        torch.testing.assert_close(row, points[0, nearest == number].mean(0), rtol=1e-4, atol=1e-4)
-    assert torch.cdist(centres, got).min(1).values.max() < 0.3
+    points = centres[torch.arange(4000) % 5] + torch.randn(4000, 8)
+    centroids = upcycling.crsu(states(points.tolist()), 5).weights[0]
+    nearest = torch.cdist(points, centroids).argmin(1)
+    means = torch.stack([points[nearest == number].mean(0) for number in range(5)])
+    torch.testing.assert_close(centroids, means, rtol=1e-4, atol=1e-4)
+    assert torch.cdist(centres, centroids).min(1).values.max() < 0.3
 
 
 def test_random_starts_have_the_spread_they_name(host):
@@ -65,33 +291,19 @@ def test_random_starts_have_the_spread_they_name(host):
     assert upcycling.su(model, 2).base is None
 
 
-ROWS = [
-    {"task": task, "prompt": prompt}
-    for task, prompt in (("c", "cdcd"), ("a", "ab"), ("b", "xy"), ("a", "bq"), ("b", "zz"))
-]
-
-
-class Letters:
-    """Tokenizes letters, padding on the right, or on the left as mergekit's command does."""
-
-    def __init__(self, *, left=False):
-        self.left = left
-
-    def __call__(self, texts, *, max_length=9, **_):
-        rows = [[3 + ord(letter) - ord("a") for letter in text][:max_length] for text in texts]
-        ids, mask = padded(rows, 2, left=self.left)
-        return {"input_ids": ids, "attention_mask": mask}
+PAIRS = [("c", "cdcd"), ("a", "ab"), ("b", "xy"), ("a", "bq"), ("b", "zz")]
+ROWS = [{"task": task, "prompt": prompt} for task, prompt in PAIRS]
 
 
 def by_hand(model, texts, mode):
     """Mergekit's vectors of prompts, one forward pass a batch, of length 1: ``[L, D]``."""
-    batch = Letters()(texts)
+    batch = letters(texts)
     real = batch["attention_mask"].bool()
     if mode == "cheap_embed":
         total = model.get_input_embeddings().weight[batch["input_ids"][real]].sum(0)
         states = torch.stack([total, total])
     else:
-        hidden = torch.stack(model(**batch, output_hidden_states=True).hidden_states[:-1])
+        hidden = torch.cat([torch.stack(each) for each in naive(model, [batch], "block_input")])
         last = hidden[:, torch.arange(len(texts)), real.sum(1) - 1]
         states = (last if mode == "hidden" else hidden.mean(2)).mean(1)
     return (states / states.norm(dim=-1, keepdim=True)).detach()
@@ -100,14 +312,10 @@ def by_hand(model, texts, mode):
 @pytest.mark.parametrize("mode", upcycling.MODES)
 def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(mode, host):
     model = host()
-    start = upcycling.prompted(model, Letters(), ROWS, 2, mode=mode, most=3, max_length=3)
+    start = upcycling.prompted(model, letters, ROWS, 2, mode=mode, most=3, max_length=3)
     for expert, texts in enumerate((["ab", "xy", "bq"], ["cdc"])):  # of a and b, of c
         torch.testing.assert_close(start.weights[:, expert], by_hand(model, texts, mode))
     assert start.base == fingerprint(model)
-    with pytest.raises(Refusal, match="E-DATA: 3 tasks cannot be dealt out to 4 experts"):
-        upcycling.prompted(model, Letters(), ROWS, 4, mode=mode)
-    with pytest.raises(Refusal, match="E-CHOICE: mode is 'hiden'"):
-        upcycling.prompted(model, Letters(), ROWS, 2, mode="hiden")
 
 
 def test_prompt_starts_equal_mergekits_own_output(host):
@@ -116,30 +324,25 @@ def test_prompt_starts_equal_mergekits_own_output(host):
         router = pytest.importorskip(
             "mergekit.moe.router", reason="mergekit is not installed", exc_type=ImportError
         )
-    from transformers import BatchEncoding
-
-    model, rows = host(), [{"task": "a", "prompt": prompt} for prompt in ("abcde", "xyz")]
-    read = Letters(left=True)
+    model, read = host(), functools.partial(letters, left=True)
+    rows = [{"task": "a", "prompt": prompt} for prompt in ("abcde", "xyz")]
     batch = BatchEncoding(read(["abcde", "xyz"]))
-
-    def ours(mode):
-        return upcycling.prompted(model, read, rows, 1, mode=mode).weights[:, 0]
-
-    for mode, average in (("hidden", False), ("hidden_avg", True)):
-        theirs = router.get_hidden_states(model, batch, average=average)
-        torch.testing.assert_close(ours(mode), theirs / theirs.norm(dim=-1, keepdim=True))
     table = model.get_input_embeddings().weight.detach()
-    theirs = router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)
-    torch.testing.assert_close(ours("cheap_embed"), theirs)
+    for mode, theirs in (
+        ("hidden", router.get_hidden_states(model, batch, average=False)),
+        ("hidden_avg", router.get_hidden_states(model, batch, average=True)),
+        ("cheap_embed", router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)),
+    ):
+        ours = upcycling.prompted(model, read, rows, 1, mode=mode).weights[:, 0]
+        torch.testing.assert_close(ours, theirs / theirs.norm(dim=-1, keepdim=True))
 
 
 def test_matched_starts_give_logits_of_the_target_deviation_and_unit_ones_rows_of_length_1(host):
     model = host()
     text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
     inputs = upcycling.collect(model, text, tensor="ffn_input")
-    start = upcycling.scaled(
-        upcycling.crsu(upcycling.collect(model, text), 4), "matched", inputs=inputs, target=0.7
-    )
+    raw = upcycling.crsu(upcycling.collect(model, text), 4)
+    start = upcycling.scaled(raw, "matched", inputs=inputs, target=0.7)
     sparse = upcycling.upcycle(model, upcycling.Config(combine="renormalised"), start)
     assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx([0.7, 0.7], rel=1e-4)
     assert upcycling.scaled(start, "raw") is start
@@ -147,33 +350,37 @@ def test_matched_starts_give_logits_of_the_target_deviation_and_unit_ones_rows_o
     torch.testing.assert_close(lengths, torch.ones(2, 4))
 
 
-def test_scales_that_cannot_be_made_are_refused():
-    start, inputs = upcycling.crsu(held(TOY), 2), held(TOY, tensor="ffn_input")
-    for scale, changes, code in (
-        ("matchd", {}, "E-CHOICE: scale is 'matchd'"),
-        ("matched", {}, "E-DATA.*ffn_input"),
-        ("matched", {"inputs": held(TOY)}, "E-DATA.*ffn_input"),
-        ("matched", {"inputs": inputs, "target": 0.0}, "E-RANGE"),
-        ("matched", {"inputs": replace(inputs, base="d" * 64)}, "E-BASE"),
-        ("matched", {"inputs": held([[0, 0], [0, 0]], tensor="ffn_input")}, "E-DATA.*all equal"),
-    ):
-        with pytest.raises(Refusal, match=code):
-            upcycling.scaled(start, scale, **changes)
+FEW = states([[1, 1], [1, 1], [2, 2]], [[1, 1], [2, 1], [3, 3]])
+SPLIT = states(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))
+EMPTY = [*ROWS[:1], {"task": "d", "prompt": ""}]
 
 
-def test_representations_that_cannot_be_clustered_are_refused():
-    few = held([[1, 1], [1, 1], [2, 2]], [[1, 1], [2, 1], [3, 3]])
-    with pytest.raises(Refusal, match=r"layer 0: 3 centroids asked for.* 2 distinct points"):
-        upcycling.crsu(few, 3)
-    split = held(TOY, labels=[0, 0, 0, 0, 1], tasks=("code", "law"))
-    with pytest.raises(Refusal, match="task 'law', layer 0: 2 centroids"):
-        upcycling.trsu(split, 4)
-    with pytest.raises(Refusal, match="E-RANGE: experts is 3, expected a multiple of 2 tasks"):
-        upcycling.trsu(split, 3)
-    with pytest.raises(Refusal, match="E-NONFINITE: layer 0"):
-        upcycling.crsu(held([[0, math.nan], [1, 1]]), 2)
-    for experts, seed, code in ((2, -1, "E-RANGE: seed is -1"), (2, 2**32, "E-RANGE"),
-                                (2, 0.5, "E-TYPE"), (0, 0, "E-RANGE")):  # fmt: skip
-        for start in (upcycling.crsu, upcycling.trsu):
-            with pytest.raises(Refusal, match=code):
-                start(held(TOY), experts, seed=seed)
+def prompts(model, rows, experts, mode="cheap_embed"):
+    return upcycling.prompted(model, letters, rows, experts, mode=mode)
+
+
+def matched(model, inputs, scale="matched"):
+    return upcycling.scaled(upcycling.crsu(states(TOY), 2), scale, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("code", "start", "given"),
+    [
+        ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
+        ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
+        ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
+        ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
+        ("E-DATA.*ffn_input", matched, (None,)),
+        ("E-DATA.*ffn_input", matched, (states(TOY),)),
+        ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),
+        ("E-DATA.*all equal", matched, (states([[0, 0], [0, 0]], tensor="ffn_input"),)),
+        ("layer 0: 3 centroids asked for.* 2 distinct points", upcycling.crsu, (FEW, 3)),
+        ("task 'law', layer 0: 2 centroids", upcycling.trsu, (SPLIT, 4)),
+        ("E-RANGE: experts is 3, expected a multiple of 2 tasks", upcycling.trsu, (SPLIT, 3)),
+        ("E-NONFINITE: layer 0", upcycling.crsu, (states([[0, math.nan], [1, 1]]), 2)),
+    ],
+)
+def test_starts_that_cannot_be_made_are_refused(code, start, given, host):
+    model = (host(),) if start in (prompts, matched) else ()
+    with pytest.raises(Refusal, match=code):
+        start(*model, *given)

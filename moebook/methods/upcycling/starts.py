@@ -117,7 +117,10 @@ def prompted(
     batches = {}
     for part in np.array_split(tasks, experts):
         prompts = [row["prompt"] for row in rows if row["task"] in part][:most]
-        batches["+".join(part)] = [tokenizer(prompts, **cut)]
+        batch = tokenizer(prompts, **cut)
+        if not batch["attention_mask"].any():
+            refuse("E-DATA", f"the prompts of task {'+'.join(part)} hold no tokens")
+        batches["+".join(part)] = [batch]
     if mode == "cheap_embed":
         table = model.get_input_embeddings().weight.cpu()
         real = [each["input_ids"][each["attention_mask"].bool()] for [each] in batches.values()]
