@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as tr
+from datasets import Dataset
 
 from moebook.models.anatomy import anatomy
 
@@ -37,6 +38,12 @@ MIXTURES = {
 }
 
 
+@pytest.fixture(params=MIXTURES)
+def family(request):
+    """Each kind of mixture, unless a test names its own."""
+    return request.param
+
+
 @pytest.fixture
 def mixture():
     """A builder of random mixtures with fused experts."""
@@ -63,6 +70,14 @@ def batch():
     mask = torch.arange(9) < torch.tensor([[9], [6], [4]])
     ids = torch.randint(3, 48, (3, 9)).where(mask, 2)
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+
+
+@pytest.fixture
+def rows():
+    """Encoded rows of 5 to 8 tokens to train on, all of them labels."""
+    torch.manual_seed(4)
+    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from moebook.errors import Refusal
@@ -10,19 +9,13 @@ from moebook.methods import esft, pesc, upcycling
 from moebook.models import anatomy, fingerprint
 from moebook.training import fit
 
-FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
-OPTIONS = ["shared_experts", "non_expert_modules", "router"]
-
 
 def selection_of(model, count=2, **options):
     layers = [layer.index for layer in anatomy(model).layers if layer.kind == "sparse"]
     return esft.Selection(experts=dict.fromkeys(layers, (3, 2, 1)[:count]), **options)
 
 
-def tuned(model, steps=4):
-    torch.manual_seed(4)
-    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
-    rows = Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
+def tuned(model, rows, steps=4):
     return fit(model, rows, steps=steps, batch=6, lr=0.01, weight_decay=0.1, pad_id=2)
 
 
@@ -36,7 +29,6 @@ def full_step(model, batch):
     return sum(p.grad.nbytes for p in free), sum(moments)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_specialised_model_equals_its_base_until_it_is_trained(family, mixture, batch):
     base = mixture(family, dtype=torch.float64)
     model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
@@ -57,12 +49,11 @@ def test_gradients_of_the_chosen_experts_equal_those_of_full_training(family, mi
                 torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture):
+def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture, rows):
     model = esft.specialise(mixture(family), selection_of(mixture(family)))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     free = esft.trained(model)
-    tuned(model)
+    tuned(model, rows)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != (name in free), name
     assert len(free) == 2 * len(model.esft.selection.experts)
@@ -100,12 +91,11 @@ def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count
     assert all(p.grad is None for p in frozen)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_merged_and_reloaded_by_plain_transformers_the_logits_are_equal(
-    family, mixture, batch, tmp_path
+    family, mixture, batch, rows, tmp_path
 ):
     model = esft.specialise(mixture(family), selection_of(mixture(family)))
-    tuned(model)
+    tuned(model, rows)
     specialised = model.eval()(**batch).logits
     merged = esft.merge(model)(**batch).logits
     torch.testing.assert_close(merged, specialised, rtol=1e-4, atol=1e-4)
@@ -120,29 +110,18 @@ def test_merged_and_reloaded_by_plain_transformers_the_logits_are_equal(
     assert all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["shared_experts", "non_expert_modules", "router"])
 def test_each_option_frees_its_own_modules_alone(option, mixture):
     model = mixture("DeepseekV2")
-    experts = set(esft.trained(esft.specialise(mixture("DeepseekV2"), selection_of(model))))
     esft.specialise(model, selection_of(model, **{option: True}))
-    more = set(esft.trained(model)) - experts
+    free, rest = ({n for n in group if ".experts." not in n}
+                  for group in (esft.trained(model), dict(model.named_parameters())))  # fmt: skip
     owned = {
-        "shared_experts": {n for n, _ in model.named_parameters() if ".shared_experts." in n},
-        "router": {n for n, _ in model.named_parameters() if ".mlp.gate." in n},
+        "shared_experts": {name for name in rest if ".shared_experts." in name},
+        "router": {name for name in rest if ".mlp.gate." in name},
     }
-    rest = {n for n, _ in model.named_parameters() if ".experts." not in n}
     owned["non_expert_modules"] = rest - owned["shared_experts"] - owned["router"]
-    assert more == owned[option] != set()
-
-
-@pytest.mark.parametrize("options", [{}, dict.fromkeys(OPTIONS, True)])
-def test_restoring_brings_the_base_back_bit_for_bit(options, mixture):
-    model = mixture("DeepseekV2")
-    base = fingerprint(model)
-    esft.specialise(model, selection_of(model, **options))
-    tuned(model)
-    assert fingerprint(esft.restore(model)) == base
-    assert all(p.requires_grad for p in model.parameters())
+    assert free == owned[option] != set()
 
 
 def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture, batch):
@@ -157,38 +136,41 @@ def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture,
 
 
 @pytest.mark.parametrize("method", ["pesc", "upcycling"])
-def test_an_upcycled_model_is_specialised_and_trained(method, host, batch):
-    settings = pesc.Config(experts=4, adapter_width=4, host="frozen")
-    upcycle = {
-        "pesc": lambda model: pesc.full_experts(model, settings),
-        "upcycling": lambda model: upcycling.upcycle(model, upcycling.Config(top_k=2)),
-    }
-    model = upcycle[method](host())
+def test_an_upcycled_model_is_specialised_and_trained(method, host, batch, rows):
+    if method == "pesc":
+        settings = pesc.Config(experts=4, adapter_width=4, host="frozen")
+        model = pesc.full_experts(host(), settings)
+    else:
+        model = upcycling.upcycle(host(), upcycling.Config(top_k=2))
     before = model(**batch).logits
     esft.specialise(model, selection_of(model))
     torch.testing.assert_close(model(**batch).logits, before, rtol=1e-4, atol=1e-4)
-    history = tuned(model, steps=8)
-    assert history.loss[-1] < history.loss[0]
+    loss = tuned(model, rows, steps=8).loss
+    assert loss[-1] < loss[0]
 
 
-def test_selections_that_do_not_fit_are_refused_and_the_model_untouched(mixture, host):
+def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host):
     model = mixture("DeepseekV2")
     base, layers = fingerprint(model), selection_of(model).experts
-    wrong = {
-        r"E-KEYS: .*names layers \[2\], the sparse ones are \[1, 2\]": {2: (0,)},
-        r"E-KEYS: .*names layers \[0, 1, 2\]": {0: (0,), **layers},
-        r"E-RANGE: layer 1: expert 8, the model has 0 to 7": {**layers, 1: (0, 8)},
-    }
-    for message, experts in wrong.items():
-        with pytest.raises(Refusal, match=message):
-            esft.specialise(model, esft.Selection(experts=experts))
-    with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
-        esft.specialise(host(), esft.Selection(experts={0: (0,)}))
     adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
-    with pytest.raises(Refusal, match="E-MODEL: layer 0: Adapters holds"):
-        esft.specialise(adapters, esft.Selection(experts={0: (0,), 1: (0,)}))
+    wrong = {
+        r"E-KEYS: .*names layers \[2\], the sparse ones are \[1, 2\]": (model, {2: (0,)}),
+        r"E-KEYS: .*names layers \[0, 1, 2\]": (model, {0: (0,), **layers}),
+        r"E-RANGE: layer 1: expert 8, the model has 0 to 7": (model, {**layers, 1: (0, 8)}),
+        r"E-MODEL: LlamaForCausalLM is dense": (host(), {0: (0,)}),
+        r"E-MODEL: layer 0: Adapters holds": (adapters, {0: (0,), 1: (0,)}),
+    }
+    for message, (given, experts) in wrong.items():
+        with pytest.raises(Refusal, match=message):
+            esft.specialise(given, esft.Selection(experts=experts))
+    for call in (esft.merge, esft.restore, esft.trained):
+        with pytest.raises(Refusal, match="E-MODEL: the model has not been through esft"):
+            call(model)
     assert fingerprint(model) == base
     assert all(p.requires_grad for p in model.parameters())
+    esft.specialise(model, selection_of(model))
+    with pytest.raises(Refusal, match="E-MODEL: the model is specialised already"):
+        esft.specialise(model, selection_of(model))
 
 
 @pytest.mark.parametrize("sign", ["is_transposed", "has_post_expert_norm", "_apply_gate"])
@@ -200,14 +182,4 @@ def test_experts_that_compute_otherwise_are_refused(sign, mixture, monkeypatch):
     else:
         setattr(experts, sign, True)
     with pytest.raises(Refusal, match=r"E-MODEL: layer 0: OlmoeExperts .* (trans|a norm|a gate)"):
-        esft.specialise(model, selection_of(model))
-
-
-def test_a_model_is_specialised_once_and_merged_only_then(mixture):
-    model = mixture("Mixtral")
-    for call in (esft.merge, esft.restore, esft.trained):
-        with pytest.raises(Refusal, match="E-MODEL: the model has not been through esft"):
-            call(model)
-    esft.specialise(model, selection_of(model))
-    with pytest.raises(Refusal, match="E-MODEL: the model is specialised already"):
         esft.specialise(model, selection_of(model))

@@ -1,7 +1,7 @@
-"""The arms of ESFT: names, arguments, data, costs; what trains in the baselines."""
+"""The arms of ESFT: names, arguments, data, costs, baselines; the tables of them and of tasks."""
 
-import copy
-
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
@@ -10,45 +10,34 @@ from moebook.data import hub, tasks
 from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.methods.esft.arms import Arm
-from moebook.models import anatomy
+from moebook.models import anatomy, fingerprint
 from moebook.training import fit
 
-FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
-TEXTS = {
-    "thresholds_gate": "0.1,0.3", "thresholds_token": "0.2", "ranks": "4,8", "group_sizes": "2",
-}  # fmt: skip
 TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
 USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
 
 
-def encoded():
-    torch.manual_seed(4)
-    ids = [torch.randint(3, 48, (5 + i % 4,)).tolist() for i in range(24)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids, "length": list(map(len, ids))})
-
-
 def test_a_sweep_is_read_by_arm():
-    assert esft.sweep(**TEXTS) == TRIED
-    assert all(isinstance(rank, int) for rank in esft.sweep(**TEXTS)["lora"])
+    read = esft.sweep("0.1,0.3", "0.2", "4,8", "2")
+    assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("gate", "token", "ranks", "groups", "message"),
     [
-        ("ranks", "4,8,16", "E-RANGE: thresholds_gate is '0.1,0.3' and ranks '4,8,16'"),
-        ("ranks", "4,8.5", "E-TYPE: ranks is '4,8.5': .*expected numbers with commas"),
-        ("ranks", "0,8", "E-RANGE: ranks is '0,8', expected rising numbers above 0, at most 512"),
-        ("ranks", "8,4", "E-RANGE: ranks is '8,4', expected rising numbers"),
-        ("thresholds_gate", "", "E-TYPE: thresholds_gate is ''"),
-        ("thresholds_gate", "0.1,1.5", "E-RANGE: thresholds_gate is '0.1,1.5'"),
-        ("thresholds_gate", "0.1,nan", "E-RANGE: thresholds_gate is"),
-        ("thresholds_token", "0.2,0.2", "E-RANGE: thresholds_token is '0.2,0.2'"),
-        ("group_sizes", "1,2", "E-RANGE: group_sizes is '1,2', expected rising numbers above 1"),
+        ("0.1,0.3", "0.2", "4,8,16", "2", "E-RANGE: thresholds_gate is .* and ranks '4,8,16'"),
+        ("0.1,0.3", "0.2", "4,8.5", "2", "E-TYPE: ranks is '4,8.5': .*expected numbers with"),
+        ("0.1,0.3", "0.2", "0,8", "2", "E-RANGE: ranks is '0,8', .*above 0, at most 512"),
+        ("0.1,0.3", "0.2", "8,4", "2", "E-RANGE: ranks is '8,4', expected rising numbers"),
+        ("0.1,1.5", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is '0.1,1.5'"),
+        ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is"),
+        ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
+        ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
     ],
 )
-def test_a_sweep_that_cannot_run_is_refused(name, text, message):
+def test_a_sweep_that_cannot_run_is_refused(gate, token, ranks, groups, message):
     with pytest.raises(Refusal, match=message):
-        esft.sweep(**TEXTS | {name: text})
+        esft.sweep(gate, token, ranks, groups)
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
@@ -60,11 +49,8 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert known["random_gate"] == Arm("gate", 0.1, random=True)
     assert known["gate-g2"] == Arm("gate", 0.1, group=2, main=False)
     assert known["lora-4"].size == 4 and known["lora"].size == 8
-
-
-def test_the_arms_of_a_sweep_are_named_smallest_first():
-    want = {"gate": ["gate", "gate-0.3"], "token": ["token"], "lora": ["lora-4", "lora"]}
-    assert esft.budget(TRIED, USUAL) == want
+    by_size = {"gate": ["gate", "gate-0.3"], "token": ["token"], "lora": ["lora-4", "lora"]}
+    assert esft.budget(TRIED, USUAL) == by_size
     usual = USUAL | {"gate": 0.2}
     assert esft.budget(TRIED, usual)["gate"] == ["gate-0.1", "gate-0.3"]
     assert {"gate-0.1", "gate-0.3"} <= set(esft.arms(TRIED, usual))
@@ -114,17 +100,15 @@ def test_an_arm_of_a_part_of_them_gets_what_it_gets_among_all(measured):
 
 def test_grouped_experts_are_measured_in_groups_and_the_base_is_left_alone(measured):
     model, drawn, _, together = measured
-    before = copy.deepcopy(model.state_dict())
+    base = fingerprint(model)
     (given,) = planned({"gate-g2": Arm("gate", 0.1, group=2, main=False)}, measured).values()
-    assert before.keys() == model.state_dict().keys()
-    assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
+    assert fingerprint(model) == base
     groups = esft.group(model, together, 2)
     config = esft.Config(score="gate", threshold=0.1)
     want = esft.select(esft.measure(model, drawn["one"]), config, groups=groups)
     assert given["selection"] == want
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, batch):
     base, model = mixture(family), esft.lora(mixture(family), rank=4)
     assert torch.equal(model(**batch).logits, base(**batch).logits)
@@ -157,24 +141,25 @@ def test_lora_multiplies_its_product_by_the_scale(mixture):
     torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * product)
 
 
-@pytest.mark.parametrize("arm", ["full", "lora"])
-def test_the_baselines_learn(arm, mixture):
-    model = getattr(esft, arm)(mixture("DeepseekV2").requires_grad_(False))
-    assert arm == "lora" or all(p.requires_grad for p in model.parameters())
-    loss = fit(model, encoded(), steps=20, batch=6, lr=0.003, pad_id=2).loss
+@pytest.mark.parametrize("arm", [esft.full, esft.lora])
+def test_the_baselines_learn(arm, mixture, rows):
+    model = arm(mixture("DeepseekV2").requires_grad_(False))
+    assert arm is esft.lora or all(p.requires_grad for p in model.parameters())
+    loss = fit(model, rows, steps=20, batch=6, lr=0.003, pad_id=2).loss
     assert loss[-1] < 0.9 * loss[0]
 
 
 def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
-    model = esft.lora(mixture("Mixtral"))
     special = esft.specialise(mixture("Mixtral"), esft.Selection(experts={0: (0,), 1: (0,)}))
-    for arm in (esft.full, esft.lora):
-        with pytest.raises(Refusal, match="E-MODEL: the model holds LoRA already"):
-            arm(model)
-        with pytest.raises(Refusal, match="E-MODEL: the model is specialised"):
-            arm(special)
-        with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
-            arm(host())
+    refused = {
+        "E-MODEL: the model holds LoRA already": esft.lora(mixture("Mixtral")),
+        "E-MODEL: the model is specialised": special,
+        "E-MODEL: LlamaForCausalLM is dense": host(),
+    }
+    for message, model in refused.items():
+        for arm in (esft.full, esft.lora):
+            with pytest.raises(Refusal, match=message):
+                arm(model)
     with pytest.raises(Refusal, match="E-RANGE: rank is 0"):
         esft.lora(mixture("Mixtral"), rank=0)
 
@@ -188,8 +173,8 @@ def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
 
     monkeypatch.setattr(hub, "load", load)
     pin = "a" * 40
-    drawn = esft.rows(["licence", "metamathqa"], ["gcd", "slimorca"], 5000,
-                      revisions=f"slimorca={pin}", seed=3)  # fmt: skip
+    names = ["licence", "metamathqa"], ["gcd", "slimorca"]
+    drawn = esft.rows(*names, 5000, revisions=f"slimorca={pin}", seed=3)
     assert asked == {"metamathqa": (None, 5000, 3), "slimorca": (pin, 10000, 3)}
     whole = tasks.find("licence").available("train")
     assert drawn["licence"] == tasks.rows("licence", "train", whole, 3)
@@ -209,15 +194,101 @@ def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
         esft.mix(task, task, 0.75, seed=0)
 
 
-def test_costs_are_those_of_the_tensors_that_train(mixture):
+def test_costs_are_those_of_the_tensors_that_train(mixture, rows):
     recipe = {"batch": 4, "seed": 0, "pad_id": 2, "steps": 2, "lr": 0.01}
     whole = sum(p.nbytes for p in mixture("DeepseekV2").parameters())
-    full = esft.cost(esft.full(mixture("DeepseekV2")), encoded(), **recipe)
+    full = esft.cost(esft.full(mixture("DeepseekV2")), rows, **recipe)
     assert full["storage"] == whole and full["optimizer"] == 2 * whole
     assert full["peak_memory"] > full["resident"] + 3 * whole
     model = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0, 1), 2: (2,)}))
     chosen = sum(p.nbytes for p in esft.trained(model).values())
-    small = esft.cost(model, encoded(), **recipe)
+    small = esft.cost(model, rows, **recipe)
     assert small["storage"] == chosen and small["optimizer"] == 2 * chosen
     assert small["resident"] == pytest.approx(full["resident"] + chosen)
     assert small["peak_memory"] < full["peak_memory"] and small["time"] > 0
+
+
+def scores(*rows):
+    table = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
+    return esft.Scores(table, table)
+
+
+def test_half_mass_counts_the_experts_that_hold_half_of_the_scores():
+    given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
+    assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
+
+
+def test_overlap_compares_every_task_with_every_task():
+    one, two = scores([0.4, 0.3, 0.2, 0.1]), scores([0.1, 0.2, 0.3, 0.4])
+    table = esft.overlap({"a": one, "b": two}, {"a": one, "b": two}, 2)
+    assert table.loc["a"].to_dict() == {"a": 2, "b": 0}
+    assert table.loc["b"].to_dict() == {"a": 0, "b": 2}
+    first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
+    second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
+    assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5  # of two layers
+
+
+def test_concentration_ranks_the_shares_of_each_layer_by_itself():
+    shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
+    assert shares == pytest.approx([0.75, 0.125, 0.125, 0])
+
+
+def test_switches_count_the_experts_that_enter_or_leave():
+    """Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone."""
+    pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
+    table = esft.switches(pooled, {"gate": 0.6})
+    assert table["experts that differ"].to_dict() == {
+        ("gate", "within_samples"): 2,  # 0 and 1 before, 1 and 2 now
+        ("gate", "share_of_the_total"): 1,  # 0
+        ("gate", "paper"): 1,  # 1
+    }
+    assert table["layers that differ"].tolist() == [1, 1, 1]
+    assert table["share of layers"].tolist() == [1, 1, 1]
+
+
+def test_selected_experts_are_counted_by_layer():
+    table = esft.counts({
+        ("token", "a"): esft.Selection(experts={1: (3, 1), 2: (0,)}),
+        ("gate", "a"): esft.Selection(experts={1: (2,), 2: (5, 4, 1)}),
+    })  # fmt: skip
+    assert list(table) == [1, 2]
+    assert table.loc[("token", "a")].tolist() == [2, 1]
+    assert table.loc[("gate", "a")].tolist() == [1, 3]
+
+
+def test_shares_are_gathered_by_score_and_by_place_of_the_layer():
+    index = pd.MultiIndex.from_product([["token", "gate"], ["a", "b"]])
+    shares = pd.DataFrame(np.arange(16.0).reshape(4, 4), index, [1, 2, 3, 4])
+    gathered = {name: part.tolist() for name, part in esft.spread(shares).items()}
+    assert list(gathered) == ["token", "gate", "layers/middle", "layers/outer"]
+    assert gathered["token"] == list(range(8)) and gathered["gate"] == list(range(8, 16))
+    assert gathered["layers/middle"] == [2, 6, 10, 14]  # of four layers, the first third has two
+    assert gathered["layers/outer"] == [4 / 3 + 4 * row for row in range(4)]
+    single = esft.spread(pd.DataFrame([[0.5]], pd.MultiIndex.from_tuples([("token", "a")]), [1]))
+    assert single["layers/middle"].tolist() == [0] and single["layers/outer"].tolist() == [0.5]
+
+
+def test_an_arms_average_counts_each_task_once_whatever_its_rows():
+    def table(task, correct):
+        return pd.DataFrame({"task": task, "domain": task, "correct": correct, "nll": 1.0})
+
+    tables = {
+        ("fft", "a"): table("a", [1.0, 1.0, 1.0, 0.0]),
+        ("fft", "b"): table("b", [0.0, 0.0]),
+        ("lora", "a"): table("a", [1.0, 0.0, 0.0, 0.0]),
+    }
+    joined = esft.by_arm(tables, ["a", "b"])
+    assert list(joined) == ["fft", "lora"]
+    assert joined["fft"].score.mean() == pytest.approx((0.75 + 0.0) / 2)
+    assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
+    assert joined["lora"].score.mean() == 0.25
+
+
+def test_layers_are_described_as_they_are(mixture):
+    model = mixture("DeepseekV2")
+    table = esft.layers(model)
+    assert table.kind.tolist() == ["dense", "sparse", "sparse"]
+    assert table.width.tolist() == [40, 16, 16]
+    assert table["routed experts"].tolist() == [0, 8, 8]
+    blocks = [sum(p.numel() for p in layer.block.parameters()) for layer in anatomy(model).layers]
+    assert table.parameters.tolist() == blocks

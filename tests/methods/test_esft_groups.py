@@ -50,17 +50,13 @@ def test_a_hand_worked_case():
 
 
 def test_cooccurrence_equals_a_naive_count(mixture, batch):
-    """Pair by pair, token by token, from the ids that the experts were called with."""
-    model, calls, hooks = mixture("DeepseekV2"), {}, []
+    """Pair by pair, token by token, from the ids that the experts are called with at first."""
+    model, calls = mixture("DeepseekV2"), {}
     for layer in anatomy(model).layers[1:]:
-        hooks.append(
-            layer.experts.register_forward_pre_hook(
-                lambda module, args, index=layer.index: calls.update({index: args[1]})
-            )
+        layer.experts.register_forward_pre_hook(
+            lambda module, args, index=layer.index: calls.update({index: calls.get(index, args[1])})
         )
-    model(**{key: batch[key] for key in ("input_ids", "attention_mask")})
-    for hook in hooks:
-        hook.remove()
+    model(**batch)
     real, counted = batch["attention_mask"].flatten().tolist(), esft.cooccurrence(model, [batch])
     assert counted.keys() == calls.keys() == {1, 2}
     for layer, ids in calls.items():
@@ -115,18 +111,22 @@ def test_a_shared_gate_stays_shared_while_routers_train(mixture, batch):
 
 
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
-    model = mixture("DeepseekV2")
-    together = esft.cooccurrence(model, [batch])
-    for size in (0, 2, 3, 5):
-        with pytest.raises(Refusal, match=f"E-RANGE: layer 1: the group size is {size}"):
-            esft.grouping.check(model, [1, size])
-    with pytest.raises(Refusal, match="E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more"):
-        esft.group(mixture("DeepseekV3"), together, 1)
-    with pytest.raises(Refusal, match="E-DATA: no real token"):
-        esft.cooccurrence(model, [])
-    wide = mixture("DeepseekV2", n_routed_experts=64, num_experts_per_tok=8)
-    with pytest.raises(Refusal, match="E-RANGE: layer 1: 4,426,165,368 groups of 8, at most"):
-        esft.grouping.check(wide, [8])
+    model, correcting, wide = mixture("DeepseekV2"), mixture("DeepseekV3"), torch.ones(64, 64)
+    check, together = esft.grouping.check, esft.cooccurrence(model, [batch])
+    special = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0,), 2: (0,)}))
+    for size in (0, 3, 5):
+        with pytest.raises(Refusal, match=f"E-RANGE: the group size is {size}, no divisor of 8"):
+            esft.partition(together[1], size)
+    cases = {
+        "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(model, [1, 2]),
+        "E-RANGE: 4,426,165,368 groups of 8, at most": lambda: esft.partition(wide, 8),
+        "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(correcting, [1]),
+        "E-MODEL: the model is specialised": lambda: esft.group(special, together, 1),
+        "E-DATA: no real token": lambda: esft.cooccurrence(model, []),
+    }
+    for message, call in cases.items():
+        with pytest.raises(Refusal, match=message):
+            call()
     esft.group(model, together, 1)
     with pytest.raises(Refusal, match="E-MODEL: layer 1: its experts are grouped already"):
         esft.group(model, together, 1)

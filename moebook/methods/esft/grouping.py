@@ -51,9 +51,10 @@ def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
     Two experts are as alike as the cosine of their rows in the co-occurrence matrix. Of all groups
     of the given size among the experts left, the one with the largest mean pairwise similarity is
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
-    is looked at, as the paper says: `check` refuses more than `MOST`. The row of an expert that was
+    is looked at, as the paper says; more than `MOST` are refused. The row of an expert that was
     never used is zero, and its cosine with any other counts as 0.
     """
+    _check_size(size, len(cooccurrence))
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
     while len(left):
         candidates = np.array(list(combinations(left.tolist(), size)))
@@ -94,18 +95,23 @@ def check(model: nn.Module, sizes: Iterable[int]) -> None:
     groups, and E and K must be multiples of each size.
     """
     for size, layer in product(sizes, sparse_layers(model)):
-        router, where, experts = layer.router, f"layer {layer.index}", len(layer.router.weight)
+        router, where = layer.router, f"layer {layer.index}"
         if parametrize.is_parametrized(router, "weight"):
             refuse("E-MODEL", f"{where}: its experts are grouped already")
         greedy = getattr(router, "topk_method", "greedy") == "greedy"
         if hasattr(router, "e_score_correction_bias") or not greedy:
             kind = type(router).__name__
             refuse("E-MODEL", f"{where}: {kind} chooses by more than its gate vectors")
-        if size < 1 or experts % size or router.top_k % size:
-            divided = f"{experts} (experts) and of {router.top_k} (experts per token)"
-            refuse("E-RANGE", f"{where}: the group size is {size}, no divisor of {divided}")
-        if (number := math.comb(experts, size)) > MOST:
-            refuse("E-RANGE", f"{where}: {number:,} groups of {size}, at most {MOST:,} are tried")
+        _check_size(size, len(router.weight), router.top_k)
+
+
+def _check_size(size: int, experts: int, top_k: int = 0) -> None:
+    """Refuse groups that are no whole part of E and of K, or too many to look at all of them."""
+    if size < 1 or experts % size or top_k % size:
+        whole = f"{experts} experts" + (f" and of {top_k} per token" if top_k else "")
+        refuse("E-RANGE", f"the group size is {size}, no divisor of {whole}")
+    if (number := math.comb(experts, size)) > MOST:
+        refuse("E-RANGE", f"{number:,} groups of {size}, at most {MOST:,} are tried")
 
 
 class _SharedGate(nn.Module):
