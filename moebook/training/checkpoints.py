@@ -108,11 +108,9 @@ class Store:
         here = (versions()["torch"], torch.get_num_threads())
         there = (sealed["versions"]["torch"], sealed["threads"])
         if here != there:
-            warnings.warn(
-                f"W-REPRO: {newest} was written by torch {there[0]} on {there[1]} threads, this is "
-                f"{here[0]} on {here[1]}: the continuation will not be equal bit for bit",
-                stacklevel=2,
-            )
+            machines = f"written by torch {there[0]} on {there[1]} threads, this is {here[0]} on"
+            told = f"{newest} was {machines} {here[1]}: it goes on, but not equal bit for bit"
+            warnings.warn(f"W-REPRO: {told}", stacklevel=2)
         try:  # from bytes, not a mapped file: a file that shrinks under a map kills the process
             tensors = safetensors.torch.load((newest / TENSORS).read_bytes())
             facts = json.loads((newest / FACTS).read_text())
@@ -121,8 +119,8 @@ class Store:
         old, new = facts["settings"], self.run
         if changed := sorted(key for key in new if old.get(key) != new[key]):
             shown = ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in changed)
-            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); repeat its settings"
-                   " or name another folder")  # fmt: skip
+            fix = "repeat its settings or name another folder"
+            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); {fix}")
         restore(model, optimizer, tensors)
         rates.load_state_dict(facts["scheduler"])
         for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):

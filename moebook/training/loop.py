@@ -151,7 +151,6 @@ def fit(
         gradient is not finite ends the training (E-NONFINITE): it moves no parameter.
     """
     plan = Recipe(**recipe)
-    _check(model, plan.optimizer)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
     rank, processes = runtime.processes()
@@ -185,7 +184,11 @@ def _run(
     saved: dict[str, Any] = store.restore(model, adamw, rates) if store else {}
     history = History(**saved)
     left, parts = range(len(history.step), total), plan.accumulate * processes
-    _begin(milestones, history, left)
+    history.milestones.extend({} for _ in milestones)
+    for milestone in sorted(step for steps, _ in milestones for step in steps):
+        if not left.start <= milestone <= total:
+            reason = f"the training goes from step {left.start} to {total}"
+            refuse("E-RANGE", f"milestone at step {milestone}: {reason}")
     began = time.perf_counter() - (history.seconds or [0.0])[-1]
     for step in runtime.progress(left, label, len(left)):
         _measure(model, milestones, step, history)
@@ -227,24 +230,12 @@ def _run(
     return history
 
 
-def _check(model: nn.Module, optimizer: str) -> None:
-    """Refuse a model with nothing to train, or a paged optimizer where it cannot run."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
-    device = next(model.parameters()).device
-    if optimizer != "adamw" and device.type != "cuda":
-        refuse("E-DEVICE", f"optimizer {optimizer} needs a GPU, the model is on {device}")
-    if optimizer != "adamw" and importlib.util.find_spec("bitsandbytes") is None:
-        refuse("E-DEP", f"optimizer {optimizer} needs bitsandbytes: pip install bitsandbytes")
-
-
 def _accelerator(model: nn.Module) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
-    if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        kind = accelerator.distributed_type
+    if (kind := accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu")
     return accelerator
 
@@ -253,13 +244,19 @@ def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
     """Make AdamW over what requires a gradient; biases and normalisations do not decay."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
     groups = [
         {"params": [p for n, p in trained if n in decayed], "weight_decay": plan.weight_decay},
         {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
     ]
     if plan.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)
-    from bitsandbytes import optim  # an optional dependency, present where there is a GPU
+    if not trained[0][1].is_cuda:
+        refuse("E-DEVICE", f"optimizer {plan.optimizer} needs a GPU, the model is on none")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        refuse("E-DEP", f"optimizer {plan.optimizer} needs a package: pip install bitsandbytes")
+    from bitsandbytes import optim
 
     bits = 8 if plan.optimizer == "paged_8bit" else 32
     for module in model.modules():
@@ -267,15 +264,6 @@ def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
             manager = optim.GlobalOptimManager.get_instance()
             manager.register_module_override(module, "weight", {"optim_bits": 32})
     return optim.AdamW(groups, lr=plan.lr, betas=plan.betas, is_paged=True, optim_bits=bits)
-
-
-def _begin(milestones: Milestones, history: History, left: range) -> None:
-    """Refuse milestones that this training does not pass (E-RANGE)."""
-    history.milestones.extend({} for _ in milestones)
-    for step in sorted(step for steps, _ in milestones for step in steps):
-        if not left.start <= step <= left.stop:
-            reason = f"the training goes from step {left.start} to {left.stop}"
-            refuse("E-RANGE", f"milestone at step {step}: {reason}")
 
 
 def _measure(model: nn.Module, milestones: Milestones, step: int, history: History) -> None:

@@ -2,46 +2,20 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    byte_pairs = Tokenizer(models.BPE())
-    byte_pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_pairs.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=list(SPECIAL.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    byte_pairs.train_from_iterator(["### Human:\n### Assistant:\n the sum is"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=byte_pairs, **SPECIAL)
 
 
 @pytest.fixture
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=512,
-        initializer_range=0.4,  # large, so that greedy answers differ from prompt to prompt
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
+def tokenizer(byte_tokenizer):
+    return byte_tokenizer
+
+
+@pytest.fixture
+def llama(tiny):
+    """Weights are large, so that greedy answers differ from prompt to prompt."""
+    return tiny(initializer_range=0.4, tie_word_embeddings=False)
 
 
 class Memory:

@@ -6,29 +6,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
-
-
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def with_lora(seed: int = 0):
-    """The same with LoRA and dropout, so that training draws random numbers at every step."""
-    lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(tiny_llama(seed), lora)
 
 
 def random_rows(count: int = 20, seed: int = 0) -> Dataset:
@@ -39,13 +16,15 @@ def random_rows(count: int = 20, seed: int = 0) -> Dataset:
 
 
 @pytest.fixture(scope="session")
-def llama():
-    return tiny_llama
+def llama(tiny):
+    return tiny
 
 
 @pytest.fixture(scope="session")
-def lora():
-    return with_lora
+def lora(tiny):
+    """The same with LoRA and dropout, so that training draws random numbers at every step."""
+    settings = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"])
+    return lambda seed=0: get_peft_model(tiny(seed), settings)
 
 
 @pytest.fixture(scope="session")
