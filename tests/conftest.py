@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import ipaddress
 import os
 import sys
@@ -47,21 +46,6 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(cut_the_network)
-
-
-def pytest_collection_finish() -> None:
-    """Exempt what the imports left behind from garbage collection.
-
-    It is millions of objects: transformers' Trainer collects after every training, which took
-    longer than the trainings of these tests themselves.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter end as it would have: libraries count what was not collected."""
-    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
