@@ -237,6 +237,7 @@ def bench(options: argparse.Namespace) -> int:
     os.environ.update(OMP_NUM_THREADS=str(options.threads), GOMP_SPINCOUNT="0")
     from moebook import bench as benches
     from moebook import results
+    from moebook.bench import report
 
     if options.peers:
         given = (options.op, options.scale, options.device, options.rounds, options.threads)
@@ -248,11 +249,11 @@ def bench(options: argparse.Namespace) -> int:
     names = None if options.op is None else [options.op]
     device = options.device
     frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
-    print(benches.table(frame), flush=True)
+    print(report.table(frame), flush=True)
     growth = benches.growth(names, device=device)
-    print(f"\n{benches.growth_table(growth)}")
-    if options.op is None and benches.stated(frame):
-        path = benches.write(folder, frame, growth, benches.ceilings(device))
+    print(f"\n{report.growth_table(growth)}")
+    if options.op is None and report.stated(frame):
+        path = report.write(folder, frame, growth, benches.ceilings(device))
         print(f"\nrecord in {path.relative_to(folder)}")
     elif options.op is None:
         print("\nno record is kept: goals are stated for scale full (on a GPU: model), 5 rounds or"

@@ -6,21 +6,10 @@ seconds do not.
 """
 
 from moebook.bench.accuracy import errors
-from moebook.bench.report import (
-    curves,
-    growth_table,
-    judge,
-    reached,
-    recorded,
-    regrown,
-    remeasured,
-    stated,
-    table,
-    write,
-)
+from moebook.bench.report import curves, judge, reached, recorded, regrown, remeasured
 from moebook.bench.running import OPS, ceilings, growth, installed, measure, roles
 
 __all__ = [
-    "OPS", "ceilings", "curves", "errors", "growth", "growth_table", "installed", "judge",
-    "measure", "reached", "recorded", "regrown", "remeasured", "roles", "stated", "table", "write",
+    "OPS", "ceilings", "curves", "errors", "growth", "installed", "judge", "measure", "reached",
+    "recorded", "regrown", "remeasured", "roles",
 ]  # fmt: skip

@@ -49,8 +49,8 @@ class Product(NamedTuple):
 def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:
     """Forward and backward pass of gated experts: ``6 S D F (2 + p)`` FLOPs.
 
-    ``slots`` is S = T K, ``trained`` p S, the slots whose experts train and so have weight
-    gradients; ``width`` is D and ``expert`` F.
+    ``slots`` is S = T K, ``trained`` p S, the slots whose experts have weight gradients; ``width``
+    is D and ``expert`` F.
     """
     return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
 
@@ -58,8 +58,8 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
     """Return the floor as a contender: the products, each by the fastest library that is there.
 
-    That is `torch.mm` into memory that is there already or, on a CPU, the product that the ops
-    multiply by, whichever is faster in a trial here.
+    That is `torch.mm` into memory that is there already or, on a CPU, the product of the ops,
+    whichever is faster in a trial here.
     """
     multiplications = [shape.times * [_fastest(shape, device, dtype)] for shape in products]
 
@@ -91,23 +91,14 @@ def _seconds(run: Run) -> float:
 
 @dataclass
 class Case:
-    """One op on inputs of given sizes.
+    """One op on inputs of given sizes."""
 
-    Attributes:
-        traffic: Bytes that must be read and written at least once.
-        cotangent: Gradient of the output; without it, forward only and without a graph.
-        leaves: What has a gradient; all of them are freed before each turn.
-        flops: Of the floor's products; 0 where the floor moves bytes only.
-        contenders: Ours first, then the floor where there is one, then the peers.
-        absent: Who could not take part, and why.
-    """
-
-    traffic: int
-    cotangent: Tensor | None = None
-    leaves: list[Tensor] = field(default_factory=list)
-    flops: int = 0
-    contenders: list[Contender] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
+    traffic: int  # bytes that must be read and written at least once
+    cotangent: Tensor | None = None  # gradient of the output; without it, forward only, no graph
+    leaves: list[Tensor] = field(default_factory=list)  # what has a gradient
+    flops: int = 0  # of the floor's products; 0 where the floor moves bytes only
+    contenders: list[Contender] = field(default_factory=list)  # ours, the floor if any, the peers
+    absent: dict[str, str] = field(default_factory=dict)  # who could not take part, and why
 
     def add(self, name: str, forward: Run, *, host: bool = False, after: Run = tuple) -> None:
         """Add who computes by ``forward``, on the CPU if ``host``; ``after`` follows backward."""

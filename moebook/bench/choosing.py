@@ -47,10 +47,7 @@ def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
 
 
 def _by_peft(model: Any, names: dict[str, Lora], items: list[Item], size: int) -> Array:
-    """Go PEFT's way: make each adapter the active one, and run ``size`` shots at a time.
-
-    Returns the mean nats a token of each answer, as transformers' own loss has them ``[N, S]``.
-    """
+    """Return transformers' own losses ``[N, S]`` in PEFT's way, ``size`` shots at a time."""
     nats = []
     for name in names:
         model.set_adapter(name)
@@ -89,8 +86,8 @@ def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
     """List the products that scoring cannot do without.
 
-    A token that several shots begin with runs once under each LoRA; before the first LoRA it runs
-    once for all. Behind the last keys and values only places that predict an answer are needed.
+    Tokens that several shots begin with run once a LoRA, before the first LoRA once for all. Behind
+    the last keys and values only places that predict an answer are needed.
     """
     packs = scoring.packs(items, model.config.hidden_size)
     tokens = sum(len(pack.tokens) for pack in packs)
@@ -131,15 +128,15 @@ def nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
         cosine = peer("sklearn.metrics.pairwise").cosine_similarity
         return lambda: np.argsort(-cosine(pool, shots).max(axis=1), kind="stable")[:C]
 
-    def by_sentences() -> Run:
-        return partial(peer("sentence_transformers.util").semantic_search, asked, rows, top_k=C)
-
     case = Case(size_of(rows))
     case.add("ours", lambda: nearest_rows(rows, asked, C))
     case.floor([Product(S, D, K)], device, dtype)
     case.add("numpy, all at once", at_once, host=True)
     case.invite("scikit-learn", by_sklearn, host=True)
-    case.invite("semantic_search", by_sentences)
+    search = "sentence_transformers.util"
+    case.invite(
+        "semantic_search", lambda: partial(peer(search).semantic_search, asked, rows, top_k=C)
+    )
     return case
 
 
@@ -194,8 +191,8 @@ def grouped(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
 def clustered(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
     """One step of Lloyd's in all layers (the end of CRSU), from the same centres for everyone.
 
-    scikit-learn's KMeans cannot be asked for the step alone: it centres the points before it, and
-    assigns them once more behind it. Its MiniBatchKMeans can: its one batch are all points.
+    scikit-learn's KMeans centres the points before it and assigns them once more behind it; its
+    MiniBatchKMeans, whose one batch are all points, does the step alone.
     """
     torch.manual_seed(0)
     centres = torch.randn(L, E, D)

@@ -39,22 +39,21 @@ def routed(device: torch.device, T: int, E: int, K: int) -> Case:
 def balanced(device: torch.device, T: int, E: int, K: int) -> Case:
     """Top-k, the loss and its gradient, against one-hot vectors and transformers' own loss.
 
-    Theirs takes its own top-k, so that everyone's is inside the clock; a `route` would have it.
+    Theirs takes its own top-k, so everyone's is inside the clock; a `route` would have it.
     """
     logits = torch.randn(T, E, device=device, requires_grad=True)
 
     def loss(impl: str) -> Tensor:
         return kernels.balance_loss(logits, logits.detach().topk(K, dim=1).indices, impl=impl)
 
-    def transformers() -> Run:
-        mixtral = peer("transformers.models.mixtral.modeling_mixtral")
-        return lambda: mixtral.load_balancing_loss_func((logits,), E, K)
-
     case = Case(2 * size_of(logits), torch.ones((), device=device), [logits])
     case.add("ours", partial(loss, "auto"))
     case.contenders.append(Contender("floor", logits.detach().clone))
     case.add("one-hot", partial(loss, "reference"))
-    case.invite("transformers", transformers)
+    mixtral = "transformers.models.mixtral.modeling_mixtral"
+    case.invite(
+        "transformers", lambda: partial(peer(mixtral).load_balancing_loss_func, (logits,), E, K)
+    )
     return case
 
 
@@ -133,8 +132,7 @@ def routed_adapters(
 ) -> Case:
     """Routed adapters (PESC) against Eq. 7 and 8 as they are printed, and grouped_mm.
 
-    Without ``backward`` beside an addition of two such tensors; with ``F``, a step behind a frozen
-    FFN of that width, beside the FFN alone.
+    Forward only, beside an addition too; with ``F``, behind a frozen FFN, beside the FFN alone.
     """
     torch.manual_seed(0)
     dtype = number_format(device)

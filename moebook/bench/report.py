@@ -35,8 +35,8 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
     "memory": ("at most {:g} x what it keeps", operator.le, lambda ours, its: ours.kept / its.kept),
     "seconds": ("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
 }
-"""Of each kind of goal: its wording, on which side of the bound a number is right, and the number,
-from the lines of ours and the other. What one keeps are the bytes held for its backward pass."""
+"""Of each kind of goal: its wording, on which side of the bound a number is right, and the number
+from the lines of ours and the other."""
 GOALS: dict[str, list[tuple[str, str, str, str, float]]] = yaml.safe_load(
     Path(__file__).with_name("goals.yaml").read_text()
 )
@@ -52,10 +52,9 @@ def stated(frame: pd.DataFrame) -> bool:
 def judge(frame: pd.DataFrame) -> pd.DataFrame:
     """Compare what `running.measure` found with the goals of its device, one row a goal.
 
-    The verdict is ``met``, ``missed`` (also where our op refuses the case), ``not run``, where the
-    contender took no part, or ``not stated``, where the settings are not those of the goals. The
-    reason of a missed goal is what our time consists of, and what the floor alone would take, in
-    multiples of the other's.
+    The verdict is ``met``, ``missed`` (also where our op refuses the case), ``not run`` (by the
+    contender) or ``not stated`` (for these settings). The reason of a missed goal is what our time
+    consists of, and what the floor alone would take, in multiples of the other's.
     """
     numbers = frame.astype({"kept": float})  # None is no number
     cases = {key: part.set_index("contender") for key, part in numbers.groupby(["op", "case"])}
@@ -91,14 +90,9 @@ def _judged(case: pd.DataFrame, against: str, kind: str, bound: float) -> tuple[
 
 
 def table(frame: pd.DataFrame) -> str:
-    """Return a run as text: a line a contender, with its goals.
-
-    A ratio is the contender's time over ours; the multiple is its time over the floor's.
-    """
+    """Return a run as text: a line a contender, its time over ours and the floor's, its goals."""
     goals, case = judge(frame), ["op", "case"]
-    numbers = (
-        goals["measured"].map(" ({:.2f})".format, na_action="ignore").astype(object).fillna("")
-    )
+    numbers = goals["measured"].map(lambda value: "" if pd.isna(value) else f" ({value:.2f})")
     aims = goals.assign(aim=goals["goal"] + ": " + goals["verdict"] + numbers)
     aims = aims.groupby([*case, "against"])["aim"].agg("; ".join)
     floors = frame[frame["contender"] == "floor"].set_index(case)["ratio"].rename("floor")
@@ -140,11 +134,10 @@ def write(
     folder: Path, frame: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]
 ) -> Path:
     """Write what `running` measured to ``results/bench/<cpu or the GPU's name>/`` of a project."""
-    environment = runtime.environment()
+    environment, took_part = runtime.environment(), frame["seconds"].notna()
     if frame.attrs["device"] == "cpu":  # of a GPU that is there but was not used
         environment |= {"accelerator": None, "accelerator_memory": None}
-    ran, absent = frame[frame["seconds"].notna()], frame[frame["seconds"].isna()]
-    gpu = environment["accelerator"]
+    ran, gpu = frame[took_part], environment["accelerator"]
     run = Run(
         notebook=BENCH,
         protocol=slug(gpu or "cpu").lower(),
@@ -160,7 +153,7 @@ def write(
             "peers": installed()["version"].to_dict(),
             "goals": json.loads(judge(frame).to_json(orient="records")),
             "profiles": ran.set_index(ran["op"] + "/" + ran["case"])["profile"].dropna().to_dict(),
-            "absent": absent[["op", "case", "contender", "note"]].to_dict("records"),
+            "absent": frame.loc[~took_part, ["op", "case", "contender", "note"]].to_dict("records"),
         },
     )
     path = folder / "results" / BENCH / run.protocol / "0.parquet"
@@ -221,7 +214,7 @@ def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
 
 
 def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Return what our ops made of products reach: FLOPs for each byte that must move, and a second.
+    """Return what our ops made of products reach: FLOPs a byte that must move, and a second.
 
     A case in another number format than the machine's roof is left out.
     """
@@ -241,8 +234,6 @@ def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
     for (op, letter), part in whole.groupby(["op", "letter"], sort=False):
         who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest other")
         least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3
-        panels[f"{op}, {letter}"] = {
-            name: least[name].reset_index().to_numpy()
-            for name in ("ours", "floor", "fastest other") if name in least
-        }  # fmt: skip
+        there = [name for name in ("ours", "floor", "fastest other") if name in least]
+        panels[f"{op}, {letter}"] = {name: least[name].reset_index().to_numpy() for name in there}
     return panels

@@ -16,20 +16,17 @@ import yaml
 
 from moebook import runtime
 from moebook.bench.case import Case, Product, dense, number_format
-from moebook.bench.timing import Contender, interleave, shares
+from moebook.bench.timing import Contender, Cost, interleave, shares
 from moebook.errors import Refusal, nearest, refuse
 
 OPS, PEERS = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).values()
 """What is known of each op, and what each peer's distribution is compared on: see there."""
 STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5
-"""The scale that the goals of each kind of device are stated for, and the fewest rounds."""
+"""Where goals are stated: the scale of each kind of device, and the fewest rounds."""
 SCALES = ("tiny", "small", "full", "model")
-COLUMNS = (
-    "op", "case", "contender", "key", "seconds", "wall", "ratio", "rounds", "memory", "kept",
-    "flops", "traffic", "note", "profile",
-)  # fmt: skip
+KEYS = "op", "case", "contender", "key"
+COLUMNS = (*KEYS, *Cost._fields, "flops", "traffic", "note", "profile")
 Names = Iterable[str] | None
-Cases = Mapping[str, Mapping[str, int]]
 
 
 def installed() -> pd.DataFrame:
@@ -43,8 +40,7 @@ def find(name: str) -> dict[str, Any]:
     """Return what `OPS` knows of an op."""
     if name not in OPS:
         refuse("E-NAME", f"unknown op '{name}'; {nearest(name, OPS)}")
-    op: dict[str, Any] = OPS[name]
-    return op
+    return dict(OPS[name])
 
 
 def build(name: str, device: torch.device, **letters: int) -> Case:
@@ -65,15 +61,12 @@ def measure(
 ) -> pd.DataFrame:
     """Time every case of some ops (by default all) against its floor and its peers.
 
-    The scale is one of `SCALES`, by default the one that the device's goals are stated for. What
-    works on NumPy arrays runs on the CPU. ``rounds`` count; a contender that has worked for three
-    seconds takes no further turn.
+    The scale is one of `SCALES`, by default the one that the device's goals are stated for. A
+    contender that has worked for three seconds takes no further turn.
 
-    Returns:
-        One row a contender: `COLUMNS`, which are those of `timing.Cost`, ``key`` (op, case and
-        contender as the name of a recorded value), ``flops`` and ``traffic`` of the case, ``note``:
-        why it took no part, and ``profile``: of ours, where its time goes. ``attrs`` has the kind
-        of ``device``, ``scale``, ``rounds`` and the CPU's ``threads``.
+    Returns one row a contender, `COLUMNS`: those of `timing.Cost`; ``key``, the name of its values
+    in a record; ``flops`` and ``traffic`` of the case; ``note``, why it took no part; ``profile``,
+    where the time of ours goes. ``attrs`` has ``device``, ``scale``, ``rounds`` and ``threads``.
     """
     place = runtime.resolve_device(device)
     chosen = STATED[place.type] if scale is None else scale
@@ -81,7 +74,7 @@ def measure(
         refuse("E-CHOICE", f"unknown scale '{chosen}'; {nearest(chosen, SCALES)}")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
-    frame = _run("bench", names, lambda op: op[chosen], place, rounds, budget=3.0)
+    frame = _run("bench", names, lambda op: op[chosen], place, rounds, 3.0)
     threads = torch.get_num_threads()
     frame.attrs.update(device=place.type, scale=chosen, rounds=rounds, threads=threads)
     return frame
@@ -92,12 +85,12 @@ def growth(
 ) -> pd.DataFrame:
     """Measure each op at several sizes: one letter varies, all others are as in the small case.
 
-    At most ``points`` sizes a letter, the smallest first. Returns what `measure` returns, with
-    ``letter``, ``value`` and ``exponent``: of the power law through the first and the last point of
-    the contender's seconds (1 is linear).
+    At most ``points`` sizes a letter, the smallest first. Returns the columns of `measure`, and
+    ``letter``, ``value`` and ``exponent``: of the power law through a contender's first and last
+    point (1 is linear).
     """
 
-    def swept(op: Mapping[str, Any]) -> Cases:
+    def swept(op: dict[str, Any]) -> dict[str, dict[str, int]]:
         letters = next(iter(op["small"].values()))
         return {
             f"{letter}={value}": {**letters, letter: value}
@@ -106,7 +99,7 @@ def growth(
         }
 
     place = runtime.resolve_device(device)
-    frame = _run("sweep", names, swept, place, rounds, budget=0.5)
+    frame = _run("sweep", names, swept, place, rounds, 0.5)
     frame = frame[frame["seconds"].notna()].reset_index(drop=True)
     frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
     frame = frame.astype({"value": int})
@@ -118,16 +111,13 @@ def growth(
     return frame.assign(exponent=span / over)
 
 
-def _run(
-    task: str, names: Names, cases: Callable[[Mapping[str, Any]], Cases], place: torch.device,
-    rounds: int, budget: float,
-) -> pd.DataFrame:  # fmt: skip
-    """Time some cases of each op."""
+def _run(task: str, names: Names, cases: Callable[[Any], Any], *how: Any) -> pd.DataFrame:
+    """Time some cases of each op; ``how`` are the place, rounds and budget of `measured`."""
     chosen = OPS if names is None else names
     todo = [(name, *case) for name in chosen for case in cases(find(name)).items()]
     lines: list[dict[str, Any]] = []
     for name, label, letters in runtime.progress(todo, task, len(todo)):
-        lines += measured(name, label, letters, place, rounds, budget, profiled=task == "bench")
+        lines += measured(name, label, letters, *how, profiled=task == "bench")
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 

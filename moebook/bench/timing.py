@@ -28,9 +28,9 @@ BUSY, ENTRIES = 20_000_000, 5
 class Contender:
     """One way of doing a case's work: ``"ours"``, the ``"floor"`` or a peer's.
 
-    ``run`` does the work once. ``leaves`` get a gradient, which is freed before every run;
-    ``forward`` is the forward pass alone, where there is a backward pass too. ``host`` says that it
-    works on the CPU whatever the device: its own clock is the wall's then.
+    ``run`` does the work once, after the gradients of ``leaves`` are freed; ``forward`` is the
+    forward pass alone, where a backward pass follows. A ``host`` works on the CPU whatever the
+    device, so that its own clock is the wall's.
     """
 
     name: str
@@ -46,28 +46,20 @@ class Contender:
 
 
 class Timing(NamedTuple):
-    """What one run cost; None where not measured.
+    """What one run cost; None where not measured."""
 
-    ``seconds`` are of work: CPU time of the process (all its threads), or the GPU's own time.
-    ``memory`` are extra bytes at the peak, over what was held before; ``kept`` those that the
-    forward pass holds for the backward pass.
-    """
-
-    seconds: float
+    seconds: float  # of work: CPU time of the process, all its threads, or the GPU's own time
     wall: float
-    memory: int | None = None
-    kept: int | None = None
+    memory: int | None = None  # extra bytes at the peak, over what was held before
+    kept: int | None = None  # bytes that the forward pass holds for the backward pass
 
 
 class Cost(NamedTuple):
-    """What a contender costs, by the rounds that count: medians, and the memory of its first run.
-
-    The ratio is of its seconds over ours in the same round: above 1 where ours is faster.
-    """
+    """What a contender costs: medians of the rounds that count, the memory of its first run."""
 
     seconds: float
     wall: float
-    ratio: float
+    ratio: float  # of its seconds over ours in the same round: above 1 where ours is faster
     rounds: int
     memory: int | None
     kept: int | None
@@ -133,14 +125,13 @@ def _held(device: torch.device) -> int | None:
     """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    pages = Path("/proc/self/statm")
-    return (
-        int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
-    )
+    if not (pages := Path("/proc/self/statm")).exists():
+        return None
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _kept(contender: Contender, device: torch.device) -> int | None:
-    """Bytes that are allocated on a GPU between a contender's forward and backward pass."""
+    """Bytes allocated on a GPU between a contender's forward and backward pass."""
     if contender.forward is None or device.type != "cuda":
         return None
     contender.prepare()
@@ -152,8 +143,8 @@ def _kept(contender: Contender, device: torch.device) -> int | None:
 def _clocked(contender: Contender, device: torch.device) -> Timing:
     """Run once, on a GPU twice: for the wall clock, then for the GPU's own.
 
-    Before its own clock starts, the GPU is kept busy until the work is submitted, as it is in a
-    model, where the host runs ahead. A contender that waits for the GPU in between pays for it.
+    Until the work is submitted the GPU is kept busy, as in a model, where the host runs ahead. A
+    contender that waits for the GPU in between pays for it.
     """
     gpu = device.type == "cuda"
     contender.prepare()
@@ -179,10 +170,9 @@ def _clocked(contender: Contender, device: torch.device) -> Timing:
 
 
 def shares(contender: Contender, device: torch.device, seconds: float) -> dict[str, float]:
-    """Return shares of a contender's time by torch's op, or a GPU's kernel, and of all else.
+    """Return shares of a contender's time by torch's op or GPU kernel, the rest as ``all else``.
 
-    That is smaller entries, Python, NumPy, and on a GPU waiting. ``seconds`` is what it takes on a
-    GPU when nobody watches: a watched run is slower there.
+    ``seconds`` is what it takes on a GPU when nobody watches: a watched run is slower there.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own start and end otherwise
     gpu = device.type == "cuda"

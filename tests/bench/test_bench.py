@@ -164,7 +164,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, project, capsys):
     frame = bench.measure(["bank", "route"], scale="tiny", device="cpu", rounds=1)
     assert frame.iloc[0]["note"] == "peft is not installed" and math.isnan(frame.iloc[0].seconds)
     assert set(frame.loc[frame["op"] == "route", "contender"]) >= {"ours", "floor"}
-    assert "not run: peft is" in bench.table(frame)
+    assert "not run: peft is" in report.table(frame)
     assert cli.main("bench bank --device cpu".split()) == 0
     assert capsys.readouterr().out.endswith("How cost grows: nothing ran\n")
 
@@ -176,7 +176,7 @@ def test_growth_fits_the_power_law_through_the_ends():
     slope = math.log(part["seconds"].iloc[1] / part["seconds"].iloc[0]) / math.log(2)
     assert part["value"].tolist() == [1024, 2048]
     assert part["exponent"].tolist() == pytest.approx([slope, slope])
-    assert "balance_loss, tokens, T = 1024, 2048" in bench.growth_table(found)
+    assert "balance_loss, tokens, T = 1024, 2048" in report.growth_table(found)
 
 
 def test_a_curve_of_peers_takes_the_fastest_at_each_size():
@@ -190,20 +190,20 @@ def test_a_curve_of_peers_takes_the_fastest_at_each_size():
 
 
 def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny):
-    text = bench.table(tiny)
+    text = report.table(tiny)
     assert "experts / fine" in text and "grouped_mm" in text
     assert "at least 15 x as fast: not stated (" in text
     assert text.splitlines()[-1] == "no goals are stated for these cases"
     full = tiny.copy()
     full.attrs.update(scale="full", rounds=5, threads=1)
-    assert "goals: " in bench.table(full).splitlines()[-1]
+    assert "goals: " in report.table(full).splitlines()[-1]
 
 
 def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
     assert bench.recorded(tmp_path) == {}
     (tmp_path / "_config.yml").touch()
     grown = bench.growth(["balance_loss"], device="cpu", rounds=1, points=1)
-    path = bench.write(tmp_path, tiny, grown, bench.ceilings("cpu"))
+    path = report.write(tmp_path, tiny, grown, bench.ceilings("cpu"))
     assert path == tmp_path / "results" / "bench" / "cpu" / "0.parquet"
     record = bench.recorded(tmp_path)["cpu"]
     values = {value.name: value.value for value in record.values}
@@ -246,10 +246,10 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     monkeypatch.setattr("moebook.runtime.environment", lambda: dict(seen))
     frame = tiny.copy()
     frame.attrs["device"] = "cuda"
-    run = results.read_run(bench.write(project, frame, pd.DataFrame(), {}))
+    run = results.read_run(report.write(project, frame, pd.DataFrame(), {}))
     assert (run.protocol, run.tier) == ("nvidia_h200", "gpu")
     assert results.pools("bench", project)["nvidia_h200"].runs == (run,)
-    run = results.read_run(bench.write(project, tiny, pd.DataFrame(), {}))
+    run = results.read_run(report.write(project, tiny, pd.DataFrame(), {}))
     used = run.manifest["environment"]
     assert (used["accelerator"], used["accelerator_memory"], run.tier) == (None, None, "cpu")
     assert {"bench/timing.py", "bench/cases.yaml"} <= {*run.code["modules"]}
