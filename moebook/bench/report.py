@@ -32,7 +32,7 @@ COUNTS = {"flops": "count", "traffic": "bytes"}
 KINDS: dict[str, tuple[str, Any, Any]] = {
     "faster": ("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
     "within": ("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
-    "memory": ("at most {:g} x what it keeps", operator.le, lambda ours, its: ours.kept / its.kept),
+    "memory": ("at most {:g} x its memory", operator.le, lambda ours, its: ours.kept / its.kept),
     "seconds": ("at most {:g} s", operator.le, lambda ours, other: ours.seconds),
 }
 """Of each kind of goal: its wording, on which side of the bound a number is right, and the number
@@ -53,8 +53,8 @@ def judge(frame: pd.DataFrame) -> pd.DataFrame:
     """Compare what `running.measure` found with the goals of its device, one row a goal.
 
     The verdict is ``met``, ``missed`` (also where our op refuses the case), ``not run`` (by the
-    contender) or ``not stated`` (for these settings). The reason of a missed goal is what our time
-    consists of, and what the floor alone would take, in multiples of the other's.
+    contender) or ``not stated`` (for these settings). The reason of a missed goal is where our time
+    goes, and what the floor alone would take, in multiples of the other's.
     """
     numbers = frame.astype({"kept": float})  # None is no number
     cases = {key: part.set_index("contender") for key, part in numbers.groupby(["op", "case"])}
@@ -107,7 +107,7 @@ def table(frame: pd.DataFrame) -> str:
     text = [shown.to_string(na_rep="", max_colwidth=None)]
     missed = goals[goals["verdict"] == "missed"]
     if len(missed):
-        text += ["", "Missed goals: what our time consists of, in multiples of the other's"]
+        text += ["", "Missed goals: where our time goes, in multiples of the other's"]
         text += [f"  {g.op} / {g.case}, {g.against}: {g.reason}" for g in missed.itertuples()]
     counts = goals["verdict"].value_counts()
     parts = [f"{counts.get(verdict, 0)} {verdict}" for verdict in ("met", "missed", "not run")]
@@ -120,7 +120,7 @@ def growth_table(frame: pd.DataFrame) -> str:
     """Return a sweep as text: a line a contender and letter, its milliseconds and the exponent."""
     if frame.empty:
         return "How cost grows: nothing ran"
-    lines = ["How cost grows: ms at each value of a letter; at last the exponent, 1 is linear"]
+    lines = ["How cost grows: ms at each value of a letter, then the exponent (1 is linear)"]
     for (op, letter), part in frame.groupby(["op", "letter"], sort=False):
         meaning = next(what for own, what, _ in OPS[op]["sweep"].values() if own == letter)
         times = part.pivot(index="contender", columns="value", values="seconds").mul(1e3)

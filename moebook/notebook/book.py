@@ -102,7 +102,7 @@ def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows, places = verdicts.ledger(folder), pages.Places(folder)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
-    titles = {paper: f"What was found: {pages.TITLES[paper]}" for paper in mine}
+    titles = {paper: f"Findings: {pages.TITLES[paper]}" for paper in mine}
     pictures = {paper: _forest(paper, titles[paper], mine[paper], folder) for paper in mine}
     strongest = findings.strongest(row.committed for row in rows)
     front = _forest("front", "The strongest findings", strongest, folder)

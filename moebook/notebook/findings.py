@@ -49,14 +49,14 @@ def sentence(row: Row) -> str:
     """Say in words what was found about a claim, in Markdown."""
     best, claim = row.best, row.claim
     if best is None:
-        return f"{claim.sentence} **Not run** at a scale at which this can be tested."
+        return f"{claim.sentence} **Not run** at a scale that can test it."
     name = best.pool.protocol
     where = f"in {name}" if name == results.LIVE else f"at scale {name}"
     text = f"{claim.sentence} **{SAID[row.label].capitalize()}** {where}: {_numbers(best)}"
     if not best.decides:
-        return f"{text}; three seeds are needed."
+        return f"{text}; a verdict needs three seeds."
     if row.label == "inconclusive" and best.smallest:
-        return f"{text}; less than {amount(claim, best.smallest).lstrip('+')} could not be seen."
+        return f"{text}; less than {amount(claim, best.smallest).lstrip('+')} was not detectable."
     return f"{text}."
 
 
@@ -91,7 +91,7 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def forest(rows: Iterable[Row], title: str) -> Any:
-    """Draw every claim with an interval, scale by scale: to the right is as the paper says.
+    """Draw every claim with an interval, scale by scale; effects to the right agree with the paper.
 
     A claim of equality, or about a number, is drawn as the distance from what the paper prints.
     None where nothing was measured.
@@ -109,7 +109,7 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     frame = pd.DataFrame(points)
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
-    return plotting.forest(frame, xlabel="effect, to the right as claimed", title=title)
+    return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
 
 
 def _point(measured: Measurement) -> dict[str, object]:

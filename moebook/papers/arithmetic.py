@@ -146,7 +146,7 @@ def _weights(column: Sequence[Check]) -> Weighting | None:
     weights = np.append(rest, 1 - rest.sum())
     operands = column[0].operands
     parts = [f"{w:.2f} {cell.column}" for w, cell in zip(weights, operands, strict=True)]
-    text = f"a weighted mean, the same for every row ({', '.join(parts)})"
+    text = f"a weighted mean with the same weights in every row ({', '.join(parts)})"
     weighting = Weighting(text, weights, 0.5 * 10.0 ** -operands[0].decimals)
     return weighting if weights.min() >= 0 and all(map(weighting.gives, column)) else None
 
@@ -174,8 +174,8 @@ def _other_print(paper: Paper, check: Check) -> Iterator[str]:
         one, other = check.target, check.operands[0]
         for cell, twin in ((one, other), (other, one)):
             for name in cell.keys.keys() - twin.keys.keys():
-                said = f"{title(cell.table)} says {name} = {cell.keys[name]}"
-                yield f"perhaps under other conditions: {said}, {title(twin.table)} does not say"
+                said = f"{title(cell.table)} states {name} = {cell.keys[name]}"
+                yield f"possibly other conditions: {said}, {title(twin.table)} does not"
         return
     for place, cell in enumerate(check.operands):
         for twin in paper.same((cell.row, cell.column), cell.keys):
@@ -218,7 +218,7 @@ def _copied(paper: Paper) -> Iterator[Finding]:
             both = [n for n in cells if n in twins and agree(cells[n].keys, twins[n].keys)]
             if len(both) >= 2 + inside and all(cells[n].value == twins[n].value for n in both):
                 cell, twin = cells[both[0]], twins[both[0]]
-                text = f"all {len(both)} shared numbers are those of {twin.row}"
+                text = f"all {len(both)} shared numbers equal those of {twin.row}"
                 names = ("name", cell.row, twin.row, "differs", f"{text} in {title(twin.table)}")
                 yield Finding(paper.name, cell.place, *names, cell.place)
 

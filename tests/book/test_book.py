@@ -158,7 +158,7 @@ def test_the_badge_tells_what_the_run_cost_and_the_copy_is_untouched(
 
 def test_a_live_page_leads_to_the_findings_which_have_no_badge(site: Path) -> None:
     live, findings = _page(site, "notebooks/01_pesc"), _page(site, "notebooks/01_pesc_findings")
-    assert "Runs at full size: nano (3 seeds)" in live
+    assert "Full-size runs: nano (3 seeds)" in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live and "moe-cost" not in findings
 
@@ -169,7 +169,7 @@ def test_every_claim_stands_in_the_ledger_and_in_what_was_found_without_javascri
     ledger, found = _page(site, "ledger"), _page(site, "found")
     for claim in papers.claims():
         assert f'id="{claim.id}"' in ledger and f'"ledger.html#{claim.id}"' in found
-    assert "chance alone would give about" in ledger
+    assert "chance alone would produce about" in ledger
 
 
 def test_what_was_found_has_a_sentence_and_a_picture_of_what_ran_and_so_has_the_front(

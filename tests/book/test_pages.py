@@ -129,13 +129,13 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     rows = [_row(name, _pool(score)) for name, score in scores.items()]
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
     text = pages.corrections(rows)
-    assert "Of the 6 claims, 4 about a direction were tested by runs that may decide; 2 of" in text
-    assert "chance alone would give about 0.2." in text
+    assert "Of the 6 claims, 4 about a direction were tested by runs that can decide; 2 of" in text
+    assert "chance alone would produce about 0.2." in text
     links = '<a href="#pesc.sure">pesc.sure</a>, <a href="#pesc.&lt;">pesc.&lt;</a>.'
     holm, hochberg = (line for line in text.splitlines() if line.startswith("2 survive "))
     assert holm.endswith(links) and hochberg.endswith(links) and "Holm's" in holm
     assert ": none." in pages.corrections(rows[2:3])
-    assert pages.corrections(rows[4:]) == "No claim has been tested yet by runs that decide.\n"
+    assert pages.corrections(rows[4:]) == "No run that can decide a claim has been recorded yet.\n"
 
 
 def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> None:
@@ -219,10 +219,10 @@ def test_a_page_leads_from_its_run_to_the_pools_and_what_they_say(project: Path)
     for path in (project / "notebooks").glob("*_findings.ipynb"):
         path.unlink()
     told = pages.badge(_ran(0, "smoke"), project)
-    assert "Runs at full size: nano (2 seeds); what they say: [the records](../records.md)" in told
+    assert "Full-size runs: nano (2 seeds); their results: [the records](../records.md)" in told
     (project / "notebooks" / "01_pesc_findings.ipynb").touch()
     told = pages.badge(_ran(0, "smoke"), project)
-    assert "what they say: [the findings](01_pesc_findings.ipynb)" in told
+    assert "their results: [the findings](01_pesc_findings.ipynb)" in told
     assert "Runs at" not in pages.badge(replace(_ran(0), notebook="esft"), project)
 
 

@@ -51,12 +51,12 @@ def ruled(name: str, effects: tuple[float, ...], **other: Any) -> Row:
         (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 to"
          " -0.8 points; 3 seeds)."),
         (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8"
-         " to +5.5 points; 3 seeds); less than 5.2 points could not be seen."),
+         " to +5.5 points; 3 seeds); less than 5.2 points was not detectable."),
         (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell** at scale cpu: +10.0"
-         " points, one value; three seeds are needed."),
+         " points, one value; a verdict needs three seeds."),
         (CLAIM, [pool(0.1, 0.1)], "**Cannot tell** at scale nano: +10.0 points (95 % from +10.0"
-         " to +10.0 points; 2 seeds); three seeds are needed."),
-        (CLAIM, [], "**Not run** at a scale at which this can be tested."),
+         " to +10.0 points; 2 seeds); a verdict needs three seeds."),
+        (CLAIM, [], "**Not run** at a scale that can test it."),
         (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: 1.21, the bound"
          " is 1 (95 % from 1.19 to 1.23; 3 seeds)."),
         (replace(CLAIM, claimed=0.02, tolerance=0.01), [pool(*HOLDS, tier="paper")],
@@ -130,7 +130,7 @@ def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
     half = 100 * 4.302653 * 0.005 / 3**0.5
     assert point.get_xdata() == pytest.approx([value])
     assert line.get_xdata() == pytest.approx([value - half, value + half], rel=1e-6)
-    assert axes.get_xlabel() == "effect, to the right as claimed (points)"
+    assert axes.get_xlabel() == "effect, as claimed to the right (points)"
 
 
 def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided() -> None:

@@ -82,7 +82,7 @@ def test_the_audit_finds_what_is_wrong_in_the_papers_and_says_why() -> None:
     cut = [f.printed for f in odd("router_init", "average") if f.status == "truncated"]
     assert "50.0" in cut
     columns = {
-        ("pesc", "Table 7"): (16, "a weighted mean, the same for every row"),
+        ("pesc", "Table 7"): (16, "a weighted mean with the same weights in every row"),
         ("rocket", "Table 9"): (39, "agrees with the mean of ARC-c, ARC-e, GSM8K, MBPP alone"),
         ("rocket", "Table 10"): (0, ""),
     }
@@ -137,7 +137,7 @@ PLANTED = {  # what is written, and (kind, printed, recomputed, explanation) of 
     "a row twice under two names, but no row that is nearly the same": (
         ["---\n" + rows(("x", "10.0 21.0 50.0"), ("y", "10.0 21.0 50.1"), ("z", "10.0 21.0 50.0"),
                         columns="a b c")],
-        [("name", "x", "z", "all 3 shared numbers are those of z in Table 1")],
+        [("name", "x", "z", "all 3 shared numbers equal those of z in Table 1")],
     ),
     "a subset behind a whole column": (
         [MEAN + rows(("x", "10.0 21.0 50.0 15.5"), ("y", "11.0 30.0 70.0 20.5"),
