@@ -18,6 +18,7 @@ PARAMETERS = (
     'tier: str = "cpu"  # scale {smoke, cpu, study}\ntop_k: int = 2  # experts per token [1, 64]'
 )
 
+NONE_RUN = "toy at nano: 1 seeds, 1 to run\n"
 MACHINE = {"accelerator": None, "cpu": "X 9000", "cores": 2}
 
 
@@ -26,8 +27,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project of one notebook, entered."""
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "_config.yml").touch()
+    (tmp_path / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\n")
     cell = {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": PARAMETERS}
-    notebook = {"nbformat": 4, "cells": [cell]}
+    notebook = {"nbformat": 4, "cells": [cell | {"outputs": []}]}
     (tmp_path / "notebooks" / "01_toy.ipynb").write_text(json.dumps(notebook))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -56,6 +58,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected a number greater"),
         ("pretrain nano --steps -3", "E-RANGE: steps is -3, expected a number greater"),
         ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
+        ("study toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9"),
+        ("study toy --on nano --seeds 5-2", "E-RANGE: --seeds 5-2"),
+        ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
+        ("study toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
+        ("study toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
+        ("study tyo --on nano --seeds 0", "E-NOTEBOOK: unknown notebook 'tyo'"),
+        ("study toy --on nona --seeds 0", "E-PROTOCOL: toy has no protocol 'nona'"),
+        ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano"),
+        ("study toy --on nano --seeds 0", "E-GIT: "),
+        ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
+        ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
+        ("study --add my.ipynb", "E-NOFILE: no file my.ipynb"),
+        ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(
@@ -64,7 +79,8 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
     assert cli.main(arguments.split()) == 2
     told = capsys.readouterr()
     assert told.err.startswith(message)
-    assert told.err.count("\n") == 1 and told.out == ""
+    assert told.err.count("\n") == 1 and told.out == ("" if "E-GIT" not in message else NONE_RUN)
+    assert not (project / "runs").exists() and not (project / "results").exists()
 
 
 def test_what_the_system_refuses_is_told_in_one_line(
@@ -141,7 +157,6 @@ def test_verify_exits_with_1_when_something_fails(
 def test_list_says_what_a_run_cost_or_names_an_incomplete_manifest(
     project: Path, capsys: pytest.CaptureFixture[str], manifest: dict[str, Any], told: str
 ) -> None:
-    (project / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\n")
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)
         results.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)

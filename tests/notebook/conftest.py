@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -16,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from moebook import results
 
 REPOSITORY = Path(results.__file__).parents[2]
-Mill = Callable[..., tuple[Path, str]]
+CANARY = "canary-in-the-environment"
 
 IMPORTS = """\
 import json, os, random, sys, time
@@ -31,7 +29,7 @@ tier: str = "cpu"  # scale {smoke, cpu, study}
 seed: int = 0  # of everything random [0, 1000]
 arms: str = "all"  # names with commas between them, or all
 top_k: int = 2  # experts per token [1, 64]
-fate: str = "well"  # how the last cell ends {well, error, refusal, killed, slow, secret, twice}"""
+fate: str = "well"  # how the last cell ends {well, error, refusal, killed, slow, secret}"""
 
 MEASURE = """\
 transport = json.loads(get_connection_info())["transport"]
@@ -56,8 +54,14 @@ if fate == "error" or seed == 13: 1 / 0
 if fate == "refusal": run.record("toy/bad", 2, "share")
 if fate == "killed": os.kill(os.getpid(), 9)
 if fate == "slow" or seed == 60: Path("started").touch(); time.sleep(60)
-if fate == "secret": print("hf" + "_" + "a" * 30)
-if fate == "twice": run.record("toy/mean", 1, "share")"""
+if fate == "secret": print("hf" + "_" + "a" * 30)"""
+
+TORCH = """\
+class cuda:
+    is_available = staticmethod(bool)
+
+manual_seed = lambda seed: None
+get_num_threads = lambda: 1"""
 
 PROTOCOLS = {
     "smoke": "tier: smoke\ntop_k: 1\n",
@@ -86,52 +90,32 @@ def make_project(folder: Path) -> Path:
     return folder
 
 
-def copy_package(folder: Path) -> Path:
-    """Copy the package's modules into a project: they stay put, whoever edits the others."""
-    for path in (REPOSITORY / "moebook").rglob("*.py"):
-        copy = folder / path.relative_to(REPOSITORY)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-    return folder / "moebook"
-
-
 @pytest.fixture(scope="session")
-def mill(tmp_path_factory: pytest.TempPathFactory) -> Mill:
-    """Plain papermill on the toy, from another folder, as its command line does."""
-    project = make_project(tmp_path_factory.mktemp("mill") / "toy")
-    source, copy = project / "notebooks" / "01_toy.ipynb", project.parent / "out.ipynb"
-    start = "from papermill.cli import papermill; papermill()"
-    command = [sys.executable, "-c", start, str(source), str(copy), "--kernel", "python3"]
-
-    def run(*options: str) -> tuple[Path, str]:
-        done = subprocess.run(
-            [*command, "--no-progress-bar", *options],
-            cwd=project.parent,
-            env={**os.environ, "MOEBOOK_QUIET": "1", "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-        )
-        return copy, done.stderr if done.returncode else ""
-
-    return run
+def light(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH with this package and a stand-in for torch, two seconds of every kernel."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "torch.py").write_text(TORCH)
+    return f"{folder}{os.pathsep}{REPOSITORY}"
 
 
-@pytest.fixture(scope="session")
-def milled(mill: Mill, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What plain papermill leaves of the toy with the parameters of its protocol `nano`, seed 5."""
-    copy, errors = mill("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
-    assert not errors
-    return copy.rename(tmp_path_factory.mktemp("milled") / "milled.ipynb")
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[pytest.MonkeyPatch]:
+    """The kernels find this package, and a secret to keep from them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("CANARY_TOKEN", CANARY)
+        yield patch
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The toy project for all tests of a module, with modules of its own that kernels load."""
+def project(tmp_path_factory: pytest.TempPathFactory, environment: pytest.MonkeyPatch) -> Path:
+    """The toy project for all tests of a module, with a copy of the package that stays as it is."""
     folder = make_project(tmp_path_factory.mktemp("project") / "toy")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moebook.results.files.PACKAGE", copy_package(folder))
-        patch.setenv("PYTHONPATH", str(folder))
-        yield folder
+    heavy = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json*")
+    shutil.copytree(REPOSITORY / "moebook", folder / "moebook", ignore=heavy)
+    environment.setattr("moebook.results.files.PACKAGE", folder / "moebook")
+    environment.setenv("PYTHONPATH", str(folder))
+    return folder
 
 
 @pytest.fixture

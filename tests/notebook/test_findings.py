@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,18 +27,21 @@ def pool(
     """A pool with these effects seed by seed, made without items."""
     reference = claim.reference if isinstance(claim.reference, str) else ""
     start = 0.5 if reference else float(claim.reference or 0.0)
+    base = {"base": "nano" if tier == "cpu" else protocol}
     runs = []
     for seed, effect in enumerate(effects):
         values = [Value(claim.value, start + effect, claim.unit)]
         values += [Value(reference, start, claim.unit)] if reference else []
-        base = {"base": "nano" if tier == "cpu" else protocol}
         runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings=base))
     return Pool("pesc", protocol, tuple(runs))
 
 
-def ruled(name: str, effects: tuple[float, ...], **other: Any) -> Row:
+def ruled(name: str, *effects: float) -> Row:
     """A claim of that name, judged from a pool with these effects."""
-    return row(replace(CLAIM, id=f"pesc.{name}"), [pool(*effects, **other)])
+    return row(replace(CLAIM, id=f"pesc.{name}"), [pool(*effects)] if effects else [])
+
+
+COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,9 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on(
 
 
 def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
-    strong, far = tuple(x + 0.1 for x in HOLDS), tuple(x - 0.1 for x in FAILS)
-    rows = [
-        ruled("open", OPEN), ruled("weak", HOLDS), ruled("strong", strong),
-        row(replace(CLAIM, id="pesc.not-run"), []), ruled("fails", FAILS), ruled("far", far),
-    ]  # fmt: skip
+    strong, far = [x + 0.1 for x in HOLDS], [x - 0.1 for x in FAILS]
+    rows = [ruled("open", *OPEN), ruled("weak", *HOLDS), ruled("strong", *strong),
+            ruled("not-run"), ruled("fails", *FAILS), ruled("far", *far)]  # fmt: skip
     names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
     assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
     assert findings.strength(rows[1]) == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
@@ -86,8 +85,7 @@ def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
 
 
 def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
-    rows = [ruled("holds", HOLDS), row(EXACT, [pool(7.5e9, claim=EXACT)]), row(CLAIM, [])]
-    frame = findings.summary(rows)
+    frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
         "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
@@ -117,15 +115,14 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(
 
 
 @pytest.mark.parametrize(
-    ("direction", "claimed", "value"), [("greater", None, 2.0), ("less", None, -2.0),
-                                        ("equal", None, 2.0), ("equal", 0.05, -3.0)],
-)  # fmt: skip
+    ("direction", "claimed", "value"),
+    [("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0)],
+)
 def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
     direction: str, claimed: float | None, value: float
 ) -> None:
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
-    figure = findings.forest([row(claim, [pool(*HOLDS)])], "Found")
-    (axes,) = figure.axes
+    (axes,) = findings.forest([row(claim, [pool(*HOLDS)])], "Found").axes
     line, point = axes.lines[:2]
     half = 100 * 4.302653 * 0.005 / 3**0.5
     assert point.get_xdata() == pytest.approx([value])
@@ -138,7 +135,7 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     rows = [
         row(BOUND, [pool(0.1, 0.2, 0.4, claim=BOUND)]), row(nats, [pool(*HOLDS, claim=nats)]),
         row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, tier="cpu")]),
-        row(EXACT, [pool(7e9, claim=EXACT)]),
+        COMPUTED,
     ]  # fmt: skip
     figure = findings.forest(rows, "Found")
     labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
@@ -148,7 +145,7 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["nano", "smollm2"]
-    assert findings.forest([row(CLAIM, []), rows[-1]], "Nothing") is None
+    assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
     other = row(replace(CLAIM, id="esft.other"), [pool(*HOLDS)])
     ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
     assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
@@ -183,23 +180,17 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table() -> None:
     assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
     assert findings.table(findings.arms(one, ["c"], names)).loss["c"] == "2.000"
     assert findings.arms(TOY, ["d"], names).empty
+    told = findings.runs({"nano": TOY})
+    assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
+    assert told.code["nano"].startswith("of 2026-01-02; ")
 
 
-def test_runs_of_pools_are_told_with_their_seeds_arms_and_day(tmp_path: Path) -> None:
-    frame = findings.runs({"nano": TOY})
-    assert frame.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
-    assert frame.code["nano"].startswith("of 2026-01-02; ")
-
-
-def test_series_take_the_seeds_that_have_every_name() -> None:
+def test_series_take_the_seeds_that_have_every_name_and_sizes_are_read_off_names() -> None:
     assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
     assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
-
-
-def test_arms_that_differ_in_a_number_are_found_by_it() -> None:
     ran = Pool("toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),))
-    found = findings.sizes(ran, "experts", (8, "sparse"))
-    assert list(found.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
+    sizes = findings.sizes(ran, "experts", (8, "sparse"))
+    assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
 
 
 def test_bands_have_a_line_a_seed_and_refuse_curves_at_other_steps() -> None:

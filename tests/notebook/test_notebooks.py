@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
+from papermill.translators import PythonTranslator
 
 from moebook import results
-from moebook.notebook import runner, sources
-from moebook.notebook.session import VALUE
+from moebook.notebook import runner, session, sources
+from moebook.notebook.session import NOTE, VALUE
 from moebook.results import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = sources.notebooks(ROOT)
-RUN = [name for name, notebook in FOUND.items() if not notebook.findings]
-ARMED = [name for name in RUN if "arms" in FOUND[name].parameters]
+NOTEBOOKS = sources.notebooks(ROOT)
+RUN = [name for name, notebook in NOTEBOOKS.items() if not notebook.findings]
+ARMED = [name for name in RUN if "arms" in NOTEBOOKS[name].parameters]
+
+FINDINGS = [name for name in NOTEBOOKS if name not in RUN]
+Here = Callable[[str, Mapping[str, Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +38,37 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(name: str, project: Path, protocol: str = "smoke", **overrides: str) -> Run:
+def _run(name: str, project: Path, protocol: str = "smoke") -> Run:
     """Run a notebook; what its file holds must be what its page shows."""
-    outcome = runner.run_notebook(name, protocol, overrides, folder=project)
+    outcome = runner.run_notebook(name, protocol, folder=project)
     assert outcome is not None
     cells = json.loads(outcome.notebook.read_text())["cells"]
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     shown = [data[VALUE] for data in outputs if VALUE in data]
     assert [json.loads(json.dumps(results.plain(value))) for value in outcome.run.values] == shown
     return outcome.run
+
+
+@pytest.fixture
+def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """Run all cells in this process, which has imported all libraries already."""
+    left: list[Any] = []
+    monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
+    monkeypatch.chdir(project)
+
+    def run(name: str, settings: Mapping[str, Any]) -> list[Any]:
+        cells = json.loads(NOTEBOOKS[name].path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        code.insert(2, f"# Parameters\n{PythonTranslator.codify(settings)}")
+        names: dict[str, Any] = {"In": []}
+        for source in code:
+            names["In"].append(source)
+            exec(source, names)
+        return left
+
+    with plt.rc_context(), warnings.catch_warnings(action="ignore"):
+        yield run
+    plt.close("all")
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -49,19 +79,26 @@ def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name: str, proj
 
 
 @pytest.mark.parametrize("name", ARMED)
-def test_a_notebook_with_arms_runs_with_a_single_one(name: str, project: Path) -> None:
-    arm = str(FOUND[name].parameters["arms"].default).split(",")[0]
-    run = _run(name, project, arms=arm)
-    assert run.values and run.arms == (arm,)
+def test_every_cell_of_a_notebook_runs_with_a_single_arm(name: str, here: Here) -> None:
+    arm = str(NOTEBOOKS[name].parameters["arms"].default).split(",")[0]
+    left = here(name, NOTEBOOKS[name].settings("smoke") | {"arms": arm})
+    assert [note[NOTE]["arms"] for note in left if "arms" in note.get(NOTE, {})] == [[arm]]
+    assert any(VALUE in bundle for bundle in left)
 
 
-@pytest.mark.parametrize("name", [name for name in FOUND if name not in RUN])
-def test_findings_are_drawn_from_the_pools_that_are_there(name: str, project: Path) -> None:
-    assert _run(name, project, "cpu").protocol == "cpu"
+@pytest.mark.parametrize("name", FINDINGS)
+def test_findings_are_drawn_from_the_pools_that_are_there(
+    name: str, project: Path, here: Here
+) -> None:
+    if name == FINDINGS[0]:
+        assert _run(name, project, "cpu").protocol == "cpu"
+    else:
+        here(name, {"tier": "cpu"})
+        assert len(plt.get_fignums()) > 1
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_every_protocol_of_a_notebook_sets_parameters_that_it_has(name: str) -> None:
-    notebook = FOUND[name]
+    notebook = NOTEBOOKS[name]
     tiers = [notebook.settings(protocol)["tier"] for protocol in notebook.protocols]
     assert set(tiers) == set(results.TIERS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
@@ -35,45 +37,30 @@ def test_the_cell_is_read_with_types_defaults_help_and_rules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "code"),
+    ("name", "value", "message"),
     [
-        ("top_k", 0, "E-RANGE"), ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"),
-        ("top_k", 2.0, "E-TYPE"), ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"),
-        ("top_k", (1, 2), "E-TYPE"), ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"),
-        ("share", float("nan"), "E-RANGE"), ("balance", float("inf"), "E-RANGE"),
-        ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", "true", "E-TYPE"),
-        ("quantise", 1, "E-TYPE"), ("note", 3, "E-TYPE"), ("note", "\udcff", "E-TYPE"),
-        ("tier", "cpus", "E-RANGE"), ("topk", 2, "E-PARAMETER"),
-        ("top_k=1;import os", 2, "E-PARAMETER"),
+        ("top_k", 0, r"E-RANGE: here: top_k = 0: expected int in \[1, 64\] \(experts per token\)$"),
+        ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"), ("top_k", 2.0, "E-TYPE"),
+        ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"), ("top_k", (1, 2), "E-TYPE"),
+        ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"), ("share", float("nan"), "E-RANGE"),
+        ("share", "1e-5", r"E-TYPE.*1\.0e-5"), ("balance", float("inf"), "E-RANGE"),
+        ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", 1, "E-TYPE"),
+        ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"), ("note", 3, "E-TYPE"),
+        ("note", "\udcff", "E-TYPE"), ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
+        ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
     ],
 )  # fmt: skip
-def test_a_wrong_parameter_is_refused(name: str, value: Any, code: str) -> None:
-    with pytest.raises(Refusal) as refusal:
+def test_a_wrong_parameter_is_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as refusal:
         parameters.check(DECLARED, {name: value}, "here")
-    assert refusal.value.code == code
     assert name in refusal.value.message and "here" in refusal.value.message
 
 
 def test_values_at_the_ends_of_their_range_are_taken() -> None:
-    for name, value in (("top_k", 1), ("top_k", 64), ("share", 1), ("share", 1e-9), ("width", 32),
-                        ("balance", 0)):  # fmt: skip
+    ends = (("top_k", 1), ("top_k", 64), ("share", 1), ("share", 1e-9), ("width", 32))
+    for name, value in (*ends, ("balance", 0)):
         parameters.check(DECLARED, {name: value}, "here")
         assert DECLARED[name].read(str(value), "here") == value
-
-
-def test_messages_name_value_rule_help_and_the_nearest_word() -> None:
-    def told(name: str, value: object) -> str:
-        with pytest.raises(Refusal) as refusal:
-            parameters.check(DECLARED, {name: value}, "-p")
-        return str(refusal.value)
-
-    assert told("top_k", 0) == (
-        "E-RANGE: -p: top_k = 0: expected int in [1, 64] (experts per token)"
-    )
-    assert "did you mean 'top_k'" in told("topk", 1)
-    assert "did you mean 'cpu'" in told("tier", "cpus")
-    assert "1.0e-5" in told("share", "1e-5")
-    assert "-y '{quantise: true}'" in told("quantise", "true")
 
 
 def test_texts_of_the_command_line_become_typed_values_or_are_refused() -> None:
@@ -123,9 +110,8 @@ def test_begin_takes_right_parameters_and_knows_the_tier() -> None:
     ],
 )  # fmt: skip
 def test_begin_refuses_a_wrong_injected_cell(injected: str, code: str) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Refusal, match=code):
         _begin(CELL, f"# Parameters\n{injected}\n")
-    assert refusal.value.code == code
 
 
 def test_begin_checks_the_variables_as_they_are_now_by_the_cell_as_it_is_now() -> None:
@@ -138,23 +124,16 @@ def test_begin_checks_the_variables_as_they_are_now_by_the_cell_as_it_is_now() -
 
 
 def test_begin_seeds_everything() -> None:
-    import torch
-
     cell = f"{CELL}\nseed: int = 3  # [0, 100]"
-    values = {name: parameter.default for name, parameter in DECLARED.items()} | {"seed": 3}
-    begin([cell], values)
-    first = torch.rand(3)
-    torch.manual_seed(3)
-    assert torch.equal(first, torch.rand(3))
+    begin([cell], {name: parameter.default for name, parameter in DECLARED.items()} | {"seed": 3})
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.manual_seed(3)))
 
 
 @given(st.text(), st.text())
 def test_no_option_can_smuggle_in_a_name(name: str, value: str) -> None:
-    try:
-        found = parameters.read_options(DECLARED, [f"{name}={value}"])
-    except Refusal:
-        return
-    assert set(found) <= set(DECLARED)
+    with suppress(Refusal):
+        assert set(parameters.read_options(DECLARED, [f"{name}={value}"])) <= set(DECLARED)
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans()))
@@ -170,13 +149,12 @@ def test_what_papermill_writes_for_an_accepted_value_is_one_literal(value: Any) 
 
 
 def test_the_kernels_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "canary-of-a-token")
-    monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-key")
-    monkeypatch.setenv("INNOCENT", "hf_" + "a" * 30)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    found = publish.environment()
-    assert not {"HF_TOKEN", "WANDB_API_KEY", "INNOCENT"} & set(found)
-    assert {"TOKENIZERS_PARALLELISM", "PATH"} <= set(found)
+    secrets = {"HF_TOKEN": "a-canary", "WANDB_API_KEY": "a-canary", "INNOCENT": "hf_" + "a" * 30}
+    for name, value in (secrets | {"TOKENIZERS_PARALLELISM": "false"}).items():
+        monkeypatch.setenv(name, value)
+    environment = publish.environment()
+    assert not secrets.keys() & environment.keys()
+    assert {"TOKENIZERS_PARALLELISM", "PATH"} <= environment.keys()
 
 
 def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
 
@@ -16,33 +15,39 @@ from moebook.notebook import sources
 def test_a_notebook_is_found_by_its_short_name_alone(fresh: Path, tmp_path: Path) -> None:
     toy = sources.find(fresh, "toy")
     assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
-    assert toy.protocols == ["smoke", "cpu", "nano", "study"]
+    assert (toy.findings, toy.protocols) == (False, ["smoke", "cpu", "nano", "study"])
     assert list(sources.notebooks(fresh)) == ["toy"]
     for name in ("tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""):
         with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
             sources.find(fresh, name)
     with pytest.raises(Refusal, match="E-NOFILE"):
         sources.find(tmp_path / "empty", "toy")
-    text = (fresh / "notebooks" / "01_toy.ipynb").read_text()
-    (fresh / "notebooks" / "02_toy.ipynb").write_text(text)
+    for name in ("02_toy.ipynb", "01_toy_findings.ipynb"):
+        shutil.copy(toy.path, toy.path.with_name(name))
     with pytest.raises(Refusal, match=r"01_toy\.ipynb and 02_toy\.ipynb"):
         sources.notebooks(fresh)
+    toy.path.unlink()
+    findings = sources.find(fresh, "toy_findings")
+    assert (findings.findings, findings.protocols) == (True, ["cpu"])
 
 
-def test_damaged_old_and_untagged_notebooks_are_refused(fresh: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"parameters"', '"other"', "tagged 'parameters'"),
+        ("tier: str", "scale: str", "must declare tier"),
+        ('"nbformat": 4', '"nbformat": 3, "worksheets": []', "nbformat 4"),
+        ('"cells": [', '"cells": ', "cut off"),
+    ],
+)
+def test_damaged_old_and_untagged_notebooks_are_refused(
+    fresh: Path, old: str, new: str, reason: str
+) -> None:
     path = fresh / "notebooks" / "01_toy.ipynb"
-    good = nbformat.read(path, as_version=4)
-    for text, reason in [
-        (path.read_text()[:200], "cut off"),
-        (json.dumps({"nbformat": 3, "worksheets": []}), "nbformat 4"),
-        (path.read_text().replace('"parameters"', '"other"'), "tagged 'parameters'"),
-        (path.read_text().replace("tier: str", "scale: str"), "must declare tier"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(Refusal, match=f"E-NOTEBOOK.*{reason}"):
-            sources.find(fresh, "toy")
-    nbformat.write(good, path)
-    assert sources.find(fresh, "toy").title == "A toy"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(Refusal, match=f"E-NOTEBOOK.*{reason}"):
+        sources.find(fresh, "toy")
 
 
 def test_a_protocol_is_its_file_and_its_tier(fresh: Path) -> None:
@@ -53,35 +58,16 @@ def test_a_protocol_is_its_file_and_its_tier(fresh: Path) -> None:
     assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
     with pytest.raises(Refusal, match=r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'"):
         toy.settings("nan")
-
-
-@pytest.mark.parametrize(
-    ("protocol", "text", "message"),
-    [
-        ("smoke", "top_k: 1\n", "01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
-        ("nano", "tier: smoke\n", "nano.yaml: tier = 'smoke'; expected study, gpu, paper"),
-    ],
-)
-def test_a_protocol_says_to_which_scale_it_belongs(
-    fresh: Path, protocol: str, text: str, message: str
-) -> None:
-    (fresh / "notebooks" / f"01_toy.{protocol}.yaml").write_text(text)
-    with pytest.raises(Refusal, match=f"E-CONFIG: .*{message}"):
-        sources.find(fresh, "toy").settings(protocol)
-
-
-def test_a_findings_notebook_is_told_from_one_that_runs(fresh: Path) -> None:
-    assert not sources.find(fresh, "toy").findings
-    path = fresh / "notebooks" / "01_toy.ipynb"
-    path.rename(path.with_name("01_toy_findings.ipynb"))
-    found = sources.find(fresh, "toy_findings")
-    assert (found.findings, found.protocols) == (True, ["cpu"])
+    (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
+    with pytest.raises(Refusal, match=r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper"):
+        toy.settings("nano")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1: top_k is given twice"),
+        ("top_k: 1\n", r"E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
         ("top_k: !!python/tuple [1]\n", r"E-CONFIG: 01_toy.smoke.yaml:1:8: YAML tag"),
         ("top_k: !!int '1'\n", r"E-CONFIG.*1:8: YAML tag"),
         ("a: !!omap []\n", r"E-CONFIG.*1:4: YAML tag"),
@@ -92,19 +78,16 @@ def test_a_findings_notebook_is_told_from_one_that_runs(fresh: Path) -> None:
         ("- 1\n", r"E-CONFIG.*1:1: YAML blocksequencestart"),
         ("just text\n", r"E-CONFIG.*1:1: expected name: value"),
         ("%YAML 1.1\n---\ntop_k: 1\n", r"E-CONFIG.*1:1: YAML directive"),
-        ("top_k: 1\n---\ntop_k: 2\n", r"E-CONFIG"),
-        ("top_k: 'open\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1"),
-        ("top_k: 1\n\ttop_k", r"E-CONFIG: 01_toy.smoke.yaml:2:1"),
-        ("top_k: 2026-13-45\n", r"E-CONFIG"),
-        ("top_k: =\n", r"E-CONFIG"),
+        ("top_k: 1\n---\ntop_k: 2\n", "E-CONFIG"), ("top_k: 2026-13-45\n", "E-CONFIG"),
+        ("top_k: 'open\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1"), ("top_k: =\n", "E-CONFIG"),
+        ("top_k: 1\n\ttop_k", r"E-CONFIG: 01_toy.smoke.yaml:2:1"), ("<<: 1\n", "E-PARAMETER"),
         ("top_k: 2026-01-01\n", r"E-TYPE: 01_toy.smoke.yaml:1:1: top_k"),
         ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
         ("topk: 1\n", r"E-PARAMETER: 01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
         ("fate: well\ntop_k: 0\n", r"E-RANGE: 01_toy.smoke.yaml:2:1: top_k = 0"),
-        ("<<: 1\n", r"E-PARAMETER"),
         ("fate: \xff\n", r"E-CONFIG.*not UTF-8 at byte 6"),
     ],
-)
+)  # fmt: skip
 def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(
     fresh: Path, text: str, message: str
 ) -> None:

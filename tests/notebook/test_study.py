@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import re
@@ -12,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from moebook import cli, results
 from moebook.errors import Refusal
 from moebook.notebook import study
 from moebook.notebook.study import Job, side_by_side
-from moebook.results import Pool, Run
+from moebook.results import Run
 
-PYTHONPATH = str(Path(results.__file__).parents[2])
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
 HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -42,13 +40,24 @@ def commit(folder: Path) -> Path:
     return folder
 
 
+def clone(project: Path, folder: Path) -> Path:
+    """A copy of a committed project."""
+    subprocess.run(["git", "clone", "-q", str(project), str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def light_kernels(environment: pytest.MonkeyPatch, project: Path, light: str) -> None:
+    """All runs here do without torch."""
+    environment.setenv("PYTHONPATH", light)
+
+
 def start(folder: Path, staging: str, *options: str, **more: str) -> subprocess.Popen[str]:
     """Start a study of the toy as a reader does; its processes carry the name of the project."""
-    where = {"PYTHONPATH": PYTHONPATH, "TMPDIR": staging, "STUDY": str(folder)}
     return subprocess.Popen(
         [sys.executable, "-c", HEARD + MAIN, "study", "toy", "--on", "nano", *options],
         cwd=folder,
-        env={**os.environ, **where, **more},
+        env={**os.environ, "TMPDIR": staging, "STUDY": str(folder), **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,11 +68,9 @@ def processes(file: str, text: str) -> list[Path]:
     """The processes one of whose files in /proc (``environ``, ``cmdline``) holds a text."""
     every = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
-        try:
+        with suppress(OSError):  # another's, or it has just ended
             if text.encode() in path.read_bytes():
                 every.append(path.parent)
-        except OSError:
-            continue  # another's, or it has just ended
     return every
 
 
@@ -75,10 +82,10 @@ def ended(folder: Path, seconds: float = 10.0) -> bool:
     return not left
 
 
-def stored(folder: Path) -> Pool:
-    """The pool of the toy: reading it checks every file."""
+def stored(folder: Path) -> tuple[Run, ...]:
+    """The runs in the pool of the toy: reading it checks every file."""
     pool = results.pool("toy", "nano", folder)
-    return pool or Pool("toy", "nano", ())
+    return pool.runs if pool else ()
 
 
 def same_bits(one: Run, other: Run) -> None:
@@ -87,52 +94,12 @@ def same_bits(one: Run, other: Run) -> None:
         assert getattr(one, part) == getattr(other, part), part
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    """The runs find this package, whatever the tests before have set."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        yield
-
-
 def test_seeds_are_numbers_and_ranges_and_all_else_is_refused() -> None:
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 12345678".split(), ""]:
         with pytest.raises(Refusal, match=f"E-RANGE: --seeds {text}"):
             study.seeds(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9, or"),
-        ("toy --on nano --seeds 5-2", "E-RANGE: --seeds 5-2"),
-        ("toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
-        ("toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
-        ("toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
-        ("tyo --on nano --seeds 0", "E-NOTEBOOK: unknown notebook 'tyo'"),
-        ("toy --on nona --seeds 0", "E-PROTOCOL: toy has no protocol 'nona'"),
-        ("toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano, study"),
-        ("toy --on nano --seeds 0", "E-GIT: "),
-        ("toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
-        ("--add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing else"),
-        ("--add my.ipynb", "E-NOFILE: no file my.ipynb"),
-        ("--add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
-    ],
-)
-def test_a_wrong_call_ends_in_one_line_and_runs_nothing(
-    fresh: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
-) -> None:
-    monkeypatch.chdir(fresh)
-    assert cli.main(["study", *arguments.split()]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(message) and line.count("\n") == 1
-    assert not (fresh / "runs").exists() and not (fresh / "results").exists()
 
 
 @pytest.mark.parametrize(
@@ -153,25 +120,17 @@ def test_of_each_seed_what_is_missing_runs_and_nothing_else(
     wanted: str | None,
 ) -> None:
     begun: list[Any] = []
-
-    def execute(todo: list[Any], *_: Any) -> Iterator[tuple[Any, Path]]:
-        for job in todo:
-            begun.append(dict(job.overrides))
-            yield job, fresh
-
-    monkeypatch.setattr(study, "side_by_side", execute)
-    monkeypatch.setattr(study, "freeze", lambda folder: folder)
-    monkeypatch.setattr(study, "_take_in", lambda *_: ("taken", True))
+    monkeypatch.setattr(study, "_run_all", lambda todo, *_: begun.extend(todo))
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\narms: right\n")
     both = {"known_arms": ["left", "right"], "seconds": 1.0}
     run = Run("toy", "nano", "study", 3, (), settings=SETTINGS, manifest=both)
     if arms is not None:
         study.add(replace(run, arms=arms), fresh)
     study.add(replace(run, arms=("left", "right"), seed=4), fresh)
-    assert study.study("toy", "nano", [3, 4], arms=asked, folder=fresh) == 0
-    rest = [] if asked != "third" else [{"seed": 4, "arms": "third"}]
-    first = [{"seed": 3, "arms": wanted}] if wanted else []
-    assert begun == first + rest
+    study.study("toy", "nano", [3, 4], arms=asked, folder=fresh)
+    expected = [{"seed": 3, "arms": wanted}] if wanted else []
+    expected += [{"seed": 4, "arms": "third"}] if asked == "third" else []
+    assert [job.overrides for job in begun] == expected
     assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
 
 
@@ -207,25 +166,26 @@ def committed(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def studied(tmp_path_factory: pytest.TempPathFactory, committed: Path) -> tuple[Path, str, str]:
+def studied(tmp_path_factory: pytest.TempPathFactory, committed: Path) -> tuple[Path, str]:
     """Seeds 0, 1 and one that fails, two at a time, after edits that were not committed."""
     folder = shutil.copytree(committed, tmp_path_factory.mktemp("two") / "toy")
-    notebook = folder / "notebooks" / "01_toy.ipynb"
-    notebook.write_text(notebook.read_text().replace("0.125 * top_k", "0.1 * top_k"))
-    session = folder / "moebook" / "notebook" / "session.py"
-    session.write_text(session.read_text().replace("    gc.freeze()", "    1 / 0"))
+    edits = {"notebooks/01_toy.ipynb": ("0.125 * top_k", "0.1 * top_k"),
+             "moebook/notebook/session.py": ("    gc.freeze()", "    1 / 0")}  # fmt: skip
+    for name, (old, new) in edits.items():
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
     with tempfile.TemporaryDirectory() as staging:
         process = start(folder, staging, "--seeds", "0,1,13", "--jobs", "2")
         out, errors = process.communicate()
         assert os.listdir(staging) == []
-    assert process.returncode == 1, errors
-    return folder, out, errors
+    assert (process.returncode, errors) == (1, "")
+    return folder, out
 
 
-def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path, str, str]) -> None:
-    folder, out, errors = studied
-    assert list(stored(folder).seeds) == [0, 1]
-    assert errors == ""
+def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path, str]) -> None:
+    folder, out = studied
+    assert [run.seed for run in stored(folder)] == [0, 1]
     lines = out.splitlines()
     assert lines[:2] == [
         "toy at nano: 3 seeds, 3 to run",
@@ -241,13 +201,10 @@ def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path,
     assert match and (folder / match[1]).is_file()
 
 
-def test_a_study_runs_the_commit_and_not_what_was_edited_since(
-    studied: tuple[Path, str, str],
-) -> None:
-    folder, _, _ = studied
+def test_a_study_runs_the_commit_and_not_what_was_edited_since(studied: tuple[Path, str]) -> None:
+    folder, _ = studied
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
-    assert "    1 / 0" in (folder / "moebook" / "notebook" / "session.py").read_text()
-    for run in stored(folder).runs:
+    for run in stored(folder):
         values = {value.name: value.value for value in run.values}
         assert values["toy/mean"] == 0.5
         assert values["toy/here"] == 1.0, "the package of the copy"
@@ -257,10 +214,9 @@ def test_a_study_runs_the_commit_and_not_what_was_edited_since(
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
-    studied: tuple[Path, str, str], tmp_path: Path, committed: Path
+    studied: tuple[Path, str], tmp_path: Path, committed: Path
 ) -> None:
-    folder = tmp_path / "toy"
-    subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
+    folder = clone(committed, tmp_path / "toy")
     with tempfile.TemporaryDirectory() as staging:
         process = start(folder, staging, "--seeds", "0,60", "--jobs", "1")
         while not list(folder.glob("runs/frozen/*/started")) and process.poll() is None:
@@ -271,18 +227,16 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
         assert errors == "interrupted; nothing half-written was left\n"
         assert out.count("seed 0: ") == 1 and "seed 60" not in out
         assert ended(folder, 1.0) and os.listdir(staging) == []
-    (alone,) = stored(folder).runs
-    same_bits(alone, stored(studied[0]).runs[0])
+    (alone,) = stored(folder)
+    same_bits(alone, stored(studied[0])[0])
 
 
 def test_a_study_that_is_killed_loses_at_most_what_was_running(
     tmp_path: Path, committed: Path
 ) -> None:
-    folder = tmp_path / "toy"
-    subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
-    draw, done = random.Random(0), set[int]()
+    folder, draw, done = clone(committed, tmp_path / "toy"), random.Random(0), set[int]()
     with tempfile.TemporaryDirectory() as staging:
-        for moment in (draw.uniform(0, 4), None):
+        for moment in (draw.uniform(0, 3), None):
             process = start(folder, staging, "--seeds", "0-2", "--jobs", "2")
             assert process.stdout is not None
             try:  # at any time, then as soon as one more was told
@@ -294,7 +248,7 @@ def test_a_study_that_is_killed_loses_at_most_what_was_running(
             assert process.returncode == -signal.SIGKILL
             assert ended(folder), "its children end by themselves"
             said = {int(match[1]) for line in lines if (match := re.match(r"seed (\d+): \d", line))}
-            now = set(stored(folder).seeds)
+            now = {run.seed for run in stored(folder)}
             assert done | said <= now
             done = now
         assert done
@@ -302,47 +256,36 @@ def test_a_study_that_is_killed_loses_at_most_what_was_running(
         out, errors = process.communicate()
         assert (process.returncode, errors) == (0, "")
         assert out.startswith(f"toy at nano: 3 seeds, {3 - len(done)} to run\n")
-        assert list(stored(folder).seeds) == [0, 1, 2]
+        assert [run.seed for run in stored(folder)] == [0, 1, 2]
         assert os.listdir(staging) == []
 
 
-@pytest.mark.parametrize("cluster", [False, True])
-def test_ray_that_is_missing_or_has_no_cluster_is_refused_in_one_line(
-    fresh: Path, cluster: bool, monkeypatch: pytest.MonkeyPatch
+def test_without_ray_or_a_cluster_of_it_a_line_says_so(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not cluster:
-        monkeypatch.setitem(sys.modules, "ray", None)
+    commit(fresh)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)
         with pytest.raises(Refusal, match="E-DEP: --engine ray needs Ray: pip install"):
-            study.study("toy", "nano", [0], engine="ray", folder=commit(fresh))
-        return
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed; pip install 'moebook[cluster]'")
+            study.study("toy", "nano", [0], engine="ray", folder=fresh)
+    ray = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(fresh))
     # Clusters of other tests on this machine are not found.
-    hidden = "import functools, ray._private.services as ray; "
-    hidden += "ray.find_gcs_addresses = functools.cache(set); "
-    options = ("study", "toy", "--on", "nano", "--seeds", "0", "--engine", "ray")
-    with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(
-            [sys.executable, "-c", hidden + MAIN, *options],
-            cwd=commit(fresh),
-            env={**os.environ, "RAY_TMPDIR": empty},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 2
-    assert done.stderr.startswith("E-CLUSTER: no Ray cluster") and done.stderr.count("\n") == 1
+    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", cache(set))
+    with pytest.raises(Refusal, match="E-CLUSTER: no Ray cluster is running here"):
+        study.study("toy", "nano", [0], engine="ray", folder=fresh)
 
 
 @pytest.mark.timeout(240)
 def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
-    studied: tuple[Path, str, str], tmp_path: Path, committed: Path
+    studied: tuple[Path, str], tmp_path: Path, committed: Path
 ) -> None:
     utils = pytest.importorskip("ray.cluster_utils")
-    folder = tmp_path / "toy"
-    subprocess.run(["git", "clone", "-q", str(committed), str(folder)], check=True)
-    cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    folder = clone(committed, tmp_path / "toy")
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     try:
         options = ("--seeds", "0,1", "--engine", "ray")
         running = start(folder, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
@@ -353,34 +296,48 @@ def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
 
         while len(at_work()) < 2 and running.poll() is None:
             time.sleep(0.1)
-        cluster.remove_node(nodes[1], allow_graceful=False)
+        cluster.remove_node(node, allow_graceful=False)
         out, errors = running.communicate(timeout=200)
     finally:
         cluster.shutdown()
     assert running.returncode == 0, out + errors
-    for apart, beside in zip(stored(folder).runs, stored(studied[0]).runs, strict=True):
+    for apart, beside in zip(stored(folder), stored(studied[0]), strict=True):
         same_bits(apart, beside)
 
 
+def mill(source: Path, copy: Path, *options: str) -> str:
+    """Run plain papermill from another folder, as its command line does; return its errors."""
+    code = "from papermill.cli import papermill; papermill()"
+    command = [sys.executable, "-c", code, str(source), str(copy), "--kernel", "python3"]
+    given = [*command, "--no-progress-bar", *options]
+    done = subprocess.run(given, cwd=copy.parent, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+def test_plain_papermill_refuses_a_wrong_name(fresh: Path, tmp_path: Path) -> None:
+    source = fresh / "notebooks" / "01_toy.ipynb"
+    errors = mill(source, tmp_path / "out.ipynb", "-p", "topk", "1")
+    assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
+
+
 def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
-    milled: Path,
-    fresh: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    source, milled = fresh / "notebooks" / "01_toy.ipynb", tmp_path / "out.ipynb"
+    options = ("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
+    assert mill(source, milled, *options) == ""
     monkeypatch.chdir(fresh)
     assert cli.main(["study", "--add", str(milled)]) == 0
     assert capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
-    (run,) = stored(fresh).runs
+    (run,) = stored(fresh)
     assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
-    assert run.code["notebook"] == results.source(fresh / "notebooks" / "01_toy.ipynb")
+    assert run.code["notebook"] == results.source(source)
     assert 0 < run.manifest["seconds"] < 60 and results.day(run)
     for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
         assert cli.main([command]) == 0
         assert words in capsys.readouterr().out
-    path = fresh / "results" / "toy" / "nano" / "5.parquet"
-    before = path.read_bytes()
+    path, text = fresh / "results" / "toy" / "nano" / "5.parquet", milled.read_text()
+    before, other = path.read_bytes(), fresh / "other.ipynb"
     for old, new, message in (
         ("seed = 5", "seed = 5", "E-POOL: toy/nano, seed 5: two files hold the arm left"),
         ("top_k = 4", "top_k = 3", "E-PROTOCOL: other.ipynb is of no protocol; beside 'nano' top"),
@@ -388,9 +345,8 @@ def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
         ('"end_time": "', '"end": "', "E-RUN: other.ipynb does not say when it was executed"),
         ("toy/", "tyo/", "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'"),
     ):
-        text = milled.read_text()
         assert old in text
-        (tmp_path / "other.ipynb").write_text(text.replace(old, new))
-        assert cli.main(["study", "--add", str(tmp_path / "other.ipynb")]) == 2
+        other.write_text(text.replace(old, new))
+        assert cli.main(["study", "--add", str(other)]) == 2
         assert capsys.readouterr().err.startswith(message)
         assert [p.read_bytes() for p in path.parent.iterdir()] == [before]

@@ -37,8 +37,8 @@ def accuracy(name: str, items: float | Sequence[float]) -> Value:
 
 def pool(tier: str, *seeds: Sequence[Value], base: str = "nano") -> Pool:
     """A pool with these values, seed by seed; a study's protocol is called like its base."""
-    name, its = base if tier == "study" else tier, {"base": base}
-    runs = [Run("pesc", name, tier, n, tuple(v), settings=its) for n, v in enumerate(seeds)]
+    name, design = base if tier == "study" else tier, {"base": base}
+    runs = [Run("pesc", name, tier, n, tuple(v), settings=design) for n, v in enumerate(seeds)]
     return Pool("pesc", name, tuple(runs))
 
 
@@ -59,10 +59,9 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds() ->
     judged = row(DIRECTION, [against("study", STUDY)])
     best = judged.best
     assert best is not None and (best.seeds, best.pool.protocol) == (3, "nano")
-    assert best.effect == pytest.approx(0.02)
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
-    assert best.interval == pytest.approx((0.02 - half, 0.02 + half), rel=1e-6)
-    assert best.smallest == pytest.approx(half, rel=1e-6)
+    measured = (best.effect, *(best.interval or ()), best.smallest)
+    assert measured == pytest.approx((0.02, 0.02 - half, 0.02 + half, half), rel=1e-6)
     assert judged.badge == (
         "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 to +3.2 points,"
         " effect size 4.0)"
@@ -72,59 +71,46 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds() ->
 @pytest.mark.parametrize(
     ("scores", "direction", "label"),
     [
-        (STUDY, "greater", "direction holds"),
-        ((0.38, 0.375, 0.385), "greater", "direction fails"),
+        (STUDY, "greater", "holds"), ((0.38, 0.375, 0.385), "greater", "fails"),
         ((0.42, 0.37, 0.41), "greater", "inconclusive"),
         ((0.1 + 0.2 + 0.1, 0.4, 0.4), "greater", "inconclusive"),  # more than .4 by rounding alone
-        (STUDY, "less", "direction fails"),
-        ((0.38, 0.375, 0.385), "less", "direction holds"),
+        (STUDY, "less", "fails"), ((0.38, 0.375, 0.385), "less", "holds"),
         ((0.42, 0.37, 0.41), "less", "inconclusive"),
-        ((0.401, 0.402, 0.399), "equal", "direction holds"),  # within .01
-        ((0.45, 0.46, 0.44), "equal", "direction fails"),
-        ((0.35, 0.36, 0.34), "equal", "direction fails"),
+        ((0.401, 0.402, 0.399), "equal", "holds"),  # within .01
+        ((0.45, 0.46, 0.44), "equal", "fails"), ((0.35, 0.36, 0.34), "equal", "fails"),
         ((0.401, 0.42, 0.405), "equal", "inconclusive"),
     ],
-)
+)  # fmt: skip
 def test_the_label_follows_the_recorded_values(
     scores: Sequence[float], direction: str, label: str
 ) -> None:
-    claim = replace(DIRECTION, direction=direction)
-    assert judge(replace(claim, claimed=None), against("study", scores)) == label
-    number = replace(claim, reference=0.4, claimed=None)  # subtracted as B's accuracy is
-    assert judge(number, against("study", scores, b=0.9)) == label
+    claim = replace(DIRECTION, direction=direction, claimed=None)
+    judged = judge(claim, against("study", scores))
+    assert judged.removeprefix("direction ") == label
+    number = replace(claim, reference=0.4)  # subtracted as B's accuracy is
+    assert judge(number, against("study", scores, b=0.9)) == judged
 
 
-def test_without_runs_or_one_arm_of_them_or_a_seed_of_both_nothing_was_run() -> None:
+def test_without_three_seeds_of_both_arms_at_full_size_there_is_no_verdict() -> None:
     one, other = [accuracy("a", 0.4)], [accuracy("b", 0.3)]
     for pools in ([], [pool("study", one, one, one)], [pool("study", one, one, other)]):
         assert row(DIRECTION, pools).badge == "not run"
-
-
-@pytest.mark.parametrize(
-    ("score", "words"),
-    [
-        (0.45, "1 seed: +5.0 points, as claimed so far"),
-        (0.3, "1 seed: -10.0 points, against the claim so far"),
-        (0.4, "1 seed: +0.0 points, no difference so far"),
-    ],
-)
-def test_one_live_seed_shows_its_own_direction_and_no_verdict(score: float, words: str) -> None:
-    assert row(DIRECTION, [against("cpu", [score])]).badge == f"inconclusive (cpu, {words})"
+    for score, words in ((0.45, "+5.0 points, as claimed so far"),
+                         (0.3, "-10.0 points, against the claim so far"),
+                         (0.4, "+0.0 points, no difference so far")):  # fmt: skip
+        badge = row(DIRECTION, [against("cpu", [score])]).badge
+        assert badge == f"inconclusive (cpu, 1 seed: {words})"
     assert judge(DIRECTION, against("cpu", STUDY)) == "inconclusive"
     assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive", "two seeds"
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_only_runs_of_the_papers_scale_within_tolerance_reproduce(tier: str) -> None:
-    large = tier in ("study", "gpu")
+    large = tier in ("study", "gpu", "paper")
     label = "direction holds" if large else "inconclusive" if tier == "cpu" else "not run"
+    unprinted, far = replace(DIRECTION, claimed=None, tolerance=None), [0.5, 0.51, 0.52]
     assert judge(DIRECTION, against(tier, STUDY)) == ("reproduced" if tier == "paper" else label)
-
-
-def test_an_effect_far_from_the_printed_one_or_without_one_is_not_reproduced() -> None:
-    assert judge(DIRECTION, against("paper", [0.5, 0.51, 0.52])) == "direction holds"
-    unprinted = replace(DIRECTION, claimed=None, tolerance=None)
-    assert judge(unprinted, against("paper", STUDY)) == "direction holds"
+    assert judge(DIRECTION, against(tier, far)) == judge(unprinted, against(tier, STUDY)) == label
 
 
 @settings(max_examples=30, deadline=None)
@@ -220,11 +206,9 @@ def test_corrections_for_many_claims_are_those_worked_by_hand(
 
 
 def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test() -> None:
-    equal = replace(DIRECTION, id="equal", direction="equal")
-    rows = [
-        row(DIRECTION, [against("cpu", STUDY)]), row(DIRECTION, []),
-        row(equal, [against("study", STUDY)]), row(NUMBER, [size("study", 8e9)]),
-    ]  # fmt: skip
+    equal = row(replace(DIRECTION, id="equal", direction="equal"), [against("study", STUDY)])
+    live, computed = row(DIRECTION, [against("cpu", STUDY)]), row(NUMBER, [size("study", 8e9)])
+    rows = [live, row(DIRECTION, []), equal, computed]
     assert chance(rows) == verdicts.Chance((), (), 0.0, (), ())
     same = row(DIRECTION, [against("study", [0.5] * 3)])  # differs without any spread
     assert chance([*rows, same]).holm == (DIRECTION.id,)
