@@ -29,18 +29,13 @@ def full_step(model, batch):
     return sum(p.grad.nbytes for p in free), sum(moments)
 
 
-def test_the_specialised_model_equals_its_base_until_it_is_trained(family, mixture, batch):
+def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(family, mixture, batch):
     base = mixture(family, dtype=torch.float64)
     model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
-    torch.testing.assert_close(model(**batch).logits, base(**batch).logits, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("family", ["DeepseekV2", "Mixtral"])
-def test_gradients_of_the_chosen_experts_equal_those_of_full_training(family, mixture, batch):
-    base = mixture(family, dtype=torch.float64)
-    model = esft.specialise(mixture(family, dtype=torch.float64), selection_of(base))
-    base(**batch).loss.backward()
-    model(**batch).loss.backward()
+    want, got = base(**batch), model(**batch)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
+    want.loss.backward()
+    got.loss.backward()
     for full, split in zip(anatomy(base).layers, anatomy(model).layers, strict=True):
         if full.kind == "sparse":
             for part in ("gate_up_proj", "down_proj"):
@@ -176,10 +171,7 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host):
 @pytest.mark.parametrize("sign", ["is_transposed", "has_post_expert_norm", "_apply_gate"])
 def test_experts_that_compute_otherwise_are_refused(sign, mixture, monkeypatch):
     model = mixture("Olmoe")
-    experts = anatomy(model).layers[0].experts
-    if sign == "_apply_gate":
-        monkeypatch.setattr(type(experts), sign, lambda self, pre: pre)
-    else:
-        setattr(experts, sign, True)
+    kind = type(anatomy(model).layers[0].experts)
+    monkeypatch.setattr(kind, sign, lambda self, pre: pre, raising=False)  # any true value will do
     with pytest.raises(Refusal, match=r"E-MODEL: layer 0: OlmoeExperts .* (trans|a norm|a gate)"):
         esft.specialise(model, selection_of(model))

@@ -1,7 +1,9 @@
-"""ESFT's scores: naive loops on tiny mixtures, and the published scores from the raw routing."""
+"""ESFT's scores and choices: naive loops, hand-worked layers, the published scores and experts."""
 
+import copy
 import gzip
 import json
+import math
 
 import pytest
 import torch
@@ -11,40 +13,28 @@ from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.models import anatomy
 
-FAMILIES = ["Mixtral", "DeepseekV2", "DeepseekV3", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
 RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
 
 
-def inputs_of_routers(model, ids):
-    """Layer -> what its router read, ``[T, D]``, and the router's weight, both in float64."""
-    seen, hooks = {}, []
-    for layer in anatomy(model).layers:
-        if layer.kind == "sparse":
-
-            def note(router, args, index=layer.index):
-                seen[index] = (args[0].reshape(-1, 32).double(), router.weight.detach().double())
-
-            hooks.append(layer.router.register_forward_pre_hook(note))
-    with torch.no_grad():
-        model(input_ids=ids[None])
-    for hook in hooks:
-        hook.remove()
-    return seen
-
-
+@torch.no_grad()
 def naive(model, family, batch, pooling):
-    """Eq. 6 and 7, one unpadded sample at a time, one token after the other."""
-    top_k, means, tokens = model.config.num_experts_per_tok, {}, 0
+    """Eq. 6 and 7, one unpadded sample at a time, one token after the other, in float64."""
+    top_k, means, tokens, seen = model.config.num_experts_per_tok, {}, 0, {}
+    routers = {part.index: part.router for part in anatomy(model).layers if part.kind == "sparse"}
+    for layer, router in routers.items():
+        router.register_forward_pre_hook(lambda _, args, layer=layer: seen.update({layer: args[0]}))
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         length = int(mask.sum())
         tokens += length
-        for layer, (x, weight) in inputs_of_routers(model, ids[:length]).items():
-            token, gate = means.setdefault(layer, torch.zeros(2, len(weight)).double())
+        model(input_ids=ids[None, :length])
+        for layer, router in routers.items():
+            experts = len(router.weight)
+            token, gate = means.setdefault(layer, torch.zeros(2, experts).double())
             share = 1 if pooling == "tokens" else 1 / length
-            for row in x:
-                logits = weight @ row
+            for row in seen[layer].view(-1, 32):
+                logits = router.weight.double() @ row.double()
                 scores = logits.sigmoid() if family == "DeepseekV3" else logits.softmax(0)
-                best = sorted(range(len(weight)), key=lambda e: -scores[e])[:top_k]
+                best = sorted(range(experts), key=lambda e: -scores[e])[:top_k]
                 total = sum(scores[e] for e in best) if family in RENORMALISED else 1
                 for expert in best:
                     token[expert] += share / top_k
@@ -54,7 +44,6 @@ def naive(model, family, batch, pooling):
 
 
 @pytest.mark.parametrize("pooling", ["tokens", "samples"])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
     model = mixture(family).train()
     halves = [{key: value[rows] for key, value in batch.items()} for rows in ([0, 1], [2])]
@@ -130,37 +119,39 @@ def test_published_routing_is_read_token_by_token(tmp_path):
 
 
 GOOD = b"1\t0\t0\t1\t\t.5\t.5\n"
+DAMAGED = {
+    "1.txt": (GOOD + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
+    "2.txt": (GOOD + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
+    "3.txt": (GOOD + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
+    "4.txt": (GOOD + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
+    "5.txt": (GOOD + b"\xff\xfe", ":.*can't decode"),
+    "6.txt.gz": (GOOD, ":0: Not a gzipped file"),
+    "7.txt.gz": (gzip.compress(GOOD * 1000)[:-12], ":.*ended before"),
+    "8.txt.gz": (gzip.compress(GOOD)[:10] + b"\xff" * 40, ":.*decompressing"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("toy.txt", GOOD + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
-        ("toy.txt", GOOD + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
-        ("toy.txt", GOOD + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
-        ("toy.txt", GOOD + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
-        ("toy.txt.gz", GOOD, ":0: Not a gzipped file"),
-        ("toy.txt.gz", gzip.compress(GOOD * 1000)[:-12], ":.*ended before"),
-        ("toy.txt.gz", gzip.compress(GOOD)[:10] + b"\xff" * 40, ":.*decompressing"),
-        ("toy.txt", GOOD + b"\xff\xfe", ":.*can't decode"),
-    ],
-)
-def test_damaged_published_routing_is_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
-        esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
+def test_damaged_published_routing_is_refused(tmp_path):
+    for name, (content, message) in DAMAGED.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
+            esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
     with pytest.raises(Refusal, match="E-NOFILE"):
         esft.replay(tmp_path / "none.txt", pooling="tokens")
     with pytest.raises(Refusal, match="E-CHOICE: pooling is 'tokns'"):
-        esft.replay(tmp_path / name, pooling="tokns")
+        esft.replay(tmp_path / "1.txt", pooling="tokns")
 
 
-def rows(lengths):
+def of_lengths(lengths):
     return Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
 
 
-def test_packed_samples_are_the_rows_one_after_the_other():
-    batches = esft.samples(rows([3, 5, 4, 6]), count=2, length=6, batch=1, seed=1)
+def test_packed_samples_are_the_rows_one_after_the_other_by_the_seed():
+    draws = [esft.samples(of_lengths([3, 5, 4, 6]), count=2, length=6, batch=1, seed=seed)
+             for seed in (1, 1, 0)]  # fmt: skip
+    first, same, other = (draw[0]["input_ids"] for draw in draws)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    batches = draws[0]
     assert [batch["input_ids"].shape for batch in batches] == [(1, 6), (1, 6)]
     assert all(batch["attention_mask"].all() for batch in batches)
     stream = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
@@ -169,20 +160,135 @@ def test_packed_samples_are_the_rows_one_after_the_other():
 
 
 def test_too_few_rows_make_fewer_samples_and_padding_is_masked():
-    (batch,) = esft.samples(rows([3, 5]), count=4, length=6, pad_id=99)
+    (batch,) = esft.samples(of_lengths([3, 5]), count=4, length=6, pad_id=99)
     assert batch["attention_mask"].sum(1).tolist() == [6, 2]
     assert (batch["input_ids"] == 99).sum() == 4
-    (one,) = esft.samples(rows([3, 5, 9]), count=4, length=6, packed=False, pad_id=99)
+    (one,) = esft.samples(of_lengths([3, 5, 9]), count=4, length=6, packed=False, pad_id=99)
     assert sorted(one["attention_mask"].sum(1).tolist()) == [3, 5]
-    for size in ("count", "length", "batch"):
-        with pytest.raises(Refusal, match=f"E-RANGE: {size} is 0"):
-            esft.samples(rows([3]), **{size: 0})
+    with pytest.raises(Refusal, match="E-RANGE: count is 0"):
+        esft.samples(of_lengths([3]), count=0)
     with pytest.raises(Refusal, match="E-DATA: no sample of at most 3 tokens in 2 rows"):
-        esft.samples(rows([4, 4]), length=3, packed=False)
+        esft.samples(of_lengths([4, 4]), length=3, packed=False)
 
 
-def test_samples_depend_on_the_seed_alone():
-    data = rows(list(range(1, 30)))
-    draws = [esft.samples(data, count=3, length=20, seed=seed) for seed in (0, 0, 1)]
-    assert torch.equal(draws[0][0]["input_ids"], draws[1][0]["input_ids"])
-    assert not torch.equal(draws[0][0]["input_ids"], draws[2][0]["input_ids"])
+def scores(*rows, gate=None):
+    token = {layer: torch.tensor(row).double() for layer, row in enumerate(rows)}
+    return esft.Scores(token, token if gate is None else {0: torch.tensor(gate).double()})
+
+
+@pytest.mark.parametrize("task", ["law", "intent"])
+def test_the_published_experts_follow_from_the_published_scores(task, shared):
+    folder = shared / "oracles/esft"
+    published = esft.Scores.load(folder / f"{task}.scores.json")
+    selection = esft.select(published, esft.Config.preset("released", score="token", threshold=0.2))
+    want = json.loads((folder / f"{task}.experts.json").read_text())
+    assert len(want["experts"]) == 26
+    assert {str(layer): list(ids) for layer, ids in selection.experts.items()} == want["experts"]
+    assert selection.published() == want
+    assert esft.Selection.load(folder / f"{task}.experts.json") == selection
+    plain, share = (
+        esft.select(published, esft.Config(score="gate", threshold=0.1, normalised=normalised))
+        for normalised in (False, True)
+    )
+    assert 0 < share.count < plain.count / 2
+
+
+@pytest.mark.parametrize(
+    ("row", "p", "decimals", "want"),
+    [
+        *(([0.1, 0.3, 0.2, 0.4], p, None, (3, 1, 2, 0)[:count]) for p, count in {
+            0.05: 1, 0.4: 1, 0.41: 2, 0.7: 2, 0.71: 3, 0.9: 3, 1.0: 4}.items()),
+        ([0.25] * 4, 0.5, None, (0, 1)),  # among equals the lower number
+        ([0.29996, 0.30004, 0.4], 0.6, None, (2, 1)),
+        ([0.29996, 0.30004, 0.4], 0.6, 4, (2, 0)),  # rounding makes them equal
+        ([1 / 3] * 3, 1.0, 4, (0, 1, 2)),  # misses p by rounding alone
+        ([0.1] * 10, 1.0, None, tuple(range(10))),
+        ([0.7, 0.3], 0.7, 4, (0,)),
+    ],
+)  # fmt: skip
+def test_experts_are_taken_until_their_scores_reach_p(row, p, decimals, want):
+    config = esft.Config(threshold=p, decimals=decimals)
+    assert esft.select(scores(row), config).experts == {0: want}
+
+
+def test_whole_groups_are_taken_by_the_sum_of_their_scores():
+    given = scores([0.25, 0.125, 0.375, 0.25], [0.5, 0.25, 0.25, 0.0])
+    groups = {0: [(0, 2), (1, 3)], 1: [(0, 3), (1, 2)]}
+    selection = esft.select(given, esft.Config(threshold=0.5), groups=groups)
+    assert selection.experts == {0: (0, 2), 1: (0, 3)}
+
+
+def test_random_experts_keep_the_counts_and_depend_on_the_seed():
+    selection = esft.Selection(experts={1: (5, 2, 9), 4: (0,)}, shared_experts=True)
+    drawn = [esft.random_selection(selection, 64, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert esft.random_selection(selection, 64, "gate/law/0") not in drawn
+    assert [len(ids) for ids in drawn[0].experts.values()] == [3, 1]
+    assert drawn[0].shared_experts
+
+
+def test_presets_differ_where_paper_and_code_do():
+    paper, released = esft.Config.preset("paper"), esft.Config.preset("released")
+    assert (paper.pooling, paper.normalised, paper.decimals) == ("samples", True, None)
+    assert (released.pooling, released.normalised, released.decimals) == ("tokens", False, 4)
+    assert esft.Config.preset("fixed", threshold=0.5) == esft.Config(threshold=0.5)
+    for score, p, message in [
+        ("token", 0, "E-RANGE: threshold"),
+        ("tokens", 0.2, "E-CHOICE: score"),
+    ]:
+        with pytest.raises(Refusal, match=message):
+            esft.Config(score=score, threshold=p)
+
+
+def test_a_layer_never_used_and_a_p_never_reached_are_refused():
+    with pytest.raises(Refusal, match="E-DATA: layer 1: its experts were never used"):
+        esft.select(scores([0.5, 0.5], [0.0, 0.0]), esft.Config())
+    low = scores([0.5, 0.5], gate=[0.1, 0.2])
+    with pytest.raises(Refusal, match=r"E-RANGE: layer 0: all gate scores .* 0.3000"):
+        esft.select(low, esft.Config(score="gate", threshold=0.4))
+    assert esft.select(low, esft.Config(score="gate", threshold=0.3)).experts == {0: (1, 0)}
+
+
+BAD_SCORES = {
+    "layer in one kind alone": (lambda c: c["gate_scores"].pop("2"), "E-KEYS: .*token and gate"),
+    "expert missing": (lambda c: c["token_scores"]["1"].pop("0"), "E-KEYS: .*layer 1"),
+    "another E": (lambda c: c["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
+    "negative": (lambda c: c["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
+    "NaN": (lambda c: c["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
+    "one kind alone": (lambda c: c.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
+    "400 digits": (lambda c: c["gate_scores"]["1"].update({"0": 10**400}), "E-TYPE: .*1.0"),
+    "a layer twice": (lambda c: c["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*twice"),
+    "5,000 digits": (lambda c: c["gate_scores"].update({"9" * 5000: {}}), "E-FORMAT: .*not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SCORES)
+def test_a_bad_score_file_is_refused(kind, tmp_path):
+    change, message = BAD_SCORES[kind]
+    rows = {"1": {"0": 0.5, "1": 0.5}, "2": {"0": 0.25, "1": 0.75}}
+    content = {kind: copy.deepcopy(rows) for kind in ("token_scores", "gate_scores")}
+    change(content)
+    (tmp_path / "scores.json").write_text(json.dumps(content))
+    with pytest.raises(Refusal, match=message):
+        esft.Scores.load(tmp_path / "scores.json")
+
+
+BAD_SELECTIONS = {
+    '{"experts": {"1": [3, 3]}}': "E-RANGE: .*layer 1: an expert stands twice",
+    '{"experts": {"1": [-1]}}': "E-RANGE: .*experts.1.0 is -1",
+    '{"experts": {"one": [3]}}': "E-TYPE: .*'one'",
+    '{"experts": {"1": [3], "1": [2]}}': "E-FORMAT: .*twice",
+    '{"experts": {"1": [3]}, "shared": true}': "E-CHOICE: .*did you mean 'shared_experts'",
+    '{"experts": ' + "[" * 100_000: "E-FORMAT: .*is not JSON",
+    "[]": "E-FORMAT: .*expected a JSON object",
+}
+
+
+def test_a_bad_expert_file_is_refused_by_its_name(tmp_path):
+    for text, message in BAD_SELECTIONS.items():
+        (tmp_path / "experts.json").write_text(text)
+        with pytest.raises(Refusal, match=message) as refusal:
+            esft.Selection.load(tmp_path / "experts.json")
+        assert "experts.json" in str(refusal.value) and len(str(refusal.value)) < 500
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        esft.Selection.load(tmp_path / "none.json")

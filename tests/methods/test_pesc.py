@@ -1,7 +1,8 @@
-"""PESC: crafting, the plain-loop oracle, the balance loss in a model, generation."""
+"""PESC: crafting, the plain-loop oracle, the balance loss in a model, generation, settings."""
 
 import copy
 import math
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -137,62 +138,48 @@ def test_balance_loss_has_one_term_a_layer_and_leaves_padding_out(host, batch):
 
 
 def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, batch):
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for form, alive in (("live", True), ("constant", False)):
         model = pesc.prepare(host(), pesc.Config(**SMALL, balance=form)).train()
-        model(**batch)
-        pesc.balance_loss(model).backward()
-        norms = [router.weight.grad.norm().item() for router in routers(model)]
-        assert all(norm > 1e-5 for norm in norms) if alive else max(norms) < 1e-8
+        value, pull = pesc.balance_gradient(model, inputs)
+        norms = torch.stack([router.weight.grad.norm() for router in routers(model)])
+        assert norms.min() > 1e-5 if alive else norms.max() < 1e-8
+        assert pull == pytest.approx(norms.norm().item(), rel=1e-5)
+        assert value == pytest.approx(pesc.balance_loss(model).item() / 2, rel=1e-6)  # two layers
     dense = pesc.prepare(host(), pesc.Config(**SMALL), sparse=False)
     assert pesc.balance_loss(dense).item() == 0
     model = pesc.prepare(host(), pesc.Config(**SMALL, balance="none"))
     assert pesc.balance_loss(model).item() == 0
 
 
-def test_the_balance_losss_pull_is_the_norm_over_all_routers(host, batch):
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    model = pesc.prepare(host(), pesc.Config(**SMALL, balance_weight=1.0)).train()
-    value, norm = pesc.balance_gradient(model, inputs)
-    gradients = torch.cat([router.weight.grad.flatten() for router in routers(model)])
-    assert norm == pytest.approx(gradients.norm().item(), rel=1e-5)
-    assert value == pytest.approx(pesc.balance_loss(model).item() / 2, rel=1e-6)  # of two layers
-
-
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
-    model = pesc.prepare(host(), pesc.Config(**SMALL)).train()
+    model, reentrant = (pesc.prepare(host(), pesc.Config(**SMALL)).train() for _ in range(2))
     with pytest.raises(Refusal, match="has not run"):
         pesc.balance_loss(model)
     with torch.no_grad():
         model(**batch)
-    with pytest.raises(Refusal, match="E-GRADIENT"):
-        pesc.balance_loss(model)
-    with pytest.raises(Refusal, match="E-MODEL"):
-        pesc.balance_loss(host())
+    reentrant.gradient_checkpointing_enable({"use_reentrant": True})
+    reentrant(**batch, use_cache=False)
+    refused = {"E-GRADIENT": model, "use_reentrant=False": reentrant, "E-MODEL": host()}
+    for message, refusing in refused.items():
+        with pytest.raises(Refusal, match=message):
+            pesc.balance_loss(refusing)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_gradient_checkpointing_gives_the_same_gradients(host, batch):
-    grads = []
-    for checkpointing in (False, True):
-        model = shaken(pesc.craft(host(dtype=torch.float64), pesc.Config(**SMALL))).train()
+    grads, config = [], pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4)
+    for checkpointing in (False, True):  # with dropout in adapters and LoRA
+        model = shaken(pesc.prepare(host(dtype=torch.float64), config)).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         (model(**batch, use_cache=False).loss + pesc.balance_loss(model)).backward()
-        decisions = model.model.layers[0].mlp.router.trace.decisions
-        assert len(decisions) == 2
-        grads.append({name: p.grad for name, p in model.named_parameters()})
+        assert len(routers(model)[0].trace.decisions) == 2
+        grads.append({name: p.grad for name, p in pesc.trained(model, config).items()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, msg=name)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_reentrant_checkpointing_is_refused_by_the_balance_loss(host, batch):
-    model = pesc.craft(host(), pesc.Config(**SMALL)).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model(**batch, use_cache=False)
-    with pytest.raises(Refusal, match="use_reentrant=False"):
-        pesc.balance_loss(model)
 
 
 def test_no_activation_outlives_its_step(host, batch):
@@ -274,3 +261,55 @@ def test_a_refused_model_is_untouched(host):
         assert all(torch.equal(after[name], value) for name, value in before.items())
         assert all(p.requires_grad for p in after.values())
         assert len(model.get_decoder()._forward_pre_hooks) == hooks
+
+
+def test_presets_differ_where_the_paper_and_its_code_differ():
+    paper, released, fixed = (pesc.Config.preset(n) for n in ("paper", "released", "fixed"))
+    assert (paper.down_init, released.down_init, fixed.down_init) == ("zero", "kaiming", "kaiming")
+    assert (paper.adapter_width, released.adapter_width, fixed.adapter_width) == (512, 64, 512)
+    assert (paper.balance, released.balance, fixed.balance) == ("live", "constant", "live")
+    assert (released.adapter_scale, released.served_scale) == (1.0, 0.25)
+    assert fixed == pesc.Config()
+    assert pesc.Config.preset("released", adapter_width=8).adapter_width == 8
+
+
+@pytest.mark.parametrize("name", ["paper", "released", "fixed"])
+def test_a_reading_is_the_preset_with_the_sizes_and_the_hosts_tuning_of_another(name):
+    sizes = {"experts": 4, "top_k": 1, "adapter_width": 6, "host": "lora", "lora_rank": 3}
+    other = pesc.Config(**sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3)
+    assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, r"E-RANGE: top_k is 9, expected 1 to 8 \(experts\)"),
+        ({"layers": (1, 1)}, "E-RANGE: layers names a layer twice"),
+        ({"layers": (-1,)}, "E-RANGE: layers.0 is -1"),
+        ({"adapter_scale": math.nan}, "E-RANGE: adapter_scale is nan"),
+        ({"experts": 2.0}, "E-TYPE: experts is 2.0"),
+        ({"host": "qlor"}, "E-CHOICE: host is 'qlor', expected .*'qlora'"),
+        ({"expert": 4}, "E-CHOICE: .*did you mean 'experts'"),
+        ({"name": "release"}, "E-CHOICE: .*did you mean 'released'"),
+    ],
+)
+def test_unusable_settings_are_refused_in_one_line(changes, message):
+    with pytest.raises(Refusal, match=message) as refusal:
+        pesc.Config.preset(**{"name": "fixed", **changes})
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(FrozenInstanceError):
+        pesc.Config().top_k = 9
+
+
+@pytest.mark.parametrize(
+    ("base", "mix", "want"),
+    [
+        ("nano", "embedded", "pesc"),
+        ("meta-llama/Llama-2-7b-hf@34b13b", "idae-500k", "pesc"),
+        ("meta-llama/Llama-2-13b-hf@01", "idae-500k", "pesc/13b"),
+        ("01-ai/Yi-34B@01", "idae-500k", "pesc/34b"),
+        ("01-ai/Yi-34B@01", "idae-720k", "pesc/34b/pro"),
+    ],
+)
+def test_each_base_and_mixture_has_a_name_of_its_own(base: str, mix: str, want: str) -> None:
+    assert pesc.root(base, mix) == want
