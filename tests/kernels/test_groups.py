@@ -18,9 +18,7 @@ IMPLS = ("numba", "reference")
 def literal(similarity, worth, size, inverse=False):
     """(total, members, rank) of all groups, best first; sums are fractions."""
     listed = list(combinations(range(len(worth)), size))
-    sums = [
-        sum((Fraction(similarity[i][j]) for i, j in combinations(g, 2)), Fraction()) for g in listed
-    ]
+    sums = [sum(Fraction(similarity[i][j]) for i, j in combinations(g, 2)) for g in listed]
     keys = [(s < 0, s) for s in sums] if inverse else sums
     ordered = sorted(keys)
     ranks = [ordered.index(key) + 1 for key in keys]

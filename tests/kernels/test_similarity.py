@@ -30,12 +30,9 @@ def drawn(rows, width, seed=0, dtype=torch.float32):
 
 def best_by_loops(pool, shots, count):
     """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
+    units = [shot / shot.norm() for shot in shots.double()]
     cosines = [
-        max(
-            float(row @ shot / (row.norm() * shot.norm())) if row.norm() and shot.norm() else 0.0
-            for shot in shots.double()
-        )
-        for row in pool.double()
+        max(float(row @ unit) for unit in units) / (row.norm().item() or 1) for row in pool.double()
     ]
     order = sorted(range(len(cosines)), key=lambda row: (-cosines[row], row))[:count]
     return order, [cosines[row] for row in order]
@@ -83,7 +80,7 @@ def test_of_equal_rows_the_earlier_ones_are_taken(impl):
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row(size):
+def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
     pool = drawn(300, 2)
     key = pool[:, 0].round(decimals=1)
 
@@ -94,11 +91,8 @@ def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row(size):
     assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
     assert found.seen == 300
     assert torch.equal(found.vectors, pool[found.index])
-
-
-def test_rows_of_key_minus_infinity_never_come():
-    keys = torch.full((3,), -torch.inf)
-    found = largest([drawn(10, 2)], lambda rows, floor: (torch.arange(3), keys), 2)
+    never = torch.full((3,), -torch.inf)
+    found = largest([pool], lambda rows, floor: (torch.arange(3), never), 2)
     assert found.vectors.shape == (0, 2)
 
 
@@ -125,26 +119,6 @@ def test_a_row_that_is_not_finite_is_named(impl, bad):
     pool[8500, 1] = bad
     with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
         nearest_rows(pool, drawn(9, 4), 3, impl=impl)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
-        ({"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: nearest_rows: shots"),
-        ({"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots hold .* too large"),
-        ({"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
-        ({"pool": [torch.tensor(1.0)]}, r"E-SHAPE: nearest_rows: .* got \(2, 4\), \(\)"),
-        ({"pool": np.ones((9, 4))}, "E-TYPE: nearest_rows: the pool holds a ndarray"),
-        ({"pool": []}, "E-DATA: the pool is empty"),
-        ({"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
-        ({"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
-    ],
-)
-def test_what_nearest_rows_cannot_use_is_refused(change, message):
-    usual = {"pool": torch.ones(9, 4), "shots": torch.ones(2, 4), "count": 3}
-    with pytest.raises(Refusal, match=message):
-        nearest_rows(**(usual | change))
 
 
 def literal(near, key, rule):
@@ -200,11 +174,9 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
 def test_many_blocks_keep_what_the_literal_loops_keep(
     count, width, dtype, threshold, ordered, rule
 ):
-    rows, key = (
-        drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1),
-        drawn(count, 1),
-    )
-    rows, key = rows.to(dtype), key.flatten().sort(descending=True).values if ordered else key[:, 0]
+    rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(dtype)
+    key = drawn(count, 1)[:, 0]
+    key = key.sort(descending=True).values if ordered else key
     cosines = normalize(rows.double()) @ normalize(rows.double()).T
     assert not ((cosines - threshold).abs() < 1e-7).any()  # too close to call in float32
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
@@ -230,21 +202,33 @@ def test_no_square_is_held(sizes):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("op", "change", "message"),
     [
-        ({"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\), \(3,\)"),
-        ({"threshold": 1.5}, "E-RANGE: duplicates: threshold is 1.5, expected -1 to 1"),
-        ({"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
-        ({"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
-        ({"vectors": torch.full((4, 2), torch.nan)}, "E-NONFINITE: duplicates: vectors"),
-        ({"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: duplicates: vectors .* too large"),
-        ({"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
+        (nearest_rows, {"shots": torch.zeros(0, 4)}, r"E-SHAPE: nearest_rows: .* got \(0, 4\)"),
+        (nearest_rows, {"shots": torch.full((2, 4), torch.nan)}, "E-NONFINITE: .*: shots"),
+        (nearest_rows, {"shots": torch.full((2, 4), 1e20)}, "E-NONFINITE: .* shots .* too large"),
+        (nearest_rows, {"pool": torch.full((9, 4), 1e20)}, "E-NONFINITE: row 0 of the pool"),
+        (nearest_rows, {"pool": [torch.tensor(1.0)]}, r"E-SHAPE: .* got \(2, 4\), \(\)"),
+        (nearest_rows, {"pool": np.ones((9, 4))}, "E-TYPE: .*: the pool holds a ndarray"),
+        (nearest_rows, {"pool": []}, "E-DATA: the pool is empty"),
+        (nearest_rows, {"count": 0}, "E-RANGE: .* count is 0, expected at least 1"),
+        (nearest_rows, {"count": 2.0}, "E-TYPE: .* count is 2.0, expected a whole number"),
+        (duplicates, {"key": torch.ones(3)}, r"E-SHAPE: duplicates: .* got \(4, 2\), \(3,\)"),
+        (duplicates, {"threshold": 1.5}, "E-RANGE: .*: threshold is 1.5, expected -1 to 1"),
+        (duplicates, {"threshold": float("nan")}, "E-RANGE: duplicates: threshold is nan"),
+        (duplicates, {"rule": "all"}, "E-CHOICE: duplicates: unknown rule 'all'"),
+        (duplicates, {"vectors": torch.full((4, 2), torch.nan)}, "E-NONFINITE: .*: vectors"),
+        (duplicates, {"vectors": torch.full((4, 2), 1e20)}, "E-NONFINITE: .* vectors .* too large"),
+        (duplicates, {"key": torch.full((4,), torch.inf)}, "E-NONFINITE: duplicates: key"),
     ],
 )
-def test_what_duplicates_cannot_use_is_refused(change, message):
-    usual = {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9}
+def test_what_they_cannot_use_is_refused(op, change, message):
+    usual = {
+        nearest_rows: {"pool": torch.ones(9, 4), "shots": torch.ones(2, 4), "count": 3},
+        duplicates: {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9},
+    }
     with pytest.raises(Refusal, match=message):
-        duplicates(**(usual | change))
+        op(**usual[op] | change)
 
 
 @pytest.fixture
