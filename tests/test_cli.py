@@ -43,7 +43,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
         ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
         ("run toy --on cpux", "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you"),
-        ("bench route --peers", "E-USAGE: moebook bench: --peers takes neither an op nor"),
         ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
         ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),
         ("run toy -p top_k=0", "E-RANGE: -p: top_k = 0: expected int in [1, 64]"),

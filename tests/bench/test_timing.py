@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebook.bench import case, report, timing
 from moebook.bench.case import Product
-from moebook.bench.timing import Contender, Timing
+from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
 
 CPU = torch.device("cpu")
@@ -19,12 +19,9 @@ S, D, F = 6144, 1024, 704
 
 @pytest.fixture
 def race(monkeypatch):
-    """Contenders with given seconds for each turn: what they cost, and who ran when.
+    """What contenders cost with given seconds for each turn, below 0 a failure; who ran when."""
 
-    Seconds below 0 are a failure.
-    """
-
-    def run(rounds, budget=1000000000.0, **seconds):
+    def run(rounds, budget=1e9, **seconds):
         order = []
 
         def read(contender, device, *, watched=False):
@@ -42,26 +39,22 @@ def race(monkeypatch):
 
 
 def test_a_ratio_is_the_median_of_the_rounds_behind_the_warm_up_and_not_that_of_medians(race):
-    found, failed, _ = race(3, ours=[9, 9, 1, 2, 10], peer=[9, 4, 2, 50])
-    assert failed == {}
-    assert found["peer"].ratio == 4  # of 4, 1 and 5; medians 4 and 2 would give 2
-    assert (found["peer"].seconds, found["peer"].wall) == (4, 8)
-    assert (found["ours"].ratio, found["ours"].seconds, found["ours"].rounds) == (1, 2, 3)
-    assert {name: cost.memory for name, cost in found.items()} == {"ours": 7, "peer": 7}
+    costs, failed, _ = race(3, ours=[9, 9, 1, 2, 10], peer=[9, 4, 2, 50])
+    assert failed == {}  # the peer's ratio is that of 4, 1 and 5; medians 4 and 2 would give 2
+    assert costs == {"ours": Cost(2, 4, 1, 3, 7, None), "peer": Cost(4, 8, 4, 3, 7, None)}
 
 
 def test_a_slow_contender_has_one_turn_and_it_counts(race):
-    found, _, _ = race(3, 25, ours=[1] * 5, slow=[30], peer=[1] * 4)
-    assert (found["slow"].ratio, found["slow"].rounds) == (30, 1)
-    assert found["peer"].rounds == 3
+    costs, _, _ = race(3, 25, ours=[1] * 5, slow=[30], peer=[1] * 4)
+    assert (costs["slow"].ratio, costs["slow"].rounds, costs["peer"].rounds) == (30, 1, 3)
 
 
 def test_others_take_turns_in_rotating_order_and_go_on_where_one_fails(race):
     _, _, order = race(1, ours=[1] * 3, a=[1] * 2, b=[1] * 2)
     assert order == ["ours", "ours", "a", "b", "ours", "b", "a"]
-    found, failed, order = race(2, ours=[1] * 4, a=[3, -1], b=[2] * 3)
+    costs, failed, order = race(2, ours=[1] * 4, a=[3, -1], b=[2] * 3)
     assert failed == {"a": "out of memory"}
-    assert {name: cost.ratio for name, cost in found.items()} == {"ours": 1, "b": 2}
+    assert {name: cost.ratio for name, cost in costs.items()} == {"ours": 1, "b": 2}
     assert order == ["ours", "ours", "a", "b", "ours", "b", "a", "ours", "b"]
     with pytest.raises(RuntimeError, match="out of memory"):
         race(2, ours=[1, 1, -1], a=[1] * 3)
@@ -91,23 +84,22 @@ def test_extra_memory_is_what_a_run_needs_over_what_was_held():
     large = timing.timed(Contender("large", lambda: torch.ones(2**24)), CPU, watched=True)
     assert small.memory < 2**24
     assert large.memory == pytest.approx(2**26, rel=0.1)  # the system counts in steps
-    assert large.seconds >= 0 and large.wall > 0
+    assert large.seconds >= 0 < large.wall
 
 
-def test_products_cost_two_flops_a_term_and_experts_6_s_d_f_times_2_and_p():
-    assert Product(2, 3, 5).flops == 60
-    assert Product(2, 3, 5, 4).flops == 240
+@pytest.mark.parametrize(("shape", "flops"), [((2, 3, 5), 60), ((2, 3, 5, 4), 240)])
+def test_the_floor_does_its_products_at_two_flops_a_term(shape, flops):
+    contender = case.dense([Product(*shape)], CPU, torch.float32)
+    with FlopCounterMode(display=False) as counted:
+        contender.run()
+    assert contender.name == "floor"
+    assert counted.get_total_flops() == Product(*shape).flops == flops
+
+
+def test_a_step_of_experts_costs_6_s_d_f_times_2_and_p():
     for trained, times in ((S, 18), (S // 2, 15), (0, 12)):
         step = case.expert_step(S, trained, D, F)
         assert sum(each.flops for each in step) == times * S * D * F
-
-
-def test_the_floor_does_its_products():
-    contender = case.dense([Product(3, 4, 5, 2)], CPU, torch.float32)
-    assert contender.name == "floor"
-    with FlopCounterMode(display=False) as counted:
-        contender.run()
-    assert counted.get_total_flops() == 2 * 3 * 4 * 5 * 2
 
 
 def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(monkeypatch):
@@ -124,15 +116,12 @@ def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(m
 
 def frame(**rows):
     """One case of experts: contender to (seconds, ratio, kept)."""
-    lines = [
-        ["experts", "fine", name, seconds, seconds, ratio, kept]
-        for name, (seconds, ratio, kept) in rows.items()
-    ]
-    columns = ["op", "case", "contender", "seconds", "wall", "ratio", "kept"]
-    found = pd.DataFrame(lines, columns=columns)
-    found["note"], found["profile"] = "refused", [{"aten::mm": 0.9, "all else": 0.1}] * len(found)
-    found.attrs.update(device="cpu", scale="full", rounds=5, threads=1)
-    return found
+    measured = pd.DataFrame(rows.values(), columns=["seconds", "ratio", "kept"])
+    profiles = [{"aten::mm": 0.9, "all else": 0.1}] * len(rows)
+    rest = {"wall": 1.0, "note": "refused", "profile": profiles, "contender": list(rows)}
+    measured = measured.assign(op="experts", case="fine", **rest)
+    measured.attrs.update(device="cpu", scale="full", rounds=5, threads=1)
+    return measured
 
 
 def test_goals_are_met_or_missed_by_the_ratio_in_their_direction():
@@ -152,9 +141,8 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction():
 def test_what_took_no_part_is_not_run_and_what_refused_its_case_has_missed():
     measured = frame(ours=(2.0, 1.0, 10), floor=(math.nan, math.nan, 0))
     assert set(report.judge(measured)["verdict"]) == {"not run"}
-    refused = frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0))
-    assert set(report.judge(refused)["verdict"]) == {"missed"}
-    assert set(report.judge(refused)["reason"]) == {"refused"}
+    refused = report.judge(frame(ours=(math.nan, math.nan, 0), floor=(1.0, 1.0, 0)))
+    assert set(refused["verdict"]) == {"missed"} and set(refused["reason"]) == {"refused"}
 
 
 @pytest.mark.parametrize(
@@ -173,14 +161,15 @@ def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread(setting, ex
 def test_goals_of_a_gpu_are_not_asked_of_a_cpu():
     measured = frame(ours=(1.0, 1.0, 30), grouped_mm=(1.5, 1.5, 100), floor=(0.8, 0.8, 0))
     measured.attrs.update(device="cuda", scale="model")
-    found = report.judge(measured)
-    assert list(found["verdict"]) == ["met", "met", "met"]
-    assert list(found["measured"]) == pytest.approx([1.25, 1.5, 0.3])
+    goals = report.judge(measured)
+    assert list(goals["verdict"]) == ["met", "met", "met"]
+    assert list(goals["measured"]) == pytest.approx([1.25, 1.5, 0.3])
 
 
-def test_a_bound_itself_is_met():
-    for kind, value, met in (
-        ("faster", 2.0, True), ("faster", 1.9, False), ("within", 2.0, True),
-        ("within", 2.1, False), ("memory", 2.1, False), ("seconds", 1.0, True),
-    ):  # fmt: skip
-        assert report.KINDS[kind][1](value, 2.0) is met
+@pytest.mark.parametrize(
+    ("kind", "value", "met"),
+    [("faster", 2.0, True), ("faster", 1.9, False), ("within", 2.0, True), ("within", 2.1, False),
+     ("memory", 2.1, False), ("seconds", 1.0, True)],
+)  # fmt: skip
+def test_a_bound_itself_is_met(kind, value, met):
+    assert report.KINDS[kind][1](value, 2.0) is met

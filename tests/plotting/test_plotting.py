@@ -34,30 +34,33 @@ TIMES = pd.DataFrame(
     columns=["group", "contender", "value", "floor"],
 )  # fmt: skip
 CLOUD = np.array([[0.0, 1.0], [2.0, 3.0]])
+STEPS = {"xlabel": "steps", "ylabel": "nats"}
 
 
-def texts(found):
-    return [text.get_text() for text in found]
+def texts(artists):
+    return [artist.get_text() for artist in artists]
 
 
-def whiskers(bars):
-    return [path.vertices[:, 1] for path in bars.errorbar.lines[2][0].get_paths()]
+def drawn(axes):
+    """Heights and whiskers of each series of bars."""
+    for bars in (each for each in axes.containers if hasattr(each, "patches")):
+        paths = bars.errorbar.lines[2][0].get_paths() if bars.errorbar else ()
+        yield [bar.get_height() for bar in bars], [path.vertices[:, 1] for path in paths]
 
 
 def test_a_curve_is_the_mean_of_its_seeds_and_the_band_their_range():
     seeds = {"sparse": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]]}
-    (axes,) = plotting.curves(seeds, steps=[0, 10, 20], xlabel="steps", ylabel="nats").axes
+    (axes,) = plotting.curves(seeds, steps=[0, 10, 20], **STEPS).axes
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4.0], [10, 3.0], [20, 1.0]])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (1.0, 5.0)
     assert "2 seeds" in texts(axes.get_legend().get_texts())[0]
-    figure = plotting.curves({"dense": [2.0, 1.0]}, steps=[0, 1], xlabel="steps", ylabel="nats")
-    assert not figure.axes[0].collections
+    assert not plotting.curves({"one": [2.0, 1.0]}, steps=[0, 1], **STEPS).axes[0].collections
 
 
 def test_a_moving_average_keeps_a_constant_and_its_ends():
     lines = {"flat": np.full(9, 2.5), "ramp": np.arange(9.0)}
-    figure = plotting.curves(lines, steps=np.arange(9), xlabel="steps", ylabel="nats", window=3)
+    figure = plotting.curves(lines, steps=np.arange(9), window=3, **STEPS)
     flat, ramp = (line.get_ydata() for line in figure.axes[0].lines)
     np.testing.assert_allclose(flat, 2.5)
     np.testing.assert_allclose(ramp, [0.5, 1, 2, 3, 4, 5, 6, 7, 7.5])
@@ -65,26 +68,22 @@ def test_a_moving_average_keeps_a_constant_and_its_ends():
 
 def test_bars_stand_at_their_values_with_their_whiskers():
     figure = plotting.bars(BARS, group="domain", series="model", ylabel="share", chance=0.1)
-    (axes,) = figure.axes
-    dense, sparse = (each for each in axes.containers if hasattr(each, "patches"))
-    assert [bar.get_height() for bar in dense] == [0.4, 0.2]
-    assert [bar.get_height() for bar in sparse] == [0.5, 0.3]
-    np.testing.assert_allclose(whiskers(sparse), [[0.45, 0.6], [0.3, 0.3]])
+    (dense, _), (sparse, whiskers) = drawn(figure.axes[0])
+    assert (dense, sparse) == ([0.4, 0.2], [0.5, 0.3])
+    np.testing.assert_allclose(whiskers, [[0.45, 0.6], [0.3, 0.3]])
     assert texts(figure.legends[0].get_texts()) == ["chance", "dense", "sparse"]
-    assert texts(axes.texts) == ["0.400", "0.200", "0.500", "0.300"]
+    assert texts(figure.axes[0].texts) == ["0.400", "0.200", "0.500", "0.300"]
 
 
 def test_accuracies_have_students_interval_over_items_and_none_of_a_single_one():
-    items = {"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]}
-    tables = {"dense": pd.DataFrame(items), "sparse": pd.DataFrame(items).assign(correct=1)}
+    items = pd.DataFrame({"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]})
+    tables = {"dense": items, "sparse": items.assign(correct=1)}
     (axes,) = plotting.accuracies(tables, by="task", title="Right").axes
-    dense, sparse = (each for each in axes.containers if hasattr(each, "patches"))
-    assert [bar.get_height() for bar in dense] == [0.75, 0]
-    assert [bar.get_height() for bar in sparse] == [1, 1]
+    (dense, whiskers), (sparse, _) = drawn(axes)
+    assert (dense, sparse) == ([0.75, 0], [1, 1])
     student = stats.ttest_1samp([1, 1, 0, 1], 0).confidence_interval()
-    np.testing.assert_allclose(whiskers(dense), [[student.low, student.high], [0, 0]])
-    assert texts(axes.get_xticklabels()) == ["sum", "copy"]
-    assert axes.get_title() == "Right"
+    np.testing.assert_allclose(whiskers, [[student.low, student.high], [0, 0]])
+    assert texts(axes.get_xticklabels()) == ["sum", "copy"] and axes.get_title() == "Right"
 
 
 def test_every_panel_of_a_heat_map_has_the_same_colour_scale():
@@ -106,32 +105,27 @@ def test_loads_stack_to_one_and_number_their_experts():
     assert texts(axes.texts) == ["0", "0", "1", "1", "", "2"]
 
 
-def test_a_series_of_points_keeps_its_colour_in_every_panel():
-    panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}, "two": {"shots": CLOUD}}
+def test_a_series_of_points_keeps_its_colour_in_every_panel_and_the_legend_hides_no_label():
+    panels = {"one": {"pool": CLOUD, "shots": CLOUD + 1}, **{n: {"shots": CLOUD} for n in "abc"}}
     figure = plotting.points(panels, xlabel="x", ylabel="y")
-    one, two = figure.axes
+    one, two, *_ = figure.axes
     assert tuple(two.collections[0].get_facecolor()[0][:3]) == to_rgb(COLOURS[1])
-    assert texts(figure.legends[0].get_texts()) == ["pool", "shots"]
+    (legend,) = figure.legends
+    assert texts(legend.get_texts()) == ["pool", "shots"]
     assert one.get_xlim() == two.get_xlim()
     assert np.asarray(one.collections[1].get_offsets()).tolist() == (CLOUD + 1).tolist()
-
-
-def test_the_legend_hides_no_label():
-    panels = {name: {"pool": CLOUD, "shots": CLOUD} for name in "abcd"}
-    figure = plotting.points(panels, xlabel="x", ylabel="y")
     figure.draw_without_rendering()
-    legend = figure.legends[0].get_window_extent()
     labels = [axes.xaxis.label for axes in figure.axes if axes.get_xlabel()]
     assert len(labels) == 3
-    assert not any(legend.overlaps(label.get_window_extent()) for label in labels)
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(label.get_window_extent()) for label in labels)
 
 
 def test_maps_without_meaning_carry_no_numbers_and_large_clouds_are_pale():
     figure = plotting.points({"map": {"pool": np.random.rand(200, 2)}}, ticks=False)
     (axes,) = figure.axes
-    assert len(axes.get_xticks()) == len(axes.get_yticks()) == 0
+    assert len(axes.get_xticks()) == len(axes.get_yticks()) == len(figure.legends) == 0
     assert axes.collections[0].get_alpha() < 0.5
-    assert figure.legends == []
 
 
 def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
@@ -140,15 +134,13 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     assert [axes.get_xlabel() for axes in figure.axes] == ["effect (points)", "effect (nats)"]
     assert texts(points.get_yticklabels()) == ["leads", "learns"]
     spans, dots = points.lines[:6:2], points.lines[1:6:2]
+    places, heights = np.array([dot.get_xydata()[0] for dot in dots]).T
+    assert places.tolist() == [2, 1, -1] and heights == pytest.approx([-0.15, 0.15, 0.85])
     assert [list(span.get_xdata()) for span in spans] == [[1, 3], [-1, 3], [-2, 0]]
-    assert [dot.get_xdata()[0] for dot in dots] == [2, 1, -1]
-    heights = [dot.get_ydata()[0] for dot in dots]
-    assert heights == pytest.approx([-0.15, 0.15, 0.85])
     assert [list(span.get_ydata()) for span in spans] == [[height] * 2 for height in heights]
     assert points.get_ylim()[0] > points.get_ylim()[1], "the first row is on top"
     assert [dot.get_markerfacecolor() == dot.get_color() for dot in dots] == [True, False, False]
-    assert nats.lines[1].get_ydata()[0] == 0
-    assert list(points.lines[6].get_xdata()) == [0, 0]
+    assert nats.lines[1].get_ydata()[0] == 0 and list(points.lines[6].get_xdata()) == [0, 0]
     assert figure.get_suptitle() == "Found"
     looks = [(dot.get_color(), dot.get_marker()) for dot in (*dots[:2], nats.lines[1])]
     (legend,) = figure.legends
@@ -162,37 +154,30 @@ def test_bars_of_times_begin_at_ours_and_the_floor_is_drawn_where_there_is_one()
     (axes,) = speed.multiples(TIMES, xlabel="time over ours").axes
     ends = [sorted((bar.get_x(), bar.get_x() + bar.get_width())) for bar in axes.patches]
     assert ends == [[1, 16], [0.5, 1], [1, 2]]
-    floors = [line for line in axes.lines if line.get_linewidth() == 2.5]
-    assert [list(line.get_xdata()) for line in floors] == [[0.8, 0.8]]
-    assert [list(line.get_ydata()) for line in floors] == [[0.5, 2.5]]
+    floors = [line.get_xydata().tolist() for line in axes.lines if line.get_linewidth() == 2.5]
+    assert floors == [[[0.8, 0.5], [0.8, 2.5]]]
     assert axes.get_xscale() == "log"
     shown = [text.strip() for text in texts(axes.get_yticklabels())]
     assert shown == ["experts", "eager", "own", "groups", "loop"]
 
 
-def test_a_power_law_is_a_line_in_every_panel():
-    sizes = np.array([1.0, 2.0, 4.0])
-    series = {"ours": np.stack([sizes, sizes**2], 1), "floor": np.stack([sizes, sizes], 1)}
+def test_growth_has_two_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
+    series = {"ours": np.array([[1.0, 1], [2, 4]]), "floor": np.array([[1.0, 1], [2, 2]])}
     figure = speed.growth({"T": series, "E": series}, xlabel="value", ylabel="ms")
     first, _ = (axes for axes in figure.axes if axes.get_visible())
     assert first.get_xscale() == first.get_yscale() == "log"
     assert first.lines[0].get_linewidth() > first.lines[1].get_linewidth()
-
-
-def test_the_roof_rises_with_the_bandwidth_and_is_flat_from_its_edge_on():
     figure = speed.roofline({"experts": (40.0, 5e10)}, flops=1e11, bandwidth=1e10)
-    roof = figure.axes[0].lines[0]
-    assert list(roof.get_xdata()) == [5, 10, 80]
-    assert list(roof.get_ydata()) == pytest.approx([50, 100, 100])
+    roof = figure.axes[0].lines[0].get_xydata()
+    assert roof == pytest.approx(np.array([[5, 50], [10, 100], [80, 100]]))
 
 
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: plotting.curves({"a": [1.0]}, steps=[0, 1], xlabel="", ylabel=""),
+        (lambda: plotting.curves({"a": [1.0]}, steps=[0, 1], **STEPS),
          "E-SHAPE: curves: series 'a' has 1 points; steps has 2"),
-        (lambda: plotting.curves({"a": [1.0]}, steps=[0], xlabel="", ylabel="", window=0),
-         "E-RANGE: curves: window is 0"),
+        (lambda: plotting.curves({"a": [1.0]}, steps=[0], window=0, **STEPS), "E-RANGE: curves: w"),
         (lambda: plotting.bars(BARS.drop(columns="low"), group="domain", series="model", ylabel=""),
          r"E-KEYS: bars: no column \['low'\]"),
         (lambda: plotting.heatmap({}, rows=["a"], columns=["x"], label=""), "E-DATA: heatmap"),
@@ -200,13 +185,9 @@ def test_the_roof_rises_with_the_bandwidth_and_is_flat_from_its_edge_on():
          r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
         (lambda: plotting.loads({"a": [0.5, 0.5], "b": [0.5, 0.6]}), "E-RANGE: loads: row 'b'"),
         (lambda: plotting.loads({"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: loads: row 'b'"),
-        (lambda: plotting.points({"p": {"a": np.zeros(3)}}),
-         r"E-SHAPE: points: 'a' of 'p' is \(3,\)"),
+        (lambda: plotting.points({"p": {"a": np.zeros(3)}}), "E-SHAPE: points: 'a' of 'p' is"),
         (lambda: plotting.points({}), "E-DATA: points"),
-        (lambda: plotting.forest(EFFECTS.drop(columns="sure"), xlabel=""),
-         r"E-KEYS: forest: no column \['sure'\]"),
         (lambda: plotting.forest(EFFECTS.iloc[:0], xlabel=""), "E-DATA: forest: no effects"),
-        (lambda: speed.multiples(TIMES.drop(columns="floor"), xlabel=""), "E-KEYS: multiples"),
         (lambda: speed.multiples(TIMES.assign(value=0.0), xlabel=""), "E-RANGE: multiples"),
         (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
     ],
