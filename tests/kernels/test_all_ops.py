@@ -7,101 +7,67 @@ from operator import methodcaller
 
 import pytest
 import torch
-from torch.nn import functional as F
+from calls import SHAPES, call, draw
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import kernels
 from moebook.errors import Refusal
-from moebook.kernels import Bank, Routing
-from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
-from moebook.kernels.lora_mixture import lora_mixture
-from moebook.kernels.similarity import duplicates, nearest_rows
+from moebook.kernels.similarity import nearest_rows
 
 TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "duplicates")
 VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups", "clusters")
 OPS = (*TWINS, "balance_loss", "bank_scoring", "nearest_rows", "groups", "clusters")
+SIZES = {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2, "R": 3, "N": 1, "O": 7, "V": 5, "S": 5, "M": 5,
+         "L": 1}  # fmt: skip
 installed = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def arguments(op, dtype=torch.float32):
     """The tensors of a right call by name."""
-
-    def drawn(*shape):
-        return torch.randn(shape).to(dtype)
-
-    x, bank = drawn(5, 6), {"gate_up": drawn(3, 8, 6), "down": drawn(3, 6, 4)}
-    by = kernels.route(drawn(5, 3), 2)._asdict()
-    trained = {"trained_gate_up": drawn(1, 8, 6), "trained_down": drawn(1, 6, 4)}
-    places = {"readers": [0], "targets": [2], "lengths": [1]}
-    return {
-        "route": {"logits": x},
-        "grouped": {"ids": by["ids"], "weights": by["weights"]},
-        "experts": {"x": x, **bank, **by},
-        "split_experts": {"x": x, **bank, **trained, "slots": torch.tensor([-1, 0, -1]), **by},
-        "adapters": {"h": x, "source": x, "down": drawn(3, 6, 4), "up": drawn(3, 4, 6), **by},
-        "lora_mixture": {"x": x, "base": drawn(5, 7), "gates": drawn(5, 2),
-                         "down": drawn(2, 3, 6), "up": drawn(2, 7, 3)},
-        "balance_loss": {"logits": x, "ids": by["ids"], "mask": torch.ones(5)},
-        "bank_scoring": {"hidden": drawn(1, 3, 4), "head": drawn(5, 4),
-                         **{name: torch.tensor(place) for name, place in places.items()}},
-        "nearest_rows": {"pool": x, "shots": x[:2]},
-        "duplicates": {"vectors": x, "key": torch.ones(5)},
-        "groups": {"similarity": x[:, :5], "worth": torch.ones(5)},
-        "clusters": {"points": x[None], "centres": x[None, :2]},
-    }[op]  # fmt: skip
+    of = draw(op, SIZES, dtype) if op in SHAPES else {}
+    by = kernels.route(draw("route", SIZES, dtype)["logits"], 2)._asdict()
+    match op:
+        case "grouped":
+            return {"ids": by["ids"], "weights": by["weights"]}
+        case "experts" | "split_experts" | "adapters":
+            del of["logits"]
+            slots = {"slots": torch.tensor([-1, 0, -1])} if op == "split_experts" else {}
+            return {**of, **slots, **by}
+        case "balance_loss":
+            return {**of, "ids": by["ids"], "mask": torch.ones(5)}
+        case "bank_scoring":
+            answers = {"readers": [0], "targets": [2], "lengths": [1]}
+            return {**of, **{name: torch.tensor(place) for name, place in answers.items()}}
+        case "duplicates":
+            return {**of, "key": torch.ones(5)}
+        case "groups":
+            return {**of, "worth": torch.ones(5)}
+    return of
 
 
-def call(op, *, impl="auto", dtype=torch.float32, **changes):
+def changed(op, *, impl="auto", dtype=torch.float32, **changes):
     """Call an op as it is meant to be, but for what is made of some of its arguments."""
     of = {n: changes.get(n, torch.clone)(t) for n, t in arguments(op, dtype).items()}
-    by = Routing(*(of.get(name) for name in Routing._fields))
-    match op:
-        case "route":
-            return kernels.route(of["logits"], 2, impl=impl)
-        case "grouped":
-            return kernels.grouped(of["ids"], of["weights"], 3)
-        case "experts":
-            return kernels.experts(of["x"], by, Bank(of["gate_up"], of["down"]), F.silu, impl=impl)
-        case "split_experts":
-            banks = Bank(of["gate_up"], of["down"]), Bank(of["trained_gate_up"], of["trained_down"])
-            return kernels.split_experts(of["x"], by, *banks, of["slots"], F.silu, impl=impl)
-        case "adapters":
-            rest = {"source": of["source"], "impl": impl}
-            return kernels.adapters(of["h"], by, of["down"], of["up"], **rest)
-        case "lora_mixture":
-            return lora_mixture(*of.values(), impl=impl)
-        case "balance_loss":
-            return kernels.balance_loss(of["logits"], of["ids"], mask=of["mask"], impl=impl)
-        case "bank_scoring":
-            hidden, head, *places = of.values()
-            return bank_scoring(hidden, head, Answers(*places), impl=impl)
-        case "nearest_rows":
-            return nearest_rows(*of.values(), 3, impl=impl)
-        case "duplicates":
-            return duplicates(*of.values(), 0.9, impl=impl)
-        case "groups":
-            return groups(*of.values(), 2, impl=impl)
-        case "clusters":
-            return clusters(*of.values(), impl=impl)
+    return call(op, of, impl)
 
 
 def refused(message, op, **rest):
     """Expect one line."""
     with pytest.raises(Refusal, match=f"^{message}") as refusal:
-        call(op, **rest)
+        changed(op, **rest)
     assert "\n" not in str(refusal.value)
 
 
 EACH = [(op, name) for op in (*OPS, "grouped") for name in arguments(op)]
 each = pytest.mark.parametrize(("op", "argument"), EACH)
-routed = pytest.mark.parametrize("op", ["experts", "split_experts", "adapters"])
+ROUTED = ("experts", "split_experts", "adapters")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_implementation_that_is_not_there_is_refused(op):
-    call(op)
+    changed(op)
     refused(f"E-IMPL: {op}: no implementation impl='cuda'", op, impl="cuda")
     if op not in TWINS:
         refused(f"E-IMPL: {op}: no implementation impl='triton'; one of", op, impl="triton")
@@ -126,6 +92,13 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
 @each
 def test_an_argument_with_a_dimension_too_many_is_refused(op, argument):
     refused(rf"E-SHAPE: {op}: .*\(1, ", op, **{argument: lambda t: t[None]})
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"), [case for case in EACH if case[0] in (*ROUTED, "lora_mixture")]
+)
+def test_an_argument_that_does_not_fit_the_others_is_refused(op, argument):
+    refused(f"E-SHAPE: {op}: expected ", op, **{argument: lambda t: t[..., :-1]})
 
 
 # The logits of `route` are alone; of shots on the meta device no value could be checked.
@@ -204,7 +177,7 @@ def test_slots_that_are_no_places_of_the_trained_bank_or_shared_are_refused(slot
     refused(message, "split_experts", slots=lambda _: torch.tensor(slots))
 
 
-@routed
+@pytest.mark.parametrize("op", ROUTED)
 def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
     for wrong in ({"counts": lambda _: torch.tensor([3, 3, 3])}, {"order": lambda t: t // 2 * 2}):
         refused("E-RANGE: the routing's order and counts do not hold each slot once", op, **wrong)
@@ -242,7 +215,7 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
     for asked in ((*one, *many), one, many):
         leaves = {name: methodcaller("requires_grad_") for name in asked}
         with FlopCounterMode(display=False) as forward:
-            out = call(op, dtype=torch.float64, **leaves)
+            out = changed(op, dtype=torch.float64, **leaves)
         with FlopCounterMode(display=False) as backward:
             out.sum().backward()
         cost[asked] = backward.get_total_flops() / forward.get_total_flops()
@@ -263,20 +236,17 @@ def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    call(op, impl="triton")
+    changed(op, impl="triton")
     assert seen
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_autocast_changes_nothing_inside_an_op(impl):
-    torch.manual_seed(0)
-    h, logits = torch.randn(10, 6), torch.randn(10, 4)
-    down, up = torch.randn(4, 6, 3, requires_grad=True), torch.randn(4, 3, 6, requires_grad=True)
-
+@pytest.mark.parametrize("op", ["experts", "adapters", "lora_mixture"])
+def test_autocast_changes_nothing_inside_an_op(op, impl):
     def run(low):
+        of = {name: t.requires_grad_() for name, t in draw(op, SIZES).items()}
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            y = kernels.adapters(h, kernels.route(logits, 2), down, up, impl=impl)
-        return [y, *torch.autograd.grad(y.square().sum(), (down, up))]
+            y = call(op, of, impl)
+        return [y, *torch.autograd.grad(y.square().sum(), list(of.values()))]
 
-    pairs = zip(run(False), run(True), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(*pair) for pair in zip(run(False), run(True), strict=True))

@@ -15,39 +15,42 @@ TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
 
 
 def of(**named):
-    """Tensors of ones by name, from (shape, dimensions[, dtype, kind])."""
-    return {
-        name: (torch.ones(shape, dtype=rest[0]), dims, *rest[1:])
-        if rest
-        else (torch.ones(shape), dims)
-        for name, (shape, dims, *rest) in named.items()
-    }
+    """Tensors of ones by name, from (dimensions, sizes, and perhaps dtype and kind)."""
+    tensors = {}
+    for name, (dims, sizes, *rest) in named.items():
+        tensors[name] = (torch.ones(sizes, dtype=rest[0] if rest else None), dims, *rest[1:])
+    return tensors
 
 
-def test_letters_are_bound_to_sizes():
-    whole = torch.int64
-    bank = of(x=((5, 6), "T D"), gate_up=((3, 8, 6), "E 2F D"), ids=((5, 2), "T K", whole, "int"),
-              order=((10,), "TK", whole, "int64"))  # fmt: skip
-    assert shapes("op", bank) == {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2}
-    lead = of(x=((2, 3, 6), "... D"), base=((2, 3, 7), "... O"))
-    assert shapes("op", lead) == {"...": (2, 3), "D": 6, "O": 7}
-    assert shapes("op", of(x=((0, 6), "T D")))["T"] == 0
+@pytest.mark.parametrize(
+    ("named", "sizes"),
+    [
+        ({"x": ("T D", (5, 6)), "gate_up": ("E 2F D", (3, 8, 6)),
+          "ids": ("T K", (5, 2), torch.int64, "int"), "order": ("TK", (10,), torch.int64, "int64")},
+         {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2}),
+        ({"x": ("... D", (2, 3, 6)), "base": ("... O", (2, 3, 7))},
+         {"...": (2, 3), "D": 6, "O": 7}),
+        ({"x": ("T D", (0, 6))}, {"T": 0, "D": 6}),
+    ],
+)  # fmt: skip
+def test_letters_are_bound_to_sizes(named, sizes):
+    assert shapes("op", of(**named)) == sizes
 
 
 @pytest.mark.parametrize(
     ("code", "named", "rest"),
     [
         (r"E-SHAPE: op: expected x \[T, D\], y \[T\] .*; got \(5, 6\), \(4,\)",
-         {"x": ((5, 6), "T D"), "y": ((4,), "T")}, {}),
-        ("E-SHAPE", {"x": ((5, 3), "T 2F")}, {}),
-        ("E-SHAPE", {"x": ((5, 2), "T K"), "y": ((9,), "TK")}, {}),
-        ("E-SHAPE", {"x": ((2, 6), "... D"), "y": ((3, 6), "... D")}, {}),
-        ("E-SHAPE", {"x": ((), "... D")}, {}),
-        (r"E-SHAPE: .*\(only T, S may be 0\)", {"x": ((5, 0), "T D")}, {}),
-        ("E-SHAPE", {"x": ((0, 5), "T D")}, {"empty": ""}),
-        ("E-DTYPE: op: x is torch.int64, expected floating", {"x": ((5,), "T", torch.int64)}, {}),
+         {"x": ("T D", (5, 6)), "y": ("T", (4,))}, {}),
+        ("E-SHAPE", {"x": ("T 2F", (5, 3))}, {}),
+        ("E-SHAPE", {"x": ("T K", (5, 2)), "y": ("TK", (9,))}, {}),
+        ("E-SHAPE", {"x": ("... D", (2, 6)), "y": ("... D", (3, 6))}, {}),
+        ("E-SHAPE", {"x": ("... D", ())}, {}),
+        (r"E-SHAPE: .*\(only T, S may be 0\)", {"x": ("T D", (5, 0))}, {}),
+        ("E-SHAPE", {"x": ("T D", (0, 5))}, {"empty": ""}),
+        ("E-DTYPE: op: x is torch.int64, expected floating", {"x": ("T", (5,), torch.int64)}, {}),
         ("E-DTYPE: op: y is torch.float64, x is torch.float32: cast one",
-         {"x": ((5,), "T"), "y": ((5,), "T", torch.float64)}, {"alike": ("x", "y")}),
+         {"x": ("T", (5,)), "y": ("T", (5,), torch.float64)}, {"alike": ("x", "y")}),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(code, named, rest):
@@ -55,27 +58,10 @@ def test_what_does_not_fit_is_refused(code, named, rest):
         shapes("op", of(**named), **rest)
 
 
-@pytest.fixture
-def kernel(monkeypatch):
-    """Triton is installed, with a kernel by the name in the table."""
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
-    module = SimpleNamespace(run=max)
-    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", module)
-
-
 def test_a_name_is_obeyed_and_auto_is_the_first_on_a_cpu():
     assert implementation("known", "reference", TABLE) is sum
-    assert implementation("known", "auto", TABLE) is len
-    for device in ("cpu", "meta"):
-        assert implementation("known", "auto", TABLE, torch.zeros(1, device=device)) is len
-
-
-def test_an_unknown_name_is_refused_with_its_neighbour():
-    with pytest.raises(Refusal, match="E-IMPL: known: no implementation impl='tritn'; did you mean"
-                       " 'triton'"):  # fmt: skip
-        implementation("known", "tritn", TABLE)
-    with pytest.raises(Refusal, match=r"other: no implementation .*one of: auto, torch$"):
-        implementation("other", "triton", {"torch": len})
+    for on in (None, torch.zeros(1), torch.zeros(1, device="meta")):
+        assert implementation("known", "auto", TABLE, on) is len
 
 
 @pytest.mark.parametrize(
@@ -86,9 +72,11 @@ def test_an_unknown_name_is_refused_with_its_neighbour():
         ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
     ],
 )
-@pytest.mark.usefixtures("kernel")
 def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
-    """The GPU is PyTorch's fake one: it has a device and no memory."""
+    """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    module = SimpleNamespace(run=max)
+    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", module)
     for name in ("TRITON_INTERPRET", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -107,7 +95,12 @@ def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why,
     dispatch._lacking.cache_clear()
 
 
-def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+def test_an_unknown_name_and_triton_that_is_not_installed_are_refused(monkeypatch):
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    with pytest.raises(Refusal, match="triton is not installed"):
-        implementation("known", "triton", TABLE, torch.zeros(1))
+    for name, table, message in (
+        ("tritn", TABLE, "no implementation impl='tritn'; did you mean 'triton'"),
+        ("triton", {"torch": len}, r"no implementation .*one of: auto, torch$"),
+        ("triton", TABLE, "impl='triton' cannot run here: triton is not installed"),
+    ):
+        with pytest.raises(Refusal, match=f"E-IMPL: known: {message}"):
+            implementation("known", name, table, torch.zeros(1))

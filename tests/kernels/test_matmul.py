@@ -1,6 +1,6 @@
 """Products by either library, and kept memory: handed out again when nothing shares it any more."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,83 +12,79 @@ from moebook.kernels.matmul import LARGE, empty, is_compiled, is_wider, product
 CPU = torch.device("cpu")
 
 
-def factors(rows, inner, columns):
-    """By name: the same sizes as they come, transposed, strided and with an offset, expanded."""
+def factors(rows, inner, columns, kind="plain"):
+    """Factors of one size as they come, transposed, strided and with an offset, or expanded."""
     torch.manual_seed(rows + inner)
-    wide = torch.randn(2 * rows, 3 * inner + 1), torch.randn(2 * inner, columns + 5)
-    return {
-        "plain": (torch.randn(rows, inner), torch.randn(inner, columns)),
-        "transposed": (torch.randn(inner, rows).T, torch.randn(columns, inner).T),
-        "strided": (wide[0][::2, 1::3], wide[1][::2, 5:]),
-        "expanded": (torch.randn(1, inner).expand(rows, -1), torch.randn(inner, columns)),
-    }
+    match kind:
+        case "plain":
+            return torch.randn(rows, inner), torch.randn(inner, columns)
+        case "transposed":
+            return torch.randn(inner, rows).T, torch.randn(columns, inner).T
+        case "strided":
+            wide = torch.randn(2 * rows, 3 * inner + 1), torch.randn(2 * inner, columns + 5)
+            return wide[0][::2, 1::3], wide[1][::2, 5:]
+    return torch.randn(1, inner).expand(rows, -1), torch.randn(inner, columns)
 
 
-def written(left, right):
-    """The product in memory that holds NaN, and in columns of a wider matrix."""
+def products(left, right):
+    """The product in new memory, in memory that holds NaN, and in columns of a wider matrix."""
     out = torch.full((len(left), right.shape[1]), torch.nan)
     table = torch.full((len(left), right.shape[1] + 3), torch.nan)
     assert product(left, right, out=out) is out
     product(left, right, out=table[:, 2:-1])
     assert table[:, :2].isnan().all() and table[:, -1].isnan().all()
     torch.testing.assert_close(table[:, 2:-1], out, equal_nan=True)
-    return out
+    return product(left, right), out
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("kind", ["plain", "transposed", "strided", "expanded"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 300, 7), (5, 1, 9), (300, 40, 33), (64, 257, 16)])
 def test_error_is_at_most_twice_that_of_pytorch(sizes, kind):
-    left, right = factors(*sizes)[kind]
+    left, right = factors(*sizes, kind)
     truth = left.double() @ right.double()
     limit = 2 * (torch.mm(left, right) - truth).norm() + 1e-7 * truth.norm()
-    for got in (product(left, right), written(left, right)):
-        assert (got - truth).norm() <= limit
+    assert all((got - truth).norm() <= limit for got in products(left, right))
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_pieces_of_a_large_result_are_the_whole(threads, monkeypatch):
-    monkeypatch.setattr(matmul, "PIECE", 100)
+@pytest.fixture(params=[1, 2])
+def threads(request):
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        left, right = factors(500, 20, 30)["plain"]
-        truth = left.double() @ right.double()
-        assert (written(left, right) - truth).norm() <= 1e-6 * truth.norm()
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("library", "threads")
+def test_pieces_of_a_large_result_are_the_whole(monkeypatch):
+    monkeypatch.setattr(matmul, "PIECE", 100)
+    left, right = factors(500, 20, 30)
+    truth = left.double() @ right.double()
+    assert all((got - truth).norm() <= 1e-6 * truth.norm() for got in products(left, right))
 
 
 @pytest.mark.usefixtures("library")
-def test_nothing_times_nothing_is_zero():
-    for rows, inner, columns in ((0, 4, 3), (4, 0, 3), (4, 3, 0)):
-        left, right = torch.ones(rows, inner), torch.ones(inner, columns)
-        for got in (product(left, right), written(left, right)):
-            assert torch.equal(got, torch.zeros(rows, columns))
-
-
-@pytest.mark.usefixtures("library")
-def test_what_is_not_finite_comes_through_where_it_belongs():
+def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
     left, right = torch.ones(40, 20), torch.ones(20, 30)
     left[3, 4], left[5, 6], left[7, 0], left[8, :2] = torch.nan, torch.inf, -torch.inf, torch.inf
     left[8, 1] = -torch.inf
     right[0, 9] = 0  # times infinity
-    want = left.double() @ right.double()
-    for got in (product(left, right), written(left, right)):
-        torch.testing.assert_close(got, want.float(), equal_nan=True)
+    empty = ((torch.ones(n, k), torch.ones(k, m)) for n, k, m in ((0, 4, 3), (4, 0, 3), (4, 3, 0)))
+    for one, other in ((left, right), *empty):
+        want = (one.double() @ other.double()).float()
+        for got in products(one, other):
+            torch.testing.assert_close(got, want, equal_nan=True)
 
 
 @pytest.mark.usefixtures("library")
 def test_it_computes_in_inference_mode_and_with_deterministic_algorithms():
-    left, right = factors(40, 30, 20)["plain"]
+    left, right = factors(40, 30, 20)
     want = product(left, right)
     with torch.inference_mode():
-        assert torch.equal(product(left, right), want)
-        assert torch.equal(written(left, right), want)
+        assert all(torch.equal(got, want) for got in products(left, right))
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(written(left, right), want)
+        assert torch.equal(products(left, right)[1], want)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -96,7 +92,7 @@ def test_it_computes_in_inference_mode_and_with_deterministic_algorithms():
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_are_left_to_pytorch(dtype):
-    left, right = (part.to(dtype) for part in factors(40, 30, 20)["plain"])
+    left, right = (part.to(dtype) for part in factors(40, 30, 20))
     assert torch.equal(product(left, right), torch.mm(left, right))
 
 
@@ -133,12 +129,11 @@ ONE = torch.zeros(1)
 SHAPE = (LARGE // 4, 2)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_free(monkeypatch):
     monkeypatch.setattr(matmul, "_free", {})
 
 
-@pytest.mark.usefixtures("nothing_free")
 def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
     first = empty(SHAPE, ONE)
     place, row = first.data_ptr(), first[3]
@@ -156,7 +151,6 @@ def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
     assert (again.shape, again.dtype) == (SHAPE, torch.float32)
 
 
-@pytest.mark.usefixtures("nothing_free")
 def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
     place = empty(SHAPE, ONE).data_ptr()
     other = empty((3, LARGE // 4), ONE.bfloat16())
@@ -167,7 +161,6 @@ def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
     assert empty((SHAPE[0], 3), ONE).data_ptr() != place, "more than it"
 
 
-@pytest.mark.usefixtures("nothing_free")
 def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeypatch):
     monkeypatch.setattr(matmul, "FREE", 5 * LARGE)
     held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
@@ -189,7 +182,6 @@ def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeyp
     assert free() == [], "small tensors are not kept"
 
 
-@pytest.mark.usefixtures("nothing_free")
 def test_threads_never_share_a_block():
     wrong = []
 
@@ -199,16 +191,12 @@ def test_threads_never_share_a_block():
             if not (mine == number).all():
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
     assert len(matmul._free) <= 8, "each held one while it took another"
 
 
-@pytest.mark.usefixtures("nothing_free")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
 def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, monkeypatch):

@@ -1,4 +1,4 @@
-"""Routers, the trace of a training pass, and what is read from any model's routers by hooks."""
+"""Routers, their trace of a training pass, what hooks read of any model's, and full experts."""
 
 import copy
 
@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from moebook.errors import Refusal
 from moebook.kernels import route
-from moebook.nn import Router, Trace, balance, evaluating, observe, routers
+from moebook.nn import ExpertMoE, Experts, Router, Trace, balance, evaluating, observe, routers
+
+BATCH = {
+    "input_ids": torch.arange(12).view(2, 6),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+}
 
 
 class Decoder(nn.Module):
@@ -25,15 +31,23 @@ class Decoder(nn.Module):
             raise ValueError("NaN")
         return sum(block(x).weights.sum() for block in self.blocks)
 
+    def tokens(self):
+        return [len(decision.ids) for decision in self.trace.decisions.values()]
 
-def test_each_pass_replaces_the_one_before():
+
+def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     decoder = Decoder()
     decoder(torch.randn(1, 3, 6))
     first = decoder.trace.decisions
     decoder(torch.randn(1, 5, 6), attention_mask=torch.ones(1, 5))
-    assert [len(d.ids) for d in decoder.trace.decisions.values()] == [5, 5]
+    assert decoder.tokens() == [5, 5]
     assert decoder.trace.decisions is not first
     assert decoder.trace.attention_mask.shape == (1, 5)
+    twin = copy.deepcopy(decoder)
+    assert twin.trace.decisions == {}
+    twin(torch.randn(1, 4, 6))
+    assert twin.blocks[0].trace is twin.trace
+    assert (twin.tokens(), decoder.tokens()) == ([4, 4], [5, 5])
 
 
 def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
@@ -49,24 +63,11 @@ def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
             balance(blocks)
 
 
-def test_logits_keep_their_graph_in_training_alone():
-    decoder = Decoder()
-    x = torch.randn(1, 3, 6)
-    decoder(x)
-    assert all(d.logits.requires_grad for d in decoder.trace.decisions.values())
-    decoder.eval()(x)
-    assert not any(d.logits.requires_grad for d in decoder.trace.decisions.values())
-
-
-def test_a_copied_model_has_a_trace_of_its_own():
-    decoder = Decoder()
+@pytest.mark.parametrize("training", [True, False])
+def test_logits_keep_their_graph_in_training_alone(training):
+    decoder = Decoder().train(training)
     decoder(torch.randn(1, 3, 6))
-    twin = copy.deepcopy(decoder)
-    assert twin.trace.decisions == {}
-    twin(torch.randn(1, 4, 6))
-    assert twin.blocks[0].trace is twin.trace
-    assert [len(d.ids) for d in twin.trace.decisions.values()] == [4, 4]
-    assert [len(d.ids) for d in decoder.trace.decisions.values()] == [3, 3]
+    assert [d.logits.requires_grad for d in decoder.trace.decisions.values()] == [training] * 2
 
 
 def test_the_mask_of_a_cached_pass_is_the_end_of_the_whole_mask():
@@ -86,35 +87,25 @@ def test_router_is_float32_under_autocast_and_reads_half_precision():
     assert router(torch.randn(2, 3, 6).bfloat16()).weights.dtype == torch.float32
 
 
-def test_routers_come_in_the_order_of_their_layers():
-    model = nn.ModuleList([Router(6, 4, 2, layer=i) for i in (2, 0, 1)])
-    assert [router.layer for router in routers(model)] == [0, 1, 2]
-
-
-BATCH = {
-    "input_ids": torch.arange(12).view(2, 6),
-    "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
-}
-
-
 class Embedded(nn.Module):
-    """Our routers over an embedding; the last one is never run."""
+    """Our routers over an embedding, in another order than their layers'; the last is never run."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(12, 6)
-        self.gates = nn.ModuleList(Router(6, 4, 2, layer=i) for i in (0, 1, 2))
+        self.gates = nn.ModuleList(Router(6, 4, 2, layer=i) for i in (1, 0, 2))
 
     def forward(self, input_ids, attention_mask=None, use_cache=True):
         x = self.embedding(input_ids)
-        self.gates[0](x), self.gates[1](x, torch.arange(48.0).view(12, 4))
+        self.gates[1](x), self.gates[0](x, torch.arange(48.0).view(12, 4))
 
 
 def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     model = Embedded()
-    seen = observe(model, dict(enumerate(model.gates)), BATCH)
+    assert [gate.layer for gate in routers(model)] == [0, 1, 2]
+    seen = observe(model, dict(enumerate(routers(model))), BATCH)
     assert seen.keys() == {0, 1}
-    logits = F.linear(model.embedding(BATCH["input_ids"]), model.gates[1].weight)
+    logits = F.linear(model.embedding(BATCH["input_ids"]), model.gates[0].weight)
     logits = logits + torch.arange(48.0).view(2, 6, 4)
     wanted = route(logits.flatten(0, 1), 2)
     assert torch.equal(seen[1].logits, logits)
@@ -155,3 +146,18 @@ def test_every_module_gets_its_own_mode_back(training):
         assert not any(module.training for module in model.modules())
         raise ZeroDivisionError
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("combine", ["renormalised", "probability"])
+def test_copies_are_the_dense_mlp_by_the_sum_of_their_gates(combine):
+    """The sum is 1 where gates are renormalised."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    mlp = LlamaMLP(LlamaConfig(**sizes)).double()
+    router = Router(8, 4, 2, layer=0, trace=Trace(), combine=combine, dtype=torch.float64)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    shares = F.linear(x, router.weight).softmax(-1).topk(2).values.sum(-1, keepdim=True)
+    want = mlp(x) * (shares if combine == "probability" else 1)
+    torch.testing.assert_close(ExpertMoE(router, Experts(mlp, 4))(x), want)
+    with pytest.raises(Refusal, match="E-MODEL"):
+        Experts(LlamaMLP(LlamaConfig(**sizes, mlp_bias=True)), 4)

@@ -1,7 +1,5 @@
 """Seeds, devices, clock, memory and progress bars."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -10,7 +8,6 @@ import random
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +17,8 @@ from moebook import runtime
 from moebook.errors import Refusal
 
 
-def test_the_same_seed_gives_the_same_numbers_from_all_generators() -> None:
-    def draw() -> tuple[float, float, float]:
+def test_the_same_seed_gives_the_same_numbers_from_all_generators():
+    def draw():
         runtime.seed_everything(7)
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -29,7 +26,7 @@ def test_the_same_seed_gives_the_same_numbers_from_all_generators() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "7"])
-def test_a_seed_that_numpy_cannot_take_is_refused(seed: Any) -> None:
+def test_a_seed_that_numpy_cannot_take_is_refused(seed):
     with pytest.raises(Refusal, match=r"E-(RANGE|TYPE): seed"):
         runtime.seed_everything(seed)
 
@@ -42,9 +39,7 @@ def test_a_seed_that_numpy_cannot_take_is_refused(seed: Any) -> None:
         (0, "cpus", "did you mean 'cpu'"), (2, "cuda:2", "2 GPUs"), (2, "cuda:x", "unknown device"),
     ],
 )  # fmt: skip
-def test_devices_are_resolved_or_refused(
-    gpus: int, name: str, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_resolved_or_refused(gpus, name, wanted, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     if " " not in wanted:
         assert runtime.resolve_device(name) == torch.device(wanted)
@@ -53,7 +48,7 @@ def test_devices_are_resolved_or_refused(
             runtime.resolve_device(name)
 
 
-def test_dtypes_are_resolved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_are_resolved_or_refused(monkeypatch):
     assert runtime.resolve_dtype("auto", "cpu") == torch.float32
     assert runtime.resolve_dtype("bfloat16", "cpu") == torch.bfloat16
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: False)
@@ -65,7 +60,7 @@ def test_dtypes_are_resolved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None
         runtime.resolve_dtype("bfloat", "cpu")
 
 
-def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory() -> None:
+def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory():
     with runtime.stopwatch() as big, mmap.mmap(-1, 240_000_000) as fresh:  # never reused memory
         for page in range(0, len(fresh), mmap.PAGESIZE):
             fresh[page] = 1
@@ -75,13 +70,10 @@ def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory() -> None:
     if sys.platform == "linux":
         assert big.memory is not None and lap.memory is not None
         assert big.memory - lap.memory > 200_000_000
+    assert runtime.peak_memory(2**22 + 1) is None, "of a process that is gone"
 
 
-def test_peak_memory_of_a_process_that_is_gone_is_none() -> None:
-    assert runtime.peak_memory(2**22 + 1) is None
-
-
-def test_the_environment_is_plain_json_without_host_or_paths() -> None:
+def test_the_environment_is_plain_json_without_host_or_paths():
     found = runtime.environment()
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["torch"] == torch.__version__
@@ -92,7 +84,7 @@ def test_the_environment_is_plain_json_without_host_or_paths() -> None:
 class Screen(io.StringIO):
     terminal = True
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return self.terminal
 
 
@@ -108,9 +100,9 @@ class Screen(io.StringIO):
     ],
 )
 def test_a_progress_bar_is_shown_where_someone_watches(
-    terminal: bool, asks: bool | None, process: str, quiet: str, shown: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    terminal, asks, process, quiet, shown,
+    monkeypatch,
+):  # fmt: skip
     kernel = None if asks is None else SimpleNamespace(_allow_stdin=asks)
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=kernel))
     launched = {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2", runtime.QUIET: quiet}
@@ -123,8 +115,8 @@ def test_a_progress_bar_is_shown_where_someone_watches(
 
 
 def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert runtime.processes() == (0, 1)
     for name, value in {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -135,8 +127,8 @@ def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_o
 
 
 def test_a_wanted_absence_is_not_reported_and_everything_else_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     logger.warning("Failed to load CPU gemm_4bit_forward from the hub: %s", "no module")
     logger.warning("out of order")
