@@ -21,12 +21,11 @@ from moebook.methods.upcycling.representations import Representations, perplexit
 from moebook.models import fingerprint
 from moebook.nn import hooked
 
-DATA = Dataset.from_list(
-    [
-        {"input_ids": [0, 7, 9, 11], "labels": [-100, -100, 9, 11]},
-        {"input_ids": [0, 8], "labels": [-100, 8]},
-        {"input_ids": [0, 12, 5, 40, 33, 6], "labels": [-100, 12, 5, -100, -100, 6]},
-    ]
+DATA = Dataset.from_dict(
+    {
+        "input_ids": [[0, 7, 9, 11], [0, 8], [0, 12, 5, 40, 33, 6]],
+        "labels": [[-100, -100, 9, 11], [-100, 8], [-100, 12, 5, -100, -100, 6]],
+    }
 )
 
 

@@ -21,16 +21,15 @@ class Config:
         experts: E, copies of the FFN per layer (2 or 4 in the paper).
         top_k: K, experts per token (1 in the paper).
         combine: ``"probability"`` (Eq. 2 as printed): at step 0 a layer's output is the dense FFN's
-            times the sum of the token's K largest probabilities, between K/E and 1, so the model is
-            NOT the dense one; the router has a gradient, even with K = 1. ``"renormalised"``
-            (Mixtral, and so what mergekit writes): the weights sum to 1, the model is the dense
-            one; but with K = 1 (a constant weight), and with K = 2 and equal experts, the
-            language-model loss gives the router no gradient.
-        noise: Standard deviation of Gaussian noise on each expert's weights, as a share of that of
-            the dense tensor it is added to; 0 (the paper's) copies.
+            times the sum of the token's K largest probabilities, between K/E and 1: NOT the dense
+            model, but the router has a gradient, even with K = 1. ``"renormalised"`` (Mixtral,
+            mergekit): the weights sum to 1, so the model is the dense one; but with K = 1, or with
+            equal experts, the language-model loss gives the router no gradient.
+        noise: Standard deviation of Gaussian noise on each expert's weights, as a share of the
+            dense tensor's; 0 in the paper.
         layers: Decoder layers to upcycle; None for all of them (the paper's).
         balance_weight: alpha of Eq. 3, which the paper never gives; 0.01 is Switch's.
-        seed: Of the noise, and of the random router that `upcycle` draws when it is given none.
+        seed: Of the noise, and of the random routers that `upcycle` draws without a start.
     """
 
     experts: Annotated[int, Field(ge=1)] = 4

@@ -1,7 +1,6 @@
 """Export of an upcycled model as a plain checkpoint of transformers, readable without this package.
 
-A form must have the host's attention and hold the combine rule and the model's mixture of dense and
-sparse layers; and every export must give the same logits before it gets its name.
+An export gets its name only after a form that fits the model has given the same logits.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import (
-    MixtralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from moebook import __version__
 from moebook.errors import refuse
@@ -30,12 +23,11 @@ from moebook.models.anatomy import anatomy
 from moebook.nn import evaluating
 from moebook.settings import checked
 
-FORMS: dict[str, tuple[type[PreTrainedModel], tuple[str, ...]]] = {
-    "mixtral": (MixtralForCausalLM, ("llama", "mistral")),
-    "qwen2_moe": (Qwen2MoeForCausalLM, ("llama", "mistral", "qwen2")),
-    "qwen3_moe": (Qwen3MoeForCausalLM, ("qwen3",)),
+FORMS = {  # types of transformers, and of the hosts whose attention each has
+    "mixtral": ("llama", "mistral"),
+    "qwen2_moe": ("llama", "mistral", "qwen2"),
+    "qwen3_moe": ("qwen3",),
 }
-"""By form the class of transformers and the types of hosts whose attention it has."""
 CARRIED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     " num_key_value_heads head_dim hidden_act max_position_embeddings initializer_range"
@@ -51,20 +43,20 @@ def export(
     folder: str | os.PathLike[str],
     *,
     form: Literal["mixtral", "qwen2_moe", "qwen3_moe"] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write an upcycled model as a checkpoint that ``AutoModelForCausalLM`` loads as it is.
 
-    - ``"mixtral"``: Llama and Mistral hosts, every layer sparse. Mixtral always renormalises, so it
-      holds ``"renormalised"``, and ``"probability"`` only where K = E makes the two the same.
-    - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any subset of layers sparse. The
-      family has a shared expert: one of width 1 with weights 0, which adds nothing.
-    - ``"qwen3_moe"``: Qwen3 hosts (it has norms on queries and keys), both rules, any subset.
+    By default the form is the first that can hold the model:
 
-    By default the form is the first that can hold the model. OLMoE's is not offered: no gated dense
-    host that upcycles here has its norms over all heads' queries together. Routers are rounded to
-    the host's dtype, in which these families keep them; in half precision a token near a tie may
-    then take another expert, so logits agree to about 1 %.
+    - ``"mixtral"``: Llama and Mistral hosts, every layer sparse, ``"renormalised"`` (Mixtral always
+      renormalises) or K = E, which makes the two rules the same.
+    - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any layers. The shared expert
+      that the family has gets width 1 and weights 0, so it adds nothing.
+    - ``"qwen3_moe"``: Qwen3 hosts (with norms on queries and keys), both rules, any layers.
+
+    Routers are rounded to the host's dtype, as these families keep them: in half precision a token
+    near a tie may take another expert, so logits agree to about 1 %.
     """
     target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():
@@ -88,9 +80,8 @@ def export(
 
 def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
     """Return why a form cannot hold a model, or None."""
-    kind, hosts = model.config.model_type, FORMS[form][1]
-    if kind not in hosts:
-        return f"holds hosts of type {', '.join(hosts)}, this one is {kind}"
+    if (kind := model.config.model_type) not in FORMS[form]:
+        return f"holds hosts of type {', '.join(FORMS[form])}, this one is {kind}"
     if getattr(model.config, "attention_bias", False):
         return "has no biases in its attention, this host has"
     if form != "mixtral":
@@ -105,23 +96,19 @@ def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
 
 def _configuration(model: PreTrainedModel, config: Config, form: str) -> PreTrainedConfig:
     source = model.config
-    values: dict[str, Any] = {
-        key: value for key in CARRIED if (value := getattr(source, key, None)) is not None
-    }
+    carried = {key: getattr(source, key, None) for key in CARRIED}
+    values: dict[str, Any] = {key: value for key, value in carried.items() if value is not None}
     values |= {"num_experts_per_tok": config.top_k, "router_aux_loss_coef": config.balance_weight}
     if form == "mixtral":
         values["num_local_experts"] = config.experts
         values["sliding_window"] = getattr(source, "sliding_window", None)
-    else:
-        layers = anatomy(model).layers
-        values["num_experts"] = config.experts
-        values["moe_intermediate_size"] = source.intermediate_size
-        values["norm_topk_prob"] = config.combine == "renormalised"
-        values["mlp_only_layers"] = [layer.index for layer in layers if layer.kind == "dense"]
+        return AutoConfig.for_model(form, **values)
+    dense = [layer.index for layer in anatomy(model).layers if layer.kind == "dense"]
+    values |= {"num_experts": config.experts, "moe_intermediate_size": source.intermediate_size}
+    values |= {"norm_topk_prob": config.combine == "renormalised", "mlp_only_layers": dense}
     if form == "qwen2_moe":
-        values["qkv_bias"] = source.model_type == "qwen2"
-        values["shared_expert_intermediate_size"] = 1
-    return FORMS[form][0].config_class(**values)
+        values |= {"qkv_bias": source.model_type == "qwen2", "shared_expert_intermediate_size": 1}
+    return AutoConfig.for_model(form, **values)
 
 
 @torch.no_grad()
@@ -129,7 +116,7 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
     """Return the same weights as a model of the form's family, without copying them."""
     configuration = _configuration(model, config, form)
     with torch.device("meta"):
-        twin = FORMS[form][0](configuration).to(model.dtype).eval()
+        twin = AutoModelForCausalLM.from_config(configuration, dtype=model.dtype).eval()
     state = {
         name.replace(".mlp.router.", ".mlp.gate."): tensor.to(model.dtype)
         for name, tensor in model.state_dict().items()
@@ -147,12 +134,12 @@ def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
-    """Refuse a twin whose logits on a fixed text differ: a setting of the host was not carried."""
+    """Refuse a twin with other logits on a fixed text: a setting of the host was not carried."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, 24), generator=generator).to(model.device)
     with evaluating(model):
         expected, logits = (each(input_ids=ids).logits.double() for each in (model, twin))
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
     if not error <= AGREE.get(model.dtype, 0.1):
-        kinds = f"the logits of {type(twin).__name__} differ from {type(model).__name__}'s"
-        refuse("E-FORM", f"{kinds} by {error:.1e}: the family lacks something")
+        ours, theirs = type(model).__name__, type(twin).__name__
+        refuse("E-FORM", f"the logits of {theirs} differ from {ours}'s by {error:.1e}")

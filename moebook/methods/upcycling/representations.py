@@ -1,7 +1,7 @@
 """What a dense model finds hard, and what it represents: hooks at every layer, bounded memory.
 
-`sampled` streams and keeps nothing; `collect` keeps a uniform sample of bounded size. One percent
-of 200 M tokens x 32 layers x 4,096 numbers would be a terabyte: it never exists at once.
+`sampled` streams; `collect` keeps a uniform sample of bounded size, since 1 % of 200 M tokens x 32
+layers x 4,096 numbers would be a terabyte.
 """
 
 from __future__ import annotations
@@ -135,25 +135,18 @@ def sampled(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Run the model over each task's batches and yield the tokens that the draw hits.
 
-    Every real token draws a uniform number from its task's own generator and is taken when it is
-    below ``share``: that depends on the text's order and the seed alone, not on how it is cut into
-    batches. Batches without a hit are not run, and one batch's hits are held at a time.
+    Every real token (or row, see ``tokens``) draws a uniform number from its task's own generator,
+    however the text is cut into batches, and is taken if that is below ``share``. Batches without
+    a hit are not run. Yields the task's number, points ``[L, n, D]`` float32 on the CPU, and the
+    numbers drawn ``[n]``.
 
-    Args:
-        model: A decoder.
-        tasks: For each its batches of ``input_ids`` and, where padded, ``attention_mask [B, T]``.
-        tensor: ``"attention_output"``, the output of the attention's last projection;
-            ``"residual"``, that plus the residual stream, before the FFN's norm; ``"ffn_input"``,
-            the normed input that the FFN, and later the router, reads; ``"block_input"``, the
-            residual stream before the layer (mergekit's choice). The paper says "attention
-            outputs" and leaves open which of the first three is meant.
-        tokens: ``"each"`` on its own; ``"last"``, the last real one of every row; ``"mean"``, the
-            mean over a row's columns, padding averaged in as mergekit's ``hidden_avg`` does.
-        share: Probability of a token (for the latter two: of a row) to be taken.
-        seed: Of the draw.
-
-    Yields:
-        The task's number, points ``[L, n, D]`` float32 on the CPU, and the numbers drawn ``[n]``.
+    - ``tasks``: by task batches of ``input_ids`` and, where padded, ``attention_mask [B, T]``.
+    - ``tensor``: ``"attention_output"``, that of the last projection; ``"residual"``, that plus the
+      residual stream, before the FFN's norm; ``"ffn_input"``, the normed input of the FFN and later
+      the router; ``"block_input"``, the residual stream before the layer (mergekit). The paper's
+      "attention outputs" leaves open which of the first three it means.
+    - ``tokens``: ``"each"`` on its own; ``"last"``, the last real one of every row; ``"mean"``, the
+      mean over a row's columns, padding averaged in as in mergekit's ``hidden_avg``.
     """
     host = anatomy(model)
     with evaluating(model):
@@ -180,10 +173,9 @@ def collect(
 ) -> Representations:
     """Keep at most ``limit`` samples of each task: all that `sampled` yields, or a part of it.
 
-    When more are yielded, those with the smallest keys stay: a uniform draw without replacement.
-    Memory is bounded by ``tasks * limit * L * D * 4`` bytes, whatever the length of the text (2.1
-    GB a task at 32 layers of width 4,096), plus one layer's share of it, plus what `sampled` holds.
-    ``draw`` are the ``tokens``, ``share`` and ``seed`` of `sampled`.
+    Of more, those with the smallest keys stay: a uniform draw without replacement. Memory is
+    bounded by ``tasks * limit * L * D * 4`` bytes (2.1 GB per task at 32 layers of width 4,096),
+    one layer's share of it, and one batch. ``draw``: ``tokens``, ``share`` and ``seed``.
     """
     host, names = anatomy(model), tuple(tasks)
     if not names:
@@ -221,8 +213,8 @@ def clouds(
 ) -> dict[str, Representations]:
     """Represent each text by its mean, in a ``pretrained`` network and with ``random`` weights.
 
-    Each text is read alone, so that no padding enters its mean. The paper's Fig. 1 lacks the
-    control: words alone differ between domains, so an untrained network separates them in part.
+    Texts are read one by one, without padding. The paper's Fig. 1 lacks the control: an untrained
+    network separates domains in part, since their words differ.
     """
     cut = {"truncation": True, "max_length": max_length, "return_tensors": "pt"}
     tasks = {domain: [tokenizer(text, **cut) for text in part] for domain, part in texts.items()}
@@ -231,8 +223,7 @@ def clouds(
         control = type(model)(model.config).to(model.device, model.dtype)
     networks = {"pretrained": model, "random": control}
     return {
-        state: collect(network, tasks, tensor=tensor, tokens="mean")
-        for state, network in networks.items()
+        name: collect(each, tasks, tensor=tensor, tokens="mean") for name, each in networks.items()
     }
 
 
@@ -250,15 +241,15 @@ def _forward(
     host: Anatomy, tensor: Source, batch: Batch, rows: Tensor, columns: Tensor | None
 ) -> Tensor:
     """Run one batch and return each layer's samples ``[L, n, D]``; without columns rows' means."""
-    device = next(host.decoder.parameters()).device
+    device, points = next(host.decoder.parameters()).device, dict[int, Tensor]()
     rows, columns = rows.to(device), None if columns is None else columns.to(device)
-    points: dict[int, Tensor] = {}
 
     def see(layer: int, arguments: tuple[Any, ...], output: Any) -> None:
         h = output if tensor == "attention_output" else arguments[0]
         h = h[0] if isinstance(h, tuple) else h
-        taken = h[rows].float().mean(1) if columns is None else h[rows, columns].float()
-        points[layer] = taken.cpu()
+        points[layer] = (
+            h[rows].float().mean(1) if columns is None else h[rows, columns].float()
+        ).cpu()
 
     with hooked({layer.index: _source(layer, tensor) for layer in host.layers}, see):
         inputs = {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}

@@ -1,9 +1,7 @@
 """Where routers start: random weights, centroids of representations, prompts; and their scale.
 
-The router of Cluster-aware Upcycling (arXiv 2604.13508), centroids of the FFN's input activations,
-is `crsu` of ``collect(..., tensor="ffn_input")``. Its experts (a truncated SVD within each cluster)
-and its self-distillation loss are left out: the abstract gives neither the matrix, nor the rank,
-nor the loss.
+`crsu` of ``collect(..., tensor="ffn_input")`` is the router of Cluster-aware Upcycling (arXiv
+2604.13508), whose experts and self-distillation are left out: the abstract does not define them.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ class Start:
 def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0) -> Start:
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
-    ``"normal"`` is N(0, 0.02^2) (OLMoE, and transformers' own default); ``"kaiming"`` uniform
-    within 1/sqrt(D), what ``nn.Linear`` does; ``"wide"`` N(0, 1), what mergekit's ``random`` does:
-    with a normed input of D = 4096 its logits have a standard deviation near 64, so a nearly
-    one-hot router. Drawn on the CPU.
+    ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
+    1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit's ``random``): with a normed input of
+    D = 4096 its logits have a standard deviation near 64, so the router is nearly one-hot.
     """
     host = anatomy(model)
     shape = (len(host.layers), experts, host.hidden)
@@ -65,9 +62,9 @@ def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0
 def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
-    The paper's recipe (Sec. 4.2) is the default after ``hardest`` and ``collect``. It does not say
-    whether one mean stands for a task ("E = number of tasks" implies it) or several clusters: with
-    C centroids a task, expert ``t * C + c`` is centroid c of task t, the largest cluster first.
+    After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe: one mean per task, as "E =
+    number of tasks" implies; the paper does not say. With C centroids per task, expert
+    ``t * C + c`` is centroid c of task t, the largest cluster first.
     """
     each, rest = divmod(experts or len(states.tasks), len(states.tasks))
     if rest:
@@ -103,12 +100,10 @@ def prompted(
 ) -> Start:
     """Start each expert at a vector of length 1 from its prompts, as mergekit's gate modes do.
 
-    Mergekit wants a few prompts for each expert. Here the tasks of ``rows`` (``task`` and
-    ``prompt`` in each), by name, are dealt out evenly, with up to ``most`` prompts an expert.
-    ``"hidden"`` is the mean over prompts of the input of every decoder layer (embeddings for layer
-    0) at the last token, ``"hidden_avg"`` that of all columns, padding averaged in;
-    ``"cheap_embed"`` sums the tokens' embeddings, without a forward pass. None is TRSU's attention
-    output.
+    The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with up
+    to ``most`` prompts per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
+    input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
+    sums the tokens' embeddings, without a forward pass. None is TRSU's attention output.
     """
     tasks = sorted({row["task"] for row in rows})
     if not 1 <= experts <= len(tasks):
@@ -139,11 +134,10 @@ def scaled(
     inputs: Representations | None = None,
     target: Annotated[float, Field(ge=1e-6)] = 1.0,
 ) -> Start:
-    """Give a start another length: it sets the temperature of the routers' first choices.
+    """Give a start another length, which sets the temperature of the routers' first choices.
 
-    ``"raw"`` leaves it (what the paper's text says); ``"unit"`` makes every row of length 1
-    (mergekit); ``"matched"`` gives each layer one factor, so that the logits of ``inputs``,
-    what the routers will read, have the `logit_scale` ``target``.
+    ``"raw"`` leaves it (the paper); ``"unit"`` makes every row of length 1 (mergekit);
+    ``"matched"`` scales each layer so that the logits of ``inputs`` have `logit_scale` ``target``.
     """
     if scale == "raw":
         return start
@@ -172,9 +166,8 @@ def _centroids(
 ) -> Tensor:
     """Cluster each layer's points ``[L, S, D]``: centroids ``[L, wanted, D]``.
 
-    Mini-batch k-means, then one exact step of Lloyd's over all layers, so that every centroid is
-    the mean of its points. Lloyd's to the end took up to 70 times as long on a CPU, for an inertia
-    at most 0.4 % less.
+    Mini-batch k-means, then one exact step of Lloyd's, so that each centroid is the mean of its
+    points. Lloyd's to the end took up to 70 times as long, for an inertia at most 0.4 % less.
     """
     for layer, rows in enumerate(points):
         if not rows.isfinite().all():

@@ -38,10 +38,10 @@ class Origin(checkpoint.Origin):
 def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.Module:
     """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
 
-    In each chosen layer the FFN, a gated MLP without biases, gives way to E copies of itself in
-    fused 3-D weights and a linear router that reads the FFN's (normed) input, in float32 or wider.
-    Everything new requires a gradient; the rest is left as it was (the paper trains it all).
-    Without a ``start`` the routers are SU's, N(0, 0.02^2) drawn from ``config.seed``.
+    In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
+    replace it, behind a linear router that reads its (normed) input in float32 or wider. Without a
+    ``start`` the routers are SU's, N(0, 0.02^2). What is new requires a gradient; the rest is left
+    as it was (the paper trains it all).
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
@@ -82,10 +82,8 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     """Return ``alpha * N * sum_i f_i P_i``, summed over sparse layers, of the last pass (Eq. 3, 4).
 
     f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: Eq. 4
-    divides by L where it sums over all B x L tokens of the batch, so that f and P would sum to B;
-    here both are shares of the batch's real tokens, padding left out. Fits
-    ``training.fit(..., penalty=upcycling.balance_loss)``. The mask is by default the one that the
-    model was called with.
+    divides the sum over all B x L tokens by L, so that f and P would sum to B; here both are shares
+    of the batch's real tokens. The mask is by default the one that the model was called with.
     """
     weight = checkpoint.origin(model, Origin).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)
@@ -99,9 +97,8 @@ def step_zero(
 ) -> pd.DataFrame:
     """Measure how much loss upcycling costs, and how much gradient reaches the routers.
 
-    Returns:
-        One row for each combine rule, number of experts per token and start: ``loss``, nats per
-        token above the dense model's, and ``gradient``, the Euclidean norm over all routers.
+    One row by combine rule, experts per token and start: ``loss``, nats per token above the dense
+    model's, and ``gradient``, the Euclidean norm over all routers.
     """
     batch = {key: part.to(dense.device) for key, part in batch.items()}
     dense_loss, rows = dense(**batch).loss.item(), {}
@@ -122,16 +119,9 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
         like = experts.down_proj
-        router = mnn.Router(
-            host.hidden,
-            config.experts,
-            config.top_k,
-            layer=layer.index,
-            trace=trace,
-            combine=config.combine,
-            dtype=torch.promote_types(torch.float32, like.dtype),
-            device=like.device,
-        )
+        kind = {"device": like.device, "dtype": torch.promote_types(torch.float32, like.dtype)}
+        sizes = (host.hidden, config.experts, config.top_k)
+        router = mnn.Router(*sizes, layer=layer.index, trace=trace, combine=config.combine, **kind)
         with torch.no_grad():
             router.weight.copy_(weights[layer.index])
         blocks.append(mnn.ExpertMoE(router, experts).train(layer.block.training))
