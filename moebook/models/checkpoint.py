@@ -144,7 +144,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def check_base(folder: Path, wanted: str, base: str) -> None:
+def check_base(folder: Path | str, wanted: str, base: str) -> None:
     """Refuse a base whose fingerprint is not the one that a folder belongs to (E-BASE)."""
     if base != wanted:
         refuse("E-BASE", f"{folder} belongs to base {wanted[:12]}..., this base is {base[:12]}...")

@@ -230,7 +230,7 @@ def json_object(path: Path) -> dict[str, Any]:
     except OSError:
         expected = "config.json, *.safetensors and a tokenizer, as save_pretrained writes them"
         refuse("E-MODEL", f"{path.parent}: no readable {path.name}; expected {expected}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse("E-MODEL", f"{path}: not JSON ({error}); restore the file")
     if not isinstance(content, dict):
         refuse("E-MODEL", f"{path}: expected a JSON object, found a {type(content).__name__}")

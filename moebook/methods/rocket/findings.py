@@ -12,6 +12,7 @@ from torch import nn
 
 from moebook import evaluation
 from moebook.methods.rocket import mixture
+from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.results.intervals import interval
 
@@ -75,6 +76,17 @@ def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) 
     joined = evaluation.by_benchmark(pd.concat(tables.values(), ignore_index=True), targets)
     weight = joined.weight / joined.weight[joined.nll.notna()].mean()
     return joined.assign(nll=joined.nll * weight)
+
+
+def untuned(
+    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], tasks: Sequence[str], *, limit: int
+) -> dict[str, pd.DataFrame]:
+    """Return, by name, what `evaluation.evaluate` says of the base under each LoRA of a bank."""
+    tables = {}
+    for name, lora in bank.items():
+        with attached(model, [lora]):
+            tables[name] = evaluation.evaluate(model, tokenizer, tasks, limit=limit)
+    return tables
 
 
 def alone(model: nn.Module, tokenizer: Any, task: str, *, limit: int) -> np.ndarray:

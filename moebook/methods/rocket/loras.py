@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moebook.errors import nearest, refuse
 from moebook.models import checkpoint
+from moebook.models.load import json_object
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
@@ -165,13 +166,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """Read ``adapter_config.json`` and refuse every field that is not plain LoRA's."""
     if not path.is_file():
         refuse("E-NOFILE", f"{path} is missing; expected a folder in PEFT's format")
-    try:
-        content = json.loads(path.read_bytes()[: 2**20])
-    except (ValueError, RecursionError) as error:
-        refuse("E-FORMAT", f"{path} is not JSON ({error}); fetch it again")
-    if not isinstance(content, dict):
-        refuse("E-FORMAT", f"{path}: expected a JSON object, found a {type(content).__name__}")
-    plain = LoraConfig().to_dict()
+    content, plain = json_object(path), LoraConfig().to_dict()
     for name in ("peft_type", "r", "lora_alpha", "target_modules"):
         if name not in content:
             refuse("E-CONFIG", f"{path}: field '{name}' is missing")

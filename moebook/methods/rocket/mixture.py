@@ -53,9 +53,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
         refuse("E-BANK", f"a LoRA is named twice: {', '.join(names)}")
     check_alike(loras)
     for lora in loras:
-        if lora.base not in (None, base):
-            refuse("E-BASE", f"'{lora.name}' belongs to base {lora.base[:12]}..., this base is"
-                   f" {base[:12]}...")  # fmt: skip
+        checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
     scales = tuple(lora.scale if config.lora_scale == "applied" else 1.0 for lora in loras)
     rank, paths = loras[0].rank, tuple(loras[0].down)
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}

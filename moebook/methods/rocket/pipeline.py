@@ -11,7 +11,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
@@ -20,25 +20,27 @@ from torch import nn
 
 from moebook import training
 from moebook.data import encode
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.methods.rocket import augmentation, mixture, scoring, selection
 from moebook.methods.rocket.augmentation import Encoder
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.selection import Ranking
+from moebook.settings import settings
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
-UNRANKED = ("random", "best")  # experts drawn, or the one best on the test rows
 UNMIXED = ("expert_lora", "perplexity")
 """Arms without a mixture: a LoRA of a target's own training set, the bank's LoRAs tuned alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Arm:
     """How an arm gets its experts and its data."""
 
     config: Config  # K of it are the first of the case's shots
-    by: tuple[str, ...] = RANKED  # the rankings that choose the experts, or one of `UNRANKED`
+    # The rankings that choose the experts; "random" draws them, "best" is best on the test rows.
+    by: tuple[Literal[Ranking, "random", "best"], ...] = RANKED
     open_data: bool = True  # whether chosen open data join the shots
 
 
@@ -91,6 +93,7 @@ class Case:
     reasoning: pd.DataFrame  # the same of the answers with their rationales (Eq. 2)
     solved: pd.DataFrame  # which LoRA answers which shot exactly [N, K] (Eq. 5)
     vectors: np.ndarray  # embeddings of the shots [K, D]
+    similarities: pd.DataFrame  # cosines of the LoRAs with one another [N, N] (Eq. 6)
 
     def scores(self, shots: int, *, rationales: bool = True) -> pd.DataFrame:
         """Return `scoring.scores` of the first K shots, their rationales read or not."""
@@ -101,9 +104,8 @@ class Case:
 def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
     """Return what evaluates each target: the benchmarks in their order, or itself without any."""
     if benchmarks and len(benchmarks) != len(targets):
-        given = f"benchmarks has {len(benchmarks)} names ({', '.join(benchmarks)})"
-        wanted = f"targets has {len(targets)} ({', '.join(targets)})"
-        refuse("E-RANGE", f"{given}, {wanted}: give one a target, in the targets' order")
+        given = f"benchmarks has {len(benchmarks)} names, targets has {len(targets)}"
+        refuse("E-RANGE", f"{given}: give one a target, in the targets' order")
     return dict(zip(targets, benchmarks or targets, strict=True))
 
 
@@ -113,9 +115,8 @@ def score_bank(
 ) -> Case:  # fmt: skip
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
-    The bank is the LoRAs that passed the guard against leaks (`bank.guarded`), and any other that
-    is to be scored along; the encoder that of the open data. The base, unaltered, writes the
-    rationale itself where a row carries none (the paper has WizardLM2-8x22B write them).
+    The encoder is that of the open data. The base, unaltered, writes the rationale itself where a
+    row carries none (the paper has WizardLM2-8x22B write them).
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
@@ -131,16 +132,12 @@ def score_bank(
         reasoning=nats(scoring.expand(shots, order=order)),
         solved=scoring.accuracy(model, tokenizer, bank, shots),
         vectors=next(encoder.blocks(shots, size=len(shots))),
+        similarities=selection.similarity(bank, config),
     )  # fmt: skip
 
 
-def experts(
-    case: Case, arm: Arm, bank: Collection[str], similarities: pd.DataFrame, *, best: str
-) -> tuple[str, ...]:
-    """Name the LoRAs of the bank, all of them scored in the case, that an arm starts from.
-
-    ``best`` is the LoRA that is best on the test rows, for ``by=("best",)``.
-    """
+def experts(case: Case, arm: Arm, bank: Collection[str], *, best: str) -> tuple[str, ...]:
+    """Name the LoRAs of the bank that an arm starts from; ``best`` is that on the test rows."""
     if arm.by == ("best",):
         return (best,)
     if arm.by == ("random",):
@@ -148,11 +145,14 @@ def experts(
             refuse("E-RANGE", f"experts (N) is {arm.config.experts}, expected 1 to {len(bank)}")
         draw = random.Random(f"rocket/drawn/{case.task}/{case.seed}")
         return tuple(draw.sample(sorted(bank), arm.config.experts))
-    if odd := [name for name in arm.by if name not in RANKED]:
-        refuse("E-CHOICE", f"by is {odd[0]!r}; {nearest(odd[0], RANKED + UNRANKED)}")
-    scores = case.scores(arm.config.shots)
+    return selected(case, arm, bank).experts
+
+
+def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection:
+    """Select experts from a bank that was scored in the case by an arm's rankings (Alg. 1)."""
+    scores, rankings = case.scores(arm.config.shots), cast(Sequence[Ranking], arm.by)
     scores = scores[scores.index.isin(list(bank))]
-    return selection.select(scores, similarities, arm.config, rankings=arm.by).experts
+    return selection.select(scores, case.similarities, arm.config, rankings=rankings)
 
 
 def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:

@@ -35,6 +35,7 @@ from moebook.methods.rocket.loras import Lora, attached
 from moebook.models.anatomy import Anatomy, anatomy
 from moebook.nn import evaluating
 from moebook.runtime import progress
+from moebook.settings import checked
 
 Bank = Mapping[str, Lora]
 Row = Mapping[str, str]
@@ -62,6 +63,7 @@ def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
     return random.Random(f"rocket/shots/{seed}").sample(list(rows), shots)
 
 
+@checked
 def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[str, str]]:
     """Put each row's own rationale into its answer: Phi (Eq. 3) for data that carry rationales.
 
@@ -74,14 +76,12 @@ def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[s
         rationale = row.get("rationale", "").strip()
         if not rationale:
             refuse("E-DATA", f"row {number} has no rationale; write them first or score without")
-        answers = {
-            "answer_first": f"{row['answer']}\n{rationale}",
-            "rationale_first": f"{rationale}\nThe answer is {row['answer']}",
-        }
-        expanded.append({**row, "answer": answers[order]})
+        first, last = f"{row['answer']}\n{rationale}", f"{rationale}\nThe answer is {row['answer']}"
+        expanded.append({**row, "answer": first if order == "answer_first" else last})
     return expanded
 
 
+@checked
 def write_rationales(
     rows: Sequence[Row], model: nn.Module, tokenizer: Any,
     *, order: Order = "answer_first", limit: int = 200,
@@ -117,22 +117,21 @@ def generate(
         return InMemory(model, tokenizer, batch).answer(contexts, [(limit, ())] * len(contexts))
 
 
+@checked
 def log_perplexity(
     model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
     *, reduction: Literal["mean", "sum"] = "mean", tokens: int | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
-    ``[N, S]``, indexed by name: the mean over the answer's tokens (released) or their sum (Eq. 1
-    literally). Give shots from `expand` for the reasoning perplexity. Answers are scored with their
-    end token, as they are trained on.
+    ``[N, S]``, indexed by name: the mean over the answer's tokens, its end token included
+    (released), or their sum (Eq. 1 literally). Shots from `expand` give the reasoning perplexity.
 
-    All LoRAs share one copy of the unaltered base. Shots are packed without padding, and what
-    several begin with, such as a task's wording, runs once (`packs`); a row of the batch is one
-    LoRA on the pack. Dropout is off, and the end of the last layer and the head run on the answers
-    alone. A forward pass has so many ``tokens`` at most over all its LoRAs, by default 2,048 on a
-    CPU, where more would leave its cache, else 16,384. A pack is no longer than the model is wide:
-    attention then costs at most a sixth of the products.
+    All LoRAs share the unaltered base; a row of the batch is one LoRA on a pack of shots (`packs`).
+    Dropout is off; the end of the last layer and the head run on the answers alone. A forward pass
+    has so many ``tokens`` at most over its LoRAs, by default 2,048 on a CPU, where more would leave
+    its cache, else 16,384. A pack is no longer than the model is wide: attention then costs at most
+    a sixth of the products.
     """
     items = _encoded(model, tokenizer, bank, shots)
     loras, (host, head) = list(bank.values()), _readable(model)

@@ -6,19 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 from scipy.stats import rankdata
 from torch import Tensor
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.kernels.groups import groups as best_groups
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
+from moebook.settings import checked
 
-RANKINGS = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
+Ranking = Literal["perplexity", "accuracy", "diversity"]
+RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
 MOST_GROUPS = 1_000_000  # that are all listed, where their totals are not those of Alg. 1
 BEST = 1000  # most groups that a `Selection` holds
 Array = np.ndarray
@@ -73,7 +77,8 @@ def _cosines(gram: Tensor) -> Tensor:
     return torch.where(scale > 0, gram / scale.where(scale > 0, 1), 0.0)
 
 
-def diversity(cosines: Array, form: str = "ordered") -> Array:
+@checked
+def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -> Array:
     """Return Omega (Eq. 6) of groups, the inverse of their members' mean pairwise cosine ``[G]``.
 
     Eq. 6 multiplies the sum over ordered pairs by ``2 / (N (N - 1))``, so that as printed it is
@@ -85,12 +90,13 @@ def diversity(cosines: Array, form: str = "ordered") -> Array:
     return np.divide(1, cosines, out=np.full(len(cosines), np.inf), where=~infinite)
 
 
+@checked
 def select(
     scores: pd.DataFrame,
     similarities: pd.DataFrame,
     config: Config,
     *,
-    rankings: Sequence[str] = tuple(RANKINGS),
+    rankings: Annotated[Sequence[Ranking], Field(min_length=1)] = tuple(RANKINGS),
 ) -> Selection:
     """Choose N experts out of M candidates out of the bank (Alg. 1), exactly and repeatably.
 
@@ -101,9 +107,6 @@ def select(
     alphabet; equal sums are settled by name. Takes what `scoring.scores` and `similarity` return;
     ``rankings`` are those that count (Table 2's ablations).
     """
-    for name in rankings or [""]:
-        if name not in RANKINGS:
-            refuse("E-CHOICE", f"unknown ranking '{name}'; {nearest(name, RANKINGS)}")
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
         refuse("E-BANK", f"{have}: lower M or widen the bank")
@@ -124,7 +127,7 @@ def select(
 
 
 def _groups(
-    members: pd.DataFrame, similarities: pd.DataFrame, config: Config, rankings: Sequence[str]
+    members: pd.DataFrame, similarities: pd.DataFrame, config: Config, rankings: Sequence[Ranking]
 ) -> pd.DataFrame:
     """Rank all groups of N members; groups come in the order of their names, so ties keep it."""
     columns = [RANKINGS[name] for name in RANKINGS if name in rankings]

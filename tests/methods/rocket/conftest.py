@@ -1,37 +1,23 @@
 """A tiny base with its tokenizer, random LoRAs on it, and a few K shots."""
 
+import copy
+
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from moebook.methods import rocket
 from moebook.models.checkpoint import fingerprint
 
-SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
-VOCABULARY = 3 + 256
-
-
-def byte_tokenizer():
-    """One token a byte, after the three special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: place for place, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
 
 @pytest.fixture
-def tokenizer():
-    return byte_tokenizer()
+def tokenizer(byte_tokenizer):
+    return copy.deepcopy(byte_tokenizer)
 
 
 @pytest.fixture
 def base(host):
     """The builder of a base that the tokenizer fits."""
-    size = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
+    size = {"vocab_size": 300, "max_position_embeddings": 256}
     return lambda **changes: host(**{**size, **changes})
 
 

@@ -69,9 +69,7 @@ def test_accuracy_counts_greedy_answers_after_post_processing(
         assert (solved.loc["b"] == right).all()
 
 
-def test_a_right_number_is_right_in_other_words_and_code_is_refused(
-    model, bank, tokenizer, monkeypatch
-):
+def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypatch):
     raw = {"question": "How many?", "answer": "Natalia sold 48/2 = <<48/2=24>>24.\n#### 1,024"}
     rows = [{"task": "GSM8K"} | templates.gsm8k(raw, "here")] * 3
     texts, limits = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], set()
@@ -81,10 +79,6 @@ def test_a_right_number_is_right_in_other_words_and_code_is_refused(
     assert limits == {256}
     for order in scoring.ORDERS:
         assert scoring.expand(rows, order=order)[0]["answer"].count("<<48/2=24>>") == 1
-    for name in ("MBPP", "mbpp"):
-        code = {"task": name, "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
-        with pytest.raises(Refusal, match=f"E-SANDBOX: task '{name}': code is right when it runs"):
-            scoring.accuracy(model, tokenizer, bank, [code])
 
 
 def test_scores_are_equations_4_and_5():
@@ -107,27 +101,41 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
         pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"),
     ):
         scoring.scores(nats.loc[["b"]], hits.loc[["b"]])
-    with pytest.raises(Refusal, match=r"E-BANK: .* different LoRAs"):
-        scoring.scores(nats, hits.iloc[::-1])
 
 
-def test_shots_are_drawn_without_replacement_and_never_beyond_the_data(shots):
+def test_shots_are_drawn_without_replacement(shots):
     assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
     assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
-    for wanted, rows in ((5, shots), (1, []), (0, shots)):
-        with pytest.raises(Refusal, match=f"E-KSHOT: have {len(rows)} annotated rows"):
-            scoring.draw(rows, wanted, 0)
 
 
-def test_what_cannot_be_scored_is_refused(score, shots):
-    long = [{"prompt": "x" * 300, "answer": "y"}]
-    for how, message in (
-        ({"rows": []}, "E-KSHOT: have 0"),
-        ({"members": {}}, "E-BANK: the bank is empty"),
-        ({"rows": long}, "E-KSHOT: shot 0 has .* the model takes 256"),
-    ):
+def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
+    bare, wide = [{"prompt": "x" * 300, "answer": "y"}], torch.nn.Linear(32, 300)
+    code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
+    two, three = pd.DataFrame(1.0, [*"ab"], [0]), pd.DataFrame(1.0, [*"abc"], [0])
+    for message, call in {
+        "E-KSHOT: have 0": lambda: score([]),
+        "E-BANK: the bank is empty": lambda: score(members={}),
+        "E-KSHOT: shot 0 has .* the model takes 256": lambda: score(bare),
+        "E-CHOICE: reduction is 'max'": lambda: score(reduction="max"),
+        "E-CHOICE: order is 'both'": lambda: scoring.expand(shots, order="both"),
+        "E-DATA: row 0 has no rationale": lambda: scoring.expand(bare),
+        "E-KSHOT: have 4 annotated rows": lambda: scoring.draw(shots, 5, 0),
+        "E-KSHOT: have 4 annotated rows, need K = 0": lambda: scoring.draw(shots, 0, 0),
+        "E-BANK: .* different LoRAs": lambda: scoring.scores(two, three),
+        "E-SANDBOX: task 'MBPP': code is right when": lambda: scoring.accuracy(
+            model, tokenizer, bank, [code]
+        ),
+    }.items():
         with pytest.raises(Refusal, match=message):
-            score(**how)
+            call()
+    for message, host, name, value in (
+        ("config.logit_scale, expected one", model.config, "logit_scale", 0.5),
+        ("a bias, expected one product", model, "lm_head", wide),
+        ("layer 1 has no attention", model.model.layers[1], "self_attn", None),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal, match=message):
+            patch.setattr(host, name, value, raising=False)
+            score()
 
 
 def test_generation_gives_the_mode_back(model, tokenizer):
@@ -192,20 +200,6 @@ def test_what_is_left_out_changes_no_hidden_state_that_is_read(layers, targets, 
     assert torch.equal(again, wanted)
 
 
-@pytest.mark.parametrize(
-    ("alter", "message"),
-    [
-        (lambda m: setattr(m.config, "logit_scale", 0.5), "config.logit_scale, expected one"),
-        (lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 259)), "a bias, expected one product"),
-        (lambda m: delattr(m.model.layers[1], "self_attn"), "layer 1 has no attention"),
-    ],
-)
-def test_a_base_whose_answers_cannot_be_read_off_a_pack_is_refused(alter, message, score, model):
-    alter(model)
-    with pytest.raises(Refusal, match=f"E-MODEL: .*{message}"):
-        score()
-
-
 def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
     product, calls = scoring.product, []
     monkeypatch.setattr(scoring, "product", lambda *args: calls.append(1) or product(*args))
@@ -230,7 +224,7 @@ def test_rationales_are_put_into_answers_in_both_orders(order, shots):
         assert text.endswith(row["answer"]) is (order == "rationale_first")
 
 
-def test_a_model_writes_rationales_from_the_prompt_of_figure_3(tokenizer, shots, monkeypatch):
+def test_a_model_writes_rationales_by_figure_3(model, tokenizer, shots, monkeypatch):
     seen = []
 
     def written(model, tok, contexts, *, limit):
@@ -238,15 +232,13 @@ def test_a_model_writes_rationales_from_the_prompt_of_figure_3(tokenizer, shots,
         return [f"Because {n}." for n in range(len(contexts))]
 
     monkeypatch.setattr(scoring, "generate", written)
-    assert scoring.write_rationales(shots, None, tokenizer)[1]["rationale"] == "Because 1."
+    assert scoring.write_rationales(shots, model, tokenizer)[1]["rationale"] == "Because 1."
     assert "provide the answer first then with its explanation" in seen[0]
     assert seen[0].index("Question: Add 1 and 2.") < seen[0].index("Answer: 3.")
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    scoring.write_rationales(shots, None, tokenizer, order="rationale_first")
+    scoring.write_rationales(shots, model, tokenizer, order="rationale_first")
     assert seen[-1].startswith("[Read the question")
     assert "explanation first then with the answer" in seen[-1]
     monkeypatch.setattr(scoring, "generate", lambda m, t, c, limit: [" "] * len(c))
     with pytest.raises(Refusal, match="E-DATA: row 0: the model wrote no rationale"):
-        scoring.write_rationales(shots, None, tokenizer)
-    with pytest.raises(Refusal, match="E-DATA: row 0 has no rationale"):
-        scoring.expand([{"prompt": "a", "answer": "b"}])
+        scoring.write_rationales(shots, model, tokenizer)

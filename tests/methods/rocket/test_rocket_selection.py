@@ -157,23 +157,13 @@ def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inve
     assert selection.diversity(mean, "inverse") == inverse
 
 
-def test_a_group_of_opposites_is_the_most_diverse_unless_equation_6_is_read_literally():
-    names, cosines = list("abc"), [[1, -0.5, 0.9], [-0.5, 1, 0.9], [0.9, 0.9, 1]]
-    cosines = pd.DataFrame(cosines, index=names, columns=names)
-    scores = {"log_perplexity": [1.0, 2, 3], "accuracy": [0.3, 0.2, 0.1]}
-    for form, place in (("ordered", 1), ("inverse", 3)):
-        config = Config(candidates=3, experts=2, diversity=form)
-        groups = selection.select(pd.DataFrame(scores, index=names), cosines, config).groups
-        assert groups.set_index("members")["R_D"].loc[[("a", "b")]].item() == place
-
-
 def test_what_cannot_be_selected_from_is_refused():
     scores, cosines = tables(0, 6)
     bad = scores.assign(accuracy=np.nan)
     six, big = Config(candidates=6), Config(candidates=40, experts=8)
     for table, alike, config, rankings, message in (
         (scores, cosines, Config(), None, r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8"),
-        (scores, cosines, six, ["loss"], "E-CHOICE: unknown ranking 'loss'"),
+        (scores, cosines, six, ["loss"], "E-CHOICE: rankings.0 is 'loss'"),
         (scores, cosines.iloc[1:, 1:], six, None, "E-BANK: no similarity is known for"),
         (bad, cosines, six, None, "E-NONFINITE"),
         (*tables(0, 40), dataclasses.replace(big, experts=20), None, "137,846,528,820 groups"),
