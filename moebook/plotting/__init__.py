@@ -4,8 +4,7 @@ Every function returns a matplotlib `Figure` that is closed for pyplot, so a not
 ends in the call shows it once. Captions and alternative texts belong to the cell's metadata.
 """
 
-from moebook.plotting.charts import accuracies, bars, curves, heatmap, loads
-from moebook.plotting.points import forest, points
+from moebook.plotting.charts import accuracies, bars, curves, forest, heatmap, loads, points
 from moebook.plotting.theme import style
 
 __all__ = ["accuracies", "bars", "curves", "forest", "heatmap", "loads", "points", "style"]

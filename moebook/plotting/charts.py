@@ -1,4 +1,4 @@
-"""Charts along one axis: curves, bars with intervals, heat maps and loads of experts."""
+"""Curves, bars with intervals, heat maps and loads of experts; clouds of points and effects."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from moebook.errors import refuse
 from moebook.plotting import theme
-from moebook.plotting.theme import COLOURS, HATCHES, INK, Look, grid, look, single
+from moebook.plotting.theme import COLOURS, INK, Look, Series, grid, look, require, single
 from moebook.results.intervals import interval
+
+MANY = 150
+"""From so many points on in a panel a series is drawn small and pale, as a background."""
+COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
 
 
 def curves(
@@ -82,7 +90,7 @@ def bars(
     interval's ends in the same unit; where they are missing numbers there is no whisker. A dashed
     line stands at ``chance``, for guessing.
     """
-    theme.require("bars", frame, (group, series, "value", "low", "high"))
+    require("bars", frame, (group, series, "value", "low", "high"))
     groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
     figure, axes = single(3.6)
     width = 0.8 / len(names)
@@ -94,7 +102,7 @@ def bars(
         drawn = axes.bar(
             places, heights, width * 0.92, yerr=whiskers if whiskers.any() else None,
             color=COLOURS[index % len(COLOURS)], edgecolor="white", ecolor=INK, capsize=3,
-            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)], label=str(name),
+            hatch=theme.HATCHES[index // len(COLOURS) % len(theme.HATCHES)], label=str(name),
         )  # fmt: skip
         if len(groups) * len(names) <= 16:
             numbers = [f"{height:#.3g}" if np.isfinite(height) else "" for height in heights]
@@ -206,7 +214,7 @@ def loads(
     widths, left = np.stack(list(table.values())), np.zeros(len(table))
     for expert in range(experts):
         colour = COLOURS[expert % len(COLOURS)]
-        hatch = HATCHES[expert // len(COLOURS) % len(HATCHES)]
+        hatch = theme.HATCHES[expert // len(COLOURS) % len(theme.HATCHES)]
         dress: Look = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         patches = axes.barh(list(table), widths[:, expert], left=left, **dress)
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
@@ -224,3 +232,77 @@ def loads(
     axes.set(xlabel=xlabel, title=title, xlim=(0, 1))
     axes.margins(y=0.02)
     return figure
+
+
+def points(
+    panels: Mapping[str, Series],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    ticks: bool = True,
+) -> Figure:
+    """Draw one cloud a series, by colour and by marker; panels share their axes.
+
+    ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in this order.
+    Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing.
+    """
+    clouds, looks = theme.arrays("points", panels)
+    figure, cells = grid(list(panels), 3, 3.0, xlabel, ylabel, title, shared=True)
+    handles: dict[str, Artist] = {}
+    for axes, panel in zip(cells, clouds, strict=True):
+        for name, cloud in panel.items():
+            many = max(len(other[name]) for other in clouds if name in other) >= MANY
+            dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 26, "alpha": 0.85})
+            handles.setdefault(name, axes.scatter(*cloud.T, linewidths=0, **dress))
+        if not ticks:
+            axes.set(xticks=[], yticks=[])
+    theme.legend(figure, handles, 5)
+    return figure
+
+
+def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
+    """Draw effects as points with intervals around a line at zero, the first row on top.
+
+    ``frame`` has one row a point: ``panel`` (the unit, which its horizontal axis has), ``line``
+    (what stands at the left), ``series`` (colour and marker, such as the scale), ``value``, ``low``
+    and ``high`` in the panel's unit, and ``sure``: a filled marker, else a hollow one. Rows of one
+    panel and line stand beneath one another. ``xlabel`` says what an effect to the right means.
+    """
+    require("forest", frame, COLUMNS)
+    if frame.empty:
+        refuse("E-DATA", "forest: no effects; expected at least one")
+    panels = dict(list(frame.groupby("panel", sort=False)))
+    sizes = [part.line.nunique() for part in panels.values()]
+    figure, cells = plt.subplots(
+        len(panels), 1, figsize=(theme.WIDTH, 0.27 * sum(sizes) + 0.85 * len(panels) + 0.5),
+        height_ratios=[size + 0.8 for size in sizes], layout="constrained", squeeze=False,
+    )  # fmt: skip
+    plt.close(figure)
+    names = list(dict.fromkeys(frame.series))
+    for axes, (unit, part) in zip(cells.flat, panels.items(), strict=True):
+        _panel(axes, part, names)
+        axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left")
+    marks = {name: Line2D([], [], ls="", **look(place)) for place, name in enumerate(names)}
+    theme.legend(figure, marks, 5)
+    return figure
+
+
+def _panel(axes: Axes, part: pd.DataFrame, names: list[str]) -> None:
+    """Draw the effects of one unit."""
+    lines = list(dict.fromkeys(part.line))
+    present = [name for name in names if name in set(part.series)]
+    for row in part.itertuples():
+        dress = look(names.index(row.series))
+        shift = (present.index(row.series) - (len(present) - 1) / 2) * 0.3
+        height = lines.index(row.line) + shift
+        axes.plot([row.low, row.high], [height, height], color=dress["color"], lw=1.6)
+        face = dress["color"] if row.sure else "white"
+        axes.plot(row.value, height, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
+    axes.axvline(0, color=INK, lw=1)
+    axes.set_yticks(range(len(lines)), lines, fontsize=8.5)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)

@@ -171,7 +171,8 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host):
 @pytest.mark.parametrize("sign", ["is_transposed", "has_post_expert_norm", "_apply_gate"])
 def test_experts_that_compute_otherwise_are_refused(sign, mixture, monkeypatch):
     model = mixture("Olmoe")
-    kind = type(anatomy(model).layers[0].experts)
-    monkeypatch.setattr(kind, sign, lambda self, pre: pre, raising=False)  # any true value will do
+    experts = anatomy(model).layers[0].experts
+    for owner in (experts, type(experts)):  # flags are the module's, the gate its class's
+        monkeypatch.setattr(owner, sign, lambda self, pre: pre, raising=False)
     with pytest.raises(Refusal, match=r"E-MODEL: layer 0: OlmoeExperts .* (trans|a norm|a gate)"):
         esft.specialise(model, selection_of(model))

@@ -13,7 +13,7 @@ from scipy import stats
 from moebook import plotting
 from moebook.errors import Refusal
 from moebook.plotting import speed
-from moebook.plotting.points import COLUMNS
+from moebook.plotting.charts import COLUMNS
 from moebook.plotting.theme import COLOURS, DARK_COLOURS, INK
 
 BARS = pd.DataFrame(

@@ -15,9 +15,9 @@ from moebook.methods.esft.comparing import (
     spread,
     switches,
 )
-from moebook.methods.esft.config import Config
 from moebook.methods.esft.grouping import cooccurrence, group, partition
 from moebook.methods.esft.scoring import (
+    Config,
     Scores,
     Selection,
     Tally,

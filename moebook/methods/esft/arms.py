@@ -19,16 +19,8 @@ from torch import Tensor, nn
 from moebook.analysis.memory import step_memory
 from moebook.data import hub, tasks
 from moebook.errors import refuse
-from moebook.methods.esft.config import Config, Score
+from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
-from moebook.methods.esft.scoring import (
-    Count,
-    Scores,
-    measure,
-    random_selection,
-    select,
-    sparse_layers,
-)
 from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import origin_or_none
@@ -56,8 +48,7 @@ def sweep(
 ) -> dict[str, list[float]]:
     """Read the values of the sweeps (Fig. 6 and 7) by arm: rising numbers with commas between.
 
-    Thresholds are in (0, 1], ranks whole numbers to `RANKS`, group sizes whole numbers from 2.
-    Thresholds of the gate score and ranks are compared place by place: there must be as many.
+    Gate thresholds and ranks are compared place by place, so there must be as many.
     """
     tried = {
         "gate": _rising("thresholds_gate", thresholds_gate, float, 0, 1),
@@ -83,12 +74,9 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
 
 
 def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, Arm]:
-    """Return every arm by name: the main ones, ``gate-0.3`` of a sweep, ``gate-g2`` with groups.
-
-    Main arms have the ``usual`` thresholds of ``token`` and ``gate`` and rank of ``lora``.
-    """
+    """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
     known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
-    for score in get_args(Score):
+    for score in get_args(scoring.Score):
         known[score] = Arm(score, usual[score])
         known[f"random_{score}"] = Arm(score, usual[score], random=True)
     for method, names in budget(tried, usual).items():
@@ -101,10 +89,7 @@ def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict
 
 
 def budget(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, list[str]]:
-    """Return the names of the arms by method that Fig. 6 compares, the smallest first.
-
-    A value that a main arm has is that arm: it is not trained twice.
-    """
+    """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
     return {
         method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
         for method, value in usual.items()
@@ -115,7 +100,7 @@ def plan(
     arms: Mapping[str, Arm],
     model: nn.Module,
     drawn: Mapping[str, Iterable[Mapping[str, Any]]],
-    scores: Mapping[str, Scores],
+    scores: Mapping[str, scoring.Scores],
     together: Mapping[int, Tensor],
     *,
     preset: str,
@@ -124,8 +109,7 @@ def plan(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what each arm's method is called with, by arm and task.
 
-    That is ``rank`` and ``scale`` of `lora`, ``selection`` of `specialise`, nothing of `full`. Main
-    arms run on every task of ``scores`` (from `measure`), the others on the first. Experts in
+    Main arms run on every task of ``scores`` (from `measure`), the others on the first. Experts in
     groups, which ``together`` (from `cooccurrence`) decides, are measured anew on the samples
     ``drawn`` for the task, on a copy of the model. Random experts depend on score, task and seed.
     """
@@ -136,16 +120,16 @@ def plan(
                 sizes = {"rank": int(arm.size), "scale": scale}
                 calls[name, task] = sizes if arm.method == "lora" else {}
                 continue
-            config = Config.preset(preset, score=arm.method, threshold=arm.size)
+            config = scoring.Config.preset(preset, score=arm.method, threshold=arm.size)
             measured, groups = scores[task], None
             if arm.group > 1:
                 bound = deepcopy(model)
                 groups = group(bound, together, arm.group)
-                measured = measure(bound, drawn[task], config)
-            selection = select(measured, config, groups=groups)
+                measured = scoring.measure(bound, drawn[task], config)
+            selection = scoring.select(measured, config, groups=groups)
             if arm.random:
                 label = f"{arm.method}/{task}/{seed}"
-                selection = random_selection(selection, measured.experts, label)
+                selection = scoring.random_selection(selection, measured.experts, label)
             calls[name, task] = {"selection": selection}
     return calls
 
@@ -157,13 +141,12 @@ def full(model: nn.Module) -> nn.Module:
 
 
 @checked
-def lora(model: nn.Module, *, rank: Count = 8, scale: float = 2.0) -> nn.Module:
+def lora(model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0) -> nn.Module:
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
-    The paper names rank and scale but not the modules. Here they are the linear layers of
-    attention, of dense layers' MLPs and of shared experts, and the routed experts' fused tensors,
-    to each of which PEFT adds one product of rank ``rank`` per expert (a fused gate and up share
-    it), times ``scale`` (alpha is scale times r). LoRA weights are float32 or wider.
+    The paper does not name the modules. Here they are the linear layers of attention, of dense
+    layers' MLPs and of shared experts, and the routed experts' fused tensors, to each of which PEFT
+    adds one product of rank ``rank`` per expert (a fused gate and up share it), times ``scale``.
     """
     _check_plain(model)
     layers = anatomy(model).layers
@@ -174,7 +157,7 @@ def lora(model: nn.Module, *, rank: Count = 8, scale: float = 2.0) -> nn.Module:
     adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
     parts = [part for owner in adapted if owner for part in owner.modules()]
     linears = {part for part in parts if isinstance(part, nn.Linear)}
-    banks = {p for layer in sparse_layers(model) for p in layer.experts.parameters()}
+    banks = {p for layer in scoring.sparse_layers(model) for p in layer.experts.parameters()}
     config = LoraConfig(
         r=rank,
         lora_alpha=scale * rank,
@@ -194,7 +177,7 @@ def _check_plain(model: nn.Module) -> None:
         refuse("E-MODEL", "the model holds LoRA already: load the base again")
     if origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised: esft.restore or esft.merge it first")
-    sparse_layers(model)
+    scoring.sparse_layers(model)
 
 
 def rows(
@@ -221,8 +204,7 @@ def rows(
 def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)], seed: int) -> Rows:
     """Mix a task's rows with alignment data, which keeps the general abilities (Sec. 4.3).
 
-    All rows of the task are used; ``share`` is that of alignment rows in the mix, drawn without
-    replacement: 0.5 in the paper (1:1), 0 as released.
+    ``share`` is that of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.
     """
     wanted = math.floor(len(task) * share / (1 - share) + 0.5)
     if wanted > len(alignment):

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moebook.evaluation import by_benchmark
-from moebook.methods.esft.config import Config
-from moebook.methods.esft.scoring import Scores, Selection, select, sparse_layers
+from moebook.methods.esft.scoring import Config, Scores, Selection, select
 from moebook.models.anatomy import anatomy
 
 # What the paper reads otherwise than the released code: one thing, the other, and both.
@@ -25,11 +24,11 @@ CHANGES: dict[str, dict[str, object]] = {
 
 def layers(model: nn.Module) -> pd.DataFrame:
     """Describe a mixture layer by layer; ``width`` is F of the dense MLP or of one expert."""
-    routed = {layer.index: len(layer.router.weight) for layer in sparse_layers(model)}
     lines = []
     for layer in anatomy(model).layers:
+        experts = len(layer.router.weight) if layer.kind == "sparse" else 0
         size = sum(parameter.numel() for parameter in layer.block.parameters())
-        lines.append((layer.kind, layer.width, routed.get(layer.index, 0), size))
+        lines.append((layer.kind, layer.width, experts, size))
     return pd.DataFrame(lines, columns=["kind", "width", "routed experts", "parameters"])
 
 
@@ -41,10 +40,7 @@ def concentration(scores: Scores) -> list[float]:
 
 
 def half_mass(scores: Scores) -> dict[int, float]:
-    """Return, by layer, the least share of experts that hold half of the gate scores (Fig. 2).
-
-    In (0, 0.5]; 0.5 up to rounding of E / 2 where all experts are alike.
-    """
+    """Return, by layer, the least share of experts that hold half of the gate scores (Fig. 2)."""
     shares = {}
     for layer, row in scores.gate.items():
         reached = row.sort(descending=True).values.cumsum(0)
@@ -55,8 +51,7 @@ def half_mass(scores: Scores) -> dict[int, float]:
 def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int) -> pd.DataFrame:
     """Count the best experts by gate that two tasks share, mean over layers (Fig. 3).
 
-    Rows are the tasks of the first scores, columns those of the second, of the same model measured
-    on other samples. ``top`` is 6 in the figure, its model's K.
+    Rows are tasks of the first scores, columns of the second, from other samples; ``top`` is K.
     """
 
     def best(scores: Scores) -> list[set[int]]:
@@ -73,9 +68,7 @@ def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int)
 def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> pd.DataFrame:
     """Count which experts change when the released settings are changed towards the paper's.
 
-    Scores are given by pooling, ``tokens`` and ``samples``; thresholds p by score. A line a score
-    and one of `CHANGES`: ``experts that differ`` and ``layers that differ``, both counts, in all
-    layers together; ``share of layers``.
+    Scores are given by pooling, thresholds p by score; a line is a score and one of `CHANGES`.
     """
     lines = {}
     for score, threshold in thresholds.items():

@@ -51,8 +51,7 @@ def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
     Two experts are as alike as the cosine of their rows in the co-occurrence matrix. Of all groups
     of the given size among the experts left, the one with the largest mean pairwise similarity is
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
-    is looked at, as the paper says; more than `MOST` are refused. The row of an expert that was
-    never used is zero, and its cosine with any other counts as 0.
+    is looked at, as the paper says; more than `MOST` are refused. An unused expert is like none.
     """
     _check_size(size, len(cooccurrence))
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
@@ -71,11 +70,9 @@ def group(
     """Bind a mixture's experts in groups that share one gate, in place (Sec. 6.3, Appendix C).
 
     The gate vector of a group is the mean of its members', and one parameter from then on: also
-    where routers train, a token takes a whole group or none of it. A token still runs through K
+    where routers train, a token takes a whole group or none of it. It still runs through K
     experts, of K / size groups. The softmax stays over all E experts, as the host has it, so that
-    the gates of a group's members are equal and each is a part of the group's.
-
-    A model is left untouched unless `check` lets it pass. Returns groups by layer, for `select`.
+    the gates of a group's members are equal. Returns groups by layer, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:
@@ -91,8 +88,7 @@ def group(
 def check(model: nn.Module, sizes: Iterable[int]) -> None:
     """Refuse a model whose experts `group` cannot bind in groups of these sizes, before any count.
 
-    A router must be a plain weight ``[E, D]``, not one with a bias for the choice or with device
-    groups, and E and K must be multiples of each size.
+    A router must be a plain weight ``[E, D]``, without a bias for the choice or device groups.
     """
     for size, layer in product(sizes, sparse_layers(model)):
         router, where = layer.router, f"layer {layer.index}"

@@ -1,15 +1,16 @@
-"""Relevance of each expert to a task (Eq. 6, 7), in one pass; the choice of experts (Eq. 8)."""
+"""ESFT's settings; relevance of each expert to a task (Eq. 6, 7); the choice of experts (Eq. 8)."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.data import padded
-from moebook.errors import refuse
-from moebook.methods.esft.config import Config, Pooling, from_json
+from moebook.errors import Refusal, refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, observe
-from moebook.settings import checked, settings
+from moebook.settings import Kind, checked, preset, settings
 
+Pooling = Literal["tokens", "samples"]
+Score = Literal["token", "gate"]
 Group = tuple[int, ...]
 Expert = Annotated[int, Field(ge=0)]
 Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
@@ -31,6 +33,53 @@ FLAGS = ("shared_experts", "non_expert_modules", "router")
 SLACK = 1e-9  # what sums of decimal scores may lack by rounding, and still count as p
 Count = Annotated[int, Field(ge=1)]
 ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
+
+
+@settings
+class Config:
+    """How experts are scored and chosen, and what trains beside them (ESFT Sec. 3.3).
+
+    The defaults are the preset ``fixed``. The paper's thresholds are 0.2 for the token score and
+    0.1 for the gate score (Sec. 4.3).
+
+    Attributes:
+        score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
+            or ``"gate"``, the mean of its gates (Eq. 6).
+        threshold: p of Eq. 8: the best experts of a layer are taken until their scores reach it.
+        pooling: Average over all ``"tokens"`` (released), or within each of the ``"samples"`` and
+            then over these (Eq. 6 and 7 as printed).
+        normalised: Whether p is a share of a layer's total, as the paper says. The released code
+            does not divide: the token scores sum to 1 anyway, gates only if renormalised.
+        decimals: Places to which scores are rounded before the choice (released: 4), or None.
+        shared_experts, router: Whether these train too.
+        non_expert_modules: Whether all else trains too: attention, norms, embeddings, dense layers,
+            head (and the routers, in the released code).
+    """
+
+    score: Score = "token"
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2
+    pooling: Pooling = "tokens"
+    normalised: bool = False
+    decimals: Annotated[int, Field(ge=1, le=15)] | None = None
+    shared_experts: bool = False
+    non_expert_modules: bool = False
+    router: bool = False
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` is the text, ``released`` the authors' code, from which the published experts
+        follow, ``fixed`` the same without its rounding.
+        """
+        return preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"pooling": "samples", "normalised": True},
+    "released": {"decimals": 4},
+    "fixed": {},
+}
 
 
 def sparse_layers(model: nn.Module) -> list[Layer]:
@@ -55,8 +104,7 @@ def decisions(
 class Scores:
     """Scores of all routed experts: finite, none negative, E alike in all decoder layers.
 
-    Both map a layer to ``[E]`` float64: token is the share of its routed slots (Eq. 7), with sum 1,
-    gate the mean gate (Eq. 6), with a token's mean total gate as sum.
+    By layer ``[E]`` float64: token is the share of its slots (Eq. 7), gate the mean gate (Eq. 6).
     """
 
     token: dict[int, Tensor]
@@ -90,6 +138,30 @@ class _Published:
     gate_scores: ByLayer
 
 
+def from_json(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
+    """Make settings from a JSON object in a file; keys that are numbers become numbers."""
+    path = Path(path)
+    if not path.is_file():
+        refuse("E-NOFILE", f"{path} is missing")
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_numbered)
+    except (ValueError, RecursionError) as error:
+        refuse("E-FORMAT", f"{path} is not JSON: {error}")
+    if not isinstance(content, dict):
+        refuse("E-FORMAT", f"{path}: expected a JSON object")
+    try:
+        return kind(**{str(key): value for key, value in content.items()})
+    except Refusal as problem:
+        refuse(problem.code, f"{path}: {problem.message}")
+
+
+def _numbered(pairs: list[tuple[str, Any]]) -> dict[str | int, Any]:
+    numbered = {int(key) if key.isdecimal() else key: value for key, value in pairs}
+    if len(numbered) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return numbered
+
+
 def _tensors(layers: ByLayer) -> dict[int, Tensor]:
     rows = {}
     for layer, scores in layers.items():
@@ -111,8 +183,7 @@ class Tally:
     def add(self, ids: Tensor, gates: Tensor, mask: Tensor | None = None) -> None:
         """Count a batch of chosen experts ``ids`` and their ``gates``, ``[B, T, K]`` both.
 
-        The mask ``[B, T]`` is true where a token is real; by default all are. A row without a real
-        token does not count as a sample.
+        The mask ``[B, T]`` is true where a token is real; a row without one is no sample.
         """
         real = torch.ones(ids.shape[:2], device=ids.device) if mask is None else mask
         weight = real.double().unsqueeze(2)
@@ -135,11 +206,9 @@ def measure(
 ) -> Scores:
     """Score every routed expert of every sparse layer on a task's tokens (Eq. 6 and 7).
 
-    One pass, no routing stored: what grows is two sums per expert and pooling. Padding does not
-    count, shared experts are left out. Gates are those of the host: renormalised over the K chosen
-    in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
-
-    Of the configuration only ``pooling`` matters here; batches are from `samples`.
+    Batches are from `samples`; padding does not count. Gates are those of the host: renormalised
+    over the K chosen in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2). Of the configuration
+    only ``pooling`` matters here.
     """
     tallies: dict[int, Tally] = {}
     for layer, seen in decisions(model, batches):
@@ -154,8 +223,8 @@ def replay(
 ) -> Scores:
     """Score experts from routing that the authors published, as `measure` does: E ``experts``, K.
 
-    The file is text, gzipped where its name ends in .gz. A line is the decoder layer, the sample,
-    the K experts of each of the sample's tokens, an empty field, and their gates; tabs between.
+    The file is text or .gz. A line is the decoder layer, the sample, the K experts of each of the
+    sample's tokens, an empty field, and their gates; tabs between.
     """
     tallies: dict[int, Tally] = {}
     for layer, ids, gates in _lines(Path(path), experts, top_k):
@@ -202,10 +271,9 @@ def samples(
 ) -> list[dict[str, Any]]:
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
-    Rows are encoded in training form, prompt and answer. A sample is rows one after the other, cut
-    at ``length`` (the paper: "32 concatenated samples" of 4096 tokens). Unless ``packed`` it is one
-    row, left whole, and longer ones are passed over (as the published logs look). Where rows are
-    too few, fewer samples are made. Batches are filled with ``pad_id`` on the right, and masked.
+    Rows are encoded in training form. A sample is rows one after the other, cut at ``length`` (the
+    paper: "32 concatenated samples" of 4096 tokens). Unless ``packed`` it is one whole row, and
+    longer ones are passed over (as the published logs look). Too few rows make fewer samples.
     """
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     drawn = (rows[place]["input_ids"] for place in order)
@@ -259,10 +327,10 @@ def select(
 ) -> Selection:
     """Take the best experts of each layer until their scores reach p (Eq. 8).
 
-    Among equal scores the lower number comes first. Each layer gets at least one expert, since p is
-    above 0. A total that misses p only by rounding (of ``decimals``, or in float64) counts as p;
-    one that misses it by more (unnormalised gate scores) is refused. With ``groups`` by layer, from
-    `group`, whole groups are taken; the score of a group is the sum of its members'.
+    Among equal scores the lower number comes first; each layer gets at least one expert. A total
+    that misses p only by rounding (of ``decimals``, or in float64) counts as p; one that misses it
+    by more (unnormalised gate scores) is refused. With ``groups`` by layer, from `group`, whole
+    groups are taken by the sums of their members' scores.
     """
     experts = {}
     for layer, row in getattr(scores, config.score).items():

@@ -26,14 +26,11 @@ EXPERTS = "experts.json"
 
 @settings
 class Origin(checkpoint.Origin):
-    """What a specialised model was made from, kept on the model as ``model.esft``.
-
-    ``options`` are the parameters beside the routed experts that train, as they were in the base. A
-    checkpoint keeps the selection in its published form.
-    """
+    """What a specialised model was made from, kept as ``model.esft``."""
 
     method: ClassVar[str] = "esft"
-    selection: Annotated[Selection, Field(exclude=True)]
+    selection: Annotated[Selection, Field(exclude=True)]  # which a checkpoint keeps as published
+    # The base's parameters that train beside the routed experts.
     options: Annotated[dict[str, Tensor], Field(exclude=True, repr=False)]
 
 
@@ -43,12 +40,9 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
     transformers 5 keeps a layer's experts as one tensor, of which no part can be frozen: a masked
     gradient is still moved by weight decay. So the chosen experts become a parameter of their own,
     ``[N, ...]``, and the host's tensor gets neither gradient nor optimizer state. The copies are
-    float32 or wider, since small updates would be lost in bfloat16; shared experts, routers and
-    other modules, where they train, keep the host's dtype. The model computes what it computed.
-
-    The selection names the experts of every sparse layer of a mixture with fused gated experts:
-    Mixtral, DeepSeek-V2 and V3, OLMoE, Qwen2 and Qwen3 MoE, or one upcycled here. A model that is
-    refused is left untouched.
+    float32 or wider, since small updates would be lost in bfloat16; what else trains keeps the
+    host's dtype. The model computes what it computed. Hosts are mixtures with fused gated experts
+    (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here); a refused one is left untouched.
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
@@ -58,27 +52,18 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
 
 def install(model: nn.Module, selection: Selection, layers: list[Layer], base: str) -> nn.Module:
     """Split the experts of `fitting` layers and set what trains."""
-    model.requires_grad_(False)
-    trains = {
-        parameter: flag
-        for layer in layers
-        for module, flag in (
-            (layer.experts, False),
-            (layer.shared, selection.shared_experts),
-            (layer.router, selection.router),
-        )
-        if module is not None
-        for parameter in module.parameters()
-    }
-    rest = selection.non_expert_modules
-    free = {name: p for name, p in model.named_parameters() if trains.get(p, rest)}
-    copies = {n: p.detach().to("cpu", copy=True) for n, p in free.items() if not p.is_meta}
+    model.requires_grad_(selection.non_expert_modules)
+    for layer in layers:
+        layer.experts.requires_grad_(False)
+        layer.router.requires_grad_(selection.router)
+        if layer.shared is not None:
+            layer.shared.requires_grad_(selection.shared_experts)
+    free = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+    copies = {name: parameter.detach().to("cpu", copy=True) for name, parameter in free.items()}
     for layer in layers:
         dtype = torch.promote_types(layer.experts.down_proj.dtype, torch.float32)
         split = SplitExperts(layer.experts, selection.experts[layer.index], dtype=dtype)
         layer.mlp.experts = split.train(layer.experts.training)
-    for parameter in free.values():
-        parameter.requires_grad_(True)
     model.esft = Origin(base=base, selection=selection, options=copies)
     return model
 
@@ -109,11 +94,7 @@ def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Put the trained experts into their places, so that the model is a plain one again.
-
-    ``save_pretrained`` then writes a checkpoint that transformers loads without this package, and
-    all parameters are free to train again.
-    """
+    """Put the trained experts into their places: a plain model again, for ``save_pretrained``."""
     checkpoint.origin(model, Origin)
     for layer in sparse_layers(model):
         layer.mlp.experts = layer.experts.merged()
@@ -150,10 +131,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Put a task's trained experts on their base, in place and bit for bit, after all checks.
+    """Put a task's trained experts on their base, in place and bit for bit; refused, untouched.
 
-    A specialised model is swapped to the new task: what it had trained is dropped (`save` it
-    first). A refused one is left untouched.
+    A specialised model is swapped to the new task: what it had trained is dropped.
     """
 
     def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
@@ -171,8 +151,7 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
 
     In the end it is merged and in evaluation mode. Returns the largest differences of any logit for
     the batch, ``input_ids`` and ``attention_mask`` ``[B, T]``, after ``loading`` and ``merging``;
-    ``base unchanged``, 1: restoring brings back the weights that were specialised, bit for bit
-    (else `load` refuses them); ``bytes`` of the saved folder.
+    ``base unchanged``: 1 if `restore` brings back the same weights; ``bytes`` of the saved folder.
     """
     base = checkpoint.origin(model, Origin).base
     inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}

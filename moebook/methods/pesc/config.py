@@ -19,8 +19,8 @@ Weight = Annotated[float, Field(ge=0)]
 class Config:
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
-    The defaults are the preset ``fixed``. What the paper and its code disagree on in training alone
-    (sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps) is not part of this.
+    The defaults are the preset ``fixed``. The recipe of training is no part of this (in paper and
+    code: sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps).
 
     Attributes:
         experts: E, adapters a layer.
@@ -64,11 +64,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` is the text read literally, ``released`` the authors' code, ``fixed`` what the
-        paper means and what works.
-        """
+        """Return a preset, with fields changed: ``paper``, ``released`` (its code) or ``fixed``."""
         return settings.preset(cls, PRESETS, name, changes)
 
 
@@ -102,10 +98,7 @@ def reading(name: str) -> dict[str, Any]:
 
 
 def root(base: str, mix: str) -> str:
-    """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/13b``, ``pesc/34b/pro``.
-
-    The base's commit does not count; ``pro`` is the larger mixture, IDAE-720K.
-    """
+    """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/34b/pro`` (IDAE-720K)."""
     name = base.partition("@")[0].lower()
     size = next((f"/{size}" for size in ("13b", "34b") if size in name), "")
     return "pesc" + size + ("/pro" if mix == "idae-720k" else "")

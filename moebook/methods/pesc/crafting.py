@@ -44,9 +44,8 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
     MLP's input and E adapters that read its output. Since a token's gates sum to 1 this is Eq. 7,
     and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
     norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm.
-    Adapters and routers are float32 (float64 in a float64 host). What trains is not changed here:
-    see `prepare`. Hosts are causal language models with gated MLPs (Llama, Mistral, Qwen, SmolLM,
-    Yi, Gemma ...); one that is refused is left untouched.
+    Adapters and routers are float32 or wider; what trains is set by `prepare`. Hosts are causal
+    language models with gated MLPs (Llama, Mistral, Qwen, Yi ...); refused ones are left untouched.
     """
     chosen = craftable(model, config)
     base = checkpoint.fingerprint(model)
@@ -58,9 +57,8 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
 def full_experts(model: nn.Module, config: Config) -> nn.Module:
     """Craft in place with E full copies of each MLP as experts: what PESC approximates (Eq. 3).
 
-    Renormalised gates make it the dense function at first, as PESC is. The experts and routers are
-    all of it that trains (theta_i of Eq. 3), the rest of the host is frozen; `balance_loss` works
-    on it. ``config.host`` must be ``"frozen"``.
+    Renormalised gates make it the dense function at first, as PESC is. Experts and routers alone
+    train (theta_i of Eq. 3); ``config.host`` must be ``"frozen"``.
     """
     if config.host != "frozen":
         refuse("E-CHOICE", f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts")
@@ -128,11 +126,10 @@ def graft(chosen: Chosen, config: Config, build: Callable[[Layer, mnn.Router], n
 def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Module:
     """Make a dense model ready to train, in place: the host's tuning and, when sparse, `craft`.
 
-    Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: the same quantisation,
-    the same LoRA, no adapters. Afterwards exactly what `trained` lists requires a gradient. With
-    ``host="qlora"`` the linear layers inside the decoder layers are held in NF4 with double
-    quantisation and compute in the host's own dtype (load it in bfloat16 for the paper's setting);
-    adapters, routers, embeddings, head and norms are not quantised.
+    Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: the same quantisation
+    and LoRA, no adapters. Afterwards exactly what `trained` lists requires a gradient. With
+    ``host="qlora"`` the linear layers inside the decoder layers, and nothing else, are held in NF4
+    with double quantisation and compute in the host's own dtype (the paper: bfloat16).
     """
     base = checkpoint.fingerprint(model)
     return assemble(model, Origin(config=config, sparse=sparse, base=base))
@@ -200,7 +197,7 @@ def adapter_norm(model: nn.Module) -> float:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Fold LoRA into the host's weights in place, so that the layers are plain linear layers again.
+    """Fold LoRA into the host's weights in place, so that the layers are plain linear ones again.
 
     NF4 weights are dequantised first and stay so: folding into 4 bits again (as PEFT does) would
     round LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.

@@ -24,10 +24,8 @@ from moebook.nn import balance, evaluating
 from moebook.training import fit
 
 # What a count needs of the public configurations; Yi-34B has Llama's form.
-NEEDED = (
-    "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-)  # fmt: skip
+NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+            num_key_value_heads""".split()
 HOSTS = {
     "llama-2-7b": (32000, 4096, 11008, 32, 32, 32),
     "llama-2-13b": (32000, 5120, 13824, 40, 40, 40),
@@ -40,10 +38,9 @@ TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
     """Return ``alpha * E * sum_i f_i p_i``, summed over sparse layers, of the last pass (Eq. 10).
 
-    Each layer has its own term ("for each sparse transformer block"), see `moebook.nn.balance`. A
-    scalar; 0 for the dense arm and for ``balance="none"``. Fits
-    ``training.fit(..., penalty=pesc.balance_loss)``. The mask ``[B, T]`` is 1 for real tokens; by
-    default it is the one that the model was called with.
+    Each layer has its own term, see `moebook.nn.balance`; 0 for the dense arm and for
+    ``balance="none"``. The mask ``[B, T]`` is 1 for real tokens; by default it is the one that the
+    model was called with.
     """
     config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
     if config.balance == "none" or not routers:
@@ -70,9 +67,9 @@ def approximation_error(
 ) -> tuple[list[float], float]:
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
-    Both start from ``dense`` and were trained on the same steps, ``pesc`` crafted with
-    ``host="frozen"``, ``full`` by `full_experts`. Batches hold ``input_ids``, ``attention_mask``
-    and ``labels`` ``[B, T]`` (also with ``logits_to_keep`` and the labels' last columns alone).
+    Both start from ``dense``, ``pesc`` crafted with ``host="frozen"``, ``full`` by `full_experts`.
+    Batches hold ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]`` (also with
+    ``logits_to_keep`` and the labels' last columns alone).
 
     Returns:
         Row by row ``|loss(full) - loss(pesc)|``, nats per labelled token: its mean is xi of Eq. 6
@@ -157,9 +154,8 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
 def printed_sizes() -> pd.DataFrame:
     """Set the paper's three crafted hosts beside the sizes that Table 2 prints.
 
-    A line a host, numbers of parameters: ``dense``, ``total`` and ``activated`` at width 512,
-    ``total_64`` at width 64, which the released code trains; and ``implied_width_low`` and
-    ``implied_width_high``, between which the total rounds to what is printed.
+    Numbers of parameters at width 512, ``total_64`` at 64, which the released code trains; between
+    ``implied_width_low`` and ``implied_width_high`` the total rounds to what is printed.
     """
     wide, released = Config.preset("fixed"), Config.preset("released")
     lines = {}
@@ -182,11 +178,8 @@ def cost(
     """Return what a step of the crafted model costs over one of the dense arm: times and bytes.
 
     Both train in turns on the same batches by the recipe of `training.fit`, so that a busy machine
-    slows both. Bytes are counted tensor by tensor for ``inputs``, ``input_ids`` and
-    ``attention_mask`` ``[B, T]``, in which each token is its label.
-
-    Returns:
-        The median ratio of the seconds of a step, for each turn; the ratio of the bytes.
+    slows both. Times are the median ratios of a step's seconds by turn; bytes are counted for
+    ``inputs``, ``input_ids`` and ``attention_mask`` ``[B, T]``, in which each token is its label.
     """
     pair = dense.train(), sparse.train()
     labelled = {**inputs, "labels": inputs["input_ids"]}
