@@ -1,8 +1,7 @@
 """How fast the ops are: beside what a user would pick instead, and beside the hardware's floor.
 
-All contenders of a case run in one process, in turns, on the same inputs; a machine that is slow
-for a while is slow for all of them, so the medians of their ratios mean something where their
-seconds do not.
+All contenders of a case take turns in one process on the same inputs, so that the medians of their
+ratios mean something on a machine that is slow for a while, where their seconds do not.
 """
 
 from moebook.bench.accuracy import errors

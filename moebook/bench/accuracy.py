@@ -17,15 +17,14 @@ from torch.nn.functional import silu
 
 from moebook import kernels, runtime
 from moebook.bench.running import OPS, build, find
-from moebook.kernels import Bank, Routing
+from moebook.kernels import Bank
 from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
 
-SLACK = 2
-"""An op may err so many times as much as the reference does in the same number format, or as one
-unit in the last place where that is more."""
+SLACK = 2  # an op may err so many times as the reference in its number format, or a unit roundoff
+_chosen = partial(kernels.route, top_k=2, impl="reference")
 
 
 def errors(names: Iterable[str] | None = None, *, device: str = "auto") -> pd.DataFrame:
@@ -79,10 +78,6 @@ def _results(op: Callable[..., Any], impl: str, inputs: list[Tensor]) -> dict[st
     gradients = torch.autograd.grad(graded, leaves, waves) if graded else ()
     outputs |= {f"gradient {number}": part for number, part in enumerate(gradients, start=1)}
     return {name: part.detach() for name, part in outputs.items()}
-
-
-def _chosen(logits: Tensor) -> Routing:
-    return kernels.route(logits, 2, impl="reference")
 
 
 def _split(x: Tensor, logits: Tensor, *trained: Tensor, impl: str) -> Tensor:

@@ -8,7 +8,6 @@ import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,7 @@ from moebook.bench.timing import Contender, why
 from moebook.errors import refuse
 from moebook.kernels.matmul import product
 
-BLOCK = 2**22
-"""Numbers of a floor's result that are written at once: more would be new memory in every call."""
+BLOCK = 2**22  # numbers that a floor writes at once: more would be new memory in every call
 Run = Callable[[], Any]
 
 
@@ -58,13 +56,14 @@ def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Produ
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
     """Return the floor as a contender: the products, each by the fastest library that is there.
 
-    That is `torch.mm` into memory that is there already or, on a CPU, the product of the ops,
-    whichever is faster in a trial here.
+    That is `torch.mm` into memory at hand or, on a CPU, the ops' own product if a trial says so.
     """
-    multiplications = [shape.times * [_fastest(shape, device, dtype)] for shape in products]
+    multiplications: list[Run] = []
+    for shape in products:
+        multiplications += shape.times * [_fastest(shape, device, dtype)]
 
     def run() -> None:
-        for multiply in chain.from_iterable(multiplications):
+        for multiply in multiplications:
             multiply()
 
     return Contender("floor", run)

@@ -15,8 +15,7 @@ from moebook.errors import refuse
 from moebook.kernels import Bank, Routing, route
 from moebook.kernels.lora_mixture import lora_mixture
 
-LARGEST = 2**29
-"""Bytes of copied weights from which `batched_mm` does not take part."""
+LARGEST = 2**29  # bytes of copied weights from which `batched_mm` does not take part
 
 
 def routed(device: torch.device, T: int, E: int, K: int) -> Case:

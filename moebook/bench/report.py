@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -21,14 +20,12 @@ from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
 from moebook.errors import Refusal
 from moebook.results import Run, Value
 
-BENCH = "bench"
-"""Folder of the runs of all ops, one a machine."""
+BENCH = "bench"  # folder of the runs of all ops, one a machine
 UNITS = {
     "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
 }  # fmt: skip
-"""What is recorded of each contender."""
 COUNTS = {"flops": "count", "traffic": "bytes"}
-"""What is recorded of each case: FLOPs of its floor, bytes that must move at least once."""
+"""What is recorded of each contender and of each case."""
 KINDS: dict[str, tuple[str, Any, Any]] = {
     "faster": ("at least {:g} x as fast", operator.ge, lambda ours, other: other.ratio),
     "within": ("at most {:g} x its time", operator.le, lambda ours, other: 1 / other.ratio),
@@ -37,9 +34,7 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
 }
 """Of each kind of goal: its wording, on which side of the bound a number is right, and the number
 from the lines of ours and the other."""
-GOALS: dict[str, list[tuple[str, str, str, str, float]]] = yaml.safe_load(
-    Path(__file__).with_name("goals.yaml").read_text()
-)
+GOALS = yaml.safe_load(Path(__file__).with_name("goals.yaml").read_text())
 """By kind of device: op, case, the contender that it is measured by, kind, and bound."""
 
 
@@ -203,14 +198,11 @@ def remeasured(records: Mapping[str, Run]) -> pd.DataFrame:
 
 def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
     """Read sweeps back: ``machine``, ``op``, ``letter``, ``value``, ``contender``, ``seconds``."""
-    lines = [
-        (machine, *match.groups(), value.value)
-        for machine, record in records.items()
-        for value in record.values
-        if (match := re.fullmatch(r"(\w+)/growth/(\w+)=(\d+)/(\w+)", value.name))
-    ]
-    names = ["machine", "op", "letter", "value", "contender", "seconds"]
-    return pd.DataFrame(lines, columns=names).astype({"value": int})
+    values = [(who, each.name, each.value) for who, r in records.items() for each in r.values]
+    frame = pd.DataFrame(values, columns=["machine", "name", "seconds"])
+    pattern = r"^(?P<op>\w+)/growth/(?P<letter>\w+)=(?P<value>\d+)/(?P<contender>\w+)$"
+    frame = frame.join(frame.pop("name").str.extract(pattern)).dropna(ignore_index=True)
+    return frame.astype({"value": int})
 
 
 def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:

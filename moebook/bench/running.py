@@ -21,8 +21,7 @@ from moebook.errors import Refusal, nearest, refuse
 
 OPS, PEERS = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).values()
 """What is known of each op, and what each peer's distribution is compared on: see there."""
-STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5
-"""Where goals are stated: the scale of each kind of device, and the fewest rounds."""
+STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5  # scale and fewest rounds of the goals
 SCALES = ("tiny", "small", "full", "model")
 KEYS = "op", "case", "contender", "key"
 COLUMNS = (*KEYS, *Cost._fields, "flops", "traffic", "note", "profile")

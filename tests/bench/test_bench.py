@@ -88,10 +88,11 @@ def test_every_op_answers_rightly(name):
 
 def test_a_wrong_answer_is_found(monkeypatch):
     right = kernels.balance_loss
-    wrong = {"auto": 1 + 1e-5, "reference": 1}
-    monkeypatch.setattr(
-        kernels, "balance_loss", lambda *x, impl: right(*x, impl=impl) * wrong[impl]
-    )
+
+    def scaled(*given, impl):
+        return right(*given, impl=impl) * (1 + 1e-5 * (impl == "auto"))
+
+    monkeypatch.setattr(kernels, "balance_loss", scaled)
     checks = bench.errors(["balance_loss"], device="cpu").set_index("what")["right"]
     assert not checks["output"] and not checks["gradient 1"]
     nats = choosing.scoring.log_perplexity
@@ -279,11 +280,14 @@ def test_the_peers_are_listed_with_versions(project, capsys):
     assert bench.installed().loc["numpy", "version"] == np.__version__
 
 
-def test_one_op_is_printed_and_leaves_no_record(project, capsys):
+def test_one_op_is_printed_and_leaves_no_record_and_outside_a_project_none_runs(project, capsys):
     assert cli.main("bench balance_loss --scale tiny --rounds 1 --device cpu".split()) == 0
     shown = capsys.readouterr().out
     assert "balance_loss / fine" in shown and "exponent" in shown
     assert not (project / "results").exists()
+    (project / "_config.yml").unlink()
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err.startswith("E-PATH: no _config.yml")
 
 
 @pytest.mark.parametrize("kept", [True, False])
