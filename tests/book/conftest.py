@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shlex
@@ -21,38 +20,26 @@ FLAGS = (
 )
 
 
-def executable() -> str | None:
-    """Find a Chromium on this machine."""
-    return next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Chromium:
-    """One browser with one page; every request that the page makes is kept in `requests`.
+    """One browser with one page; every request that the page makes is kept in `requests`."""
 
-    Args:
-        profile: An empty folder for the browser's profile.
-    """
-
-    def __init__(self, profile: Path) -> None:
-        command_read, command_write = os.pipe()
-        reply_read, reply_write = os.pipe()
-        line = (
-            f"exec {executable()} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
-        )
+    def __init__(self, executable: str, profile: Path) -> None:
+        (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
+        line = f"exec {executable} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
         self._process = subprocess.Popen(
-            ["bash", "-c", f"{line} 3<&{command_read} 4>&{reply_write}"],
-            pass_fds=(command_read, reply_write),
+            ["bash", "-c", f"{line} 3<&{their_in} 4>&{their_out}"],
+            pass_fds=(their_in, their_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(command_read)
-        os.close(reply_write)
-        self._commands = os.fdopen(command_write, "wb", buffering=0)
-        self._replies = os.fdopen(reply_read, "rb", buffering=0)
-        self._buffer, self._count, self._session = b"", 0, ""
-        self._loaded = False
+        os.close(their_in)
+        os.close(their_out)
+        self._commands = os.fdopen(our_out, "wb", buffering=0)
+        self._replies = os.fdopen(our_in, "rb", buffering=0)
+        self._buffer, self._count, self._session, self._loaded = b"", 0, "", False
         self.requests: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -84,26 +71,16 @@ class Chromium:
 
     def run(self, script: str) -> Any:
         """Evaluate JavaScript in the page, wait for its promise, return its value."""
-        result = self.call(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-        )
+        options = {"awaitPromise": True, "returnByValue": True}
+        result = self.call("Runtime.evaluate", expression=script, **options)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
     def resize(self, width: int, height: int) -> None:
         """Set the size of the page in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-
-    def screenshot(self) -> bytes:
-        """Return what the page shows, as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def close(self) -> None:
         """End the browser."""
@@ -130,8 +107,9 @@ class Chromium:
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Chromium]:
     """A fresh headless Chromium; the test is skipped where there is none."""
-    if executable() is None:
+    executable = next(filter(None, map(shutil.which, NAMES)), None)
+    if executable is None:
         pytest.skip("no Chromium on this machine; install the package chromium")
-    chromium = Chromium(tmp_path)
+    chromium = Chromium(executable, tmp_path)
     yield chromium
     chromium.close()

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from moebook import papers, plotting
 from moebook.errors import Refusal
 from moebook.notebook import book, sources
+from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -27,17 +29,10 @@ def _notebook(name: str = "pesc") -> dict[str, Any]:
     """A small executed notebook: text, a formula, a figure, a table and a recorded value."""
     figure = io.BytesIO()
     plotting.loads({"layer 0": [0.5, 0.5]}).savefig(figure)
-    picture = {
-        "mystnb": {
-            "figure": {"caption": "Load by expert.", "name": f"fig-{name}"},
-            "image": {"alt": "One bar of two equal parts."},
-        }
-    }
-    value = {
-        "application/vnd.moebook.value+json": VALUE,
-        "application/papermill.record/text/plain": "0.43",
-    }
-    glue = {"name": "pesc/dense/accuracy", "mime_prefix": "application/papermill.record/"}
+    picture = {"mystnb": {"figure": {"caption": "Load by expert.", "name": f"fig-{name}"},
+                          "image": {"alt": "One bar of two equal parts."}}}  # fmt: skip
+    value = {"application/vnd.moebook.value+json": VALUE, f"{GLUE}text/plain": "0.43"}
+    glue = {"scrapbook": {"name": "pesc/dense/accuracy", "mime_prefix": GLUE}}
     table = "<table class='dataframe'><tr><th>accuracy</th></tr><tr><td>0.43</td></tr></table>"
     return {
         "nbformat": 4,
@@ -48,7 +43,7 @@ def _notebook(name: str = "pesc") -> dict[str, Any]:
             _text("## Accuracy of the dense model"),
             _code({"image/png": base64.b64encode(figure.getvalue()).decode()}, {}, picture),
             _code({"text/html": table}, {}, {}),
-            _code(value, {"scrapbook": glue}, {}),
+            _code(value, glue, {}),
         ],
     }
 
@@ -59,14 +54,8 @@ def _text(source: str) -> dict[str, Any]:
 
 def _code(data: Any, metadata: Any, cell: Any) -> dict[str, Any]:
     output = {"output_type": "display_data", "data": data, "metadata": metadata}
-    return {
-        "cell_type": "code",
-        "id": f"code-{len(str(data))}",
-        "execution_count": 1,
-        "metadata": cell,
-        "source": "show()",
-        "outputs": [output],
-    }
+    facts = {"id": f"code-{len(str(data))}", "execution_count": 1, "source": "show()"}
+    return {"cell_type": "code", "metadata": cell, "outputs": [output], **facts}
 
 
 def _run(name: str, tier: str, seed: int = 0) -> Run:
@@ -85,8 +74,9 @@ def _run(name: str, tier: str, seed: int = 0) -> Run:
 
 @pytest.fixture(scope="module", autouse=True)
 def style() -> Iterator[None]:
-    """Undo the style that the book's own figures set."""
-    with matplotlib.rc_context():
+    """Undo the style that the book's own figures set; audit once."""
+    with matplotlib.rc_context(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(papers, "audit", cache(papers.audit))
         plotting.style()
         yield
 
@@ -97,10 +87,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
-    shutil.copy(ROOT / "_config.yml", folder)
-    for name in ("moebook", "tests"):
-        (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
+    for name in ("moebook", "tests", "_config.yml"):
+        (folder / name).symlink_to(ROOT / name)
     for page in book.notebook_pages(folder):
         copy = folder / "book" / "notebooks" / f"{page}.ipynb"
         write_run(copy.with_suffix(".parquet"), _run(page[3:], "smoke"))
@@ -126,18 +115,20 @@ def site(project: Path) -> Path:
 
 
 @pytest.fixture
-def copy(project: Path) -> Iterator[Path]:
-    """The executed notebook, put back after a test has spoilt it."""
-    path = project / "book" / "notebooks" / "01_pesc.ipynb"
-    yield path
-    _write(path, _notebook())
-    write_run(path.with_suffix(".parquet"), _run("pesc", "smoke"))
-
-
-def _addresses(site: Path) -> list[str]:
-    """All pages but index.html, which only sends the reader on to the first one."""
-    pages = [page for page in sorted(site.rglob("*.html")) if "_static" not in page.parts]
-    return [page.as_uri() for page in pages if page.name != "index.html"]
+def small(tmp_path: Path) -> Path:
+    """A project with a book of two pages, one of them an executed notebook."""
+    chapters = [{"file": "found"}, {"file": "notebooks/01_pesc"}]
+    toc = {"format": "jb-book", "root": "intro", "parts": [{"caption": "A", "chapters": chapters}]}
+    (tmp_path / "book" / "notebooks").mkdir(parents=True)
+    _write(tmp_path / "book" / "_toc.yml", toc)
+    _write(
+        tmp_path / "book" / "_config.yml", {"title": "A", "execute": {"execute_notebooks": "off"}}
+    )
+    (tmp_path / "book" / "intro.md").write_text("# A book\n")
+    page = tmp_path / "book" / "notebooks" / "01_pesc.ipynb"
+    _write(page, _notebook())
+    write_run(page.with_suffix(".parquet"), _run("pesc", "smoke"))
+    return tmp_path
 
 
 def test_every_page_of_the_contents_is_rendered(site: Path) -> None:
@@ -147,20 +138,16 @@ def test_every_page_of_the_contents_is_rendered(site: Path) -> None:
     assert [page for page in pages if not (site / f"{page}.html").is_file()] == []
 
 
-def test_the_badge_tells_what_the_run_cost_and_the_copy_is_untouched(
+def test_a_live_page_has_a_badge_and_leads_to_its_findings_which_have_none(
     site: Path, project: Path
 ) -> None:
-    page = _page(site, "notebooks/01_pesc")
-    for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing"):
-        assert fact in page
-    assert json.loads((project / "book/notebooks/01_pesc.ipynb").read_text()) == _notebook()
-
-
-def test_a_live_page_leads_to_the_findings_which_have_no_badge(site: Path) -> None:
     live, findings = _page(site, "notebooks/01_pesc"), _page(site, "notebooks/01_pesc_findings")
-    assert "Full-size runs: nano (3 seeds)" in live
+    for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing",
+                 "Full-size runs: nano (3 seeds)"):  # fmt: skip
+        assert fact in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live and "moe-cost" not in findings
+    assert json.loads((project / "book/notebooks/01_pesc.ipynb").read_text()) == _notebook()
 
 
 def test_every_claim_stands_in_the_ledger_and_in_what_was_found_without_javascript(
@@ -170,6 +157,10 @@ def test_every_claim_stands_in_the_ledger_and_in_what_was_found_without_javascri
     for claim in papers.claims():
         assert f'id="{claim.id}"' in ledger and f'"ledger.html#{claim.id}"' in found
     assert "chance alone would produce about" in ledger
+    records, page = _page(site, "records"), _page(site, "audit")
+    assert records.count("(committed)") == 1 and records.count(", on its page)") == 6
+    differs = [finding for finding in papers.audit() if finding.status == "differs"]
+    assert differs and all(finding.printed in page for finding in differs)
 
 
 def test_what_was_found_has_a_sentence_and_a_picture_of_what_ran_and_so_has_the_front(
@@ -186,55 +177,48 @@ def test_what_was_found_has_a_sentence_and_a_picture_of_what_ran_and_so_has_the_
 
 
 def test_notebooks_start_longest_first_and_findings_behind_all_others(project: Path) -> None:
-    found = sources.notebooks(project)
+    notebooks = sources.notebooks(project)
     (project / "book" / "notebooks" / "05_kernels.parquet").rename(project / "away")
-    order = sorted(found.values(), key=lambda notebook: book._cost(notebook, project))
+    order = sorted(notebooks.values(), key=lambda notebook: book._cost(notebook, project))
     (project / "away").rename(project / "book" / "notebooks" / "05_kernels.parquet")
     last = [notebook.findings for notebook in order].index(True)
     assert order[last - 1].name == "kernels" and all(one.findings for one in order[last:])
 
 
-def test_records_list_every_run_and_the_audit_every_number_that_differs(site: Path) -> None:
-    records, page = _page(site, "records"), _page(site, "audit")
-    assert records.count("(committed)") == 1 and records.count(", on its page)") == 6
-    differs = [finding for finding in papers.audit() if finding.status == "differs"]
-    assert differs and all(finding.printed in page for finding in differs)
-
-
-def test_a_copy_with_an_error_without_its_run_or_that_is_missing_is_refused(
-    project: Path, copy: Path
-) -> None:
-    notebook = _notebook()
+def test_a_copy_with_an_error_without_its_run_or_that_is_missing_is_refused(small: Path) -> None:
+    copy, notebook = small / "book" / "notebooks" / "01_pesc.ipynb", _notebook()
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
     notebook["cells"][3]["outputs"] = [error]
     _write(copy, notebook)
     with pytest.raises(Refusal, match="cell 4 holds ValueError"):
-        book.build("smoke", project)
+        book.build("smoke", small)
     for suffix, message in ((".parquet", "has no run beside it"), (".ipynb", "is missing")):
         copy.with_suffix(suffix).unlink()
         with pytest.raises(Refusal, match=f"{message}.*; run: moebook book --tier cpu --only pesc"):
-            book.build("cpu", project)
+            book.build("cpu", small)
 
 
-def test_a_warning_of_jupyter_book_is_refused(site: Path, project: Path) -> None:
-    page = project / "book" / "glossary.md"
-    text = page.read_text(encoding="utf-8")
-    page.write_text(text + "\n{ref}`no-such-place`\n", encoding="utf-8")
-    try:
-        with pytest.raises(Refusal, match="no-such-place"):
-            book.build("smoke", project)
-    finally:
-        page.write_text(text, encoding="utf-8")
+def test_a_warning_of_jupyter_book_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "generated", lambda folder: {})
+    (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
+    with pytest.raises(Refusal, match=r"has warnings: .*found.*no-such-place"):
+        book.build("smoke", small)
+    assert "no-such-place" in (small / "_build" / "book.log").read_text()
 
 
 @pytest.mark.browser
 def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen(
     site: Path, browser: Any
 ) -> None:
-    formulas = 0
+    pages, formulas = (
+        [page for page in sorted(site.rglob("*.html")) if "_static" not in page.parts],
+        0,
+    )
     browser.resize(400, 800)
-    for address in _addresses(site):
-        browser.open(address)
+    for page in pages:
+        if page.name == "index.html":  # which only sends the reader on to the first one
+            continue
+        browser.open(page.as_uri())
         formulas += browser.run("document.querySelectorAll('mjx-container').length")
         raw = browser.run(
             r"[...document.querySelectorAll('.math')].filter("
@@ -243,17 +227,20 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
             r" + (document.body.innerText"
             r".match(/\\\(|\\\[|\$\$/g) ?? []).length"
         )
-        assert raw == 0, address
-        assert browser.run("document.documentElement.scrollWidth") <= 400, address
+        assert raw == 0, page
+        assert browser.run("document.documentElement.scrollWidth") <= 400, page
         missing = "[...document.images].filter(e => !e.alt && !e.ariaHidden).map(e => e.src)"
-        assert browser.run(missing) == [], address
+        assert browser.run(missing) == [], page
     outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
     assert outside == []
     assert formulas > 50
 
 
 @pytest.mark.browser
-def test_the_ledger_is_filtered_by_paper_and_verdict(site: Path, browser: Any) -> None:
+def test_the_ledger_is_filtered_by_paper_and_there_is_one_search_field(
+    site: Path, browser: Any
+) -> None:
+    browser.resize(1280, 800)
     browser.open((site / "ledger.html").as_uri() + "?paper=ESFT")
     shown = "[...document.querySelectorAll('table[data-filters] tbody tr')].filter(e => !e.hidden)"
     rows = browser.run(f"{shown}.map(e => e.id)")
@@ -263,11 +250,5 @@ def test_the_ledger_is_filtered_by_paper_and_verdict(site: Path, browser: Any) -
         " s.dispatchEvent(new Event('change'))}"
     )
     assert len(browser.run(f"{shown}.map(e => e.id)")) == len(papers.claims())
-
-
-@pytest.mark.browser
-def test_there_is_one_search_field(site: Path, browser: Any) -> None:
-    browser.resize(1280, 800)
-    browser.open((site / "intro.html").as_uri())
     visible = "[...document.querySelectorAll('.search-button-field')].filter(e => e.offsetParent)"
     assert browser.run(f"{visible}.length") == 1

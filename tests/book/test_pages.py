@@ -17,7 +17,7 @@ from moebook.notebook import pages, verdicts
 from moebook.notebook.verdicts import Row
 from moebook.papers import Claim
 from moebook.papers.arithmetic import Finding
-from moebook.results import LIVE, Pool, Run, Value, write_run
+from moebook.results import LIVE, Pool, Run, Value, write, write_run
 
 ROOT = Path(__file__).parents[2]
 CLAIM = papers.claim("pesc.sparse-beats-dense")
@@ -31,10 +31,9 @@ def _pool(sparse: float, *, base: str = "nano", tier: str = "study", step: int =
     for seed in range(seeds):
         values = []
         apart = step * (seed - seeds // 2)
-        for arm, share, more in (("dense", 0.5, 0), ("sparse", sparse, apart)):
-            right = round(200 * share) + more
+        for arm, right in (("dense", 100), ("sparse", round(200 * sparse) + apart)):
             items = tuple(float(place < right) for place in range(200))
-            values.append(Value(f"pesc/{arm}/accuracy", sum(items) / 200, "share", items))
+            values.append(Value(f"pesc/{arm}/accuracy", right / 200, "share", items))
         runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
     return Pool("pesc", protocol if tier == "study" else LIVE, tuple(runs))
 
@@ -43,38 +42,28 @@ def _row(name: str, *pools: Pool, claim: Claim = CLAIM) -> Row:
     return verdicts.row(replace(claim, id=name), pools)
 
 
-def _html(pools: list[Pool], folder: Path) -> str:
-    return pages.ledger([verdicts.row(CLAIM, pools)], pages.Places(folder))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A project whose page of pesc records what the claim is about."""
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
-    pages = tmp_path / "book" / "notebooks"
-    pages.mkdir(parents=True)
     value = {"application/vnd.moebook.value+json": {"name": CLAIM.value, "value": 1, "unit": "x"}}
     cells = [
         {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]},
         {"cell_type": "code", "source": "1", "outputs": [{"data": value}]},
     ]
-    (pages / "01_pesc.ipynb").write_text(json.dumps({"cells": cells}))
+    write(tmp_path / "book" / "notebooks" / "01_pesc.ipynb", json.dumps({"cells": cells}))
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("sparse", "label", "kind"),
-    [
-        (0.8, "direction holds", "holds"), (0.2, "direction fails", "fails"),
-        (0.5, "inconclusive", "inconclusive"), (None, "not run", "notrun"),
-    ],
-)  # fmt: skip
-def test_the_badge_follows_the_recorded_value(
-    folder: Path, sparse: float | None, label: str, kind: str
-) -> None:
-    page = _html([] if sparse is None else [_pool(sparse)], folder)
-    assert f'<span class="verdict {kind}">{label}</span>' in page
-    assert f'data-verdict="{label}"' in page
-    assert ("3 seeds" in page) == (sparse is not None)
+def test_the_badge_follows_the_recorded_value(folder: Path) -> None:
+    for sparse, label, kind in ((0.8, "direction holds", "holds"), (None, "not run", "notrun"),
+                                (0.2, "direction fails", "fails"),
+                                (0.5, "inconclusive", "inconclusive")):  # fmt: skip
+        pools = [] if sparse is None else [_pool(sparse)]
+        page = pages.ledger([verdicts.row(CLAIM, pools)], pages.Places(folder))
+        assert f'<span class="verdict {kind}">{label}</span>' in page
+        assert f'data-verdict="{label}"' in page
+        assert ("3 seeds" in page) == (sparse is not None)
 
 
 def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
@@ -95,23 +84,22 @@ def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
 
 
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder: Path) -> None:
-    module = folder / "moebook" / "methods" / "pesc"
-    module.mkdir(parents=True)
-    (module / "crafting.py").write_text("\n\ndef craft(model):\n    pass\n")
-    (folder / "book" / "notebooks" / "01_pesc_findings.ipynb").write_text('{"cells": []}')
-    live, committed = _html([_pool(0.8, tier="cpu")], folder), _html([_pool(0.8)], folder)
-    for page in (live, committed):
+    module = folder / "moebook" / "methods" / "pesc" / "crafting.py"
+    write(module, "\n\ndef craft(model):\n    pass\n")
+    write(folder / "book" / "notebooks" / "01_pesc_findings.ipynb", '{"cells": []}')
+    for pool, committed in ((_pool(0.8, tier="cpu"), False), (_pool(0.8), True)):
+        page = pages.ledger([verdicts.row(CLAIM, [pool])], pages.Places(folder))
         assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
         assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
-    assert 'href="notebooks/01_pesc_findings.html"' in committed and "_findings" not in live
+        assert ('href="notebooks/01_pesc_findings.html"' in page) == committed
 
 
-@pytest.mark.parametrize("name", sorted({claim.function for claim in papers.claims()}))
-def test_a_claims_code_link_leads_to_the_function_that_python_finds_there(name: str) -> None:
-    function = inspect.unwrap(pkgutil.resolve_name(name))
-    file = Path(inspect.getsourcefile(function) or "").relative_to(ROOT).as_posix()
-    claim = next(claim for claim in papers.claims() if claim.function == name)
-    assert (pages.Places(ROOT).code(claim) or "").partition("#")[0].endswith(f"/{file}")
+def test_a_claims_code_link_leads_to_the_function_that_python_finds_there() -> None:
+    for claim in {claim.function: claim for claim in papers.claims()}.values():
+        function = inspect.unwrap(pkgutil.resolve_name(claim.function))
+        file = Path(inspect.getsourcefile(function) or "").relative_to(ROOT).as_posix()
+        link = (pages.Places(ROOT).code(claim) or "").partition("#")[0]
+        assert link.endswith(f"/{file}"), claim.function
 
 
 def test_the_summary_counts_every_claim_once(folder: Path) -> None:
@@ -170,13 +158,11 @@ def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
     )
 
 
-def _finding(place: str, status: str, explanation: str) -> Finding:
-    return Finding("pesc", place, "average", "1.0", "1.1", status, explanation, "Table 1")
-
-
 def test_the_audit_shows_every_finding_and_folds_those_of_one_cause() -> None:
-    differs = [_finding(f"row {number}", "differs", "a <mean>") for number in range(3)]
-    page = pages.audit([*differs, _finding("row 9", "agrees", "as it should")])
+    rows = [(f"row {number}", "differs", "a <mean>") for number in range(3)]
+    found = [Finding("pesc", place, "average", "1.0", "1.1", status, why, "Table 1")
+             for place, status, why in (*rows, ("row 9", "agrees", "as it should"))]  # fmt: skip
+    page = pages.audit(found)
     assert all(f"row {number}" in page for number in (0, 1, 2, 9))
     assert page.count("and 2 more") == 1
     assert "a &lt;mean&gt;" in page and "<mean>" not in page
@@ -210,26 +196,24 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> 
         "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
     ):  # fmt: skip
         assert fact in pooled
-    assert pages.records(project / "empty") == "No run has been recorded yet.\n"
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
+    assert pages.records(project / "empty") == "No run has been recorded yet.\n"
 
 
-def test_a_page_leads_from_its_run_to_the_pools_and_what_they_say(project: Path) -> None:
-    for path in (project / "notebooks").glob("*_findings.ipynb"):
-        path.unlink()
-    told = pages.badge(_ran(0, "smoke"), project)
-    assert "Full-size runs: nano (2 seeds); their results: [the records](../records.md)" in told
-    (project / "notebooks" / "01_pesc_findings.ipynb").touch()
-    told = pages.badge(_ran(0, "smoke"), project)
-    assert "their results: [the findings](01_pesc_findings.ipynb)" in told
-    assert "Runs at" not in pages.badge(replace(_ran(0), notebook="esft"), project)
-
-
-def test_the_badge_tells_cost_seed_and_what_the_reader_set(tmp_path: Path) -> None:
-    page = pages.badge(_ran(3), tmp_path)
+def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(
+    project: Path,
+) -> None:
+    page = pages.badge(_ran(3), project)
     for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
                  "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
         assert fact in page
     assert "accelerator" not in page and "numbers mean nothing" not in page
-    assert "numbers mean nothing" in pages.badge(_ran(3, "smoke"), tmp_path)
+    live = pages.badge(_ran(3, "smoke"), project)
+    assert "numbers mean nothing" in live
+    assert "Full-size runs: nano (2 seeds)" in live
+    assert "their results: [the findings](01_pesc_findings.ipynb)" in live
+    (project / "notebooks" / "01_pesc_findings.ipynb").unlink()
+    live = pages.badge(_ran(3, "smoke"), project)
+    assert "their results: [the records](../records.md)" in live
+    assert "Full-size runs" not in pages.badge(replace(_ran(0), notebook="esft"), project)

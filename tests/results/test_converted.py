@@ -38,6 +38,10 @@ def test_every_value_and_item_of_a_converted_run_is_what_it_was(which: str) -> N
     assert run.manifest["date"].startswith("2026-11-22")
 
 
+def test_every_committed_run_is_a_small_file() -> None:
+    assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000
+
+
 def satterthwaite(effects: np.ndarray) -> tuple[float, float] | None:
     """The interval that the verdicts rested on then."""
     if effects.size == 1:

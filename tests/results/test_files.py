@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,17 +24,9 @@ def f(x):
         x = -x
     return x  # behind
 '''
-FILES = {
-    "__init__.py": "",
-    "used/__init__.py": "",
-    "used/part.py": CODE,
-    "used/rows.csv": "1",
-    "used/weights/model.bin": "2",
-    "used/README.md": "read",
-    "papers/__init__.py": "",
-    "papers/pesc/claims.yaml": "printed",
-    "idle.py": "",
-}
+FILES = ("__init__.py", "used/__init__.py", "used/rows.csv", "used/weights/model.bin", "idle.py",
+         "used/README.md", "papers/__init__.py", "papers/pesc/claims.yaml")  # fmt: skip
+LOADED = ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py")
 CELLS = [
     {"cell_type": "markdown", "source": "# A toy"},
     {"cell_type": "code", "source": ["steps: int = 100\n", "x = steps"]},
@@ -44,14 +37,15 @@ CELLS = [
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A toy package inside a project, all of it but one module loaded."""
     folder = tmp_path / "moebook"
-    for name, text in FILES.items():
-        results.write(folder / name, text)
+    for name in FILES:
+        results.write(folder / name, "")
+    results.write(folder / "used" / "part.py", CODE)
     results.write(tmp_path / "notebooks" / "01_toy.ipynb", json.dumps({"cells": CELLS}))
     results.write(tmp_path / "requirements.lock", "torch==2.13.0\n")
     monkeypatch.setattr(files, "PACKAGE", folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "moebook"]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py"):
+    for name in LOADED:
         module = ModuleType("moebook." + name.replace("/", "."))
         module.__file__ = str(folder / name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -64,15 +58,6 @@ def _run(folder: Path) -> Run:
     lock = results.digest(folder / "requirements.lock")
     code = {"notebook": notebook, "lock": lock, "modules": results.loaded()}
     return Run("toy", "nano", "study", 0, (), code=code, manifest={"date": "2026-01-02T23:00:00"})
-
-
-def test_loaded_modules_and_the_data_beside_them_are_hashed_and_nothing_else(package: Path) -> None:
-    found = results.loaded()
-    assert set(found) == {
-        "__init__.py", "used/__init__.py", "used/part.py", "used/rows.csv",
-        "used/weights/model.bin", "papers/__init__.py",
-    }  # fmt: skip
-    assert set(results.loaded(found)) == set()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +89,12 @@ def test_docstrings_comments_and_layout_do_not_count_and_code_does(
         ("requirements.lock", ("lock",)),
     ],
 )  # fmt: skip
-def test_what_changed_is_named(package: Path, name: str, names: tuple[str, ...]) -> None:
+def test_of_loaded_modules_and_the_data_beside_them_what_changed_is_named_and_nothing_else(
+    package: Path, name: str, names: tuple[str, ...]
+) -> None:
+    loaded = results.loaded()
+    assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.bin"}
+    assert set(results.loaded(loaded)) == set()
     run, path = _run(package.parent), package.parent / name
     path.write_text("changed = 1")
     assert results.changed(run, package.parent) == names
@@ -156,13 +146,9 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "page.md"
+    path, full = tmp_path / "page.md", OSError(28, "No space left on device")
     results.write(path, "old")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
         results.write(path, "new")
     assert path.read_text() == "old"

@@ -90,20 +90,17 @@ def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(
 
 def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_one() -> None:
     rng, case, inside = np.random.default_rng(1), (1.0, 3.0, 1.0), 0
+
+    def draw(case: tuple[float, ...], S: int, I: int) -> np.ndarray:  # noqa: E741
+        shapes = ((S, 1), (1, I), (S, I))
+        parts = [rng.normal(0, s, shape) for s, shape in zip(case, shapes, strict=True)]
+        return parts[0] + parts[1] + parts[2]
+
     for _ in range(4000):
-        between, of_items, rest = (
-            spread * rng.normal(size=shape)
-            for spread, shape in zip(case, [(3, 1), (1, 40), (3, 40)], strict=True)
-        )
-        low, high = interval(between + of_items + rest) or (0, 0)
+        low, high = interval(draw(case, 3, 40)) or (0, 0)
         inside += low <= 0 <= high
     assert inside / 4000 == pytest.approx(coverage(case, 40, 3), abs=0.01)  # error of 0.3 points
-
-
-def test_spreads_are_found_again_in_effects_that_have_them() -> None:
-    rng = np.random.default_rng(2)
-    effects = rng.normal(0, 2, (400, 1)) + rng.normal(0, 0.5, 300) + rng.normal(0, 1, (400, 300))
-    assert spreads(effects) == pytest.approx((2, 0.5, 1), rel=0.1)
+    assert spreads(draw((2, 0.5, 1), 400, 300)) == pytest.approx((2, 0.5, 1), rel=0.1)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
@@ -144,18 +141,13 @@ def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape: tup
         )
 
 
-@pytest.mark.parametrize("mean", [0.01, -0.5, 3.0, 1000.0, 20_000.0])
-@pytest.mark.parametrize("items", [1, 4])
-def test_p_is_students_where_items_or_seeds_do_not_differ(mean: float, items: int) -> None:
-    effects = np.array([[mean], [mean + 1], [mean + 2.3], [mean - 0.4]]).repeat(items, axis=1)
-    told = stats.ttest_1samp(effects[:, 0], 0).pvalue
-    assert p_value(effects) == pytest.approx(told, rel=1e-9)
-    assert p_value(effects[:, :1].T) == pytest.approx(told, rel=1e-9)  # items of a single seed
-
-
-def test_p_of_no_effect_is_one_of_no_spread_zero_and_the_least_is_told_as_1e_15() -> None:
+def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_hand() -> None:
+    for mean in (0.01, -0.5, 3.0, 1000.0, 20_000.0):
+        effects = mean + np.array([[0], [1], [2.3], [-0.4]])
+        told = stats.ttest_1samp(effects[:, 0], 0).pvalue
+        for same in (effects, effects.repeat(4, axis=1), effects.T):  # items of a single seed
+            assert p_value(same) == pytest.approx(told, rel=1e-9)
     assert p_value(np.array([[-1.0], [0.0], [1.0]])) == 1
-    assert p_value(np.zeros((3, 4))) == 1
-    assert p_value(np.full((3, 4), 0.5)) == 0
+    assert (p_value(np.zeros((3, 4))), p_value(np.full((3, 4), 0.5))) == (1, 0)
     sure = 1 + np.random.default_rng(5).normal(0, 0.1, (1, 400))
     assert p_value(sure) == 1e-15 > stats.ttest_1samp(sure[0], 0).pvalue
