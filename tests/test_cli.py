@@ -145,14 +145,13 @@ def test_verify_exits_with_1_when_something_fails(
 @pytest.mark.parametrize(
     ("manifest", "told"),
     [
-        ({}, "incomplete (KeyError"),
-        ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
+        ({}, "incomplete (KeyError"), ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
         ({"seconds": 1.0, "peak_memory": 5, "environment": []}, "incomplete (TypeError"),
         ({"seconds": None, "peak_memory": 5, "environment": MACHINE}, "incomplete (TypeError"),
         ({"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE}, "1 min 15 s, 5 MB on X 9"),
         ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
     ],
-)
+)  # fmt: skip
 def test_list_says_what_a_run_cost_or_names_an_incomplete_manifest(
     project: Path, capsys: pytest.CaptureFixture[str], manifest: dict[str, Any], told: str
 ) -> None:

@@ -30,12 +30,11 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_imports_only_point_down(root: Path) -> None:
+def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(
+    root: Path, tmp_path: Path
+) -> None:
     outcome = lint(root)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-
-
-def test_every_contract_refuses_the_import_it_is_there_for(root: Path, tmp_path: Path) -> None:
     configuration = tomllib.loads((root / "pyproject.toml").read_text())
     names = [contract["name"] for contract in configuration["tool"]["importlinter"]["contracts"]]
     package = tmp_path / "moebook"
@@ -47,12 +46,10 @@ def test_every_contract_refuses_the_import_it_is_there_for(root: Path, tmp_path:
         (package / name).touch()
     for name, line in PLANTED.items():
         (package / name).write_text(line + "\n")
-
     outcome = lint(tmp_path)
-
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     kept = [name for name in names if f"{name} BROKEN" not in outcome.stdout]
     assert not kept, outcome.stdout
-    assert "moebook is not allowed to import transformers" in outcome.stdout
-    assert "moebook is not allowed to import peft" in outcome.stdout
-    assert "moebook.stray" in outcome.stdout, "no layer names it"
+    for told in ("moebook is not allowed to import transformers", "not allowed to import peft",
+                 "moebook.stray"):  # fmt: skip
+        assert told in outcome.stdout
