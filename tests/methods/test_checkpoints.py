@@ -151,14 +151,6 @@ def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(sparse, b
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_experts_specialised_in_an_upcycled_model_are_restored(host, batch, tmp_path):
-    def base():
-        return upcycling.upcycle(host(), upcycling.Config(experts=3))
-
-    model = drift(esft.specialise(base(), esft.Selection(experts={0: (2,), 1: (0, 1)})))
-    assert_same(model, esft.load(base(), esft.save(model, tmp_path / "run")), batch)
-
-
 def test_only_what_was_trained_is_stored_and_no_pickle(method, tmp_path):
     module, base, make = method
     model = make(base())

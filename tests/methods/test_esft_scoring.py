@@ -63,9 +63,7 @@ def test_a_constant_scaling_of_the_output_is_no_part_of_the_gate(mixture, batch)
     torch.testing.assert_close(esft.measure(scaled, [batch]).gate[1], first)
 
 
-def test_a_dense_model_and_no_token_are_refused(host, mixture, batch):
-    with pytest.raises(Refusal, match="E-MODEL: LlamaForCausalLM is dense"):
-        esft.measure(host(), [batch])
+def test_no_token_is_refused(mixture, batch):
     padding = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     for batches in ([], [padding]):
         with pytest.raises(Refusal, match="E-DATA: no real token"):
@@ -87,8 +85,7 @@ def test_published_scores_and_experts_follow_from_the_published_routing(law, sha
         for layer, row in getattr(published, kind).items():
             assert (getattr(counted, kind)[layer] - row).abs().max() <= 5e-5
     selection = esft.select(counted, esft.Config.preset("released"))
-    want = json.loads((shared / "oracles/esft/law.experts.json").read_text())
-    assert {str(layer): list(ids) for layer, ids in selection.experts.items()} == want["experts"]
+    assert selection == esft.Selection.load(shared / "oracles/esft/law.experts.json")
 
 
 def test_averaging_by_samples_changes_some_layers_of_law(law):
@@ -98,11 +95,8 @@ def test_averaging_by_samples_changes_some_layers_of_law(law):
 
 
 def test_a_gate_threshold_of_a_tenth_is_21_to_29_per_cent_of_a_layers_published_total(shared):
-    totals = [
-        float(row.sum())
-        for task in ("law", "intent")
-        for row in esft.Scores.load(shared / f"oracles/esft/{task}.scores.json").gate.values()
-    ]
+    paths = [shared / f"oracles/esft/{task}.scores.json" for task in ("law", "intent")]
+    totals = [float(row.sum()) for path in paths for row in esft.Scores.load(path).gate.values()]
     assert (round(min(totals), 2), round(max(totals), 2)) == (0.34, 0.48)
     assert (round(0.1 / max(totals), 2), round(0.1 / min(totals), 2)) == (0.21, 0.29)
 
@@ -183,7 +177,6 @@ def test_the_published_experts_follow_from_the_published_scores(task, shared):
     selection = esft.select(published, esft.Config.preset("released", score="token", threshold=0.2))
     want = json.loads((folder / f"{task}.experts.json").read_text())
     assert len(want["experts"]) == 26
-    assert {str(layer): list(ids) for layer, ids in selection.experts.items()} == want["experts"]
     assert selection.published() == want
     assert esft.Selection.load(folder / f"{task}.experts.json") == selection
     plain, share = (

@@ -20,11 +20,8 @@ from moebook.notebook import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = sources.find(ROOT, "pesc")
-CELLS = [
-    "".join(cell["source"])
-    for cell in json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
-    if cell["cell_type"] == "code"
-]
+ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
+CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
 ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13b": "meta-llama/Llama-2-13b-hf", "34b": "01-ai/Yi-34B"}
 ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
