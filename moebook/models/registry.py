@@ -1,14 +1,10 @@
 """Our experts in anyone's mixture: `moebook.kernels.experts` as an implementation of transformers.
 
-transformers keeps a registry of what can run a model's fused experts. Enter ours once, then name
-it, on Mixtral, OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps its experts like them::
-
-    from moebook import models
+Enter ours once, then name it, on Mixtral, OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps
+its fused experts like them; ``set_experts_implementation("grouped_mm")`` goes back::
 
     models.register_experts()
     model.set_experts_implementation("moebook")
-
-Nothing is patched: ``set_experts_implementation("grouped_mm")`` goes back.
 """
 
 from __future__ import annotations
@@ -31,12 +27,8 @@ def register_experts() -> None:
 def run_experts(host: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Return ``sum_k w_k E_k(x)``, in training and in generation, as the registry asks for it.
 
-    Args:
-        host: A fused experts module of transformers: ``gate_up_proj [E, 2F, D]``, ``down_proj
-            [E, D, F]``, ``act_fn``; others are refused (E-MODEL).
-        x: ``[T, D]``; computed in its dtype.
-        ids: ``[T, K]`` chosen experts.
-        weights: ``[T, K]`` combine weights.
+    The host has ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]`` and ``act_fn``; x is
+    ``[T, D]``, the chosen ids and their weights are ``[T, K]``.
     """
     if problem := incompatibility(host):
         refuse("E-MODEL", f"{type(host).__name__}: experts implementation '{NAME}' cannot run it: "

@@ -60,7 +60,7 @@ class Store:
     Attributes:
         folder: Where they stand; `locked` by the process that saves.
         run: JSON values that tell this run from others.
-        every: Steps between them; the last step is always kept.
+        every: Steps between two of them.
     """
 
     folder: Path
@@ -72,21 +72,20 @@ class Store:
     ) -> None:
         """Commit ``step-<steps done>`` and drop all but the newest `KEPT`.
 
-        When a tensor is not finite (E-NONFINITE) or the disk is full (E-DISK), the checkpoints that
-        were there stay as they were.
+        A tensor that is not finite (E-NONFINITE) or a full disk leaves the earlier ones untouched.
         """
-        step = len(history["step"])
         facts = {"settings": self.run, "scheduler": rates.state_dict(), "history": history}
         content = checkpoint.packed(capture(model, optimizer))
         files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
-        target = self.folder / f"step-{step}"
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
+        step = len(history["step"])
         try:
-            checkpoint.write(target, files, step=step, **machine)
+            checkpoint.write(self.folder / f"step-{step}", files, step=step, **machine)
         except OSError as error:
-            free = shutil.disk_usage(self.folder).free
-            sizes = f"{len(content)} bytes needed, {free} free"
-            refuse("E-DISK", f"{target} not saved ({error}); {sizes}; earlier ones are untouched")
+            sizes = f"{len(content)} bytes needed, {shutil.disk_usage(self.folder).free} free"
+            refuse(
+                "E-DISK", f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
+            )
         for old in self.committed()[:-KEPT]:
             trash = old.with_name(f".trash-{old.name}")
             os.rename(old, trash)
@@ -97,20 +96,18 @@ class Store:
     ) -> dict[str, list[Any]]:
         """Go back to the newest checkpoint and return its history; nothing where there is none.
 
-        A damaged one is refused (deleting it goes back to the one before), and so is one of another
-        run (E-CONFIGDIFF). Another version of torch or number of threads is warned of: the
-        continuation is then no longer equal bit for bit.
+        A damaged one is refused (delete it to go back to the one before), and so is another run's.
+        Another version of torch or number of threads is warned of: bits may then differ.
         """
         if not (paths := self.committed()):
             return {}
         newest = paths[-1]
         sealed = checkpoint.verify(newest)
-        here = (versions()["torch"], torch.get_num_threads())
-        there = (sealed["versions"]["torch"], sealed["threads"])
+        there = f"torch {sealed['versions']['torch']} on {sealed['threads']} threads"
+        here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
         if here != there:
-            machines = f"written by torch {there[0]} on {there[1]} threads, this is {here[0]} on"
-            told = f"{newest} was {machines} {here[1]}: it goes on, but not equal bit for bit"
-            warnings.warn(f"W-REPRO: {told}", stacklevel=2)
+            text = f"{newest} is from {there}, this is {here}: the run goes on, with other rounding"
+            warnings.warn(f"W-REPRO: {text}", stacklevel=2)
         try:  # from bytes, not a mapped file: a file that shrinks under a map kills the process
             tensors = safetensors.torch.load((newest / TENSORS).read_bytes())
             facts = json.loads((newest / FACTS).read_text())
@@ -119,8 +116,9 @@ class Store:
         old, new = facts["settings"], self.run
         if changed := sorted(key for key in new if old.get(key) != new[key]):
             shown = ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in changed)
-            fix = "repeat its settings or name another folder"
-            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); {fix}")
+            refuse(
+                "E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name another folder"
+            )
         restore(model, optimizer, tensors)
         rates.load_state_dict(facts["scheduler"])
         for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
@@ -135,7 +133,7 @@ class Store:
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Collect what training changes: trainable parameters, buffers, and the optimizer's state."""
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in _changing(model).items()}
+    tensors = {name: tensor.detach() for name, tensor in _changing(model).items()}
     for name, parameter in _order(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)  # bitsandbytes has an int
@@ -144,7 +142,7 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put back what `capture` collected; refuse names, shapes or dtypes that do not fit."""
-    changing = {f"model.{name}": tensor for name, tensor in _changing(model).items()}
+    changing = _changing(model)
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     misfits = sorted(changing.keys() ^ saved.keys()) or [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
@@ -168,10 +166,11 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters, tied ones once, and the buffers that belong to the model's state."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Trainable parameters, tied ones once, and persistent buffers, as ``model.<name>``."""
     persistent = model.state_dict().keys()
-    return trained | {name: part for name, part in model.named_buffers() if name in persistent}
+    changing = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    changing |= {name: part for name, part in model.named_buffers() if name in persistent}
+    return {f"model.{name}": tensor for name, tensor in changing.items()}
 
 
 def _order(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

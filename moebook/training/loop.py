@@ -43,18 +43,13 @@ class Recipe:
     """What decides a training, beside model and rows.
 
     Attributes:
-        steps: Optimizer steps; give this or ``epochs``. One epoch when neither is given.
-        epochs: Passes over the rows, rounded up to whole steps.
+        steps: Optimizer steps; or give ``epochs``, rounded up to whole steps. Default: one epoch.
         batch: B, rows a step, of all processes together.
-        lr: Peak learning rate.
-        schedule: Constant, or down to 0 in a line or a cosine, after the warm-up.
+        schedule: Of the rate after the warm-up: constant, or down to 0 in a line or a cosine.
         warmup: Share of the steps over which the rate rises linearly from 0.
         weight_decay: Decoupled decay, applied to all but biases and normalisations.
-        betas: AdamW's decay rates of the two moments.
         clip: The gradient is scaled down to this norm; ``inf`` never scales.
-        seed: Of the rows' order and of every step.
-        accumulate: Parts in which each process computes its rows of a step, one after the other,
-            to need less memory.
+        accumulate: Parts of a step that each process computes in turn, to need less memory.
         optimizer: ``adamw``, or bitsandbytes' AdamW whose state moves to main memory when the GPU
             is full: ``paged_32bit`` (the papers'), ``paged_8bit``.
         bf16: Compute under torch's autocast to bfloat16, whatever the parameters are in.
@@ -84,11 +79,9 @@ class History:
     """What happened at each step, one entry a step, and what was measured at milestones.
 
     Attributes:
-        step: Number of the step, from 1.
         loss: Cross-entropy of the labels, nats a token, without the penalty.
-        penalty: What the penalty added to the loss; 0 where there is none.
         norm: Norm of the gradient before it was clipped.
-        seconds: Wall clock since training began, at the end of the step.
+        seconds: Wall clock since training began.
         tokens: Tokens read since training began, padding left out.
         milestones: For each entry of ``milestones`` what was measured, by steps done.
     """
@@ -120,35 +113,30 @@ def fit(
 ) -> History:
     """Train the parameters that require a gradient on the labelled tokens of the rows, with AdamW.
 
-    Everything random is a function of the seed and the step: the order of the rows, and dropout or
-    noise, since torch's generators are seeded anew at each step. Two runs are therefore equal bit
-    for bit (at one number of threads), and so is a run that was interrupted and goes on, or that
-    stops at milestones. Random states and training mode are left as they were found.
+    Rows, dropout and noise are functions of the seed and the step, since torch's generators are
+    seeded anew at each step. Two runs are therefore equal bit for bit (at one number of threads),
+    also when one was interrupted and goes on. Random states and training mode stay as they were.
 
-    Under ``accelerate launch`` every process calls it with the same arguments; each trains on its
-    part of every batch (data parallel), and the first one writes the checkpoints, which all must be
-    able to read. A step gives the same numbers in one process or several, whole or accumulated,
-    up to rounding, since loss and penalty are averaged over the tokens of the whole batch; but
-    dropout draws others, and a penalty that is not a mean over tokens (a balance loss: the product
-    of two) is that of each part.
+    Under ``accelerate launch`` every process calls it with the same arguments and trains on its
+    part of every batch (data parallel); the first one writes the checkpoints, which all must be
+    able to read. Loss and penalty are averaged over the tokens of the whole batch, so that a step
+    gives the same numbers in one process or several, whole or accumulated, up to rounding; but
+    dropout draws others, and a balance loss (the product of two means) is that of each part.
 
     Args:
         model: A causal language model of transformers, wrapped by PEFT or altered by surgery.
         train: Rows with ``input_ids`` and ``labels`` (-100 where nothing is learnt).
-        penalty: Called after each forward pass with the model; its scalar is added to the loss
-            (a balance loss, for instance).
-        milestones: Numbers of steps done, from 0, at which to measure, each with what to call with
-            the model, whose parameters must stay. The time counts in the history's seconds.
+        penalty: Called with the model after each forward pass; its scalar is added to the loss.
+        milestones: Numbers of steps done, from 0, each with what to call with the model then, which
+            must leave the parameters alone. The time counts in the history's seconds.
         label: What the progress bar says.
         pad_id: Token that fills short rows; masked.
-        output: Folder for checkpoints. When it holds some of the same run, training goes on from
-            the newest; without it nothing is written.
+        output: Folder for checkpoints. Training goes on from the newest of the same run.
         every: Steps between checkpoints; the last step is always kept.
         recipe: Fields of `Recipe`.
 
-    Returns:
-        The history of all steps, those before an interruption included. A step whose loss or
-        gradient is not finite ends the training (E-NONFINITE): it moves no parameter.
+    Raises:
+        Refusal: E-NONFINITE at a step whose loss or gradient is not finite; it moves no parameter.
     """
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
@@ -164,80 +152,82 @@ def fit(
             run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "processes": processes}
             run |= {"data": batches.digest(), "model": fingerprint(model), "epochs": None}
             store = checkpoints.Store(folder=Path(output), run=run, every=every)
-        return _run(model, batches, plan, total, store, penalty, milestones, label)
-
-
-def _run(
-    model: nn.Module,
-    batches: Batches,
-    plan: Recipe,
-    total: int,
-    store: checkpoints.Store | None,
-    penalty: Penalty | None,
-    milestones: Milestones,
-    label: str,
-) -> History:
-    """Take all the steps that are left."""
-    accelerator, (rank, processes) = _accelerator(model), runtime.processes()
-    wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
-    rates = get_scheduler(SCHEDULES[plan.schedule], adamw, math.ceil(plan.warmup * total), total)
-    saved: dict[str, Any] = store.restore(model, adamw, rates) if store else {}
-    history = History(**saved)
-    left, parts = range(len(history.step), total), plan.accumulate * processes
-    history.milestones.extend({} for _ in milestones)
-    for milestone in sorted(step for steps, _ in milestones for step in steps):
-        if not left.start <= milestone <= total:
+        accelerator = _accelerator(model, plan)
+        wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
+        warmup = math.ceil(plan.warmup * total)
+        rates = get_scheduler(SCHEDULES[plan.schedule], adamw, warmup, total)
+        history = History(**(store.restore(model, adamw, rates) if store else {}))
+        left = range(len(history.step), total)
+        history.milestones.extend({} for _ in milestones)
+        if missed := {step for steps, _ in milestones for step in steps} - {*left, total}:
             reason = f"the training goes from step {left.start} to {total}"
-            refuse("E-RANGE", f"milestone at step {milestone}: {reason}")
-    began = time.perf_counter() - (history.seconds or [0.0])[-1]
-    for step in runtime.progress(left, label, len(left)):
-        _measure(model, milestones, step, history)
-        seeds = [plan.seed, step, *([rank] if rank else [])]
-        torch.manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
-        wrapped.train()
-        labels, sums = torch.tensor(batches.labels(step), device=accelerator.device), []
-        for part in range(rank, parts, processes):
-            batch, share = batches.part(step, part, parts)
-            batch = send_to_device(batch, accelerator.device)
-            last = part + processes >= parts
-            with nullcontext() if last else accelerator.no_sync(wrapped):
-                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=plan.bf16):
-                    loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
-                # Losses are summed over the parts, but gradients averaged over the processes.
-                loss = loss * processes
-                extra = penalty(model) * (processes * share) if penalty else torch.zeros_like(loss)
-                accelerator.backward(loss + extra)
-            sums.append(torch.stack([loss.detach().double(), extra.detach().double()]))
-        norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
-        loss, extra = accelerator.reduce(torch.stack(sums).sum(0), "mean").tolist()
-        if not math.isfinite(loss + extra + norm):
+            refuse("E-RANGE", f"milestone at step {min(missed)}: {reason}")
+        began = time.perf_counter() - (history.seconds or [0.0])[-1]
+        for step in runtime.progress(left, label, len(left)):
+            _measure(model, milestones, step, history)
+            loss, extra, norm = _gradient(accelerator, wrapped, batches, plan, step, penalty)
+            if not math.isfinite(loss + extra + norm):
+                model.zero_grad()
+                saved = f"step {step - step % store.every}" if store else "none"
+                where = f"gradient norm {norm} on rows {batches.rows(step).tolist()}"
+                after = f"the model is as after step {step} (last checkpoint: {saved}): lower lr"
+                text = f"step {step + 1}: loss {loss}, penalty {extra}, {where}; {after}"
+                refuse("E-NONFINITE", text)
+            adamw.step()
+            rates.step()
             model.zero_grad()
-            kept = f"step {step - step % store.every}" if store else "none kept"
-            refuse("E-NONFINITE", f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm "
-                   f"{norm} on rows {batches.rows(step).tolist()}; the model is as after step "
-                   f"{step} (last checkpoint: {kept}): lower lr, look at the rows")  # fmt: skip
-        adamw.step()
-        rates.step()
-        model.zero_grad()
-        tokens = batches.tokens(step) + (history.tokens or [0])[-1]
-        line = (step + 1, loss, extra, norm, time.perf_counter() - began, tokens)
-        for column, value in zip(history.columns().values(), line, strict=True):
-            column.append(value)
-        if store and rank == 0 and ((step + 1) % store.every == 0 or step + 1 == total):
-            store.save(model, adamw, rates, history.columns())
-    accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
-    _measure(model, milestones, total, history)
+            tokens = batches.tokens(step) + (history.tokens or [0])[-1]
+            line = (step + 1, loss, extra, norm, time.perf_counter() - began, tokens)
+            for column, value in zip(history.columns().values(), line, strict=True):
+                column.append(value)
+            if store and rank == 0 and ((step + 1) % store.every == 0 or step + 1 == total):
+                store.save(model, adamw, rates, history.columns())
+        accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
+        _measure(model, milestones, total, history)
     return history
 
 
-def _accelerator(model: nn.Module) -> Accelerator:
+def _accelerator(model: nn.Module, plan: Recipe) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
     if (kind := accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu")
+    in_parts = plan.accumulate * accelerator.num_processes > 1
+    if in_parts and not getattr(model, "accepts_loss_kwargs", True):
+        own = f"{type(model).__name__} averages its loss over what it is given"
+        refuse("E-MODEL", f"{own}: train it in one process, without accumulation")
     return accelerator
+
+
+def _gradient(
+    accelerator: Accelerator, wrapped: nn.Module, batches: Batches, plan: Recipe, step: int,
+    penalty: Penalty | None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Compute the clipped gradient of a step; return its loss, its penalty and the former norm."""
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    model = accelerator.unwrap_model(wrapped)
+    seeds = [plan.seed, step, *([rank] if rank else [])]
+    torch.manual_seed(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
+    wrapped.train()
+    labels = torch.tensor(batches.labels(step), device=accelerator.device)
+    sums, parts = torch.zeros(2, dtype=torch.double).to(labels.device), plan.accumulate * processes
+    for part in range(rank, parts, processes):
+        batch, share = batches.part(step, part, parts)
+        batch = send_to_device(batch, accelerator.device)
+        more = part + processes < parts
+        with accelerator.no_sync(wrapped) if more else nullcontext():
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=plan.bf16):
+                loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
+            # Losses are summed over the parts, but gradients averaged over the processes.
+            loss = loss * processes
+            extra = penalty(model) * (processes * share) if penalty else torch.zeros_like(loss)
+            accelerator.backward(loss + extra)
+        sums += torch.stack([loss.detach(), extra.detach()])
+    norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
+    loss, extra = accelerator.reduce(sums, "mean").tolist()
+    return loss, extra, norm
 
 
 def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
@@ -246,9 +236,9 @@ def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
-    groups = [
-        {"params": [p for n, p in trained if n in decayed], "weight_decay": plan.weight_decay},
-        {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in trained if (n in decayed) is decay], "weight_decay": rate}
+        for decay, rate in ((True, plan.weight_decay), (False, 0.0))
     ]
     if plan.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)

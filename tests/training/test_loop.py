@@ -219,6 +219,14 @@ def test_a_model_with_nothing_to_train_is_refused(llama, rows):
         fit(llama().requires_grad_(False), rows(), steps=1)
 
 
+def test_a_model_that_averages_its_own_loss_is_trained_whole_only(lora, rows):
+    model = lora()
+    model.get_base_model().accepts_loss_kwargs = False
+    fit(model, rows(), steps=1)
+    with pytest.raises(Refusal, match="E-MODEL: PeftModel.* averages its loss"):
+        fit(model, rows(), steps=1, accumulate=2)
+
+
 def weights(model):
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
