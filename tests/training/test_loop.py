@@ -223,7 +223,7 @@ def test_a_model_that_averages_its_own_loss_is_trained_whole_only(lora, rows):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False
     fit(model, rows(), steps=1)
-    with pytest.raises(Refusal, match="E-MODEL: PeftModel.* averages its loss"):
+    with pytest.raises(Refusal, match=r"E-MODEL: PeftModel.* averages its loss"):
         fit(model, rows(), steps=1, accumulate=2)
 
 
