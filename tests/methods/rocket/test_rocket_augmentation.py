@@ -17,10 +17,6 @@ def vectors(seed, rows, width):
     return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
 
-def blocks(matrix, size):
-    return (matrix[at : at + size] for at in range(0, len(matrix), size))
-
-
 def cosine(one, two):
     return float(one @ two / np.sqrt((one @ one) * (two @ two)))
 
@@ -45,7 +41,7 @@ def algorithm_2(shots, pool, budget, threshold, *, standing):
 def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, threshold, rule):
     shots, pool = vectors(seed, 5, 4), vectors(seed + 100, 120, 4)
     config = Config(budget=40, threshold=threshold, duplicates=rule)
-    found = augmentation.choose(shots, blocks(pool, 17), config)
+    found = augmentation.choose(shots, np.split(pool, [17, 34, 100]), config)
     wanted = algorithm_2(shots, pool, 40, threshold, standing=rule == "standing")
     assert found.index.tolist() == wanted
     near = [max(cosine(pool[j], shot) for shot in shots) for j in wanted]
@@ -74,7 +70,7 @@ def test_the_repr_filter_is_algorithm_2_that_goes_on_until_the_budget_is_full():
     pool = np.repeat(vectors(3, 30, 3), 3, axis=0)
     for rule, size in (("repr", 20), ("standing", 7)):
         config = Config(budget=20, threshold=0.999, duplicates=rule)
-        chosen = augmentation.choose(np.array([[1.0, 0.0, 0.0]]), blocks(pool, 32), config)
+        chosen = augmentation.choose(np.array([[1.0, 0.0, 0.0]]), [pool], config)
         assert len(chosen.index) == size
 
 
@@ -82,11 +78,12 @@ def test_the_repr_filter_is_algorithm_2_that_goes_on_until_the_budget_is_full():
 def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
     shots, pool = vectors(8, 20, 3), 0.2 * vectors(9, 200, 3)
     config = Config(budget=10, sampler=sampler, duplicates="keep")
-    one = augmentation.choose(shots, blocks(pool, 9), config, seed=1)
-    two = augmentation.choose(shots, blocks(pool, 200), config, seed=1)
-    assert one.index.tolist() == two.index.tolist()
-    other = augmentation.choose(shots, blocks(pool, 9), config, seed=2)
-    assert (other.index.tolist() == one.index.tolist()) is (sampler == "centroid")
+    parts = np.split(pool, [9, 18, 150])
+    one, two, other = (
+        augmentation.choose(shots, stream, config, seed=seed).index.tolist()
+        for stream, seed in ((parts, 1), ([pool], 1), (parts, 2))
+    )
+    assert one == two and (other == one) is (sampler == "centroid")
 
 
 def test_the_centroid_sampler_takes_the_least_distance_to_the_mean():

@@ -22,10 +22,6 @@ def cast(lora, dtype):
     return replace(lora, down=down, up=up)
 
 
-def mixtures(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, LoraMixture)}
-
-
 @pytest.mark.parametrize("alpha", [8.0, 3.0])
 @pytest.mark.parametrize("training", [False, True])
 def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_path):
@@ -62,7 +58,9 @@ def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_ba
     config = rocket.Config(experts=4, top_k=2, gate_input=reads)
     mixture.build(model, list(bank.values()), config)
     generator = torch.Generator().manual_seed(0)
-    for path, part in mixtures(model).items():
+    parts = {n: part for n, part in model.named_modules() if isinstance(part, LoraMixture)}
+    assert set(parts) == set(bank["a"].down)
+    for path, part in parts.items():
         x = torch.randn(2, 5, part.base_layer.in_features, generator=generator).double()
         mixed = part(x)
         for place in [(b, t) for b in range(2) for t in range(5)]:

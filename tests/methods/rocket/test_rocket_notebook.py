@@ -46,10 +46,9 @@ def test_the_claimed_average_is_that_of_the_tasks_that_the_notebook_meets():
 
 
 def test_protocols_run_arms_that_there_are():
-    for protocol in ("smoke", "cpu", "nano", "gpu", "paper"):
-        used = values(protocol)
-        names = [field.name for field in fields(rocket.Config) if field.name in used]
-        main = rocket.Config.preset(used["preset"], **{name: used[name] for name in names})
+    for used in map(values, ("smoke", "cpu", "nano", "gpu", "paper")):
+        given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
+        main = rocket.Config.preset(used["preset"], **given)
         known = rocket.pipeline.arms(main, strict=used["strict"])
         assert used["arms"] == "all" or notebook.listed("arms", used["arms"], known)
 

@@ -103,11 +103,6 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
         scoring.scores(nats.loc[["b"]], hits.loc[["b"]])
 
 
-def test_shots_are_drawn_without_replacement(shots):
-    assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
-    assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
-
-
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
     bare, wide = [{"prompt": "x" * 300, "answer": "y"}], torch.nn.Linear(32, 300)
     code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
@@ -138,7 +133,11 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
             score()
 
 
-def test_generation_gives_the_mode_back(model, tokenizer):
+def test_shots_are_drawn_without_replacement_and_generation_gives_the_mode_back(
+    shots, model, tokenizer
+):
+    assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
+    assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
     assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
     assert model.training
 
@@ -152,17 +151,16 @@ SAMPLES = [
 ]
 
 
-def items():
-    return [
-        {"input_ids": ids, "labels": [IGNORED] * first + ids[first:], "length": len(ids)}
-        for ids, first in SAMPLES
-    ]
-
-
 @pytest.mark.parametrize("limit", [1, 5, 9, 100])
 def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
-    found = {}
-    for pack in scoring.packs(items(), limit):
+    found, items = (
+        {},
+        [
+            {"input_ids": ids, "labels": [IGNORED] * first + ids[first:], "length": len(ids)}
+            for ids, first in SAMPLES
+        ],
+    )
+    for pack in scoring.packs(items, limit):
         assert len(pack.tokens) <= limit or len(pack.lines) == 1
         at = 0
         for line, length in zip(pack.lines, pack.answers.lengths.tolist(), strict=True):
@@ -173,10 +171,7 @@ def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
             found[line] = (pack.tokens[path].tolist() + answer[-1:], length)
             at += length
     assert found == {n: (ids, len(ids) - first) for n, (ids, first) in enumerate(SAMPLES)}
-
-
-def test_a_common_beginning_stands_once():
-    (pack,) = scoring.packs(items(), 100)
+    (pack,) = scoring.packs(items, 100)  # a common beginning stands once
     rows = [tuple(pack.tokens[seen].tolist()) for seen in pack.seen]
     begun = {tuple(ids[: end + 1]) for ids, _ in SAMPLES for end in range(len(ids) - 1)}
     assert sorted(rows) == sorted(begun)
