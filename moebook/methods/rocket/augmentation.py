@@ -137,9 +137,8 @@ class Augmentation:
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
-    The shots are embeddings ``[K, D]``, the open rows blocks of them ``[b, D]`` (`Encoder.blocks`),
-    of any number: memory is a few times C rows and one block. D_C is put in the order of its
-    similarity to the shots before duplicates go. The seed is of the samplers that draw at random.
+    The shots are embeddings ``[K, D]``, the open rows any number of blocks ``[b, D]``: memory is a
+    few times C rows and one block. D_C is sorted by similarity to the shots before duplicates go.
     """
     rule = config.duplicates
     drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)

@@ -68,9 +68,8 @@ def averaged(ranks: pd.Series) -> pd.DataFrame:
 def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) -> pd.DataFrame:
     """Join an arm's evaluations, by target, so that each counts once, as in the paper's averages.
 
-    ``tested`` maps a target to the task that evaluates it. Returns what `evaluation.by_benchmark`
-    does, with the target as ``domain``, and ``nll`` weighted as ``score`` is: its mean is the mean
-    over targets of the nats a token.
+    ``tested`` is by target the task that evaluates it. Returns `evaluation.by_benchmark`, with the
+    target as ``domain`` and ``nll`` (nats a token) weighted as ``score`` is.
     """
     targets = {tested[target]: target for target in tables}
     joined = evaluation.by_benchmark(pd.concat(tables.values(), ignore_index=True), targets)
@@ -101,9 +100,8 @@ def alone(model: nn.Module, tokenizer: Any, task: str, *, limit: int) -> np.ndar
 def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     """Sort the test rows by how many experts alone answer them, and count errors (Table 5).
 
-    Of which row each expert alone ``[N, S]`` and the mixture ``[S]`` get right. Returns the shares
-    of the rows ``all right``, ``mixed`` (at least one right and one wrong) and ``all wrong``; on
-    the mixed ones the error rates of experts and mixture, NaN where no row is mixed.
+    Which rows each expert alone ``[N, S]`` and the mixture ``[S]`` get right gives the shares that
+    are ``all right``, ``mixed`` and ``all wrong``, and on mixed ones the error rates, else NaN.
     """
     right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)

@@ -49,8 +49,7 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
 
     Vanilla comparisons (Table 1), other experts (Table 2), other data (Table 3), then samplers,
     budgets C and thresholds (Figures 9, 10), the ``strict`` one among them, and other K, N and k
-    (Tables 4, 6, 7), whose names end in that number. None stands for those of `UNMIXED`, in which
-    no mixture is tuned.
+    (Tables 4, 6, 7), whose names end in that number. None stands for the `UNMIXED`.
     """
     single = replace(config, experts=1, top_k=1)
     budgets = (max(1, config.budget // 3), config.budget * 4)
@@ -170,9 +169,8 @@ def tune(
 ) -> training.History:  # fmt: skip
     """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
 
-    N and k of the settings give way to the number of LoRAs: one LoRA is tuned alone. The seed is
-    of the gates' start and of the rows' order, so that an arm does not depend on those before it.
-    ``settings`` are for `training.fit`.
+    One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and of the rows'
+    order. ``settings`` are for `training.fit`.
     """
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)

@@ -103,9 +103,8 @@ def select(
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
     largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4), so that
-    LoRAs of equal accuracy, frequent with few shots, are told apart by perplexity and not by the
-    alphabet; equal sums are settled by name. Takes what `scoring.scores` and `similarity` return;
-    ``rankings`` are those that count (Table 2's ablations).
+    perplexity tells LoRAs of equal accuracy apart; equal sums are settled by name. Takes what
+    `scoring.scores` and `similarity` return; ``rankings`` count (Table 2's ablations).
     """
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"

@@ -88,8 +88,8 @@ def test_samplers_repeat_and_do_not_depend_on_the_blocks(sampler):
 
 def test_the_centroid_sampler_takes_the_least_distance_to_the_mean():
     shots, pool = vectors(10, 6, 4), vectors(11, 50, 4)
-    config = Config(budget=5, sampler="centroid", duplicates="keep")
     nearest = np.argsort(np.linalg.norm(pool - shots.mean(0), axis=1))[:5]
+    config = Config(budget=5, sampler="centroid", duplicates="keep")
     assert set(augmentation.choose(shots, [pool], config).index) == set(nearest)
 
 

@@ -109,19 +109,15 @@ def test_removing_and_building_again_leaves_the_base_alone(model, batch, bank):
     assert not model.get_decoder()._forward_pre_hooks
 
 
-def test_one_expert_alone_equals_that_lora_on_the_base(model, batch, bank):
+def test_one_expert_alone_equals_that_lora_and_both_projections_count_slots(model, batch, bank):
     with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
-    mixture.build(model, list(bank.values()), rocket.Config(experts=4))
+    mixture.build(model, list(bank.values()), rocket.Config())
     with mixture.only(model, "c"):
         assert torch.allclose(model(**batch).logits, expected, atol=1e-5)
     assert not torch.allclose(model(**batch).logits, expected, atol=1e-3)
     with pytest.raises(Refusal, match="E-NAME: no expert 'd1'"), mixture.only(model, "d1"):
         pass
-
-
-def test_activation_is_counted_over_both_projections(model, batch, bank):
-    mixture.build(model, list(bank.values()), rocket.Config())
     shares = activation.shares(model, {"own": [batch]})
     slots = 2 * 2 * int(batch["attention_mask"].sum())  # two projections, top-2
     assert shares.groupby("layer")["slots"].sum().tolist() == [slots] * 2

@@ -42,12 +42,9 @@ def test_perplexities_equal_transformers_one_sample_at_a_time(
             assert nats.loc[name, place] == pytest.approx(loss * count, rel=1e-5)
 
 
-def test_scoring_leaves_the_base_without_hooks_and_repeats(score, model):
+def test_reasoning_perplexity_scores_the_rationale_too(score, shots, model):
     assert np.array_equal(score(), score())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_reasoning_perplexity_scores_the_rationale_too(score, shots):
     plain, expanded = (score(rows, reduction="sum") for rows in (shots, scoring.expand(shots)))
     assert (expanded > plain).all(axis=None)
 

@@ -117,13 +117,10 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
 
 def test_similarity_of_factors_compares_a_and_b_apart(bank):
     one, two = bank["a"], bank["b"]
-    cosines = [
-        abs(cosine(x[path], y[path]))
-        for path in one.down
-        for x, y in ((one.down, two.down), (one.up, two.up))
-    ]
+    pairs = ((x[path], y[path]) for x, y in ((one.down, two.down), (one.up, two.up)) for path in x)
     table = selection.similarity(bank, Config.preset("released"))
-    assert table.loc["a", "b"] == pytest.approx(np.mean(cosines), abs=1e-12)
+    expected = np.mean([abs(cosine(x, y)) for x, y in pairs])
+    assert table.loc["a", "b"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(bank):
