@@ -87,13 +87,6 @@ def clean(value: object, name: str, where: str) -> str:
     return value
 
 
-def instruction(raw: Mapping[str, Any], where: str) -> Row:
-    """Instruction and input (may be empty) are the prompt, output is the answer."""
-    asked, context = text(raw, "instruction", where), text(raw, "input", where, default="")
-    prompt = f"{asked}\n{context}" if context else asked
-    return {"prompt": prompt, "answer": text(raw, "output", where)}
-
-
 def exchange(messages: object, where: str) -> Row:
     """Turn a list of messages into system (where there is one), prompt and answer.
 

@@ -66,9 +66,8 @@ def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 
     """
     drawn = []
     for names, size in sizes.items():
-        pool = [
-            (name, pinned(_source(name), revisions.get(name), "train")) for name in names.split("+")
-        ]
+        pool = [(name, pinned(_source(name), revisions.get(name), "train"))
+                for name in names.split("+")]  # fmt: skip
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
     return drawn
@@ -153,9 +152,8 @@ def local(path: Path) -> Rows:
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
     try:
-        rows = list(
-            datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        )
+        data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+        rows = list(data)
     except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as error:
         refuse("E-DATA", f"{path}: not a readable {kind} file ({error})")
     if not rows:

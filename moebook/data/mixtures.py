@@ -69,11 +69,8 @@ def refuse_leak(
     held_out = hashes(evaluation)
     shared = hashes(train) & held_out
     if shared:
-        refuse(
-            "E-LEAK",
-            f"{len(shared)} of {len(held_out)} evaluation prompts are among the "
-            "training prompts; remove them from one of the two",
-        )
+        count = f"{len(shared)} of {len(held_out)} evaluation prompts"
+        refuse("E-LEAK", f"{count} are among the training prompts; remove them from one of the two")
 
 
 def passages(size: int, seed: int = 0) -> dict[str, list[str]]:

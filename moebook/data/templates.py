@@ -138,10 +138,5 @@ def conversation(raw: Mapping[str, Any], where: str) -> Row:
     return files.exchange(raw["conversations"], where)
 
 
-def instruction(raw: Mapping[str, Any], where: str) -> Row:
-    """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
-    return files.instruction({key.lower(): value for key, value in raw.items()}, where)
-
-
-FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}
+FORMS = {"gsm8k": gsm8k, "conversation": conversation}
 COMPARE = {"first_line": first_line, "final_number": final_number, "run": None}

@@ -45,13 +45,11 @@ def test_deepseek_has_no_beginning_token_and_learns_the_space_with_the_answer():
 
 
 def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
-    (length,) = data.encode([ROW], Bytes(), max_length=100)["length"]
-    long = {"prompt": "x" * 50, "answer": "y"}
-    with pytest.warns(
-        UserWarning, match=f"W-LONG: 2 of 3 rows are longer than max_length {length}"
-    ):
+    whole, long = data.encode([ROW], Bytes(), max_length=100), {"prompt": "x" * 50, "answer": "y"}
+    (length,) = whole["length"]
+    with pytest.warns(UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"):
         encoded = data.encode([long, ROW, long], Bytes(), max_length=length)
-    assert encoded["input_ids"] == data.encode([ROW], Bytes(), max_length=100)["input_ids"]
+    assert encoded["input_ids"] == whole["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,5 @@ def test_passages_are_texts_that_ship_drawn_by_the_seed_and_never_twice_the_same
     assert sum("?" in text for text in one["mathematics"]) > 190
     assert opening("Amelia has 30 pens.") == opening("Bo has 4 pens.") != opening("Bo lost 4.")
     for size in (0, 100_000):
-        with pytest.raises(
-            Refusal, match=f"E-RANGE: passages: {size} texts of text, expected 1 to"
-        ):
+        with pytest.raises(Refusal, match=f"E-RANGE: passages: {size} texts of text, expected 1"):
             data.passages(size)

@@ -1,9 +1,14 @@
+"""Raw rows from files and the hub: the papers' templates, draws, and every refusal with its place.
+
+A bad row of a local file is refused with file and line, a bad commit or answer of the hub by name.
+"""
+
 import json
 
 import datasets
 import pytest
 
-from moebook.data import hub
+from moebook.data import files, hub
 from moebook.data.templates import final_number
 from moebook.errors import Refusal
 
@@ -55,6 +60,7 @@ ROWS = {  # a row as the hub has it, and what becomes of it
     "mbpp": ({"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]}, PLAIN),
 }  # fmt: skip
 RAW = {name: raw for name, (raw, _) in ROWS.items()}
+GOOD = b'{"problem": "a", "solution": "b"}\n'
 
 
 def parquet(folder, *rows):
@@ -63,10 +69,13 @@ def parquet(folder, *rows):
     return path
 
 
+def written(folder, content, name="train.jsonl"):
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
 def jsonl(folder, *rows):
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return written(folder, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def test_every_data_set_of_the_catalogue_is_tested_and_mixtures_are_made_of_them():
@@ -113,10 +122,17 @@ def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkey
         hub.mixture({"slimorca": 1}, {})
 
 
-def test_anything_but_a_full_commit_is_refused():
+def test_commits_and_names_are_read_or_refused():
+    assert hub.pins("") == {}
+    assert hub.pins(f"gsm8k={COMMIT},ARC-c=1") == {"gsm8k": COMMIT, "ARC-c": "1"}
+    for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
+        with pytest.raises(Refusal, match=f"E-PIN: revisions is '{text}', expected name=commit"):
+            hub.pins(text)
     for revision in (None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()):
         with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
             hub.load("gsm8k", revision=revision)
+    with pytest.raises(Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"):
+        hub.load("gsm8", revision=COMMIT)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +161,43 @@ def test_a_data_set_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path)
         hub.load("gsm8k", revision=COMMIT)
 
 
+def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
+    content = b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"\r\n\n" + GOOD
+    path = written(tmp_path, content)
+    assert [where.rpartition(":")[2] for where, _ in files.objects(path)] == ["1", "4"]
+    assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"\n \n", "1: the file is empty"),
+        (GOOD + b'{"problem": "a"', "2: not JSON"),
+        (GOOD + b"\n[1]", "3: a row is list, expected an object"),
+        (GOOD + b"[" * 100_000, "2: JSON nested too deeply"),
+        (GOOD + b'{"problem": "a"}', "2: field 'solution' is missing; the row has prob"),
+        (b'{"problem": "a", "solution": 4}', "1: field 'solution' is int, expected text"),
+        (GOOD + b'{"problem": "\xff", "solution": "b"}', "2: invalid UTF-8 at byte 13"),
+        (b'{"problem": "\\ud800", "solution": "b"}', "1: field 'problem' holds a lone surrogate"),
+        (GOOD + b'{"problem": "' + b"a" * 100_001, "2: line longer than 100,001 bytes"),
+    ],
+    ids=range(9),
+)
+def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content, match):
+    monkeypatch.setattr(files, "LONGEST_LINE", 100_001)
+    with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
+        hub.load("magicoder_oss", path=written(tmp_path, content))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
         ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
         ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
-        ("gsm8k", {"question": 4}, "field 'question' is int, expected text"),
         ("metamathqa", {"query": None}, "field 'query' is NoneType"),
         ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
         ("arc_easy", {"choices": ["x"]}, "field 'choices.text' is missing, expected a list"),
         ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
-        ("boolq", {"answer": "yes"}, "answer 'yes' is none of"),
         ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'"),
     ],
 )
@@ -165,25 +207,57 @@ def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, cha
         hub.load(name, path=path)
 
 
-def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content", "match"),
+    [
+        ("none.parquet", None, "E-NOFILE: .*none.parquet: no such file"),
+        ("none.jsonl", None, "E-NOFILE: .*none.jsonl: no such file"),
+        ("broken.parquet", b"PAR1 is not parquet PAR1", "E-DATA: .*: not a readable parquet"),
+    ],
+)
+def test_missing_and_broken_files_are_refused(tmp_path, file, content, match):
+    path = written(tmp_path, content, file) if content else tmp_path / file
+    with pytest.raises(Refusal, match=match):
+        hub.load("piqa", path=path)
+
+
+def test_scripts_are_refused_unread_and_tables_without_the_fields_or_rows_too(tmp_path):
     canary = tmp_path / "ran"
-    script = tmp_path / "piqa.py"
-    script.write_text(f"open({str(canary)!r}, 'w')")
-    broken = tmp_path / "broken.parquet"
-    broken.write_bytes(b"PAR1 this is not parquet PAR1")
-    with pytest.raises(Refusal, match=r"E-REMOTECODE: .*piqa.py"):
+    script = written(tmp_path, f"open({str(canary)!r}, 'w')".encode(), "piqa.py")
+    with pytest.raises(Refusal, match=r"E-REMOTECODE: .*piqa.py: a script is not data"):
         hub.load("piqa", path=script)
     assert not canary.exists()
     with pytest.raises(Refusal, match=r"parquet:1: field 'problem' is missing; the row has text"):
         hub.load("magicoder_oss", path=parquet(tmp_path, {"text": "x"}))
-    with pytest.raises(Refusal, match=r"E-DATA: .*broken.parquet: not a readable parquet"):
-        hub.load("piqa", path=broken)
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        hub.load("piqa", path=tmp_path / "none.parquet")
-    empty = datasets.Dataset.from_dict({"goal": []})
-    empty.to_parquet(str(tmp_path / "empty.parquet"))
+    datasets.Dataset.from_dict({"goal": []}).to_parquet(str(tmp_path / "empty.parquet"))
     with pytest.raises(Refusal, match=r"E-DATA: .*empty.parquet:1: the file is empty"):
         hub.load("piqa", path=tmp_path / "empty.parquet")
+
+
+USER = {"role": "user", "content": "a"}
+
+
+def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message():
+    turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
+    assert files.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
+    assert files.exchange(turns, "x") == {"prompt": "a", "answer": "b", "system": "s"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
+        ([USER], "messages hold prompt"),
+        ([{"role": "user", "content": 3}], "role and content as text"),
+        ([USER, {"role": "gpt", "content": "\ud800"}], "field 'answer' holds a lone surrogate"),
+        ("user", "messages is str"),
+        (["user"], "a message is str"),
+        ([], "messages hold nothing"),
+    ],
+)
+def test_conversations_that_are_no_exchange_are_refused(messages, match):
+    with pytest.raises(Refusal, match=f"E-DATA: .*{match}"):
+        files.exchange(messages, "x:1")
 
 
 @pytest.mark.parametrize(
@@ -194,13 +268,3 @@ def test_scripts_broken_missing_and_empty_files_are_refused(tmp_path):
 )  # fmt: skip
 def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
     assert final_number(text) == number
-
-
-def test_commits_and_names_are_read_or_refused():
-    assert hub.pins("") == {}
-    assert hub.pins(f"gsm8k={COMMIT},ARC-c=1") == {"gsm8k": COMMIT, "ARC-c": "1"}
-    for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
-        with pytest.raises(Refusal, match=f"E-PIN: revisions is '{text}', expected name=commit"):
-            hub.pins(text)
-    with pytest.raises(Refusal, match="E-DATA: unknown data set 'gsm8': did you mean 'gsm8k'"):
-        hub.load("gsm8", revision=COMMIT)

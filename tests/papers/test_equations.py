@@ -4,8 +4,6 @@ A page's table links to blocks of code on the same page; each is included from a
 of a function or class. Whoever moves one of these mends the block (and the name shown in the row).
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -19,7 +17,7 @@ BLOCK = re.compile(r"```\{literalinclude\} \.\./(\S+)\n((?::.*\n)*)")
 NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", re.MULTILINE)
 
 
-def rows(paper: str) -> list[list[str]]:
+def rows(paper):
     """The cells of the table: equations of the paper, here, function, test, compared with."""
     page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
     table = page.partition("| paper | here | function | test | compares with |\n")[2]
@@ -27,7 +25,7 @@ def rows(paper: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def blocks(paper: str) -> list[dict[str, str]]:
+def blocks(paper):
     """Path and options (pyobject, name ...) of every block of code that the page includes."""
     page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
     return [{"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
@@ -35,7 +33,7 @@ def blocks(paper: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("paper", EQUATIONS)
-def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper: str) -> None:
+def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper):
     numbered = set()
     names = {block["name"]: block["path"] for block in blocks(paper) if "name" in block}
     for equation, _, function, test, oracle in rows(paper):
@@ -50,7 +48,7 @@ def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper: str
 
 
 @pytest.mark.parametrize("paper", EQUATIONS)
-def test_what_a_theory_page_includes_is_there(paper: str) -> None:
+def test_what_a_theory_page_includes_is_there(paper):
     for block in blocks(paper):
         path, name = block["path"], block["pyobject"]
         nodes = ast.parse((ROOT / path).read_text("utf-8")).body
@@ -61,7 +59,7 @@ def test_what_a_theory_page_includes_is_there(paper: str) -> None:
 
 
 @pytest.mark.parametrize("paper", EQUATIONS)
-def test_the_papers_text_numbers_as_many_equations(paper: str, shared: Path) -> None:
+def test_the_papers_text_numbers_as_many_equations(paper, shared):
     text = (shared / "papers" / f"{paper}.txt").read_text("utf-8")
     numbers = {int(number) for match in NUMBER.findall(text) for number in match if number}
     assert max(numbers) == EQUATIONS[paper]

@@ -1,10 +1,7 @@
 """The papers' claims: well-formed, agreeing with the tables, refused with file and line if not."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
-from pathlib import Path
 
 import pytest
 
@@ -34,30 +31,24 @@ GOOD = """\
 """
 
 
-def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook() -> None:
+def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook_under_ids_of_their_own():
     for paper in papers.PAPERS:
-        own = papers.claims(paper)
-        assert len(own) >= 12
-        assert {claim.run for claim in own} == {claim.paper for claim in own} == {paper}
-
-
-@pytest.mark.parametrize("name", sorted({claim.function for claim in CLAIMS}))
-def test_the_code_that_a_claim_names_exists(name: str) -> None:
-    assert callable(pkgutil.resolve_name(name))
-
-
-def test_ids_are_unique_and_every_claim_can_be_tested_at_the_papers_scale() -> None:
+        claims = papers.claims(paper)
+        assert len(claims) >= 12
+        assert {claim.run for claim in claims} == {claim.paper for claim in claims} == {paper}
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     nowhere = {claim.id for claim in CLAIMS if "paper" not in claim.scales}
     assert nowhere == {"pesc.gain-code"}  # its benchmarks run code that the model wrote
     assert Scale.__args__ == TIERS
+    for function in {claim.function for claim in CLAIMS}:
+        assert callable(pkgutil.resolve_name(function)), function
 
 
-def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_numbers() -> None:
+def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_numbers():
     for claim in CLAIMS:
         if claim.claimed is not None and claim.reference is not None:
             wrong = {"greater": claim.claimed <= 0, "less": claim.claimed >= 0}
-            assert not wrong.get(str(claim.direction)), claim.id
+            assert not wrong.get(claim.direction), claim.id
     compared = 0
     for claim in papers.claims("pesc") + papers.claims("router_init"):
         if pair := re.match(r"([+\d.]+)%? against ([\d.]+)%?", claim.printed):
@@ -68,7 +59,7 @@ def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_nu
     assert compared > 10
 
 
-def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2() -> None:
+def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2():
     form = papers.wide("pesc", 2)
     rows = [name for name in form.index if not name.startswith("#")]
     lead = (form.loc[rows, "Camelidae-8×7B"] - form.loc[rows, "Camel-7B"]).sum() / len(rows) / 100
@@ -78,50 +69,32 @@ def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2() -> None:
         papers.claim("pesc.sparse-beat-dense")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("  unit: share\n", "", "unit is missing"),
-        ("unit: share", "unit: shares", "unit is 'shares'; did you mean 'share'"),
-        ("  why: noise\n", "  why: noise\n  colour: red\n", "unknown setting 'colour'"),
-        ("direction: greater", "direction: more", "direction is 'more', expected 'greater'"),
-        ("direction: greater", "direction: null", "needs one: greater, less or equal"),
-        ("kind: direction", "kind: numbr", "kind is 'numbr', expected 'direction' or 'number'"),
-        ("tolerance: 0.1", "tolerance: 1e-5", "tolerance.int is '1e-5', expected a valid integer"),
-        ("tolerance: 0.1", "tolerance: null", "needs a tolerance"),
-        ("claimed: 0.1", "claimed: .nan", "claimed"),
-        ("why: noise", "why: ' '", "why is ' ', "),
-        ("[study, paper]", "[studio]", "scales.0 is 'studio', expected 'smoke'"),
-        ("id: pesc.one", "id: rocket.one", "expected pesc.words"),
-        ("01_pesc", "pesc", "notebook is 'pesc', "),
-        ("reference: 0", "reference: [0]", "reference.str is [0]"),
-    ],
-)
-def test_a_malformed_claim_is_refused_with_file_and_line(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    path = tmp_path / "claims.yaml"
-    second = GOOD.replace("pesc.one", "pesc.two").replace(old.replace("pesc.one", "pesc.two"), new)
-    path.write_text(GOOD + second, encoding="utf-8")
-    with pytest.raises(Refusal) as refusal:
-        _read(path, "pesc")
-    assert "E-FORMAT: pesc/claims.yaml:17: " in str(refusal.value)
-    assert message in str(refusal.value)
+def second(old, new):
+    """A good claim, and another with one line changed."""
+    return GOOD + GOOD.replace("pesc.one", "pesc.two").replace(old, new)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (GOOD + GOOD, "claims.yaml:17: claim 'pesc.one': stands twice"),
-        (GOOD + "- id: [\n", r"claims.yaml:\d+: expected YAML"),
-        (GOOD + "- pesc.two\n", "claims.yaml:17: expected a claim, found 'pesc.two'"),
-        ("id: pesc.one\n", "claims.yaml:1: expected a list of claims"),
-        ("", "claims.yaml:1: expected a list of claims"),
+        (second("  unit: share\n", ""), "17: unit is missing"),
+        (second("unit: share", "unit: shares"), "17: unit is 'shares'; did you mean 'share'"),
+        (second("why: noise", "why: noise\n  colour: red"), "17: unknown setting 'colour'"),
+        (second("direction: greater", "direction: null"), "17: .*needs one: greater, less or eq"),
+        (second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
+         "17: .*needs a claimed number"),
+        (second("tolerance: 0.1", "tolerance: null"), "17: .*needs a tolerance"),
+        (second("claimed: 0.1", "claimed: .nan"), "17: claimed"),
+        (second("[study, paper]", "[studio]"), "17: scales.0 is 'studio', expected 'smoke'"),
+        (second("01_pesc", "pesc"), "17: notebook is 'pesc', "),
+        (second("pesc.two", "rocket.two"), "17: .*expected pesc.words"),
+        (GOOD + GOOD, "17: claim 'pesc.one': stands twice"),
+        (GOOD + "- id: [\n", r"\d+: expected YAML"),
+        (GOOD + "- pesc.two\n", "17: expected a claim, found 'pesc.two'"),
+        ("", "1: expected a list of claims"),
     ],
-)
-def test_files_that_hold_no_list_of_different_claims_are_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
+)  # fmt: skip
+def test_a_malformed_claim_is_refused_with_file_and_line(tmp_path, text, message):
     (tmp_path / "claims.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(Refusal, match=f"E-FORMAT: .*/claims.yaml:{message}"):
         _read(tmp_path / "claims.yaml", "pesc")

@@ -1,17 +1,13 @@
 """What ships is what the recipes make; the corpus holds no target task and is drawn by the step."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 from random import Random
 
 import numpy as np
-import pytest
 
 from moebook.data import tasks
 from moebook.data.tasks.task import shipped
@@ -19,7 +15,7 @@ from recipes import corpus, families
 from recipes import tasks as made
 
 
-def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
+def test_what_ships_is_what_the_recipes_make(tmp_path):
     sources = {"general": made.general}
     if version("babel") == "2.18.0":
         sources["names_de"] = made.names_de
@@ -31,36 +27,27 @@ def test_what_ships_is_what_the_recipes_make(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == file.read_bytes(), name
 
 
-def test_word_problems_compute_what_they_ask() -> None:
+def test_families_compute_what_they_ask_and_write_numbers_as_people_do():
+    class Last(Random):
+        def randrange(self, stop):
+            return stop - 1
+
+        def randint(self, a, b):
+            return a
+
+    assert families.clock(Last()) == ("It is 23:59. What time is it 1 minutes later?", "00:00")
+    assert families.weekday(Last()) == ("Today is Sunday. Which day is it in 1 days?", "Monday")
     rng = Random(1)
     for _ in range(200):
         question, answer = families.word_problem(rng)
         has, gives, finds = map(int, re.findall(r"\d+", question))
         assert answer.endswith(f"The answer is {has - gives + finds}.")
+    written = {4: "four IV", 19: "nineteen XIX", 40: "forty XL", 94: "ninety-four XCIV"}
+    for number, words in written.items():
+        assert f"{families.english_number(number)} {families.roman_number(number)}" == words
 
 
-def test_clock_and_weekday_go_round() -> None:
-    class Fixed(Random):
-        def randrange(self, stop: int) -> int:  # type: ignore[override]
-            return stop - 1
-
-        def randint(self, a: int, b: int) -> int:
-            return a
-
-    assert families.clock(Fixed()) == ("It is 23:59. What time is it 1 minutes later?", "00:00")
-    assert families.weekday(Fixed()) == ("Today is Sunday. Which day is it in 1 days?", "Monday")
-
-
-@pytest.mark.parametrize(
-    ("number", "english", "roman"),
-    [(4, "four", "IV"), (40, "forty", "XL"), (94, "ninety-four", "XCIV"), (19, "nineteen", "XIX")],
-)
-def test_numbers_are_written_as_people_write_them(number: int, english: str, roman: str) -> None:
-    assert families.english_number(number) == english
-    assert families.roman_number(number) == roman
-
-
-def test_families_repeat_for_a_seed_and_vary_over_draws_each_in_one_general_task() -> None:
+def test_families_repeat_for_a_seed_and_vary_over_draws_each_in_one_general_task():
     for family in families.FAMILIES:
         first, again = Random(3), Random(3)
         drawn = [family(first) for _ in range(50)]
@@ -70,7 +57,7 @@ def test_families_repeat_for_a_seed_and_vary_over_draws_each_in_one_general_task
     assert asked == sorted(family.__name__ for family in families.FAMILIES)
 
 
-def test_nothing_of_a_target_task_is_in_the_corpus() -> None:
+def test_nothing_of_a_target_task_is_in_the_corpus():
     rng = Random(0)
     asked = {family(rng)[0] for family in families.FAMILIES for _ in range(400)}
     rows = [row for name in tasks.CATALOGUE for split in ("train", "test")
@@ -81,7 +68,7 @@ def test_nothing_of_a_target_task_is_in_the_corpus() -> None:
     assert packages and not packages & set(corpus.CODE_PACKAGES.values())
 
 
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
+def test_a_batch_depends_on_seed_and_step_alone():
     streams = {"a": np.arange(1000, dtype=np.uint16), "b": np.arange(2000, 3000, dtype=np.uint16)}
     weights = {"a": 0.25, "b": 0.75}
     drawn = corpus.batch(streams, weights, step=7, seed=1, rows=400, length=16)

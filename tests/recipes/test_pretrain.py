@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
 from bisect import bisect_right
-from collections.abc import Callable
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moebook.errors import Refusal
@@ -22,7 +23,7 @@ from moebook.models.load import PACKAGED, load
 from recipes import corpus
 from recipes import pretrain as pretraining
 
-STEPS = {"nano": 5, "nano-moe": 3}  # a step of the sparse one takes as long as two
+STEPS = {"nano": 4, "nano-moe": 3}  # a step of the sparse one takes as long as two
 BASES = Path(str(files("moebook.models")))
 CONFIG = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -133,13 +134,15 @@ def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_l
 
 
 class Tokens:
-    """A source's tokens, encoded only where a window needs them.
+    """A source's tokens, encoded only where a window needs them, and each document once.
 
     ``begins`` are documents with the position of their first token, [[document, token], ...].
     """
 
-    def __init__(self, texts: list[str], encode: Callable, begins: list, length: int) -> None:
-        self.texts, self.encode, self.begins, self.length = texts, encode, begins, length
+    def __init__(self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int) -> None:
+        self.begins, self.length = begins, length
+        encode = tokenizer.encode_batch_fast
+        self.ids = functools.cache(lambda document: [0, *encode([texts[document]])[0].ids, 1])
 
     def __len__(self) -> int:
         return self.length
@@ -149,7 +152,7 @@ class Tokens:
         document, first = self.begins[after - 1]
         ids: list[int] = []
         while first + len(ids) < window.stop:
-            ids += [0, *self.encode(self.texts[document]), 1]
+            ids += self.ids(document)
             document += 1
         return np.array(ids[window.start - first : window.stop - first])
 
@@ -174,8 +177,8 @@ def test_windows_encoded_alone_are_those_of_the_token_files(recipe: Path) -> Non
     tokenizer, described = pretraining.prepare(read, work)
     streams = pretraining.streams(work, "train")
     alone = {
-        name: Tokens(corpus.documents(name, read.seed), lambda text: tokenizer(text).input_ids,
-                     documents, described["tokens"][f"{name}.train"])
+        name: Tokens(corpus.documents(name, read.seed), tokenizer.backend_tokenizer, documents,
+                     described["tokens"][f"{name}.train"])
         for name, documents in begins(streams, read, read.steps).items()
     }  # fmt: skip
     for step in range(read.steps):
@@ -210,7 +213,7 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
     tokenizer = pretraining.train_tokenizer(nano)
     tokenizer.save_pretrained(tmp_path)
     streams = {
-        name: Tokens(texts[name], lambda text: tokenizer(text).input_ids, documents,
+        name: Tokens(texts[name], tokenizer.backend_tokenizer, documents,
                      described["tokens"][f"{name}.train"])
         for name, documents in FIRST["documents"].items()
     }  # fmt: skip
@@ -224,5 +227,5 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
         assert (tmp_path / "tokenizer.json").read_bytes() == shipped
         work, file, steps = tmp_path / name, BASES / name / "recipe.yaml", STEPS[name]
         losses = pretraining.pretrain(file, work, work / "out", steps=steps)
-        # float32 in place of bf16 moves them by 1.2e-4, a learning rate 5 % lower by 7e-4.
-        assert losses == pytest.approx(manifests[name]["first_losses"][:steps], rel=5e-4), name
+        # float32 in place of bf16 moves nano's by 1.2e-4, a learning rate 5 % lower by 4e-4.
+        assert losses == pytest.approx(manifests[name]["first_losses"][:steps], rel=3e-4), name

@@ -140,12 +140,8 @@ class Task:
         return sum(self.normalise(item.answer) == best for item in test) / len(test)
 
     def _row(self, item: Item, template: str) -> dict[str, str]:
-        row = {
-            "task": self.name,
-            "domain": self.domain,
-            "prompt": template.format_map(item.slots),
-            "answer": item.answer,
-        }
+        prompt = template.format_map(item.slots)
+        row = {"task": self.name, "domain": self.domain, "prompt": prompt, "answer": item.answer}
         return row | {"rationale": item.rationale} if self.rationales else row
 
 
