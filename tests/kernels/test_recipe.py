@@ -58,7 +58,7 @@ OPS = {
         "many rows": (300, 4, [3, 1], 16, 8),
     },
     "adapters": {
-        "even": (16, 2, 2, 16, 16), "ragged": (45, 2, 2, 40, 5), "idle": (2, 4, 2, 4, 2),
+        "even": (16, 2, 2, 16, 16), "ragged": (45, 2, 2, 40, 5), "idle": (2, 3, 2, 4, 2),
         "one row": (1, 3, 2, 8, 4), "no row": (0, 3, 2, 4, 2), "alone": (7, 3, 1, 20, 5),
         "three": (6, 5, 3, 20, 3), "apart": (12, 3, 2, 8, 4, True),
         "apart, ragged": (45, 2, 2, 40, 5, True), "many rows": (300, 2, 2, 16, 8),
@@ -232,12 +232,11 @@ def test_what_a_cpu_runs_is_as_near_to_float64_as_pytorch(op, kind, dtype, libra
 @installed
 @each(KERNELS)
 def test_kernels_are_as_near_to_float64_as_pytorch(op, kind, dtype):
-    draws = 2 if INTERPRETED and op != "lora_mixture" else 8  # or one draw of many numbers
-    if INTERPRETED and op in NEAR[:3] and kind in ("even", "ragged", "fetched", "apart, ragged"):
-        draws = 1
-    check(
-        op, OPS[op][kind], "triton", dtype, DEVICE, draws, repeated=kind in ("ragged", "many rows")
-    )
+    draws, repeated = 8, kind in ("ragged", "many rows")
+    if INTERPRETED and op != "lora_mixture":  # slow: fewer draws, the more numbers one has
+        many = op in NEAR and kind in ("even", "ragged", "fetched", "apart, ragged")
+        draws = 1 if many else 4 if kind in ("idle", "one row") else 2
+    check(op, OPS[op][kind], "triton", dtype, DEVICE, draws, repeated)
 
 
 @pytest.mark.gpu
