@@ -46,11 +46,7 @@ FORMATS = {"camel": Format(camel, bos=True), "deepseek": Format(deepseek, bos=Fa
 
 
 def encode(
-    rows: Sequence[Mapping[str, str]],
-    tokenizer: Any,
-    *,
-    format: str = "camel",
-    max_length: int,
+    rows: Sequence[Mapping[str, str]], tokenizer: Any, *, format: str = "camel", max_length: int
 ) -> Dataset:
     """Tokenize rows in a chat format, with labels on the answer and its end token only.
 

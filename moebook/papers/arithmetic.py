@@ -28,11 +28,9 @@ EXACT = 1e-9
 class Finding:
     """One recomputed number (or, of kind `name`, one doubtful name) of one paper.
 
-    Attributes:
-        kind: What was recomputed: average, sum, difference, same quantity, name, ...
-        status: One of `STATUSES`.
-        explanation: The best explanation found, or how the number was recomputed.
-        group: Findings of one column or rule share it (the report folds them).
+    `kind` is what was recomputed (average, sum, same quantity ...), `status` one of `STATUSES`, and
+    `explanation` the best one found, or how the number was recomputed. Findings of one column or
+    rule share a `group`, by which the report folds them.
     """
 
     paper: str
@@ -111,11 +109,9 @@ class Weighting:
 
 def _shared(everything: Sequence[Check]) -> dict[str, Weighting]:
     """What explains whole columns of means that do not agree, by rule."""
-    columns = defaultdict(list)
-    for check in everything:
-        if check.kind == "mean":
-            columns[check.rule].append(check)
-    shared = {}
+    columns, shared = defaultdict(list), {}
+    for check in (check for check in everything if check.kind == "mean"):
+        columns[check.rule].append(check)
     for rule, column in columns.items():
         odd = sum(not _fits(check, check.computed, check.slack) for check in column)
         if odd >= max(3, len(column) // 2) and (why := _subset(column) or _weights(column)):
@@ -125,14 +121,13 @@ def _shared(everything: Sequence[Check]) -> dict[str, Weighting]:
 
 def _subset(column: Sequence[Check]) -> Weighting | None:
     """The mean of some operands that gives at least four fifths of a column's printed numbers."""
-    names, best, most = [cell.column for cell in column[0].operands], None, 0.8 * len(column) - 0.5
-    places = range(len(names))
+    names = [cell.column for cell in column[0].operands]
+    places, given, best = range(len(names)), 0.8 * len(column) - 0.5, None
     for chosen in (chosen for size in places[2:] for chosen in combinations(places, size)):
         text = f"the mean of {', '.join(names[place] for place in chosen)} alone"
         weighting = Weighting(text, np.isin(places, chosen) / len(chosen))
-        given = sum(map(weighting.gives, column))
-        if given > most:
-            best, most = weighting, given
+        if (count := sum(map(weighting.gives, column))) > given:
+            best, given = weighting, count
     return best
 
 
@@ -239,12 +234,7 @@ def _rivals(one: str, other: str) -> bool:
 
 
 def report(findings: Sequence[Finding], *, everything: bool = False) -> str:
-    """The audit as text: counts for each paper, then what does not agree, equal lines folded.
-
-    Args:
-        findings: From `audit`, in its order.
-        everything: Show the numbers that agree too.
-    """
+    """The audit as text: counts for each paper, then what differs (or everything), folded."""
     lines = []
     for paper, group in groupby(findings, key=lambda finding: finding.paper):
         of_paper = list(group)
@@ -258,7 +248,6 @@ def report(findings: Sequence[Finding], *, everything: bool = False) -> str:
         for (_, status, explanation), (first, *rest) in folded.items():
             more = f" (and {len(rest)} more of this column)" if rest else ""
             numbers = f"printed {first.printed}, recomputed {first.recomputed}"
-            lines.append(
-                f"  {status:9} {first.place}{more}: {first.kind}: {numbers}; {explanation}"
-            )
+            place = f"{first.place}{more}: {first.kind}"
+            lines.append(f"  {status:9} {place}: {numbers}; {explanation}")
     return "\n".join(lines)

@@ -98,10 +98,6 @@ def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[s
     """
     path = folder(paper) / "hyperparameters.yaml"
     groups: dict[str, dict[str, Any]] = read_yaml(path, path.read_text(encoding="utf-8"))
-    for group, parameters in groups.items():
-        for name, entry in parameters.items():
-            if not {"value", "where"} <= set(entry):
-                refuse("E-FORMAT", f"{paper}/{path.name}: {group}.{name} needs value and where")
     if settings is None:
         return groups
     if settings not in groups:

@@ -78,9 +78,7 @@ def metric(name: str) -> str:
 
 def agree(ours: dict[str, str], theirs: dict[str, str]) -> bool:
     """Whether two sets of keys say the same wherever both say something."""
-    return all(
-        not theirs.get(name) or not value or theirs[name] == value for name, value in ours.items()
-    )
+    return all(value == (theirs.get(name) or value) for name, value in ours.items() if value)
 
 
 class Paper:
@@ -258,11 +256,10 @@ def _repeated(paper: Paper) -> Iterator[Check]:
         names = paper.names(cell.table, cell.row, cell.column)
         declared = paper.rules(cell.table, same=True).keys() & {stem(cell.row), stem(cell.column)}
         for earlier in [] if declared else order[: order.index(cell.table)]:
-            twins = list(paper.same(names, cell.keys, earlier))
-            twins = [twin for twin in twins if _comparable(paper, cell, twin)]
+            same = paper.same(names, cell.keys, earlier)
+            twins = [twin for twin in same if _comparable(paper, cell, twin)]
             if len(twins) == 1:
-                rule = f"{earlier} and {cell.table}: the same quantity"
-                yield _of_cell(cell, "same", twins, rule)
+                yield _of_cell(cell, "same", twins, f"{earlier} and {cell.table}: same quantity")
                 break
 
 

@@ -96,7 +96,8 @@ def test_every_setting_has_its_place_and_those_of_the_text_are_there():
     for paper in papers.PAPERS:
         groups = papers.hyperparameters(paper)
         assert "paper" in groups
-        assert all(entry["where"] for group in groups.values() for entry in group.values())
+        entries = [entry for group in groups.values() for entry in group.values()]
+        assert all(entry["where"] and "value" in entry for entry in entries)
     pesc = papers.hyperparameters("pesc", "paper")
     wanted = {"lr": 2e-4, "batch": 128, "max_length": 2048, "top_k": 2}
     assert {name: pesc[name]["value"] for name in wanted} == wanted
