@@ -21,74 +21,61 @@ TABLE = pd.DataFrame(
 )
 
 
-def test_accuracy_is_the_mean_over_benchmarks_whatever_their_number_of_items() -> None:
-    found = evaluation.by_benchmark(TABLE, DOMAINS)
-    assert found.score.mean() == pytest.approx((0.25 + 0.5 + 1 + 0.5) / 4)
-    by_domain = found.groupby("domain").domain_score.mean().to_dict()
-    assert by_domain == pytest.approx({"mathematics": 0.375, "mmlu": 1, "code": 0.5})
-    assert list(found.correct) == list(TABLE.correct)
+@pytest.mark.parametrize(
+    ("domains", "score", "by_domain"),
+    [
+        (DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
+        (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5}),
+    ],
+)
+def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score, by_domain):
+    items = evaluation.by_benchmark(TABLE, domains)
+    assert items.score.mean() == pytest.approx(np.mean(score))
+    assert items.groupby("domain").domain_score.mean().to_dict() == pytest.approx(by_domain)
+    assert list(items.correct) == list(TABLE.correct)
+    sums = items.groupby("benchmark").weight.sum()
+    assert sums.to_numpy() == pytest.approx([13 / len(score)] * len(score))
+    assert set(sums.index) == ({*DOMAINS, "python_eval"} if domains else set(TABLE.task))
 
 
-def test_weights_are_equal_over_benchmarks_and_1_on_average() -> None:
-    found = evaluation.by_benchmark(TABLE, DOMAINS)
-    sums = found.groupby("benchmark").weight.sum().to_dict()
-    assert sums == pytest.approx(dict.fromkeys([*DOMAINS, "python_eval"], 13 / 4))
-    assert found.weight.mean() == pytest.approx(1)
-
-
-def test_without_domains_each_task_is_its_own_benchmark() -> None:
-    found = evaluation.by_benchmark(TABLE)
-    assert found.score.mean() == pytest.approx((0.25 + 1 + 0 + 1 + 0.5) / 5)
-    assert found.benchmark.equals(TABLE.task)
-    by_domain = found.groupby("domain").domain_score.mean().to_dict()
-    assert by_domain == pytest.approx({"benchmark": 2.25 / 4, "code": 0.5})
-
-
-def test_items_of_equal_tasks_keep_their_scores() -> None:
+def test_items_of_equal_tasks_keep_their_scores_and_no_items_are_refused():
     equal = TABLE[TABLE.task.isin(["hendrycks_math_algebra", "hendrycks_math_geometry"])]
     equal = pd.concat([equal, TABLE[TABLE.task == "python_eval"]], ignore_index=True)
-    found = evaluation.by_benchmark(equal, DOMAINS)
-    assert found.score.equals(equal.correct.astype(float))
-    assert found.domain_score.equals(equal.correct.astype(float))
-
-
-def test_a_table_without_items_is_refused() -> None:
+    items = evaluation.by_benchmark(equal, DOMAINS)
+    assert items.score.equals(equal.correct.astype(float))
+    assert items.domain_score.equals(equal.correct.astype(float))
     with pytest.raises(Refusal, match="E-DATA: no evaluated item"):
         evaluation.by_benchmark(TABLE[:0], DOMAINS)
 
 
-def arm(scores: list[float], nats: list[float]) -> pd.DataFrame:
+def arm(scores, nats):
     return pd.DataFrame({"score": scores, "nll": nats})
 
 
-def test_a_difference_is_paired_by_item_with_students_interval() -> None:
+def test_a_difference_is_paired_by_item_with_students_interval():
     tables = {
         "sparse": arm([1, 1, 0, 1], [1.0, 2.0, 3.0, np.nan]),
         "dense": arm([0, 1, 0, 0], [2.0, 2.0, 5.0, np.nan]),
     }
-    found = evaluation.paired(tables, [("sparse", "dense")])
-    assert list(found.index) == [
+    lines = evaluation.paired(tables, [("sparse", "dense")])
+    assert list(lines.index) == [
         ("sparse minus dense", "accuracy (points)"),
         ("sparse minus dense", "nll (nats)"),
     ]
     # Gaps 1, 0, 0, 1: mean 0.5, deviation 1/sqrt 3, error 1/sqrt 12; Student's quantile 3.182.
     half = 100 * 3.182446 / 12**0.5
-    assert found.iloc[0].tolist() == pytest.approx([50, 50 - half, 50 + half, half], rel=1e-5)
+    assert lines.iloc[0].tolist() == pytest.approx([50, 50 - half, 50 + half, half], rel=1e-5)
     # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile 4.303.
     half = 4.302653 / 3**0.5
-    assert found.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
+    assert lines.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
 
 
-def test_pairs_with_an_absent_arm_are_left_out() -> None:
-    tables = {"sparse": arm([1, 0], [1.0, 2.0]), "paper": arm([0, 0], [np.nan, np.nan])}
-    assert evaluation.paired({"sparse": tables["sparse"]}, [("sparse", "dense")]).empty
-    found = evaluation.paired(tables, [("sparse", "dense"), ("sparse", "paper")], ["nll"])
-    assert list(found.index) == [("sparse minus paper", "nll (nats)")]
-    assert found.isna().all(axis=None)  # no item has a likelihood in both
-
-
-def test_a_single_item_has_a_difference_and_no_interval() -> None:
-    tables = {"one": arm([1], [1.5]), "other": arm([0], [1.0])}
-    found = evaluation.paired(tables, [("one", "other")])
-    assert found["difference"].tolist() == [100, 0.5]
-    assert found.drop(columns="difference").isna().all(axis=None)
+def test_absent_arms_and_values_leave_no_line_or_no_interval():
+    tables = {"one": arm([1], [1.5]), "other": arm([0], [1.0]), "paper": arm([0], [np.nan])}
+    assert evaluation.paired(tables, [("one", "dense")]).empty
+    lines = evaluation.paired(tables, [("one", "other"), ("one", "dense")])
+    assert lines["difference"].tolist() == [100, 0.5]
+    assert lines.drop(columns="difference").isna().all(axis=None)  # a single item
+    lines = evaluation.paired(tables, [("one", "paper")], ["nll"])
+    assert list(lines.index) == [("one minus paper", "nll (nats)")]
+    assert lines.isna().all(axis=None)  # no item has a likelihood in both

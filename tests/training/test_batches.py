@@ -9,24 +9,19 @@ from moebook.errors import Refusal
 from moebook.training.batches import Batches
 
 
-def test_an_epoch_holds_every_row_once_and_the_next_one_in_another_order(rows):
-    batches = Batches(rows(23), 4, seed=0, pad_id=2)
-    epochs = [
-        np.concatenate([batches.rows(epoch * batches.per_epoch + i) for i in range(6)])
-        for epoch in range(2)
-    ]
-    assert batches.per_epoch == 6
-    assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
-    assert not np.array_equal(*epochs)
+def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows):
+    def drawn(steps, seed=5):
+        batches = Batches(rows(23), 4, seed=seed, pad_id=2)
+        assert batches.per_epoch == 6
+        return {step: batches.rows(step).tolist() for step in steps}
 
-
-def test_the_batch_of_a_step_does_not_depend_on_what_was_asked_before(rows):
-    forward, backward = (Batches(rows(40), 4, seed=5, pad_id=2) for _ in range(2))
-    there = [forward.rows(step) for step in range(30)]
-    back = [backward.rows(step) for step in reversed(range(30))][::-1]
-    assert all(np.array_equal(*pair) for pair in zip(there, back, strict=True))
-    other = Batches(rows(40), 4, seed=6, pad_id=2)
-    assert any(not np.array_equal(there[step], other.rows(step)) for step in range(30))
+    there = drawn(range(12))
+    assert there == drawn(reversed(range(12)))
+    first, second = ([row for step in part for row in there[step]]
+                     for part in (range(6), range(6, 12)))  # fmt: skip
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != second
+    assert there != drawn(range(12), seed=6)
 
 
 def test_parts_of_a_step_share_its_rows_and_one_without_rows_teaches_nothing(rows):
@@ -83,12 +78,10 @@ def test_rows_of_similar_length_come_together(rows):
     ("ids", "labels", "words"),
     [
         ([], [], "no rows"),
-        ([[1, 2], [3, 4]], [[-100, 2], [-100, -100]], "row 1: every label is masked"),
-        ([[1, 2]], [[1, -100]], "row 0: every label is masked"),
+        ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked"),
         ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
     ],
 )
 def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
-    with pytest.raises(Refusal, match="E-DATA") as caught:
+    with pytest.raises(Refusal, match=f"E-DATA: .*{words}"):
         Batches(Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2)
-    assert words in caught.value.message

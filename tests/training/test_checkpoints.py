@@ -24,7 +24,7 @@ def weights(model):
 
 
 def committed(folder):
-    return sorted(path.name for path in folder.glob("step-*"))
+    return sorted(path.name for path in folder.glob("*step-*"))
 
 
 def same(one, other):
@@ -53,32 +53,25 @@ def interrupted(once_interrupted, tmp_path):
     return Path(shutil.copytree(once_interrupted, tmp_path / "run"))
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(lora, rows, straight, interrupted):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    lora, rows, straight, interrupt, interrupted
+):
     model = lora()
     history = fit(model, rows(), **SETTINGS, output=interrupted, every=2)
     assert same(weights(model), straight[1])
     assert (history.loss, history.norm) == (straight[0].loss, straight[0].norm)
     assert history.seconds == sorted(history.seconds)
-    assert committed(interrupted) == [
-        "step-6",
-        "step-8",
-    ]
-
-
-def test_a_finished_run_is_read_and_not_repeated(lora, rows, straight, interrupt, interrupted):
-    fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
-    model = lora()
-    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2, penalty=interrupt(1))
+    assert committed(interrupted) == ["step-6", "step-8"]
+    again = lora()  # a finished run is read and not repeated
+    history = fit(again, rows(), **SETTINGS, output=interrupted, every=2, penalty=interrupt(1))
     assert history.loss == straight[0].loss
-    assert same(weights(model), straight[1])
+    assert same(weights(again), straight[1])
 
 
-def test_a_checkpoint_holds_only_what_training_changes(interrupted, lora):
-    tensors = load_file(interrupted / "step-4" / "tensors.safetensors")
-    trained = {name for name, p in lora().named_parameters() if p.requires_grad}
-    assert {name for name in tensors if name.startswith("model.")} == {
-        f"model.{name}" for name in trained
-    }
+def test_a_checkpoint_holds_only_what_training_changes(once_interrupted, lora):
+    tensors = load_file(once_interrupted / "step-4" / "tensors.safetensors")
+    trained = {f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad}
+    assert {name for name in tensors if name.startswith("model.")} == trained
     assert len(tensors) == 4 * len(trained)  # weight, two moments, the optimizer's own step
 
 
@@ -116,19 +109,12 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(lora, rows, str
         fit(lora(), rows(), **SETTINGS, output=tmp_path, every=2)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(list(tmp_path.glob(".stage-step-4-*"))) == 1
+    assert committed(tmp_path)[0].startswith(".stage-step-4-")
     model = lora()
     history = fit(model, rows(), **SETTINGS, output=tmp_path, every=2)
     assert same(weights(model), straight[1])
     assert history.loss == straight[0].loss
-    assert not list(tmp_path.glob(".stage-*"))
-
-
-def flip(folder):
-    path = folder / "tensors.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    assert committed(tmp_path) == ["step-6", "step-8"]
 
 
 def cut(folder):
@@ -143,40 +129,29 @@ def forge(folder):
     checkpoint.seal(folder, versions=checkpoints.versions(), threads=torch.get_num_threads())
 
 
-@pytest.mark.parametrize(
-    ("damage", "code"), [(flip, "E-HASH"), (cut, "E-HASH"), (forge, "E-FORMAT")]
-)
+@pytest.mark.parametrize(("damage", "code"), [(cut, "E-HASH"), (forge, "E-FORMAT")])
 def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
     lora, rows, interrupted, damage, code
 ):
     damage(interrupted / "step-4")
-    with pytest.raises(Refusal, match=code) as caught:
+    with pytest.raises(Refusal, match=rf"{code}: {interrupted / 'step-4'}"):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
-    assert str(interrupted / "step-4") in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("changes", "seed", "data", "words"),
-    [
-        ({"lr": 3e-2}, 0, 20, "lr 0.01 -> 0.03"),
-        ({}, 1, 20, "model "),
-        ({}, 0, 21, "data "),
-    ],
+    [({"lr": 3e-2}, 0, 20, "lr 0.01 -> 0.03"), ({}, 1, 20, "model "), ({}, 0, 21, "data ")],
 )
 def test_another_run_in_the_same_folder_is_refused(
-    lora, rows, interrupted, changes, seed, data, words
+    lora, rows, once_interrupted, changes, seed, data, words
 ):
-    with pytest.raises(Refusal, match="E-CONFIGDIFF") as caught:
-        fit(lora(seed), rows(data), **{**SETTINGS, **changes}, output=interrupted)
-    assert words in caught.value.message
+    with pytest.raises(Refusal, match=f"E-CONFIGDIFF: .*{words}"):
+        fit(lora(seed), rows(data), **{**SETTINGS, **changes}, output=once_interrupted)
 
 
-def test_a_folder_in_use_is_refused_with_the_process(lora, rows, tmp_path):
+def test_a_folder_in_use_and_a_file_in_its_place_are_refused(lora, rows, tmp_path):
     with checkpoints.locked(tmp_path), pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)
-
-
-def test_a_file_in_place_of_the_folder_is_refused(lora, rows, tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(Refusal, match="E-PATH"):
         fit(lora(), rows(), steps=1, output=tmp_path / "run")
@@ -195,11 +170,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(lora, rows, interrupted, monkeypat
     monkeypatch.setattr(checkpoint, "seal", full)
     with pytest.raises(Refusal, match="E-DISK"):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
-    assert committed(interrupted) == [
-        "step-2",
-        "step-4",
-    ]
-    assert not list(interrupted.glob(".stage-*"))
+    assert committed(interrupted) == ["step-2", "step-4"]
 
 
 def test_tensors_that_are_not_finite_are_never_saved(tmp_path):
@@ -216,11 +187,9 @@ def test_tensors_of_another_shape_are_refused_and_change_nothing(llama):
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
     tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
-    before = weights(model)
-    tensors["model.model.norm.weight"] = torch.zeros(7)
-    with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight \(7,\)"):
-        checkpoints.restore(model, optimizer, tensors)
-    del tensors["model.model.norm.weight"]
-    with pytest.raises(Refusal, match="E-SHAPE"):
-        checkpoints.restore(model, optimizer, tensors)
+    before, norm = weights(model), "model.model.norm.weight"
+    others = {name: tensor for name, tensor in tensors.items() if name != norm}
+    for misfit in (others, {**others, norm: torch.zeros(7)}):
+        with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight"):
+            checkpoints.restore(model, optimizer, misfit)
     assert same(weights(model), before)

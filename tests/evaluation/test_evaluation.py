@@ -1,0 +1,265 @@
+"""The table says what a plain loop says; batches equal the same prompts one by one."""
+
+import random
+from pathlib import Path
+
+import datasets
+import lm_eval.tasks
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from torch import nn
+from transformers import LlamaConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from moebook import evaluation
+from moebook.data import encode, tasks
+from moebook.errors import Refusal
+from moebook.evaluation.model import InMemory
+
+CONTEXTS = ["the sum", "a", "### Human:\nwhat is it?", "the human is the sum of", "zz zz"]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer):
+    return byte_tokenizer
+
+
+@pytest.fixture
+def llama(tiny):
+    """Weights are large, so that greedy answers differ from prompt to prompt."""
+    return tiny(initializer_range=0.4, tie_word_embeddings=False)
+
+
+class Memory:
+    """What a `Knower` keeps between the steps of a generation: the ids so far."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def batch_select_indices(self, lines):
+        self.ids = self.ids[lines]
+
+
+class Knower(nn.Module):
+    """Looks the next token up in the texts it was given; certain of it by 40 nats."""
+
+    def __init__(self, texts: list[list[int]], vocabulary: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.config = LlamaConfig(vocab_size=vocabulary)
+        self.next = {tuple(t[: n + 1]): t[n + 1] for t in texts for n in range(len(t) - 1)}
+
+    def forward(self, input_ids, attention_mask, past_key_values=None, logits_to_keep=0, **_):
+        before = past_key_values.ids if past_key_values else input_ids[:, :0]
+        ids = torch.cat([before, input_ids], 1)
+        logits = torch.zeros(*ids.shape, self.config.vocab_size)
+        for line, (row, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
+            start = mask.index(1)
+            for place in range(start, len(row)):
+                known = self.next.get(tuple(row[start : place + 1]))
+                if known is not None:
+                    logits[line, place, known] = 40.0
+        logits = logits[:, -logits_to_keep:]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=Memory(ids))
+
+
+def request(kind, *arguments):
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def nats(model, before, scored):
+    """Log-probability of `scored` after `before`, from one unpadded forward pass in float64."""
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([before + scored])).logits[0, len(before) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)].sum().item()
+
+
+def test_likelihoods_in_a_batch_equal_those_one_by_one(llama, tokenizer):
+    continuations = [" is", " four and five", "!", " the", " it"]
+    pairs = list(zip(CONTEXTS, continuations, strict=True))
+    asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
+    got = InMemory(llama, tokenizer, 3).loglikelihood(asked, disable_tqdm=True)
+    for (value, _), (context, continuation) in zip(got, pairs, strict=False):
+        before, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
+        assert value == pytest.approx(nats(llama, before, whole[len(before) :]), rel=1e-5)
+    assert got[-1][0] == pytest.approx(nats(llama, [0], tokenizer.encode("the sum")), rel=1e-5)
+
+
+def test_a_greedy_continuation_is_recognised(llama, tokenizer):
+    before = tokenizer.encode(CONTEXTS[0])
+    with torch.no_grad():
+        best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
+    got = InMemory(llama, tokenizer, 2).score([(before, [best]), (before, [best - 1])])
+    assert [greedy for _, greedy in got] == [True, False]
+
+
+def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):
+    wanted = []
+    for context in CONTEXTS:
+        ids = torch.tensor([tokenizer.encode(context)])
+        settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+        best = llama.generate(ids, do_sample=False, **settings)[0, ids.shape[1] :]
+        wanted.append(tokenizer.decode(best, skip_special_tokens=True))
+    asked = [request("generate_until", c, {"until": [], "max_gen_toks": 12}) for c in CONTEXTS]
+    assert InMemory(llama, tokenizer, len(CONTEXTS)).generate_until(asked) == wanted
+    assert len(set(wanted)) == len(CONTEXTS)
+
+
+def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):
+    answers = ["4", "twenty-three and more", "", "seven"]
+    prompts = [tokenizer.encode(f"question {n}: {'x' * n}") for n in range(4)]
+    texts = [[*p, *tokenizer.encode(a), 1] for p, a in zip(prompts, answers, strict=True)]
+    assert InMemory(Knower(texts, 300), tokenizer, 4).answer(prompts, [(40, ())] * 4) == answers
+
+
+@pytest.mark.parametrize("until", ["wo", ["wo", "."]])
+def test_a_stop_string_ends_and_is_cut_off(until, tokenizer):
+    prompt = tokenizer.encode("go")
+    lm = InMemory(Knower([[*prompt, *tokenizer.encode("one. two. three"), 1]], 300), tokenizer, 1)
+    asked = request("generate_until", "go", {"until": until, "max_gen_toks": 40})
+    assert lm.generate_until([asked]) == ["one. t" if until == "wo" else "one"]
+
+
+def test_a_prompt_longer_than_the_model_is_cut_on_the_left_and_told(llama, tokenizer):
+    lm = InMemory(llama, tokenizer, 1)
+    lm.longest = 8  # six of the prompt, then two of the three that are generated
+    ids = tokenizer.encode("a rather long prompt that does not fit")
+    with pytest.warns(UserWarning, match="W-LONG: 1 of 1"):
+        cut = lm.answer([ids], [(3, ())])
+    assert cut == lm.answer([ids[-6:]], [(3, ())])
+
+
+def test_what_cannot_be_done_is_refused(llama, tokenizer):
+    class Endless:
+        eos_token_id = None
+
+    with pytest.raises(Refusal, match="E-DATA: the tokenizer has no end-of-sequence token"):
+        InMemory(llama, Endless(), 1)
+    with pytest.raises(Refusal, match=r"E-DATA: .* scores whole texts"):
+        InMemory(llama, tokenizer, 1).loglikelihood_rolling([request("loglikelihood_rolling", "a")])
+
+
+def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
+    names = ["isa", "gcd"]
+    rows = [row for name in names for row in tasks.rows(name, "test", 7)]
+    known = encode(rows, tokenizer, max_length=10**6)["input_ids"]
+    model = Knower([list(ids) for ids in known], len(tokenizer))
+    table = evaluation.evaluate(model, tokenizer, names, limit=7, batch_size=4)
+    assert " ".join(table.columns) == "task domain item correct nll nll_sum answer output"
+    assert table.task.tolist() == ["isa"] * 7 + ["gcd"] * 7
+    assert table.domain.tolist() == ["common_sense"] * 7 + ["mathematics"] * 7
+    assert table.item.tolist() == [*range(7), *range(7)]
+    assert table.correct.tolist() == [1] * 14
+    assert table.output.tolist() == [row["answer"] for row in rows]
+    assert table.nll_sum.max() < 1e-6
+    wrong = evaluation.evaluate(model, tokenizer, "gcd", limit=None, split="validation")
+    assert wrong.correct.sum() < len(wrong) == tasks.find("gcd").available("validation")
+
+
+def test_the_likelihood_is_that_of_the_answer_with_its_end(llama, tokenizer):
+    rows = tasks.rows("sums", "test", 5)
+    encoded = encode(rows, tokenizer, format="deepseek", max_length=10**6)
+    table = evaluation.evaluate(llama, tokenizer, "sums", limit=5, format="deepseek", batch_size=2)
+    for item, (ids, labels) in enumerate(zip(encoded["input_ids"], encoded["labels"], strict=True)):
+        with torch.no_grad():  # transformers' own loss: the mean over the labels
+            mean = llama(torch.tensor([ids]), labels=torch.tensor([labels])).loss.item()
+        assert table.nll[item] == pytest.approx(mean, rel=1e-5)
+        count = len(ids) - labels.count(-100)
+        assert table.nll_sum[item] == pytest.approx(mean * count, rel=1e-5)
+    assert table.answer.tolist() == [row["answer"] for row in rows]
+
+
+def test_evaluation_leaves_mode_random_states_and_screen_alone(llama, tokenizer, capfd):
+    llama.train()
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    first = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    assert llama.training
+    again = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
+    assert first.equals(again)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def index(monkeypatch):
+    """lm-eval's index of two benchmarks instead of all, which takes half a minute."""
+    folder = Path(lm_eval.tasks.__file__).parent
+    small = TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
+    monkeypatch.setattr("moebook.evaluation.tables._index", lambda: small)
+
+
+ARC = {
+    "question": ["What barks?", "What is wet?"],
+    "choices": [
+        {"text": ["a dog", "a cat"], "label": ["A", "B"]},
+        {"text": ["sand", "a cake", "the sea"], "label": ["1", "2", "3"]},
+    ],
+    "answerKey": ["A", "3"],
+}
+
+
+def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch, index):
+    split = datasets.Dataset.from_dict(ARC)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: datasets.DatasetDict(train=split, test=split)
+    )
+    table = evaluation.evaluate(llama, tokenizer, ["gcd", "arc_easy"], limit=2)
+    assert table.task.tolist() == ["gcd", "gcd", "arc_easy", "arc_easy"]
+    found = table[table.task == "arc_easy"]
+    for item, question in enumerate(ARC["question"]):
+        before = tokenizer.encode(f"Question: {question}\nAnswer:")
+        nats, lengths = [], []
+        for choice in ARC["choices"][item]["text"]:
+            scored = tokenizer.encode(f"Question: {question}\nAnswer: {choice}")[len(before) :]
+            ids = torch.tensor([before + scored])
+            labels = torch.tensor([[-100] * len(before) + scored])
+            with torch.no_grad():
+                nats.append(llama(ids, labels=labels).loss.item() * len(scored))
+            lengths.append(len(scored))
+        gold = ARC["choices"][item]["label"].index(ARC["answerKey"][item])
+        row = found.iloc[item]
+        assert row.nll_sum == pytest.approx(nats[gold], rel=1e-5)
+        assert row.nll == pytest.approx(nats[gold] / lengths[gold], rel=1e-5)
+        assert row.output == str(int(np.argmin(nats)))
+        texts = ARC["choices"][item]["text"]
+        per_byte = [n / len(text) for n, text in zip(nats, texts, strict=True)]
+        assert row.correct == int(np.argmin(per_byte) == gold)
+        assert row.answer == texts[gold]
+    assert set(found.domain) == {"benchmark"}
+
+
+def test_a_benchmark_without_its_data_is_refused_in_one_line(
+    llama, tokenizer, monkeypatch, tmp_path, index
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(Refusal, match="E-OFFLINE: benchmark 'hellaswag'") as caught:
+        evaluation.evaluate(llama, tokenizer, "hellaswag", limit=2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "words"),
+    [
+        ("gcdd", {}, "did you mean 'gcd'"),
+        ([], {}, "E-DATA: no task"),
+        ("gcd", {"limit": 0}, "E-RANGE: limit is 0"),
+        ("gcd", {"batch_size": 0}, "E-RANGE: batch_size is 0"),
+        ("gcd", {"split": "tset"}, "did you mean 'test'"),
+        ("gcd", {"format": "camle"}, "did you mean 'camel'"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest(
+    llama, tokenizer, names, given, words, index
+):
+    with pytest.raises(Refusal) as caught:
+        evaluation.evaluate(llama, tokenizer, names, **given)
+    assert words in str(caught.value)
