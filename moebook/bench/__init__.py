@@ -7,8 +7,3 @@ ratios mean something on a machine that is slow for a while, where their seconds
 from moebook.bench.accuracy import errors
 from moebook.bench.report import curves, judge, reached, recorded, regrown, remeasured
 from moebook.bench.running import OPS, ceilings, growth, installed, measure, roles
-
-__all__ = [
-    "OPS", "ceilings", "curves", "errors", "growth", "installed", "judge", "measure", "reached",
-    "recorded", "regrown", "remeasured", "roles",
-]  # fmt: skip

@@ -2,8 +2,3 @@
 
 from moebook.data.encoding import IGNORED, encode, padded
 from moebook.data.mixtures import by_domain, draw, hashes, hold_out, mixture, passages, refuse_leak
-
-__all__ = [
-    "IGNORED", "by_domain", "draw", "encode", "hashes", "hold_out", "mixture", "padded",
-    "passages", "refuse_leak",
-]  # fmt: skip

@@ -4,5 +4,3 @@ from moebook.models.anatomy import Anatomy, anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.models.load import load, provenance
 from moebook.models.registry import register_experts
-
-__all__ = ["Anatomy", "anatomy", "fingerprint", "load", "provenance", "register_experts"]

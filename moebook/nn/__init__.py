@@ -4,8 +4,3 @@ from moebook.nn.adapters import AdapterMoE, Adapters
 from moebook.nn.experts import ExpertMoE, Experts, SplitExperts
 from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
 from moebook.nn.routing import Router, balance, routers
-
-__all__ = [
-    "AdapterMoE", "Adapters", "Decision", "ExpertMoE", "Experts", "Router",
-    "SplitExperts", "Trace", "balance", "evaluating", "hooked", "observe", "routers",
-]  # fmt: skip

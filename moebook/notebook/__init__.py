@@ -8,5 +8,3 @@ Inside a notebook only this is needed::
 
 from moebook.notebook.parameters import listed
 from moebook.notebook.session import Run, begin
-
-__all__ = ["Run", "begin", "listed"]

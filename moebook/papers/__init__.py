@@ -3,8 +3,3 @@
 from moebook.papers.arithmetic import STATUSES, Finding, audit, judge, report
 from moebook.papers.printed import PAPERS, Number, hyperparameters, number, table, tables, wide
 from moebook.papers.statements import Claim, claim, claims
-
-__all__ = [
-    "PAPERS", "STATUSES", "Claim", "Finding", "Number", "audit", "claim", "claims",
-    "hyperparameters", "judge", "number", "report", "table", "tables", "wide",
-]  # fmt: skip

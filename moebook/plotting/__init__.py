@@ -6,5 +6,3 @@ ends in the call shows it once. Captions and alternative texts belong to the cel
 
 from moebook.plotting.charts import accuracies, bars, curves, forest, heatmap, loads, points
 from moebook.plotting.theme import style
-
-__all__ = ["accuracies", "bars", "curves", "forest", "heatmap", "loads", "points", "style"]

@@ -1,5 +1,3 @@
 """Training: one visible loop over accelerate, its batches and its checkpoints."""
 
 from moebook.training.loop import History, Recipe, fit
-
-__all__ = ["History", "Recipe", "fit"]

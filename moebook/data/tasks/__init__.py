@@ -16,11 +16,6 @@ from moebook.data.tasks import code, common_sense, language, mathematics, transl
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
 from moebook.errors import nearest, refuse
 
-__all__ = [
-    "CATALOGUE", "GENERAL", "KNOWN", "KSHOT", "SPLITS", "TEST", "VALIDATION", "Item", "Task",
-    "find", "majority", "rows",
-]  # fmt: skip
-
 
 def _general(name: str) -> Iterator[Item]:
     for row in shipped("general.jsonl"):

@@ -17,17 +17,3 @@ from moebook.methods.rocket import (
 )
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.mixture import load, save
-
-__all__ = [
-    "Config",
-    "augmentation",
-    "bank",
-    "findings",
-    "load",
-    "loras",
-    "mixture",
-    "pipeline",
-    "save",
-    "scoring",
-    "selection",
-]

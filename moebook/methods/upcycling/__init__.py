@@ -9,27 +9,3 @@ from moebook.methods.upcycling.exporting import export
 from moebook.methods.upcycling.representations import batches, clouds, collect, hardest
 from moebook.methods.upcycling.starts import MODES, crsu, prompted, scaled, su, trsu
 from moebook.methods.upcycling.upcycling import balance_loss, load, save, step_zero, upcycle
-
-__all__ = [
-    "LED",
-    "MODES",
-    "Config",
-    "arms",
-    "balance_loss",
-    "batches",
-    "clouds",
-    "collect",
-    "crsu",
-    "export",
-    "hardest",
-    "load",
-    "prompted",
-    "quarters",
-    "save",
-    "scaled",
-    "step_zero",
-    "su",
-    "thirds",
-    "trsu",
-    "upcycle",
-]
