@@ -44,7 +44,6 @@ def point_outside(folder):
 
 CHANGES = {
     "flip": (lambda folder: (folder / "b.bin").write_bytes(b"abd"), "E-HASH"),
-    "cut": (lambda folder: (folder / "b.bin").write_bytes(b"ab"), "E-HASH"),
     "add": (lambda folder: (folder / "c.json").write_text("{}"), "E-MANIFEST"),
     "drop": (lambda folder: (folder / "a.json").unlink(), "E-MANIFEST"),
     "link": (link, "E-PATH"),
@@ -53,9 +52,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_every_change_is_refused_with_its_code(kind, sealed):
-    damage, code = CHANGES[kind]
+@pytest.mark.parametrize(("damage", "code"), CHANGES.values(), ids=CHANGES)
+def test_every_change_is_refused_with_its_code(damage, code, sealed):
     damage(sealed)
     with pytest.raises(Refusal, match=code):
         checkpoint.verify(sealed)
@@ -89,20 +87,18 @@ def test_the_hash_is_the_one_worked_out_by_hand():
     assert fingerprint(model) == expected.hexdigest()
 
 
-def test_one_flipped_bit_a_dtype_or_a_name_changes_it(llama):
-    first = fingerprint(llama())
-    flipped = llama()
-    flipped.model.norm.weight.data.view(torch.int32)[3] ^= 1
-    assert len({first, fingerprint(flipped), fingerprint(llama().bfloat16())}) == 3
-    assert fingerprint(nn.ModuleDict({"a": nn.Linear(2, 2)})) != fingerprint(
-        nn.ModuleDict({"b": nn.Linear(2, 2)})
-    )
+def test_one_flipped_bit_a_dtype_or_a_name_changes_it():
+    flipped, renamed = nn.Sequential(nn.Linear(2, 2)), nn.Module()
+    renamed.add_module("1", flipped[0])
+    first, other = fingerprint(flipped), fingerprint(renamed)
+    flipped[0].weight.data.view(torch.int32)[0] ^= 1
+    assert len({first, other, fingerprint(flipped), fingerprint(flipped.bfloat16())}) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_the_same_base_has_the_same_fingerprint_inside_a_peft_wrapper(llama):
-    wrapped = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    assert fingerprint(wrapped) == fingerprint(llama())
+def test_the_same_base_has_the_same_fingerprint_inside_a_peft_wrapper(tiny):
+    wrapped = get_peft_model(tiny(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    assert fingerprint(wrapped) == fingerprint(tiny())
     with torch.no_grad():
         wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight[0, 0] += 1
-    assert fingerprint(wrapped) != fingerprint(llama())
+    assert fingerprint(wrapped) != fingerprint(tiny())
