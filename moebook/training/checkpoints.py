@@ -1,8 +1,7 @@
-"""Checkpoints of a training that survive a kill at any instant: staged, hashed, synced, renamed.
+"""Checkpoints of a training that survive a kill at any instant (see `models.checkpoint`).
 
-A folder holds ``step-N`` folders and a lock; what bears the name ``step-N`` is whole (see
-`models.checkpoint`). No states of random generators: what is random in a step of training is a
-function of the seed and the step.
+A folder holds ``step-N`` folders and a lock. No states of random generators are kept: what is
+random in a step of training is a function of the seed and the step.
 """
 
 from __future__ import annotations
@@ -55,13 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @settings
 class Store:
-    """The checkpoints of one run.
-
-    Attributes:
-        folder: Where they stand; `locked` by the process that saves.
-        run: JSON values that tell this run from others.
-        every: Steps between two of them.
-    """
+    """The checkpoints of one run, told from others by JSON values, in a `locked` folder."""
 
     folder: Path
     run: dict[str, Any]
@@ -87,17 +80,14 @@ class Store:
                 "E-DISK", f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
             )
         for old in self.committed()[:-KEPT]:
-            trash = old.with_name(f".trash-{old.name}")
-            os.rename(old, trash)
-            shutil.rmtree(trash)
+            shutil.rmtree(old.rename(old.with_name(f".trash-{old.name}")))
 
     def restore(
         self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler
     ) -> dict[str, list[Any]]:
         """Go back to the newest checkpoint and return its history; nothing where there is none.
 
-        A damaged one is refused (delete it to go back to the one before), and so is another run's.
-        Another version of torch or number of threads is warned of: bits may then differ.
+        A damaged one is refused (delete it to go back further), and so is another run's.
         """
         if not (paths := self.committed()):
             return {}
@@ -105,17 +95,13 @@ class Store:
         sealed = checkpoint.verify(newest)
         there = f"torch {sealed['versions']['torch']} on {sealed['threads']} threads"
         here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
-        if here != there:
-            text = f"{newest} is from {there}, this is {here}: the run goes on, with other rounding"
-            warnings.warn(f"W-REPRO: {text}", stacklevel=2)
-        try:  # from bytes, not a mapped file: a file that shrinks under a map kills the process
-            tensors = safetensors.torch.load((newest / TENSORS).read_bytes())
-            facts = json.loads((newest / FACTS).read_text())
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            refuse("E-FORMAT", f"{newest}: {error}; delete it to go on from an earlier one")
-        old, new = facts["settings"], self.run
-        if changed := sorted(key for key in new if old.get(key) != new[key]):
-            shown = ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in changed)
+        if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
+            warnings.warn(f"W-REPRO: {newest} is from {there}, this is {here}", stacklevel=2)
+        tensors = safetensors.torch.load((newest / TENSORS).read_bytes())  # a map may be cut
+        facts = json.loads((newest / FACTS).read_text())
+        old = facts["settings"]
+        if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
+            shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
             refuse(
                 "E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name another folder"
             )

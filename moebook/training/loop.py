@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import time
@@ -47,11 +46,10 @@ class Recipe:
         batch: B, rows a step, of all processes together.
         schedule: Of the rate after the warm-up: constant, or down to 0 in a line or a cosine.
         warmup: Share of the steps over which the rate rises linearly from 0.
-        weight_decay: Decoupled decay, applied to all but biases and normalisations.
+        weight_decay: Of all but biases and normalisations.
         clip: The gradient is scaled down to this norm; ``inf`` never scales.
         accumulate: Parts of a step that each process computes in turn, to need less memory.
-        optimizer: ``adamw``, or bitsandbytes' AdamW whose state moves to main memory when the GPU
-            is full: ``paged_32bit`` (the papers'), ``paged_8bit``.
+        optimizer: The paged are bitsandbytes' AdamW, in main memory when the GPU is full.
         bf16: Compute under torch's autocast to bfloat16, whatever the parameters are in.
     """
 
@@ -81,8 +79,7 @@ class History:
     Attributes:
         loss: Cross-entropy of the labels, nats a token, without the penalty.
         norm: Norm of the gradient before it was clipped.
-        seconds: Wall clock since training began.
-        tokens: Tokens read since training began, padding left out.
+        seconds, tokens: Since training began; padding is left out.
         milestones: For each entry of ``milestones`` what was measured, by steps done.
     """
 
@@ -117,26 +114,17 @@ def fit(
     seeded anew at each step. Two runs are therefore equal bit for bit (at one number of threads),
     also when one was interrupted and goes on. Random states and training mode stay as they were.
 
-    Under ``accelerate launch`` every process calls it with the same arguments and trains on its
-    part of every batch (data parallel); the first one writes the checkpoints, which all must be
-    able to read. Loss and penalty are averaged over the tokens of the whole batch, so that a step
-    gives the same numbers in one process or several, whole or accumulated, up to rounding; but
+    Under ``accelerate launch`` every process trains on its part of every batch (data parallel); all
+    must be able to read the checkpoints of the first. Loss and penalty are means over the whole
+    batch: one process or several, whole or accumulated, give the same numbers up to rounding, but
     dropout draws others, and a balance loss (the product of two means) is that of each part.
 
-    Args:
-        model: A causal language model of transformers, wrapped by PEFT or altered by surgery.
-        train: Rows with ``input_ids`` and ``labels`` (-100 where nothing is learnt).
-        penalty: Called with the model after each forward pass; its scalar is added to the loss.
-        milestones: Numbers of steps done, from 0, each with what to call with the model then, which
-            must leave the parameters alone. The time counts in the history's seconds.
-        label: What the progress bar says.
-        pad_id: Token that fills short rows; masked.
-        output: Folder for checkpoints. Training goes on from the newest of the same run.
-        every: Steps between checkpoints; the last step is always kept.
-        recipe: Fields of `Recipe`.
-
-    Raises:
-        Refusal: E-NONFINITE at a step whose loss or gradient is not finite; it moves no parameter.
+    Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
+    model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers
+    of steps done, from 0, each with what to call with the model then; it must leave the parameters
+    alone. A folder ``output`` keeps checkpoints, every so many steps and at the end, and training
+    goes on from the newest of the same run. ``recipe`` holds fields of `Recipe`. A step whose loss
+    or gradient is not finite is refused (E-NONFINITE) before it moves a parameter.
     """
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
@@ -168,11 +156,12 @@ def fit(
             loss, extra, norm = _gradient(accelerator, wrapped, batches, plan, step, penalty)
             if not math.isfinite(loss + extra + norm):
                 model.zero_grad()
-                saved = f"step {step - step % store.every}" if store else "none"
-                where = f"gradient norm {norm} on rows {batches.rows(step).tolist()}"
-                after = f"the model is as after step {step} (last checkpoint: {saved}): lower lr"
-                text = f"step {step + 1}: loss {loss}, penalty {extra}, {where}; {after}"
-                refuse("E-NONFINITE", text)
+                saved = f"last checkpoint: step {step - step % store.every}" if store else "unsaved"
+                text = (
+                    f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm} on rows"
+                )
+                text += f" {batches.rows(step).tolist()}; the model is as after step {step}"
+                refuse("E-NONFINITE", f"{text} ({saved}): lower lr")
             adamw.step()
             rates.step()
             model.zero_grad()
@@ -196,8 +185,7 @@ def _accelerator(model: nn.Module, plan: Recipe) -> Accelerator:
         refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu")
     in_parts = plan.accumulate * accelerator.num_processes > 1
     if in_parts and not getattr(model, "accepts_loss_kwargs", True):
-        own = f"{type(model).__name__} averages its loss over what it is given"
-        refuse("E-MODEL", f"{own}: train it in one process, without accumulation")
+        refuse("E-MODEL", f"{type(model).__name__} averages its loss: one process, one part")
     return accelerator
 
 
@@ -244,15 +232,14 @@ def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)
     if not trained[0][1].is_cuda:
         refuse("E-DEVICE", f"optimizer {plan.optimizer} needs a GPU, the model is on none")
-    if importlib.util.find_spec("bitsandbytes") is None:
+    try:
+        from bitsandbytes import optim
+    except ImportError:
         refuse("E-DEP", f"optimizer {plan.optimizer} needs a package: pip install bitsandbytes")
-    from bitsandbytes import optim
-
-    bits = 8 if plan.optimizer == "paged_8bit" else 32
+    bits, manager = 8 if plan.optimizer == "paged_8bit" else 32, optim.GlobalOptimManager
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # for which 8 bits are too few, its authors say
-            manager = optim.GlobalOptimManager.get_instance()
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
+            manager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
     return optim.AdamW(groups, lr=plan.lr, betas=plan.betas, is_paged=True, optim_bits=bits)
 
 

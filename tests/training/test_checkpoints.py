@@ -117,24 +117,9 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(lora, rows, str
     assert committed(tmp_path) == ["step-6", "step-8"]
 
 
-def cut(folder):
-    os.truncate(folder / "tensors.safetensors", 100)
-
-
-def forge(folder):
-    """Hashes that fit, tensors that are none."""
-    for name in (checkpoint.MANIFEST, checkpoint.DIGEST):
-        (folder / name).unlink()
-    (folder / "tensors.safetensors").write_bytes(b"\xff" * 64)
-    checkpoint.seal(folder, versions=checkpoints.versions(), threads=torch.get_num_threads())
-
-
-@pytest.mark.parametrize(("damage", "code"), [(cut, "E-HASH"), (forge, "E-FORMAT")])
-def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
-    lora, rows, interrupted, damage, code
-):
-    damage(interrupted / "step-4")
-    with pytest.raises(Refusal, match=rf"{code}: {interrupted / 'step-4'}"):
+def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(lora, rows, interrupted):
+    os.truncate(interrupted / "step-4" / "tensors.safetensors", 100)
+    with pytest.raises(Refusal, match=rf"E-HASH: {interrupted / 'step-4'}"):
         fit(lora(), rows(), **SETTINGS, output=interrupted, every=2)
 
 
