@@ -1,13 +1,17 @@
-"""route: top-k, weights, and slots grouped by expert; the layout of the rows and the way back."""
+"""route: top-k, weights, slots grouped by expert, the rows' layout and the way back; balance_loss.
+
+The balance loss is Eq. 10 worked by hand, masked, with a gradient that lives (or does not).
+"""
 
 import pytest
 import torch
 
 from moebook.errors import Refusal
-from moebook.kernels import grouped, matmul, route
+from moebook.kernels import balance_loss, grouped, matmul, route
 from moebook.kernels.route import lay_out, reference
 
 both = pytest.mark.parametrize("impl", ["torch", "reference"])
+NONE = -torch.inf
 
 
 @both
@@ -18,9 +22,6 @@ def test_hand_worked_row_is_routed_and_weighted(impl):
     torch.testing.assert_close(routing.weights, torch.tensor([[4 / 7, 3 / 7]], dtype=torch.float64))
     raw = route(logits, 2, combine="probability", impl=impl)
     torch.testing.assert_close(raw.weights, torch.tensor([[0.4, 0.3]], dtype=torch.float64))
-
-
-NONE = -torch.inf
 
 
 @both
@@ -77,62 +78,61 @@ def test_weights_carry_the_softmax_gradient(combine):
     assert torch.autograd.gradcheck(lambda x: route(x, 2, combine=combine).weights, logits)
 
 
+IDS = torch.zeros(4, 1, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
-    ("top_k", "combine", "code"),
-    [(3, "probability", "E-RANGE"), (0, "probability", "E-RANGE"), (2.0, "probability", "E-TYPE"),
-     (1, "sum", "E-CHOICE")],
-)  # fmt: skip
-def test_unusable_arguments_are_refused(top_k, combine, code):
-    with pytest.raises(Refusal, match=code):
-        route(torch.zeros(4, 2), top_k, combine=combine)
+    ("function", "changes", "message"),
+    [
+        (route, {"top_k": 4}, "E-RANGE"),
+        (route, {"top_k": 0}, "E-RANGE"),
+        (route, {"top_k": 2.0}, "E-TYPE"),
+        (route, {"combine": "sum"}, "E-CHOICE"),
+        (balance_loss, {"form": "dead"}, "E-CHOICE"),
+        (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
+        (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
+        (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"),
+        (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
+    ],
+)
+def test_unusable_arguments_are_refused(function, changes, message):
+    right = {"top_k": 1} if function is route else {"ids": IDS}
+    with pytest.raises(Refusal, match=message):
+        function(**{"logits": torch.zeros(4, 3), **right, **changes})
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(50, 3, 2), (7, 20, 3), (1, 2, 1), (0, 4, 2)])
+@pytest.mark.parametrize("sizes", [(50, 3, 2), (7, 20, 3), (1, 2, 1), (0, 4, 2), (200, 20, 2)])
 def test_rows_lie_in_the_segment_of_their_expert_and_sum_to_their_token(sizes, dtype):
     tokens, experts, top_k = sizes
     torch.manual_seed(0)
     routing = route(torch.randn(tokens, experts), top_k)
     layout = lay_out(routing, dtype, 1)
+    gates = layout.spread(routing.weights)
     expert_of = torch.full((len(layout.token),), -1)
     for expert, rows in layout.segments:
         assert (expert_of[rows] == -1).all()
         expert_of[rows] = expert
+        count = routing.counts[expert]
+        assert (layout.token[rows][count:] == layout.token[rows][count - 1]).all()
+        assert (gates[rows][count:] == 0).all(), "rows that fill up repeat the last one, at 0"
+    assert tokens < 200 or dtype == torch.float32 or len(expert_of) > 400, "some fill up"
     assert (expert_of >= 0).all()
     assert len(layout.place.unique()) == tokens * top_k
     assert torch.equal(expert_of[layout.place], routing.ids)
     assert (layout.token[layout.place] == torch.arange(tokens)[:, None]).all()
-    gates = layout.spread(routing.weights)
     assert torch.equal(gates[layout.place].squeeze(2), routing.weights)
     assert gates.sum().item() == pytest.approx(tokens, rel=1e-5)
     rows = torch.randn(len(layout.token), 2)
     torch.testing.assert_close(layout.combine(rows), rows[layout.place].sum(1))
-
-
-def test_parts_join_neighbouring_segments_up_to_so_many_rows():
-    torch.manual_seed(0)
-    layout = lay_out(route(torch.randn(200, 20), 2), torch.float64, 1)
+    # Parts join neighbouring segments up to so many rows.
     for most in (1, 50, 1000):
         seen = [(expert, slice(part.rows.start + own.start, part.rows.start + own.stop))
                 for part in layout.parts(most) for expert, own in part.segments]  # fmt: skip
         assert seen == layout.segments
         for part in layout.parts(most):
             assert part.rows.stop - part.rows.start <= most or len(part.segments) == 1
-
-
-def test_rows_that_fill_up_repeat_the_last_one_of_their_segment():
-    torch.manual_seed(0)
-    routing = route(torch.randn(200, 3), 2)
-    layout = lay_out(routing, torch.bfloat16, 1)
-    gates = layout.spread(routing.weights)
-    filling = 0
-    for (_, rows), count in zip(layout.segments, routing.counts.tolist(), strict=True):
-        own = layout.token[rows]
-        assert (own[count:] == own[count - 1]).all()
-        assert (gates[rows][count:] == 0).all()
-        filling += len(own) - count
-    assert filling == len(layout.token) - 400 > 0
 
 
 def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatch):
@@ -154,3 +154,66 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
     assert sizes_of(torch.float32, matmul.ENOUGH // 1000) == wide
     monkeypatch.setattr(matmul, "is_wider", lambda: False)
     assert sizes_of(torch.float32, matmul.ENOUGH) == counts
+
+
+@both
+@pytest.mark.parametrize(
+    ("experts", "chosen", "want"),
+    [(4, [[0], [1], [2], [3]], 1), (4, [[2]] * 4, 4), (8, [[0, 1]] * 6, 4)],
+)
+def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chosen, want, impl):
+    ids = torch.tensor(chosen)
+    logits = torch.zeros(len(ids), experts, dtype=torch.float64).scatter(1, ids, 60.0)
+    value = balance_loss(logits, route(logits, ids.shape[1]).ids, impl=impl)
+    assert value.item() == pytest.approx(want, abs=1e-12)
+
+
+@both
+def test_three_tokens_worked_by_hand(impl):
+    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double())
+    ids = route(logits, 1).ids
+    # top-1: experts 0, 0, 2, so f = (2/3, 0, 1/3); p = (1.3, 0.9, 0.8) / 3
+    want = 3 * (2 / 3 * 1.3 / 3 + 1 / 3 * 0.8 / 3)
+    assert balance_loss(logits, ids, impl=impl).item() == pytest.approx(want)
+    # without the last token: f = (1, 0, 0), p = (0.6, 0.3, 0.1)
+    masked = balance_loss(logits, ids, mask=torch.tensor([1, 1, 0]), impl=impl)
+    assert masked.item() == pytest.approx(3 * 0.6)
+
+
+@both
+def test_padding_has_no_influence_on_value_or_gradient_which_is_the_numerical_one(impl):
+    logits = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    mask, ids = torch.arange(9) < 6, route(logits, 2).ids
+    masked = balance_loss(logits, ids, mask=mask, impl=impl)
+    short = balance_loss(logits[:6], ids[:6], impl=impl)
+    assert masked.item() == pytest.approx(short.item(), abs=1e-12)
+    (grad,) = torch.autograd.grad(masked, logits)
+    assert grad[6:].abs().max() == 0
+    assert grad[:6].abs().max() > 0
+    assert balance_loss(logits, ids, mask=torch.zeros(9), impl=impl).item() == 0
+    # The load, ids, is held fixed.
+    assert torch.autograd.gradcheck(lambda x: balance_loss(x, ids, impl=impl), logits)
+
+
+@pytest.mark.parametrize("spread", [0.0, 5.0])
+def test_the_released_form_is_the_constant_E_over_K_without_a_gradient(spread):
+    logits = (torch.randn(50, 8) * spread).double().requires_grad_()
+    ids = route(logits, 2).ids
+    value = balance_loss(logits, ids, form="constant")
+    assert value.item() == pytest.approx(8 / 2, abs=1e-12)
+    (grad,) = torch.autograd.grad(value, logits)
+    assert grad.abs().max() < 1e-15
+    (live,) = torch.autograd.grad(balance_loss(logits, ids), logits)
+    assert spread == 0 or live.abs().max() > 1e-4
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_sixteen_bits_more_slots_count_than_the_largest_number(impl, dtype):
+    logits = torch.randn(70_000, 4).to(dtype).requires_grad_()
+    ids = route(logits, 2).ids.int()
+    value, want = balance_loss(logits, ids, impl=impl), balance_loss(logits.double(), ids)
+    assert value.dtype == dtype
+    assert value.item() == pytest.approx(want.item(), rel=0.01)
+    grads = [torch.autograd.grad(each * 1024, logits)[0] for each in (value, want)]
+    torch.testing.assert_close(*grads, rtol=0.02, atol=1e-4)

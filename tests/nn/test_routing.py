@@ -48,6 +48,10 @@ def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     twin(torch.randn(1, 4, 6))
     assert twin.blocks[0].trace is twin.trace
     assert (twin.tokens(), decoder.tokens()) == ([4, 4], [5, 5])
+    for training in (True, False):
+        twin.train(training)(torch.randn(1, 3, 6))
+        graphs = {decision.logits.requires_grad for decision in twin.trace.decisions.values()}
+        assert graphs == {training}, "logits keep their graph in training alone"
 
 
 def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
@@ -61,13 +65,6 @@ def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
     for blocks in (decoder.blocks, [Router(6, 4, 2, layer=3)]):
         with pytest.raises(Refusal, match=r"E-MODEL: the router of layer \d has not run"):
             balance(blocks)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_logits_keep_their_graph_in_training_alone(training):
-    decoder = Decoder().train(training)
-    decoder(torch.randn(1, 3, 6))
-    assert [d.logits.requires_grad for d in decoder.trace.decisions.values()] == [training] * 2
 
 
 def test_the_mask_of_a_cached_pass_is_the_end_of_the_whole_mask():

@@ -81,54 +81,39 @@ def test_the_environment_is_plain_json_without_host_or_paths():
     assert "/" not in json.dumps(found)
 
 
-class Screen(io.StringIO):
-    terminal = True
-
-    def isatty(self):
-        return self.terminal
-
-
 @pytest.mark.parametrize(
     ("terminal", "asks", "process", "quiet", "shown"),
     [
-        (True, None, "0", "0", True),
-        (True, None, "0", "1", False),
-        (False, None, "0", "0", False),
-        (False, True, "0", "0", True),  # a notebook's frontend
-        (False, False, "0", "0", False),  # papermill
-        (False, True, "1", "0", False),  # a second process
+        (True, None, "0", "0", True), (True, None, "0", "1", False), (False, None, "0", "0", False),
+        # a notebook's frontend, papermill, a second process
+        (False, True, "0", "0", True), (False, False, "0", "0", False),
+        (False, True, "1", "0", False),
     ],
-)
-def test_a_progress_bar_is_shown_where_someone_watches(
-    terminal, asks, process, quiet, shown,
-    monkeypatch,
-):  # fmt: skip
+)  # fmt: skip
+def test_progress_is_shown_where_someone_watches(
+    terminal, asks, process, quiet, shown, monkeypatch
+):
     kernel = None if asks is None else SimpleNamespace(_allow_stdin=asks)
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=kernel))
     launched = {"LOCAL_RANK": process, "RANK": process, "WORLD_SIZE": "2", runtime.QUIET: quiet}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    screen.terminal = terminal
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    screen.isatty = lambda: terminal
     assert list(runtime.progress(range(3), "steps")) == [0, 1, 2]
     assert ("steps" in screen.getvalue()) == shown
 
 
-def test_a_process_that_was_launched_with_others_has_a_number_and_a_gpu_of_its_own(
-    monkeypatch,
-):
+def test_a_process_launched_with_others_has_a_number_and_a_gpu_of_its_own(monkeypatch):
     assert runtime.processes() == (0, 1)
     for name, value in {"LOCAL_RANK": "1", "RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert runtime.processes() == (3, 4)
-    assert runtime.resolve_device("cuda") == torch.device("cuda:1")
-    assert runtime.resolve_device("auto") == torch.device("cuda:1")
+    assert {runtime.resolve_device(name) for name in ("cuda", "auto")} == {torch.device("cuda:1")}
 
 
-def test_a_wanted_absence_is_not_reported_and_everything_else_is(
-    caplog,
-):
+def test_a_wanted_absence_is_not_reported_and_everything_else_is(caplog):
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     logger.warning("Failed to load CPU gemm_4bit_forward from the hub: %s", "no module")
     logger.warning("out of order")
