@@ -1,18 +1,26 @@
-"""What all ops have in common: what they refuse, and on which GPU their kernels are launched."""
+"""What all ops have in common: what they refuse, where their kernels run, and how both are chosen.
+
+Shapes are checked by letters; an implementation is obeyed, or refused in one line.
+"""
 
 import contextlib
 import os
+import sys
 from importlib.util import find_spec
 from operator import methodcaller
+from types import SimpleNamespace
 
 import pytest
 import torch
 from calls import SHAPES, call, draw
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import kernels
 from moebook.errors import Refusal
+from moebook.kernels import dispatch
 from moebook.kernels.clusters import clusters
+from moebook.kernels.dispatch import implementation, shapes
 from moebook.kernels.groups import groups
 from moebook.kernels.similarity import nearest_rows
 
@@ -90,12 +98,8 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
 
 
 @each
-def test_an_argument_with_a_dimension_too_many_is_refused(op, argument):
+def test_an_argument_of_another_shape_or_on_another_device_is_refused(op, argument):
     refused(rf"E-SHAPE: {op}: .*\(1, ", op, **{argument: lambda t: t[None]})
-
-
-@each
-def test_an_argument_on_another_device_or_too_narrow_for_the_others_is_refused(op, argument):
     # The logits of `route` are alone; of shots on the meta device no value could be checked.
     if (op, argument) not in (("route", "logits"), ("nearest_rows", "shots")):
         message = rf"E-DEVICE: {op}: .*\b(meta.*cpu|cpu.*meta)\b"
@@ -118,20 +122,15 @@ EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
 WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
 WRONG = {
     "route": {"logits": (*WHOLE, *COMPLEX)}, "grouped": {"ids": REAL},
-    "experts": {
-        "x": (*WHOLE, *COMPLEX), "gate_up": (torch.int8,), "down": (torch.uint8,),
-        "ids": REAL, "weights": WHOLE, "order": (*REAL, torch.int32), "counts": REAL,
-    },
+    "experts": {"x": (*WHOLE, *COMPLEX), "gate_up": (torch.int8,), "down": (torch.uint8,),
+                "ids": REAL, "weights": WHOLE, "order": (*REAL, torch.int32), "counts": REAL},
     "split_experts": {"x": WHOLE, "order": (torch.int32,), "slots": (*REAL, torch.uint8)},
     "adapters": {"h": WHOLE, "source": WIDE, "down": WHOLE, "up": WHOLE, "counts": REAL},
-    "lora_mixture": {
-        "x": (*WHOLE, *WIDE), "base": WHOLE, "gates": (*WHOLE, *COMPLEX), "down": WIDE, "up": WIDE,
-    },
+    "lora_mixture": {"x": (*WHOLE, *WIDE), "base": WHOLE, "gates": (*WHOLE, *COMPLEX),
+                     "down": WIDE, "up": WIDE},
     "balance_loss": {"logits": WHOLE, "ids": REAL, "mask": COMPLEX},
-    "bank_scoring": {
-        "hidden": WHOLE, "head": WIDE, "readers": (torch.int32,), "targets": (torch.int32, *REAL),
-        "lengths": REAL,
-    },
+    "bank_scoring": {"hidden": WHOLE, "head": WIDE, "readers": (torch.int32,),
+                     "targets": (torch.int32, *REAL), "lengths": REAL},
     "nearest_rows": {"pool": WIDE, "shots": WHOLE},
     "duplicates": {"vectors": WHOLE, "key": COMPLEX},
     "groups": {"similarity": COMPLEX, "worth": COMPLEX},
@@ -221,13 +220,8 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
 @pytest.mark.parametrize("op", TWINS)
 def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
     seen = []
-
-    @contextlib.contextmanager
-    def device_of(tensor):
-        seen.append(tensor.shape)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    nothing = contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing)
     changed(op, impl="triton")
     assert seen
 
@@ -242,3 +236,87 @@ def test_autocast_changes_nothing_inside_an_op(op, impl):
         return [y, *torch.autograd.grad(y.square().sum(), list(of.values()))]
 
     assert all(torch.equal(*pair) for pair in zip(run(False), run(True), strict=True))
+
+
+ones = torch.ones
+TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
+
+
+@pytest.mark.parametrize(
+    ("named", "sizes"),
+    [
+        ({"x": (ones(5, 6), "T D"), "gate_up": (ones(3, 8, 6), "E 2F D"),
+          "ids": (ones(5, 2).long(), "T K", "int"), "order": (ones(10).long(), "TK", "int64")},
+         {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2}),
+        ({"x": (ones(2, 3, 6), "... D"), "base": (ones(2, 3, 7), "... O")},
+         {"...": (2, 3), "D": 6, "O": 7}),
+        ({"x": (ones(0, 6), "T D")}, {"T": 0, "D": 6}),
+    ],
+)  # fmt: skip
+def test_letters_are_bound_to_sizes(named, sizes):
+    assert shapes("op", named) == sizes
+
+
+@pytest.mark.parametrize(
+    ("code", "named", "rest"),
+    [
+        (r"E-SHAPE: op: expected x \[T, D\], y \[T\] .*; got \(5, 6\), \(4,\)",
+         {"x": (ones(5, 6), "T D"), "y": (ones(4), "T")}, {}),
+        ("E-SHAPE", {"x": (ones(5, 3), "T 2F")}, {}),
+        ("E-SHAPE", {"x": (ones(5, 2), "T K"), "y": (ones(9), "TK")}, {}),
+        ("E-SHAPE", {"x": (ones(2, 6), "... D"), "y": (ones(3, 6), "... D")}, {}),
+        ("E-SHAPE", {"x": (ones(()), "... D")}, {}),
+        (r"E-SHAPE: .*\(only T, S may be 0\)", {"x": (ones(5, 0), "T D")}, {}),
+        ("E-SHAPE", {"x": (ones(0, 5), "T D")}, {"empty": ""}),
+        ("E-DTYPE: op: x is torch.int64, expected floating", {"x": (ones(5).long(), "T")}, {}),
+        ("E-DTYPE: op: y is torch.float64, x is torch.float32: cast one",
+         {"x": (ones(5), "T"), "y": (ones(5).double(), "T")}, {"alike": ("x", "y")}),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(code, named, rest):
+    with pytest.raises(Refusal, match=code):
+        shapes("op", named, **rest)
+
+
+def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch):
+    assert implementation("known", "reference", TABLE) is sum
+    for on in (None, torch.zeros(1), torch.zeros(1, device="meta")):
+        assert implementation("known", "auto", TABLE, on) is len
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    for name, message in (
+        ("tritn", "no implementation impl='tritn'; did you mean 'triton'"),
+        ("triton", "impl='triton' cannot run here: triton is not installed"),
+    ):
+        with pytest.raises(Refusal, match=f"E-IMPL: known: {message}"):
+            implementation("known", name, TABLE, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "why"),
+    [
+        ((8, 0), "/usr/bin/gcc", None),
+        ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
+        ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
+    ],
+)
+def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
+    """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    module = SimpleNamespace(run=max)
+    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", module)
+    for name in ("TRITON_INTERPRET", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(dispatch.shutil, "which", lambda name: compiler)
+    dispatch._lacking.cache_clear()
+    with FakeTensorMode():
+        on = torch.zeros(1, device="cuda")
+    if why:
+        assert implementation("known", "auto", TABLE, on) is len
+        with pytest.raises(Refusal, match=f"E-IMPL: known: .*{why}; use impl='auto'"):
+            implementation("known", "triton", TABLE, on)
+    else:
+        for name in ("auto", "triton"):
+            assert implementation("known", name, TABLE, on).__wrapped__ is max
+    assert implementation("other", "auto", {"torch": len}, on) is len
+    dispatch._lacking.cache_clear()
