@@ -15,13 +15,8 @@ from hypothesis import settings
 # Triton reads this when `@triton.jit` decorates, so it stands before any import of the package.
 # Where there is a GPU the kernels are compiled instead, and the tests marked `gpu` run as well.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    HF_DATASETS_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    MOEBOOK_QUIET="1",
-)
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+               "TOKENIZERS_PARALLELISM": "false", "MOEBOOK_QUIET": "1"}  # fmt: skip
 # One thread: results repeat bit for bit at a fixed count, and tiny models are faster so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,12 +26,10 @@ settings.load_profile("moebook")
 
 def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook: a connection to anything but this machine raises, in whatever code asks."""
-    if event not in ("socket.connect", "socket.sendto"):
+    asks = event in ("socket.connect", "socket.sendto")
+    if not asks or not isinstance(arguments[1], tuple):  # a Unix socket's address is a path
         return
-    address = arguments[1]
-    if not isinstance(address, tuple):  # a Unix socket's address is a path
-        return
-    host = str(address[0]).partition("%")[0]
+    host = str(arguments[1][0]).partition("%")[0]
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,12 +48,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no NVIDIA GPU")
-
-
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The repository's top folder."""
-    return Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -102,11 +89,9 @@ def byte_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet, tokens = pre_tokenizers.ByteLevel.alphabet(), list(special.values())
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=list(special.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=300, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["### Human:\n### Assistant:\n the sum is seven"] * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

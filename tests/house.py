@@ -26,13 +26,16 @@ def lines(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
 
 
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Each function's name and its lines, docstring apart."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files(PACKAGE)}
+
+
+def functions(path: Path) -> Iterator[tuple[int, str]]:
+    """Each function's lines, docstring apart, and its name."""
+    for node in ast.walk(TREES[path]):
         if isinstance(node, Function):
             told = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
             docstring = told.end_lineno - told.lineno + 1 if told else 0
-            yield node.name, node.end_lineno - node.lineno + 1 - docstring
+            yield node.end_lineno - node.lineno + 1 - docstring, node.name
 
 
 def module(path: Path) -> str:
@@ -41,33 +44,23 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, names: set[str]) -> Iterator[tuple[str, bool]]:
-    """Each of our modules that a file imports, and whether inside a function."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, Function)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each of our other modules that a file imports, and whether inside a function."""
+    names, bodies = set(map(module, TREES)) - {module(path)}, ast.walk(TREES[path])
+    inside = {n for body in bodies if isinstance(body, Function) for n in ast.walk(body)}
+    for node in ast.walk(TREES[path]):
+        targets = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             parts = [f"{node.module}.{alias.name}" for alias in node.names]
             targets = [part if part in names else node.module for part in parts]
-        else:
-            continue
-        yield from ((name, id(node) in inside) for name in targets if name in names)
+        yield from ((name, node in inside) for name in targets if name in names)
 
 
 def cycle() -> list[str]:
     """The modules of one cycle of imports, or nothing."""
-    names = {module(path) for path in files(PACKAGE)}
-    graph = {
-        module(path): {name for name, inside in imports(path, names) if not inside} - {module(path)}
-        for path in files(PACKAGE)
-    }
+    graph = {module(p): [name for name, inside in imports(p) if not inside] for p in TREES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -88,25 +81,18 @@ def reach(notebook: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the counts."""
-    package = files(PACKAGE)
     for folder in (PACKAGE, "recipes", "tests"):
         print(f"{folder}: {sum(map(lines, files(folder)))} lines in {len(files(folder))} files")
-    long = [module(path) for path in package if lines(path) > 400]
-    short = [module(path) for path in package if lines(path) < 60 and path.name != "__init__.py"]
-    sizes = sorted((size, name) for path in package for name, size in functions(path))
+    long = [module(path) for path in TREES if lines(path) > 400]
+    short = [module(path) for path in TREES if lines(path) < 60 and path.name != "__init__.py"]
+    sizes = sorted(function for path in TREES for function in functions(path))
+    inner = [(module(path), name) for path in TREES for name, inside in imports(path) if inside]
+    outside = [f"{ours}->{name}" for ours, name in inner if ours != f"{PACKAGE}.cli"]
     print(f"files over 400 lines: {len(long)} {' '.join(long)}")
     print(f"files under 60 lines: {len(short)} {' '.join(short)}")
     print(f"functions: {len(sizes)}, median {statistics.median(s for s, _ in sizes):g} lines, "
           f"longest {sizes[-1][0]} ({sizes[-1][1]})")  # fmt: skip
-    names = {module(path) for path in package}
-    inner = [
-        f"{module(path)}->{name}"
-        for path in package
-        if module(path) != f"{PACKAGE}.cli"
-        for name, inside in imports(path, names)
-        if inside
-    ]
-    print(f"imports of our own inside functions, outside cli: {len(inner)} {' '.join(inner)}")
+    print(f"imports of our own inside functions, outside cli: {len(outside)} {' '.join(outside)}")
     print(f"cycles: {' -> '.join(cycle()) or 'none'}")
     modules, reached = reach("01_pesc.ipynb")
     print(f"the PESC notebook reaches {modules} modules with {reached} lines")

@@ -1,4 +1,4 @@
-"""pyproject.toml, the locks, environment.yml, the Makefile and what is installed agree."""
+"""Locks, environment.yml, Makefile and what is installed agree; imports point down; no network."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -26,21 +29,16 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 LOCKED_EXTRAS = ("book", "test")
 
 # The oldest versions without a known hole (or, for datasets, without scripts that run on loading).
-FLOORS = {
-    "torch": "2.10",
-    "transformers": "5.3",
-    "peft": "0.20",
-    "safetensors": "0.8.0",
-    "nbconvert": "7.17.1",
-    "datasets": "4",
-}
+FLOORS = {"torch": "2.10", "transformers": "5.3", "peft": "0.20", "safetensors": "0.8.0",
+          "nbconvert": "7.17.1", "datasets": "4"}  # fmt: skip
+
+run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
 
 
 def requirements() -> list[Requirement]:
     """All that `pip install .[book,test]` asks for by name, with what builds the package."""
-    texts = PROJECT["build-system"]["requires"] + PROJECT["project"]["dependencies"]
-    for extra in LOCKED_EXTRAS:
-        texts = texts + EXTRAS[extra]
+    extras = [text for extra in LOCKED_EXTRAS for text in EXTRAS[extra]]
+    texts = PROJECT["build-system"]["requires"] + PROJECT["project"]["dependencies"] + extras
     return [Requirement(text) for text in texts]
 
 
@@ -59,66 +57,53 @@ def pins(name: str) -> dict[str, Version]:
 
 def needs(requirement: Requirement) -> list[Requirement]:
     """What an installed distribution asks for on this machine, with the extras asked of it."""
-    lines = metadata.requires(requirement.name) or []
-    environments = [{"extra": extra} for extra in (requirement.extras or {""})]
-    return [
-        need
-        for need in map(Requirement, lines)
-        if not need.marker or any(need.marker.evaluate(e) for e in environments)
-    ]
+    every = map(Requirement, metadata.requires(requirement.name) or [])
+    extras = [{"extra": extra} for extra in requirement.extras or {""}]
+    return [n for n in every if not n.marker or any(n.marker.evaluate(extra) for extra in extras)]
 
 
-def closure() -> dict[str, list[Requirement]]:
-    """Canonical name -> everything asked of it, directly or through others.
+def closure() -> set[Requirement]:
+    """Everything that is asked for, directly or through others.
 
     Of torch's own needs only the locked ones: its builds for other platforms bring more.
     """
     locked = pins("requirements.lock")
-    found: dict[str, list[Requirement]] = {}
+    found: set[Requirement] = set()
     waiting = requirements()
     while waiting:
         requirement = waiting.pop()
-        name = canonicalize_name(requirement.name)
-        known = found.setdefault(name, [])
-        if requirement not in known:
-            known.append(requirement)
+        if requirement not in found:
+            found.add(requirement)
             waiting += [
                 need
                 for need in needs(requirement)
-                if name != "torch" or canonicalize_name(need.name) in locked
+                if requirement.name != "torch" or canonicalize_name(need.name) in locked
             ]
     return found
 
 
-def installed_from_the_lock() -> bool:
-    """Whether this environment was made from the lock rather than from the ranges."""
+def unmet(asked: Iterable[Requirement]) -> list[str]:
+    """Requirements whose pin is missing or out of their range."""
     locked = pins("requirements.lock")
-    names = (canonicalize_name(requirement.name) for requirement in requirements())
-    return all(Version(metadata.version(name)).public == locked[name].public for name in names)
+    named = [(canonicalize_name(requirement.name), requirement) for requirement in asked]
+    return [
+        f"{requirement} but {locked.get(name, 'no pin')}"
+        for name, requirement in named
+        if name not in locked or locked[name] not in requirement.specifier
+    ]
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:
-    locked = pins("requirements.lock")
-    wrong = [
-        f"{requirement} but {locked.get(canonicalize_name(requirement.name), 'no pin')}"
-        for requirement in requirements()
-        if canonicalize_name(requirement.name) not in locked
-        or locked[canonicalize_name(requirement.name)] not in requirement.specifier
-    ]
-    assert wrong == []
+    assert unmet(requirements()) == []
 
 
 def test_the_lock_is_complete_and_holds_nothing_else() -> None:
-    if not installed_from_the_lock():
+    locked = pins("requirements.lock")
+    names = {canonicalize_name(requirement.name) for requirement in requirements()}
+    if any(Version(metadata.version(name)).public != locked[name].public for name in names):
         pytest.skip("this environment was not installed from requirements.lock")
-    locked, asked = pins("requirements.lock"), closure()
-    wrong = {
-        name: list(map(str, requirements))
-        for name, requirements in asked.items()
-        if any(name not in locked or locked[name] not in r.specifier for r in requirements)
-    }
-    assert wrong == {}
-    assert set(locked) - set(asked) == set()
+    assert unmet(closure()) == []
+    assert set(locked) == {canonicalize_name(requirement.name) for requirement in closure()}
 
 
 def test_packages_without_their_needs_are_pinned_apart() -> None:
@@ -149,47 +134,31 @@ def test_the_package_kernels_is_absent() -> None:
 
 
 def test_every_import_of_the_package_and_of_the_recipes_is_declared() -> None:
-    declared = {canonicalize_name(requirement.name) for requirement in requirements()}
-    for extra in EXTRAS.values():
-        declared |= {canonicalize_name(Requirement(text).name) for text in extra}
-    distributions = metadata.packages_distributions()
-    undeclared = set()
+    extras = [Requirement(text) for extra in EXTRAS.values() for text in extra]
+    declared = {canonicalize_name(need.name) for need in (*requirements(), *extras)}
+    distributions, imported = metadata.packages_distributions(), set()
     for path in (*(ROOT / "moebook").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")):
-        for module in imported(path) - sys.stdlib_module_names - {"moebook", "recipes"}:
-            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
-            if not names & declared:
-                undeclared.add(f"{path.relative_to(ROOT)}: {module}")
-    assert undeclared == set()
-
-
-def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a module imports from elsewhere."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                imported.add(node.module.partition(".")[0])
+    assert {"torch", "transformers", "yaml"} < imported
+    for module in imported - sys.stdlib_module_names - {"moebook", "recipes"}:
+        names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+        assert names & declared, module
 
 
 def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "moebook", tmp_path / "moebook", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    package = tmp_path / "moebook"
+    shutil.copytree(ROOT / "moebook", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    outcome = subprocess.run(
-        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    outcome = run([sys.executable, "-c", build], cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    files = {
-        str(path.relative_to(tmp_path))
-        for path in (tmp_path / "moebook").rglob("*")
-        if path.is_file()
-    }
+    files = {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert files - held == set()
     assert not any(name.startswith(("recipes", "tests")) for name in held)
@@ -200,21 +169,13 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements.nodeps.lock"):
         shutil.copy(ROOT / name, folder)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    return subprocess.run(
-        ["make", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run(["make", *arguments], cwd=folder, env=environment)
 
 
 def test_make_alone_lists_the_targets(tmp_path: Path) -> None:
     outcome = make(tmp_path)
     targets = {line.split()[1] for line in outcome.stdout.splitlines()}
-    assert outcome.returncode == 0
-    assert {"book", "test", "serve", "clean", "lint"} <= targets
+    assert outcome.returncode == 0 and {"book", "test", "serve", "clean", "lint"} <= targets
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -224,8 +185,7 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
     outcome = make(tmp_path, "test", f"PYTHON={old}")
     told = [line for line in outcome.stderr.splitlines() if not line.startswith("make: ***")]
     assert outcome.returncode == 2
-    assert len(told) == 1
-    assert "3.11" in told[0] and "Python 3.9.1" in told[0]
+    assert len(told) == 1 and "3.11" in told[0] and "Python 3.9.1" in told[0]
     assert not (tmp_path / ".venv").exists()
 
 
@@ -249,8 +209,54 @@ def test_continuous_integration_runs_the_two_commands_of_the_readme() -> None:
     assert {"make test", "make book"} <= set(commands)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_inside_the_repository_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / name).read_text())
-    inside = [link for link in links if not link.startswith("http")]
-    assert [link for link in inside if not (ROOT / link).exists()] == []
+def test_links_inside_the_repository_lead_somewhere() -> None:
+    texts = [(ROOT / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+    for link in re.findall(r"\]\(([^)#]+)", "".join(texts)):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+LINT = "from importlinter.cli import lint_imports; exit(lint_imports(no_cache=True))"
+# One import that each contract exists to refuse, in the file of the package that holds it alone.
+PLANTED = {
+    "runtime.py": "import moebook.models", "methods/pesc.py": "import moebook.methods.rocket",
+    "bench.py": "import papermill", "models/plots.py": "import matplotlib.pyplot",
+    "training/harness.py": "import lm_eval.tasks", "kernels/route.py": "import triton.language",
+    "nn/adapter.py": "import transformers.models\nimport peft", "methods/rocket/__init__.py": "",
+    "errors.py": "", "stray.py": "",
+}  # fmt: skip
+
+
+def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(
+    tmp_path: Path,
+) -> None:
+    outcome = run([sys.executable, "-c", LINT], cwd=ROOT)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    package = tmp_path / "moebook"
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name, line in PLANTED.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(line + "\n")
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+        (folder / "__init__.py").touch()
+    outcome = run([sys.executable, "-c", LINT], cwd=tmp_path)
+    assert outcome.returncode == 1, outcome.stdout + outcome.stderr
+    for contract in PROJECT["tool"]["importlinter"]["contracts"]:
+        assert f"{contract['name']} BROKEN" in outcome.stdout
+    for told in ("moebook is not allowed to import transformers", "not allowed to import peft",
+                 "moebook.stray"):  # fmt: skip
+        assert told in outcome.stdout
+
+
+def test_connections_and_datagrams_are_refused_to_another_machine_and_reach_this_one() -> None:
+    for family, host in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        refused = pytest.raises(RuntimeError, match=re.escape(host))
+        with socket.socket(family, socket.SOCK_STREAM) as connection, refused:
+            connection.connect((host, 80))
+    refused = pytest.raises(RuntimeError, match="offline")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection, refused:
+        connection.sendto(b"", ("203.0.113.1", 53))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        with connection, server.accept()[0] as accepted:
+            connection.sendall(b"ping")
+            assert accepted.recv(4) == b"ping"

@@ -38,26 +38,22 @@ def code_cells(notebook: dict[str, Any]) -> list[Cell]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def draws(tree: ast.Module) -> bool:
-    """Whether a cell calls a function of `plotting` other than `style`."""
-    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return any(call.startswith("plotting.") and call != "plotting.style" for call in calls)
-
-
 def cell_problems(number: int, cell: Cell) -> Iterator[str]:
     """What is wrong with one code cell; numbers count code cells from 0."""
-    tree, where = ast.parse(code(cell)), f"code cell {number}: "
+    where, nodes = f"code cell {number}: ", list(ast.walk(ast.parse(code(cell))))
     if cell.get("outputs") or cell.get("execution_count") is not None:
         yield f"{where}holds outputs"
-    if any(isinstance(node, DEFINITIONS) for node in ast.walk(tree)):
+    if any(isinstance(node, DEFINITIONS) for node in nodes):
         yield f"{where}defines a function or class"
     if number != 1 and code_lines(cell) > 12:  # the parameters cell has a line for each
         yield f"{where}{code_lines(cell)} lines of code"
-    if number and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)):
+    if number and any(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes):
         yield f"{where}imports after the first code cell"
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    draws = any(call.startswith("plotting.") for call in calls - {"plotting.style"})
     described = cell["metadata"].get("mystnb", {})
     for part, name in (("figure", "name"), ("figure", "caption"), ("image", "alt")):
-        if draws(tree) and not described.get(part, {}).get(name):
+        if draws and not described.get(part, {}).get(name):
             yield f"{where}its figure has no {name}"
 
 
@@ -115,8 +111,8 @@ def test_modules_are_of_readable_size_finished_and_no_drawer_for_everything() ->
     assert [path for path in MODULES if path.stem in drawers or path.parent.name in drawers] == []
 
 
-def faultless(*sources: str) -> dict[str, Any]:
-    """A faultless notebook of these code cells behind the usual frame."""
+def behind_the_frame(*sources: str) -> dict[str, Any]:
+    """A notebook of these code cells behind the usual frame."""
     frame = ("from moebook import plotting", "steps: int = 1", "run = notebook.begin(In, {})")
     cells: list[Cell] = [{"cell_type": "markdown", "metadata": {}, "source": "# A title"}]
     for source in (*frame, *sources):
@@ -137,12 +133,12 @@ def faultless(*sources: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_fault_in_a_cell_is_found(source: str, problem: str) -> None:
-    problems = ", ".join(notebook_problems(faultless(source)))
+    problems = ", ".join(notebook_problems(behind_the_frame(source)))
     assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)
 
 
 def test_outputs_missing_text_and_a_missing_frame_are_found() -> None:
-    broken = faultless("x = 1", "plotting.curves(history)")
+    broken = behind_the_frame("x = 1", "plotting.curves(history)")
     broken["cells"][9]["metadata"]["mystnb"] = {
         "figure": {"name": "fig-loss", "caption": "Loss."}, "image": {"alt": "A falling line."},
     }  # fmt: skip
@@ -151,9 +147,8 @@ def test_outputs_missing_text_and_a_missing_frame_are_found() -> None:
     del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
     broken["cells"][5]["source"] = "x = 0"
     problems = "\n".join(notebook_problems(broken))
-    for fault in ("holds outputs", "a reading after it is missing", "tagged `parameters`",
-                  "`notebook.begin`"):  # fmt: skip
-        assert fault in problems
+    assert all(fault in problems for fault in ("holds outputs", "a reading after it is missing"))
+    assert all(fault in problems for fault in ("tagged `parameters`", "`notebook.begin`"))
 
 
 def test_a_long_function_and_unfinished_work_are_found(tmp_path: Path) -> None:
