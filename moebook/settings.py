@@ -70,9 +70,7 @@ def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
 def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
     """Turn pydantic's first error into one line: the place, the value, what was expected.
 
-    Args:
-        known: Names of the fields or arguments, in order.
-        where: The file or place that the values come from, if any.
+    ``known`` are the fields or arguments in order, ``where`` says what file they come from, if any.
     """
     try:
         yield
@@ -100,11 +98,7 @@ def preset(
 ) -> Kind:
     """Make the settings of a named preset, with single fields changed.
 
-    Args:
-        kind: A class made by `settings`.
-        presets: By name, the fields in which each differs from the defaults.
-        name: One of them; another is refused (E-CHOICE).
-        changes: Fields that go before the preset's.
+    ``presets`` are by name the fields in which each differs from the defaults.
     """
     if name not in presets:
         refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, presets)}")

@@ -26,33 +26,25 @@ _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newl
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A data set of the hub and how its raw rows become prompt and answer.
+    """A data set of the hub and how its raw rows become prompt and answer, by templates.
 
-    Attributes:
-        repo: Its id on the hub.
-        prompt: Template; so are ``answer`` and ``system`` (which is left out where it is empty).
-        options: Expression for the list of answers to choose from; then ``answer`` is an
-            expression, too: which of the ``labels`` (an expression) is right.
-        form: A key of `FORMS` in place of templates.
-        config: Its configuration, when it has several.
-        files: Pattern of its files inside the repository, when that holds many sets.
-        compare: How an answer is read before two are compared: a key of `COMPARE`.
-        max_new_tokens: Enough for an answer, with a vocabulary of tens of thousands.
+    With ``options``, an expression for the list of answers to choose from, ``answer`` is an
+    expression, too: which of the ``labels`` (an expression) is right.
     """
 
-    repo: str
+    repo: str  # its id on the hub
     prompt: str = ""
     answer: str = ""
-    system: str = ""
+    system: str = ""  # left out where it is empty
     options: str = ""
     labels: str = ""
-    form: str = ""
+    form: str = ""  # a key of FORMS in place of templates
     domain: str = ""
     licence: str = ""
-    config: str | None = None
-    files: str | None = None
-    compare: str = "first_line"
-    max_new_tokens: int = 64
+    config: str | None = None  # its configuration, when it has several
+    files: str | None = None  # pattern of its files, when the repository holds many sets
+    compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
+    max_new_tokens: int = 64  # enough for an answer, with a vocabulary of tens of thousands
 
     @property
     def normalise(self) -> Callable[[str], str] | None:

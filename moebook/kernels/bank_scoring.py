@@ -17,18 +17,11 @@ LOGITS = {"cpu": 2**19, "cuda": 2**27}
 
 
 class Answers(NamedTuple):
-    """Where the answers of S samples stand in a pack of T tokens, sample after sample.
+    """Where the answers of S samples stand in a pack of T tokens, sample after sample; int64."""
 
-    Attributes:
-        readers: For each token of an answer, int64, the place in [0, T) that predicts it: that of
-            the token before it. Samples may share places.
-        targets: For each, int64, the token itself, in [0, V).
-        lengths: ``[S]`` int64, tokens of each answer; they sum to the length of the other two.
-    """
-
-    readers: Tensor
-    targets: Tensor
-    lengths: Tensor
+    readers: Tensor  # for each token of an answer the place in [0, T) before it, which predicts it
+    targets: Tensor  # for each the token itself, in [0, V)
+    lengths: Tensor  # [S] tokens of each answer; they sum to the length of the other two
 
 
 def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = "auto") -> Tensor:

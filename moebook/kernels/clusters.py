@@ -17,20 +17,12 @@ ROWS = {"cpu": 2**10, "cuda": 2**14}
 
 
 class Clusters(NamedTuple):
-    """Which points belong to which centre.
+    """Which points belong to which centre; a block is summed in the points' dtype."""
 
-    Attributes:
-        ids: ``[L, S]`` int64, the nearest centre of each point, of equally near ones the first.
-        sums: ``[L, E, D]`` float64, sums of each centre's points: of blocks in float32, or float64
-            as the points are, and then of the blocks' sums.
-        counts: ``[L, E]`` int64, points of each centre; they sum to S.
-        inertia: ``[L]`` float64, squared distances of all points to their centres, summed.
-    """
-
-    ids: Tensor
-    sums: Tensor
-    counts: Tensor
-    inertia: Tensor
+    ids: Tensor  # [L, S] int64, the nearest centre of each point, of equally near ones the first
+    sums: Tensor  # [L, E, D] float64, of each centre's points
+    counts: Tensor  # [L, E] int64, points of each centre; they sum to S
+    inertia: Tensor  # [L] float64, squared distances of all points to their centres, summed
 
     def means(self, centres: Tensor) -> Tensor:
         """Return the mean of each centre's points; a centre without points stays where it is."""

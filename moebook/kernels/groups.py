@@ -26,17 +26,11 @@ Search = Callable[[Array, Array, int, int, int], tuple[Array, Array, Array]]
 
 
 class Groups(NamedTuple):
-    """The G best groups, the least total first; of equal totals, in the order of their members.
+    """The G best groups, the least total first; of equal totals, in the order of their members."""
 
-    Attributes:
-        members: ``[G, N]`` int64, ascending.
-        rank: ``[G]`` int64, by diversity among all groups, 1 is best; equal ones share the least.
-        total: ``[G]`` float64, rank plus the members' worth.
-    """
-
-    members: Tensor
-    rank: Tensor
-    total: Tensor
+    members: Tensor  # [G, N] int64, ascending
+    rank: Tensor  # [G] int64, by diversity among all groups, 1 is best; equal ones share the least
+    total: Tensor  # [G] float64, rank plus the members' worth
 
 
 def groups(

@@ -33,19 +33,12 @@ Pairs = tuple[Tensor, Tensor]
 
 
 class Largest(NamedTuple):
-    """Rows drawn from a stream, the largest key first, of equal ones the earlier row.
+    """Rows drawn from a stream, the largest key first, of equal ones the earlier row."""
 
-    Attributes:
-        index: ``[C]`` int64, their numbers in the stream.
-        key: ``[C]``, what they were drawn by.
-        vectors: ``[C, D]``, the rows.
-        seen: Rows in the stream.
-    """
-
-    index: Tensor
-    key: Tensor
-    vectors: Tensor
-    seen: int
+    index: Tensor  # [C] int64, their numbers in the stream
+    key: Tensor  # [C] what they were drawn by
+    vectors: Tensor  # [C, D] the rows
+    seen: int  # rows in the stream
 
 
 def nearest_rows(
@@ -85,13 +78,9 @@ def _fitting(pool: Tensor | Iterable[Tensor], shots: Tensor) -> Iterator[Tensor]
 def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
     """Keep the C rows of a stream with the largest keys; of equal keys the earlier row is kept.
 
-    Rows with the key minus infinity are never kept, so fewer than C can come back.
-
-    Args:
-        blocks: ``[b, D]``, block after block.
-        key: Called with some rows and the key that a row must exceed; returns the places of the
-            rows that do, ascending, and their keys. It may return more.
-        count: C.
+    Blocks are ``[b, D]``. ``key`` is called with some rows and the key that a row must exceed; it
+    returns the places of the rows that do, ascending, and their keys, and may return more. Rows
+    with the key minus infinity are never kept, so fewer than C can come back.
     """
     natural("largest", "count", count)
     held: list[Largest] = []

@@ -16,30 +16,22 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's parts.
+    """One decoder layer's parts; a dense one has no router and no experts.
 
-    Attributes:
-        index: Number of the layer, from 0.
-        slot: Name under which the block holds its feed-forward part.
-        attention: The attention module, or None where the block has another mixer.
-        mlp: The feed-forward part: a gated MLP when dense, the whole MoE block when sparse.
-        width: F, the width of the dense MLP or of one routed expert.
-        router: The module that scores the experts; None when dense.
-        experts: The routed experts (in transformers 5 fused: ``gate_up_proj [E, 2F, D]``,
-            ``down_proj [E, D, F]``; in PESC's form the adapters); None when dense.
-        shared: What every token runs through beside the routed experts, or None.
+    In transformers 5 experts are fused: ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]``; in
+    PESC's form they are the adapters.
     """
 
-    index: int
+    index: int  # from 0
     block: nn.Module
-    slot: str
-    attention: nn.Module | None
-    mlp: nn.Module
+    slot: str  # name under which the block holds its feed-forward part
+    attention: nn.Module | None  # None where the block has another mixer
+    mlp: nn.Module  # a gated MLP when dense, the whole MoE block when sparse
     kind: Literal["dense", "sparse"]
-    width: int
-    router: Any = None
+    width: int  # F, of the dense MLP or of one routed expert
+    router: Any = None  # the module that scores the experts
     experts: Any = None
-    shared: nn.Module | None = None
+    shared: nn.Module | None = None  # what every token runs through beside the routed experts
 
     def replace(self, mlp: nn.Module) -> None:
         """Put another module into the feed-forward place of this layer's block."""

@@ -29,12 +29,8 @@ def execute(tier: str, only: str | None, folder: Path) -> None:
     """Execute the notebooks side by side and publish each that ran.
 
     Findings notebooks come last and are executed at every build: they read pools and train nothing.
-    When all have ended, the first run that failed is refused; the others are published.
-
-    Args:
-        tier: The protocol of all of them, such as ``cpu``.
-        only: Short name of the one to execute.
-        folder: The project.
+    When all have ended, the first run that failed is refused; the others are published. ``tier`` is
+    the protocol of all of them, ``only`` the short name of the one to execute.
     """
     notebooks = sources.notebooks(folder)
     chosen = {only: sources.find(folder, only)} if only else notebooks

@@ -164,11 +164,8 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
     """Measure arms over seeds and items: a line an arm and measure, with its interval at 95 %.
 
-    Args:
-        pool: Their runs.
-        names: Arms; those without a run are left out.
-        measures: What a measure is called to the name of its value, as in
-            ``pesc/{arm}/accuracy``.
+    ``measures`` are what a measure is called to the name of its value, ``pesc/{arm}/accuracy``.
+    Arms without a run are left out.
     """
     lines = []
     for measure, name in measures.items():

@@ -118,7 +118,6 @@ def run_notebook(
         name: Short name, such as ``pesc``.
         protocol: One of the notebook's protocols, such as ``cpu`` or ``nano``.
         overrides: Parameters that go before the protocol's.
-        folder: The project.
         force: Run even when an equal run is there.
         cell_seconds: Longest time for one cell; by tier in `CELL_SECONDS`.
     """

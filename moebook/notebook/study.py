@@ -131,13 +131,11 @@ def study(
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
     Args:
-        name: Short name of the notebook, such as ``pesc``.
-        protocol: One of its protocols whose tier is committed, such as ``nano``.
+        name, protocol: As in `run_notebook`; runs of the protocol's tier are kept.
         wanted: Seeds.
         arms: Names with commas between them, or ``all``; the protocol's by default.
         jobs: Runs at a time (default: cores); a cluster decides by itself.
         engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
-        folder: The project.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]

@@ -109,30 +109,22 @@ def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
 class Run:
     """One execution of a notebook: one protocol, one seed, some or all of its arms.
 
-    Args:
-        notebook: Short name, such as ``pesc``.
-        protocol: Name of the parameter file, such as ``nano``.
-        tier: The protocol's scale, one of `TIERS`.
-        seed: Seeds everything random.
-        values: In the order of the notebook, each name once; ``curves`` likewise.
-        arms: The arms that ran; empty where the notebook has none.
-        settings: The protocol's parameters: all but ``seed``, ``arms`` and where it ran.
-        rows: Hashes of the rows it trained on (``train``) and was tested on (``test``).
-        code: Hashes of what ran: the ``notebook``'s code, the ``lock``, and ``modules`` by name.
-        manifest: Date, commit, machine, versions, parameters and cost.
+    ``settings`` are the protocol's parameters but ``seed``, ``arms`` and where it ran; ``rows``
+    hashes what it trained on (``train``) and was tested on (``test``), ``code`` what ran: the
+    ``notebook``'s code, the ``lock``, and ``modules`` by name.
     """
 
-    notebook: str
-    protocol: str
-    tier: str
-    seed: int
-    values: tuple[Value, ...]
+    notebook: str  # short name, such as pesc
+    protocol: str  # name of the parameter file, such as nano
+    tier: str  # the protocol's scale, one of TIERS
+    seed: int  # of everything random
+    values: tuple[Value, ...]  # in the order of the notebook, each name once
     curves: tuple[Curve, ...] = ()
-    arms: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()  # that ran; empty where the notebook has none
     settings: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, Any] = field(default_factory=dict)
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)  # date, commit, machine, cost
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:

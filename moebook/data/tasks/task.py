@@ -26,17 +26,11 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Item:
-    """One underlying problem before it is put into words.
+    """One underlying problem before it is put into words."""
 
-    Attributes:
-        slots: What the templates are filled with. Their content alone decides the split.
-        answer: The exact answer.
-        rationale: Worked solution in words, empty where the task has none.
-    """
-
-    slots: dict[str, str]
+    slots: dict[str, str]  # what the templates are filled with; their content decides the split
     answer: str
-    rationale: str = ""
+    rationale: str = ""  # worked solution in words
 
 
 def exact(answer: str) -> str:
@@ -70,28 +64,18 @@ COMPARE = {"first_line": first_line, "verb": verb, "same_json": same_json}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: its source and licence (SPDX), items, wordings, and how answers are compared.
-
-    Attributes:
-        name: Key in the catalogue, also the name of its evaluation.
-        domain: mathematics, code, common_sense, translation, language or general.
-        templates: Wordings with `{slots}`; a row draws one.
-        pool: Enumerates all items; must be deterministic.
-        max_new_tokens: Enough for every answer with a small vocabulary (2,048 byte pairs).
-        compare: How answers are read before they are compared: a key of `COMPARE`.
-        rationales: Whether items carry a worked solution.
-    """
+    """A task: its source and licence (SPDX), items, wordings, and how answers are compared."""
 
     name: str
-    domain: str
+    domain: str  # mathematics, code, common_sense, translation, language or general
     description: str
     source: str
     licence: str
-    templates: Sequence[str]
-    pool: Pool
-    max_new_tokens: int
-    compare: str = "first_line"
-    rationales: bool = False
+    templates: Sequence[str]  # wordings with {slots}; a row draws one
+    pool: Pool  # enumerates all items; must be deterministic
+    max_new_tokens: int  # enough for every answer with a small vocabulary (2,048 byte pairs)
+    compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
+    rationales: bool = False  # whether items carry a worked solution
 
     @property
     def normalise(self) -> Callable[[str], str]:
