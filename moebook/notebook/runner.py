@@ -114,12 +114,8 @@ def run_notebook(
     first one keeps what it left, the others return None. A notebook that fails is refused too: with
     ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or its own refusal.
 
-    Args:
-        name: Short name, such as ``pesc``.
-        protocol: One of the notebook's protocols, such as ``cpu`` or ``nano``.
-        overrides: Parameters that go before the protocol's.
-        force: Run even when an equal run is there.
-        cell_seconds: Longest time for one cell; by tier in `CELL_SECONDS`.
+    ``overrides`` are parameters that go before the protocol's; ``force`` runs even when an equal
+    run is there; ``cell_seconds`` is the longest time for one cell, by tier in `CELL_SECONDS`.
     """
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
     store = request.store

@@ -130,12 +130,10 @@ def study(
 ) -> int:
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
-    Args:
-        name, protocol: As in `run_notebook`; runs of the protocol's tier are kept.
-        wanted: Seeds.
-        arms: Names with commas between them, or ``all``; the protocol's by default.
-        jobs: Runs at a time (default: cores); a cluster decides by itself.
-        engine: ``local``, or ``ray`` for the cluster that this machine belongs to.
+    The protocol is one whose tier is committed, such as ``nano``; ``arms`` are names with commas
+    between them, or ``all`` (the protocol's by default). ``jobs`` runs go at a time (default: cores;
+    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for the cluster that this
+    machine belongs to.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
