@@ -131,9 +131,8 @@ def study(
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
     The protocol is one whose tier is committed, such as ``nano``; ``arms`` are names with commas
-    between them, or ``all`` (the protocol's by default). ``jobs`` runs go at a time (default: cores;
-    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for the cluster that this
-    machine belongs to.
+    between them, or ``all`` (default: the protocol's). ``jobs`` runs go at a time (default: cores;
+    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for this machine's cluster.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
