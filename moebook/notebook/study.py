@@ -132,7 +132,7 @@ def study(
 
     The protocol is one whose tier is committed, such as ``nano``; ``arms`` are names with commas
     between them, or ``all`` (default: the protocol's). ``jobs`` runs go at a time (default: cores;
-    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for this machine's cluster.
+    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for the cluster here.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
