@@ -27,6 +27,7 @@ from moebook.kernels.similarity import nearest_rows
 TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "duplicates")
 VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups", "clusters")
 OPS = (*TWINS, "balance_loss", "bank_scoring", "nearest_rows", "groups", "clusters")
+ones = torch.ones
 SIZES = {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2, "R": 3, "N": 1, "O": 7, "V": 5, "S": 5, "M": 5,
          "L": 1}  # fmt: skip
 installed = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -97,27 +98,6 @@ def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkey
     refused(message, op, impl="triton", dtype=dtype)
 
 
-@each
-def test_an_argument_of_another_shape_or_on_another_device_is_refused(op, argument):
-    refused(rf"E-SHAPE: {op}: .*\(1, ", op, **{argument: lambda t: t[None]})
-    # The logits of `route` are alone; of shots on the meta device no value could be checked.
-    if (op, argument) not in (("route", "logits"), ("nearest_rows", "shots")):
-        message = rf"E-DEVICE: {op}: .*\b(meta.*cpu|cpu.*meta)\b"
-        refused(message, op, **{argument: methodcaller("to", "meta")})
-    if op in (*ROUTED, "lora_mixture"):
-        refused(f"E-SHAPE: {op}: expected ", op, **{argument: lambda t: t[..., :-1]})
-
-
-@pytest.mark.parametrize("op", (*VALUED, *TWINS))
-def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    meta = dict.fromkeys(arguments(op), methodcaller("to", "meta"))
-    if op in VALUED:
-        refused(f"E-DEVICE: {op}: .* on meta, which holds no values$", op, **meta)
-    if op in TWINS:
-        refused(f"E-(IMPL|DEVICE): {op}: .* on meta, ", op, impl="triton", **meta)
-
-
 EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
 WHOLE, REAL, WIDE = (torch.int64, torch.bool), (torch.float32, torch.bool), (torch.float64,)
 WRONG = {
@@ -139,11 +119,28 @@ WRONG = {
 
 
 @each
-def test_an_argument_of_a_wrong_dtype_or_of_eight_bits_is_named_with_it(op, argument):
+def test_an_argument_of_another_shape_device_or_dtype_is_refused(op, argument):
+    refused(rf"E-SHAPE: {op}: .*\(1, ", op, **{argument: lambda t: t[None]})
+    # The logits of `route` are alone; of shots on the meta device no value could be checked.
+    if (op, argument) not in (("route", "logits"), ("nearest_rows", "shots")):
+        message = rf"E-DEVICE: {op}: .*\b(meta.*cpu|cpu.*meta)\b"
+        refused(message, op, **{argument: methodcaller("to", "meta")})
+    if op in (*ROUTED, "lora_mixture"):
+        refused(f"E-SHAPE: {op}: expected ", op, **{argument: lambda t: t[..., :-1]})
     name = argument.replace("trained_", "trained ")
     for wrong in (*WRONG[op].get(argument, ()), EIGHT):
         message = rf"E-DTYPE: {op}: .*\b{name}\b.*{wrong}\b"
         refused(message, op, **{argument: methodcaller("to", wrong)})
+
+
+@pytest.mark.parametrize("op", (*VALUED, *TWINS))
+def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    meta = dict.fromkeys(arguments(op), methodcaller("to", "meta"))
+    if op in VALUED:
+        refused(f"E-DEVICE: {op}: .* on meta, which holds no values$", op, **meta)
+    if op in TWINS:
+        refused(f"E-(IMPL|DEVICE): {op}: .* on meta, ", op, impl="triton", **meta)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -181,12 +178,9 @@ def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
 @pytest.mark.parametrize(
     ("message", "run"),
     [
-        ("E-SHAPE: nearest_rows: .*pool",
-         lambda: nearest_rows(torch.tensor(1.0), torch.zeros(2, 4), 1)),
-        ("E-SHAPE: groups: .*similarity",
-         lambda: groups(torch.tensor(1.0), torch.zeros(5), 2)),
-        ("E-SHAPE: clusters: .*points",
-         lambda: clusters(torch.zeros(0, 5, 4), torch.zeros(0, 2, 4))),
+        ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
+        ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
+        ("E-SHAPE: clusters: .*points", lambda: clusters(ones(0, 5, 4), ones(0, 2, 4))),
         ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
          lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
         ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
@@ -238,7 +232,6 @@ def test_autocast_changes_nothing_inside_an_op(op, impl):
     assert all(torch.equal(*pair) for pair in zip(run(False), run(True), strict=True))
 
 
-ones = torch.ones
 TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
 
 

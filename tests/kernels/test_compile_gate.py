@@ -37,7 +37,6 @@ FOLDER = Path(__file__).parents[2] / "moebook" / "kernels" / "_triton"
 TARGETS = [(80, "bf16"), (90, "fp32"), (90, "bf16")]
 KILOBYTES = {80: 163, 90: 227}
 """Shared memory that a program can have."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {
     "*i64": "token slots tiles number owner counts ends place ids order",
     "*fp32": "gate weight d_weight d_gate inverse",
@@ -118,8 +117,9 @@ def stack(cubin):
 
 def main():
     """Print what the compiler says: one line of JSON for each target."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for arch, dtype in TARGETS:
-        cases = kernels(DTYPES[dtype], tma=(arch, dtype) == (90, "bf16"))
+        cases = kernels(dtypes[dtype], tma=(arch, dtype) == (90, "bf16"))
         print(json.dumps([compiled(*case, dtype, arch) for case in cases]))
 
 
@@ -127,9 +127,8 @@ def main():
 def test_kernels_compile_and_fit(cache):
     environment = {"TRITON_CACHE_DIR": str(cache.mkdir("triton")), **os.environ,
                    "TRITON_INTERPRET": "0", "PYTHONPATH": str(FOLDER.parents[2])}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     launches = [re.findall(r"\b(_\w+)\[\(?\w", path.read_text()) for path in FOLDER.glob("*.py")]
     launched, multiplying = {name for names in launches for name in names}, set()

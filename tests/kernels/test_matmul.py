@@ -1,6 +1,7 @@
 """Products by either library, and kept memory: handed out again when nothing shares it any more."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from moebook.kernels import Bank, experts, matmul, route
 from moebook.kernels.matmul import LARGE, empty, is_compiled, is_wider, product
 
-CPU = torch.device("cpu")
+CPU, ONE, SHAPE = torch.device("cpu"), torch.zeros(1), (LARGE // 4, 2)
 
 
 def factors(rows, inner, columns, kind="plain"):
@@ -47,16 +48,11 @@ def test_error_is_at_most_twice_that_of_pytorch(sizes, kind):
     assert all((got - truth).norm() <= limit for got in products(left, right))
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("library", "threads")
-def test_pieces_of_a_large_result_are_the_whole(monkeypatch):
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_of_a_large_result_are_the_whole(threads, request, monkeypatch):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(threads)
     monkeypatch.setattr(matmul, "PIECE", 100)
     left, right = factors(500, 20, 30)
     truth = left.double() @ right.double()
@@ -77,23 +73,17 @@ def test_what_is_empty_or_not_finite_comes_through_where_it_belongs():
 
 
 @pytest.mark.usefixtures("library")
-def test_it_computes_in_inference_mode_and_with_deterministic_algorithms():
+def test_it_computes_in_all_modes_and_leaves_other_dtypes_to_pytorch(request):
     left, right = factors(40, 30, 20)
     want = product(left, right)
     with torch.inference_mode():
         assert all(torch.equal(got, want) for got in products(left, right))
+    request.addfinalizer(partial(torch.use_deterministic_algorithms, False))
     torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.equal(products(left, right)[1], want)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_are_left_to_pytorch(dtype):
-    left, right = (part.to(dtype) for part in factors(40, 30, 20))
-    assert torch.equal(product(left, right), torch.mm(left, right))
+    assert torch.equal(products(left, right)[1], want)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        one, other = left.to(dtype), right.to(dtype)
+        assert torch.equal(product(one, other), torch.mm(one, other))
 
 
 @pytest.mark.parametrize("wider", [True, False])
@@ -109,11 +99,9 @@ def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(wider, 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
 def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monkeypatch, tmp_path):
-    (info := tmp_path / "cpuinfo").write_text(
-        f"vendor_id\t: {'GenuineIntel' if lacking == 'amd' else 'AuthenticAMD'}\n"
-    )
-    if lacking == "file":
-        info.unlink()
+    info, vendor = tmp_path / "cpuinfo", "GenuineIntel" if lacking == "amd" else "AuthenticAMD"
+    if lacking != "file":
+        info.write_text(f"vendor_id\t: {vendor}\n")
     capability = "AVX2" if lacking == "avx512" else "AVX512"
     monkeypatch.setattr(matmul, "INFO", info)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -125,16 +113,12 @@ def test_onednn_is_wider_on_amd_with_avx512_where_pytorch_has_mkl(lacking, monke
     assert is_wider.__wrapped__() is not bool(lacking)
 
 
-ONE = torch.zeros(1)
-SHAPE = (LARGE // 4, 2)
-
-
 @pytest.fixture(autouse=True)
 def nothing_free(monkeypatch):
     monkeypatch.setattr(matmul, "_free", {})
 
 
-def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
+def test_memory_comes_back_for_any_shape_when_the_last_tensor_that_shares_it_is_gone():
     first = empty(SHAPE, ONE)
     place, row = first.data_ptr(), first[3]
     assert place % 64 == 0
@@ -149,10 +133,7 @@ def test_memory_comes_back_when_the_last_tensor_that_shares_it_is_gone():
     again = empty(SHAPE, ONE)
     assert again.data_ptr() == place
     assert (again.shape, again.dtype) == (SHAPE, torch.float32)
-
-
-def test_a_block_serves_other_shapes_and_dtypes_that_fill_at_least_half_of_it():
-    place = empty(SHAPE, ONE).data_ptr()
+    del again
     other = empty((3, LARGE // 4), ONE.bfloat16())
     assert other.data_ptr() == place
     assert (other.shape, other.dtype) == ((3, LARGE // 4), torch.bfloat16)
@@ -165,21 +146,17 @@ def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeyp
     monkeypatch.setattr(matmul, "FREE", 5 * LARGE)
     held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
     places = [tensor.data_ptr() for tensor in held]
-
-    def free():
-        return [block.ctypes.data for block in matmul._free.values()]
-
     for _ in range(3):
         held.pop(0)
-    assert free() == places[:3]
+    assert [block.ctypes.data for block in matmul._free.values()] == places[:3]
     other = empty((LARGE * 3 // 4,), ONE)
     del other
-    assert free()[0] == places[2], "3 were too much: the first two went"
+    assert next(iter(matmul._free.values())).ctypes.data == places[2], "the first two went"
     assert [len(block) // LARGE for block in matmul._free.values()] == [2, 3]
     held.pop()
-    assert free() == [], "more than is allowed by itself"
+    assert not matmul._free, "more than is allowed by itself"
     assert empty((2, 3), ONE).shape == (2, 3)
-    assert free() == [], "small tensors are not kept"
+    assert not matmul._free, "small tensors are not kept"
 
 
 def test_threads_never_share_a_block():

@@ -28,18 +28,11 @@ DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16
 KINDS = ("even", "ragged", "idle", "one row", "no row")
 """Blocks that are full, several that are not, something that gets no row, one row, and none."""
 LETTERS = {
-    "route": "T E K",
-    "experts": "T E K D F act",
-    "split_experts": "T E chosen D F act",
-    "adapters": "T E K D R apart",
-    "lora_mixture": "T N D R O idle",
-    "balance_loss": "T E K masked",
-    "bank_scoring": "N T D V lengths",
-    "nearest_rows": "S K D",
-    "duplicates": "S D threshold rule",
-    "groups": "M size best diversity",
-    "clusters": "L S E D",
-}
+    "route": "T E K", "experts": "T E K D F act", "split_experts": "T E chosen D F act",
+    "adapters": "T E K D R apart", "lora_mixture": "T N D R O idle",
+    "balance_loss": "T E K masked", "bank_scoring": "N T D V lengths", "nearest_rows": "S K D",
+    "duplicates": "S D threshold rule", "groups": "M size best diversity", "clusters": "L S E D",
+}  # fmt: skip
 """What the numbers of a shape below are; the last may be left out."""
 OPS = {
     "route": {
@@ -118,11 +111,10 @@ PATHS = [
     (op, kind, dtype, library)
     for op in OPS
     for kind in OPS[op]
-    for dtype, library in (
-        (torch.float32, "PyTorch"), (torch.bfloat16, "PyTorch"), (torch.float32, "oneDNN"),
-    )
-    if op in MULTIPLYING or library == "PyTorch"
-]  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16)
+    for library in ("PyTorch", "oneDNN")
+    if library == "PyTorch" or (op in MULTIPLYING and dtype == torch.float32)
+]
 
 
 def each(cases):

@@ -149,8 +149,7 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
         assert count <= size <= count * 9 / 8
         assert size % 2 ** max(size.bit_length() - 4, 0) == 0, "four significant bits"
     monkeypatch.setattr(matmul, "is_wider", lambda: True)
-    few = zip(counts, sizes, strict=True)
-    wide = [count if count <= 1000 else size for count, size in few]
+    wide = [c if c <= 1000 else size for c, size in zip(counts, sizes, strict=True)]
     assert sizes_of(torch.float32, matmul.ENOUGH // 1000) == wide
     monkeypatch.setattr(matmul, "is_wider", lambda: False)
     assert sizes_of(torch.float32, matmul.ENOUGH) == counts

@@ -34,26 +34,20 @@ def test_weights_may_begin_anywhere_in_a_buffer():
     assert torch.equal(*(call("experts", of | {"gate_up": w}, "triton") for w in (weight, moved)))
 
 
-@pytest.mark.parametrize(
-    ("kilobytes", "enough"), [(227, True), (163, True), (99, False), (64, False)]
-)
-def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, enough, monkeypatch):
+@pytest.mark.parametrize("kilobytes", [227, 163, 99, 64])
+def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, monkeypatch):
     from moebook.kernels._triton import grouped
 
     has = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
-    assert grouped.roomy(torch.device("cuda", 0)) == enough
+    assert grouped.roomy(torch.device("cuda", 0)) == (kilobytes > 99)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
-    [
-        ("fp32_precision", "tf32", "tf32"),
-        ("fp32_precision", "ieee", "ieee"),
-        ("allow_tf32", True, "tf32"),
-        ("allow_tf32", False, "ieee"),
-    ],
-)
+    [("fp32_precision", "tf32", "tf32"), ("fp32_precision", "ieee", "ieee"),
+     ("allow_tf32", True, "tf32"), ("allow_tf32", False, "ieee")],
+)  # fmt: skip
 def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wanted):
     from moebook.kernels._triton import grouped
 
@@ -95,16 +89,13 @@ def test_a_base_that_the_interpreter_would_round_wrongly_is_refused(dtype):
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "others"),
-    [
-        ("lora_mixture", "scale", [np.float32(0.5)]),
-        ("duplicates", "threshold", [np.float32(0.5), torch.tensor(0.5)]),
-    ],
-)
-def test_numbers_of_numpy_and_pytorch_are_numbers_to_a_kernel(op, name, others):
+    ("op", "name", "number"),
+    [("lora_mixture", "scale", np.float32(0.5)), ("duplicates", "threshold", np.float32(0.5)),
+     ("duplicates", "threshold", torch.tensor(0.5))],
+)  # fmt: skip
+def test_numbers_of_numpy_and_pytorch_are_numbers_to_a_kernel(op, name, number):
     of = given(op) | {"key": torch.ones(6, device=DEVICE)}
-    want, *ys = (call(op, of, "triton", **{name: number}) for number in (0.5, *others))
-    assert all(torch.equal(y, want) for y in ys)
+    assert torch.equal(*(call(op, of, "triton", **{name: value}) for value in (0.5, number)))
 
 
 def test_a_mixture_of_float32_loras_beside_a_half_precision_layer_keeps_both_dtypes():
