@@ -1,11 +1,13 @@
-"""Purity against counts made by hand; projections keep apart what is apart, whatever the method."""
+"""Purity and a step's memory against counts by hand; projections keep apart what is apart."""
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from moebook.analysis import clusters
 from moebook.analysis.clusters import panels, project, purity
+from moebook.analysis.memory import step_memory
 from moebook.errors import Refusal
 
 
@@ -48,18 +50,14 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(method, monkeypatch):
 
 def test_torch_keeps_its_number_of_threads_even_when_a_projection_fails(monkeypatch):
     def fit(layer):
-        torch.set_num_threads(2)  # as numba does when UMAP starts it, once a process
+        torch.set_num_threads(before + 1)  # as numba does when UMAP starts it, once a process
         return 1 / 0
 
-    monkeypatch.setattr(clusters, "_umap", lambda seed: fit)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            project(two_groups(), "umap")
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.setattr(clusters, "_umap", lambda seed: fit)
+    with pytest.raises(ZeroDivisionError):
+        project(two_groups(), "umap")
+    assert torch.get_num_threads() == before
 
 
 def test_pca_keeps_the_distances_of_points_that_lie_in_a_plane():
@@ -95,3 +93,28 @@ def test_what_cannot_be_clustered_or_projected_is_refused(measure, changes, code
     given = {"points": two_groups()} | ({"labels": torch.zeros(40)} if measure is purity else {})
     with pytest.raises(Refusal, match=code):
         measure(**given | changes)
+
+
+def test_bytes_of_a_training_step_are_those_counted_by_hand():
+    linear = [nn.Linear(*size, bias=False) for size in ((4, 8), (8, 2))]
+    model, batch = nn.Sequential(linear[0], nn.Tanh(), linear[1]), {"input": torch.randn(5, 4)}
+    linear[0].requires_grad_(False)
+    half = step_memory(model, batch)
+    assert half.parameters == 4 * (4 * 8 + 8 * 2)
+    assert half.trained == 3 * 4 * 8 * 2
+    assert half.kept == 4 * 5 * 8  # what the second layer reads; the frozen part keeps nothing
+    model.requires_grad_(True)
+    more = step_memory(model, batch)
+    assert more.kept == 4 * (5 * 4 + 5 * 8)  # and the input; tanh's output is the same tensor
+    assert more.trained == 3 * more.parameters
+    assert more.total == more.parameters + more.kept + more.trained
+
+
+def test_counting_changes_neither_gradients_nor_random_numbers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    step_memory(model, {"input": torch.ones(2, 4)})
+    assert torch.equal(torch.rand(3), expected)
+    assert model[0].weight.grad is None

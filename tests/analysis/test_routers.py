@@ -1,6 +1,7 @@
 """Routers, ours and transformers', against scipy and autograd; shares and indices by hand."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -104,11 +105,8 @@ def test_shares_count_the_chosen_experts_of_real_tokens(model_of, batch):
 
 
 def frame(shares, router="q", **columns):
-    rows = [
-        (0, router, domain, expert, 100 * share, share)
-        for domain, row in shares.items()
-        for expert, share in enumerate(row)
-    ]
+    cells = [(domain, *cell) for domain, row in shares.items() for cell in enumerate(row)]
+    rows = [(0, router, domain, expert, 100 * share, share) for domain, expert, share in cells]
     names = [*routing.KEYS, "domain", "expert", "slots", "share"]
     return pd.DataFrame(rows, columns=names).assign(**columns)
 
@@ -187,30 +185,19 @@ def test_overall_is_the_mean_over_layers_at_the_chosen_steps():
     assert routers.overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
 
 
-@pytest.mark.parametrize(
-    ("measure", "family", "text", "code"),
-    [
-        (routers.statistics, "dense", [{}], "E-MODEL: the model has no routers"),
-        (routers.statistics, "Mixtral", [], "E-DATA: no tokens"),
-        (routers.activated, "Mixtral", [], "E-DATA: no tokens"),
-        (routers.gradients, "frozen", {}, "does not require a gradient"),
-        (routing.shares, "dense", {}, "E-MODEL"),
-        (routing.shares, "upcycled", {"law": []}, "E-DATA: domain 'law'"),
-    ],
-)
-def test_routers_and_texts_that_cannot_be_measured_are_refused(
-    measure, family, text, code, model_of
-):
-    model = model_of("Mixtral" if family == "frozen" else family)
-    with pytest.raises(Refusal, match=code):
-        measure(model.requires_grad_(family != "frozen"), text)
-
-
-def test_checkpoints_that_cannot_be_compared_are_refused():
-    for checkpoints, over, code in (
-        ([FIRST], "pairs", "E-DATA"),
-        ([FIRST, FIRST[:, :1]], "pairs", "E-SHAPE"),
-        ([FIRST, SECOND], "pair", "E-CHOICE: over is 'pair'"),
+def test_models_texts_and_checkpoints_that_cannot_be_measured_are_refused(model_of):
+    dense, mixtral, frozen = model_of("dense"), model_of("Mixtral"), model_of("Olmoe")
+    frozen.requires_grad_(False)
+    for measure, given, code in (
+        (routers.statistics, (dense, [{}]), "E-MODEL: the model has no routers"),
+        (routers.statistics, (mixtral, []), "E-DATA: no tokens"),
+        (routers.activated, (mixtral, []), "E-DATA: no tokens"),
+        (routers.gradients, (frozen, {}), "does not require a gradient"),
+        (routing.shares, (dense, {}), "E-MODEL"),
+        (routing.shares, (model_of("upcycled"), {"law": []}), "E-DATA: domain 'law'"),
+        (routers.consistency, ([FIRST],), "E-DATA"),
+        (routers.consistency, ([FIRST, FIRST[:, :1]],), "E-SHAPE"),
+        (partial(routers.consistency, over="pair"), ([FIRST, SECOND],), "E-CHOICE: over is 'pair'"),
     ):
         with pytest.raises(Refusal, match=code):
-            routers.consistency(checkpoints, over=over)
+            measure(*given)

@@ -49,7 +49,7 @@ def mixture():
     """A builder of random mixtures with fused experts."""
 
     def make(family, **changes):
-        model = build(family, **{**MIXTURES[family], **changes})
+        model = build(family, **MIXTURES[family] | changes)
         if model.dtype == torch.float64:  # which grouped products do not know
             model.set_experts_implementation("eager")
         return model

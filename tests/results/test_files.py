@@ -60,69 +60,54 @@ def _run(folder: Path) -> Run:
     return Run("toy", "nano", "study", 0, (), code=code, manifest={"date": "2026-01-02T23:00:00"})
 
 
+PART, NOTEBOOK = "moebook/used/part.py", "notebooks/01_toy.ipynb"
+USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "matters"),
+    ("name", "old", "new", "names"),
     [
-        ("Say what.", "Say it better.", False), ('    """More."""\n', "", False),
-        ("# a thought", "# another", False), ("    # a thought\n", "\n\n", False),
-        ("if x < 0:", "if (x) < 0 :", False), ("return x", "return x + 1", True),
-        ("x < 0", "x < 1", True), ("return x", "return '''x'''", True),
-        ("def f(x)", "def f(x=1)", True), ("def f(x)", "async def f(x)", True),
+        (PART, "Say what.", "Say it better.", ()), (PART, '    """More."""\n', "", ()),
+        (PART, "# a thought", "# another", ()), (PART, "    # a thought\n", "\n\n", ()),
+        (PART, "if x < 0:", "if (x) < 0 :", ()), (PART, "return x", "return x + 1", USED),
+        (PART, "x < 0", "x < 1", USED), (PART, "return x", "return '''x'''", USED),
+        (PART, "def f(x)", "def f(x=1)", USED), (PART, "def f(x)", "async def f(x)", USED),
+        (NOTEBOOK, "[{", f"[{MORE}, {{", ()), (NOTEBOOK, "}]", f"}}, {MORE}]", ()),
+        (NOTEBOOK, "# A toy", "# Another", ()), (NOTEBOOK, "= 100", "= 200", ("notebook",)),
+        (NOTEBOOK, '["steps: int = 100\\n", "x = steps"]', '"steps: int = 100\\nx = steps"', ()),
+        ("moebook/used/__init__.py", "", "more = 1", ("used",)),
+        ("moebook/used/rows.csv", "", "more", ("used.rows.csv",)),
+        ("moebook/used/weights/model.bin", "", "more", ("used.weights.model.bin",)),
+        ("moebook/idle.py", "", "more = 1", ()), ("moebook/used/README.md", "", "more", ()),
+        ("moebook/papers/pesc/claims.yaml", "", "more", ()),
+        ("requirements.lock", "", "more", ("lock",)),
     ],
 )  # fmt: skip
-def test_docstrings_comments_and_layout_do_not_count_and_code_does(
-    package: Path, old: str, new: str, matters: bool
+def test_code_and_data_of_loaded_modules_count_and_docstrings_comments_layout_and_prose_do_not(
+    package: Path, name: str, old: str, new: str, names: tuple[str, ...]
 ) -> None:
-    run = _run(package.parent)
+    run, path = _run(package.parent), package.parent / name
     assert results.changed(run, package.parent) == ()
-    assert old in CODE
-    (package / "used" / "part.py").write_text(CODE.replace(old, new, 1))
-    assert results.changed(run, package.parent) == (("used.part",) if matters else ())
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert results.changed(run, package.parent) == names
 
 
-@pytest.mark.parametrize(
-    ("name", "names"),
-    [
-        ("moebook/used/rows.csv", ("used.rows.csv",)), ("moebook/used/__init__.py", ("used",)),
-        ("moebook/used/weights/model.bin", ("used.weights.model.bin",)), ("moebook/idle.py", ()),
-        ("moebook/used/README.md", ()), ("moebook/papers/pesc/claims.yaml", ()),
-        ("requirements.lock", ("lock",)),
-    ],
-)  # fmt: skip
-def test_of_loaded_modules_and_the_data_beside_them_what_changed_is_named_and_nothing_else(
-    package: Path, name: str, names: tuple[str, ...]
+def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(
+    package: Path,
 ) -> None:
     loaded = results.loaded()
     assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.bin"}
     assert set(results.loaded(loaded)) == set()
-    run, path = _run(package.parent), package.parent / name
-    path.write_text("changed = 1")
-    assert results.changed(run, package.parent) == names
-    path.unlink()
-    assert results.changed(run, package.parent) == names
-
-
-def test_code_of_the_notebook_counts_and_its_prose_does_not(package: Path) -> None:
-    run, path = _run(package.parent), package.parent / "notebooks" / "01_toy.ipynb"
-    text = path.read_text()
-    told = {"cell_type": "markdown", "source": "More."}
-    for cells in ([told, CELLS[1], told], [CELLS[1] | {"source": "steps: int = 100\nx = steps"}]):
-        path.write_text(json.dumps({"cells": cells}))
-        assert results.changed(run, package.parent) == ()
-    path.write_text(text.replace("100", "200"))
-    assert results.changed(run, package.parent) == ("notebook",)
-    path.unlink()
-    assert results.changed(run, package.parent) == ("notebook",)
-
-
-def test_a_run_says_of_which_day_it_is_and_names_the_first_changes(package: Path) -> None:
     run, folder = _run(package.parent), package.parent
+    for name in ("idle.py", "used/README.md", "papers/pesc/claims.yaml"):
+        (package / name).unlink()
     assert results.since(run, folder) == "of 2026-01-02; code unchanged"
-    for name in ("used/part.py", "used/__init__.py", "used/rows.csv"):
-        (package / name).write_text("changed = 1")
-    (folder / "requirements.lock").unlink()
-    told = "of 2026-01-02; changed since: lock, used, used.part and 1 more"
-    assert results.since(run, folder) == told
+    for name in (NOTEBOOK, "requirements.lock", PART, "moebook/used/rows.csv"):
+        (folder / name).unlink()
+    assert results.changed(run, folder) == ("notebook", "lock", "used.part", "used.rows.csv")
+    more = "of 2026-01-02; changed since: notebook, lock, used.part and 1 more"
+    assert results.since(run, folder) == more
     with pytest.raises(Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"):
         results.day(Run("toy", "nano", "study", 0, ()))
 
@@ -143,22 +128,15 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
     assert results.commit(tmp_path) == {"id": "abc", "dirty": False}
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, full = tmp_path / "page.md", OSError(28, "No space left on device")
+    path, full = tmp_path / "deep" / "_config.yml", OSError(28, "No space left on device")
+    with pytest.raises(Refusal, match=r"_config\.yml"):
+        results.root(path.parent / "inner")
     results.write(path, "old")
+    assert results.root(path.parent / "inner") == path.parent
     monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
         results.write(path, "new")
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["page.md"]
-
-
-def test_the_project_is_the_nearest_folder_with_a_config(tmp_path: Path) -> None:
-    inner = tmp_path / "notebooks" / "deep"
-    inner.mkdir(parents=True)
-    with pytest.raises(Refusal, match=r"_config\.yml"):
-        results.root(inner)
-    (tmp_path / "_config.yml").touch()
-    assert results.root(inner) == tmp_path
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]

@@ -1,18 +1,26 @@
-"""Intervals: they cover what they say, whatever differs more, and the p-value agrees with them."""
+"""Intervals cover what they say and agree with p; the first committed runs are what they were."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from moebook import papers, results
 from moebook.notebook import verdicts
+from moebook.results import Pool
 from moebook.results.intervals import combined, half_width, interval, p_value
 
-DRAWS = 200_000
-"""The error of a coverage near 95 % is then 0.05 points."""
+ROOT = Path(__file__).parents[2]
+DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
+BEFORE = json.loads(Path(__file__).with_name("converted.json").read_text())
+"""Of studies of before a run was one file: hashes of the values, by notebook and seed; verdicts."""
 
 GRID = tuple(
     (seeds, items, rest, count)
@@ -40,16 +48,15 @@ def _squares(degrees: int, place: int) -> np.ndarray:
 def coverage(spreads: tuple[float, float, float], items: int, seeds: int) -> float:
     """How often the interval of a balanced crossed design covers its true mean of zero.
 
-    The grand mean and the two variances between means are independent in it, the first normal, the
-    others chi-squares: they are drawn instead of effects.
+    Drawn are not effects but the grand mean (normal) and the two variances between means
+    (chi-squares), which are independent.
     """
     between, of_items, rest = (spread**2 for spread in spreads)
     rows, columns = between + rest / items, of_items + rest / seeds
     mean = rows / seeds + of_items / items
-    variances, sizes = [rows * _squares(seeds - 1, 0)], [seeds]
-    if items > 1:
-        variances, sizes = [*variances, columns * _squares(items - 1, 1)], [seeds, items]
-    halves = combined(variances, sizes, 0.05)
+    parts = [(rows, seeds), (columns, items)][: 1 + (items > 1)]
+    variances = [spread * _squares(size - 1, place) for place, (spread, size) in enumerate(parts)]
+    halves = combined(variances, [size for _, size in parts], 0.05)
     return float(np.mean(np.abs(np.sqrt(mean) * _normals()) <= halves))
 
 
@@ -81,11 +88,9 @@ def cases() -> dict[tuple[float, float, float, int], str]:
 def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(
     cases: dict[tuple[float, float, float, int], str], seeds: int
 ) -> None:
-    covered = {case: coverage(case[:3], case[3], seeds) for case in cases}
-    worst = min(covered, key=lambda case: covered[case])
-    assert covered[worst] >= 0.945, f"{covered[worst]:.4f} of {seeds} seeds: {cases[worst]} {worst}"
-    alone = coverage((1, 0, 0), 1, seeds)  # Student's, which is exact
-    assert alone == pytest.approx(0.95, abs=0.0025)
+    worst, case = min((coverage(case[:3], case[3], seeds), case) for case in cases)
+    assert worst >= 0.945, f"{worst:.4f} of {seeds} seeds: {cases[case]} {case}"
+    assert coverage((1, 0, 0), 1, seeds) == pytest.approx(0.95, abs=0.0025)  # Student's: exact
 
 
 def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_one() -> None:
@@ -136,9 +141,8 @@ def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape: tup
     half = half_width(effects, 0.05)
     for shift in (-2, -1.0001, -0.9999, 0.5, 0.9999, 1.0001, 3):
         low, high = interval(effects + shift * half) or (0, 0)
-        assert (
-            (p_value(effects + shift * half) < 0.05) == (not low <= 0 <= high) == (abs(shift) > 1)
-        )
+        excluded = not low <= 0 <= high
+        assert (p_value(effects + shift * half) < 0.05) == excluded == (abs(shift) > 1)
 
 
 def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_hand() -> None:
@@ -151,3 +155,48 @@ def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_ha
     assert (p_value(np.zeros((3, 4))), p_value(np.full((3, 4), 0.5))) == (1, 0)
     sure = 1 + np.random.default_rng(5).normal(0, 0.1, (1, 400))
     assert p_value(sure) == 1e-15 > stats.ttest_1samp(sure[0], 0).pvalue
+
+
+def converted(name: str) -> Pool:
+    pool = results.pools(name, ROOT)["nano"]
+    return Pool(name, "nano", tuple(run for run in pool.runs if run.seed < 3))
+
+
+@pytest.mark.parametrize("which", BEFORE["values"])
+def test_every_value_and_item_of_a_converted_run_is_what_it_was(which: str) -> None:
+    name, seed = which.split("/")
+    (run,) = (run for run in converted(name).runs if run.seed == int(seed))
+    rows = sorted([v.name, v.value, v.unit, v.items and list(v.items)] for v in run.values)
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest() == BEFORE["values"][which]
+    assert run.manifest["parameters"]["seeds"] == 3
+    assert run.manifest["date"].startswith("2026-11-22")
+
+
+def test_every_committed_run_is_a_small_file() -> None:
+    assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000
+
+
+def satterthwaite(effects: np.ndarray) -> tuple[float, float] | None:
+    """The interval that the verdicts rested on then."""
+    if effects.size == 1:
+        return None
+    variance = parts = 0.0
+    for means in (effects.mean(axis=1), effects.mean(axis=0)):
+        if len(means) > 1:
+            share = float(means.var(ddof=1)) / len(means)
+            variance, parts = variance + share, parts + share**2 / (len(means) - 1)
+    middle = float(effects.mean())
+    degrees = variance**2 / parts if parts else 1.0
+    half = float(stats.t.ppf(0.975, degrees)) * math.sqrt(variance)
+    return middle - half, middle + half
+
+
+def test_under_the_interval_of_then_all_verdicts_are_those_of_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verdicts, "interval", satterthwaite)
+    pools = {name: converted(name) for name in {claim.run for claim in papers.claims()}}
+    now: dict[str, list[str]] = {}
+    for claim in papers.claims():
+        now.setdefault(str(verdicts.row(claim, [pools[claim.run]]).label), []).append(claim.id)
+    assert now == BEFORE["verdicts"]

@@ -20,11 +20,10 @@ def made(seed: int, arms: dict[str, tuple[float, ...]] = BOTH, **other: Any) -> 
     """A run with a value an arm, by its items, and one that all of its arms share."""
     values = [Value(f"toy/{a}", sum(x) / len(x), "nats", x) for a, x in arms.items()]
     fields: dict[str, Any] = {
-        "values": (*values, Value("toy/base", seed / 8, "nats")),
-        "arms": tuple(arms),
+        "values": (*values, Value("toy/base", seed / 8, "nats")), "arms": tuple(arms),
         "settings": {"base": "nano", "steps": 600},
         "rows": {"train": f"rows of {seed}", "test": "rows"},
-    }
+    }  # fmt: skip
     return Run("toy", "nano", "study", seed, **(fields | other))
 
 
@@ -32,16 +31,17 @@ def pooled(*runs: Run) -> Pool:
     return Pool("toy", "nano", runs)
 
 
-ONE, LEFT = made(0), made(0, {"left": (1.0, 2.0)})
-RIGHT = made(0, {"right": (0.5, 0.25)})
+ONE, LEFT, RIGHT = (made(0, arms) for arms in (BOTH, {"left": (1, 2)}, {"right": (0.5, 0.25)}))
 
 
-def test_arms_of_one_seed_join_and_are_what_one_run_of_all_would_be() -> None:
-    for runs in ((LEFT, RIGHT, made(1)), (ONE, made(1))):
-        pool = Pool("toy", "nano", runs)
-        assert list(pool.seeds) == [0, 1]
-        assert pool.arms == {"left": (0, 1), "right": (0, 1)}
+def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_more() -> None:
+    for pool in (pooled(LEFT, RIGHT, made(1)), pooled(ONE, made(1))):
+        assert list(pool.seeds) == [0, 1] and pool.arms == {"left": (0, 1), "right": (0, 1)}
         assert np.array_equal(pool.effects("toy/left", "toy/right"), [[0.5, 1.75]] * 2)
+    curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
+    pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}, curves=(curve,)))
+    assert [run.rows["train"] for run in pool.runs] == ["rows of 0", "rows of 1"]
+    assert pool.curves("toy/loss") == {1: curve}
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,7 @@ def test_runs_that_do_not_belong_together_are_refused_in_any_order(
 ) -> None:
     for runs, told in (((one, other), message), ((other, one), ""), ((made(7), other, one), "")):
         with pytest.raises(Refusal, match=f"E-POOL: .*{told}"):
-            Pool("toy", "nano", runs)
-
-
-def test_runs_of_other_seeds_may_train_on_other_rows_and_say_more() -> None:
-    curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
-    pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}, curves=(curve,)))
-    assert [run.rows["train"] for run in pool.runs] == ["rows of 0", "rows of 1"]
-    assert pool.curves("toy/loss") == {1: curve}
+            pooled(*runs)
 
 
 def test_effects_are_paired_by_seed_and_item_and_else_means_are_compared() -> None:
@@ -87,12 +80,9 @@ def test_effects_are_paired_by_seed_and_item_and_else_means_are_compared() -> No
         pool = pooled(ONE, made(1, {"left": (1.0, 2.0, 6.0), "right": right}))
         effects = pool.effects("toy/left", "toy/right")
         assert np.allclose(effects, [[1.125], [mean]], atol=1e-15)
-
-
-def test_numbers_that_differ_by_rounding_alone_are_equal() -> None:
-    for left, differs in ((0.1 + 0.2, False), (0.3 + 1e-9, True)):
-        effects = pooled(made(0, {"left": (left,), "right": (0.3,)}))
-        assert (effects.effects("toy/left", "toy/right").item() > 0.0) == differs
+    for left, differs in ((0.1 + 0.2, False), (0.3 + 1e-9, True)):  # rounding alone is no effect
+        pool = pooled(made(0, {"left": (left,), "right": (0.3,)}))
+        assert (pool.effects("toy/left", "toy/right").item() > 0.0) == differs
 
 
 def test_one_more_seed_changes_nothing_of_the_others(tmp_path: Path) -> None:
@@ -102,15 +92,14 @@ def test_one_more_seed_changes_nothing_of_the_others(tmp_path: Path) -> None:
     place = tmp_path / "results" / "toy" / "nano"
     for run in runs[:3]:
         results.write_run(place / f"{run.seed}.parquet", run)
-    three, before = results.pool("toy", "nano", tmp_path), [p.read_bytes() for p in place.iterdir()]
+    three, before = results.pools("toy", tmp_path), {p.read_bytes() for p in place.iterdir()}
     results.write_run(place / "3.parquet", runs[3])
-    four = results.pool("toy", "nano", tmp_path)
-    assert three is not None and four is not None
+    three, four = three["nano"], results.pools("toy", tmp_path)["nano"]
     assert four.runs[:3] == three.runs == tuple(runs[:3])
     effects = four.effects("toy/left", "toy/right")
     assert np.array_equal(effects[:3], three.effects("toy/left", "toy/right"))
     assert np.array_equal(effects[3], np.subtract(*arms[3].values()))
-    assert set(before) < {p.read_bytes() for p in place.iterdir()}
+    assert before < {p.read_bytes() for p in place.iterdir()}
 
 
 def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(
@@ -121,8 +110,7 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(
         results.write_run(tmp_path / "results" / "toy" / run.protocol / "0.parquet", run)
     (tmp_path / "results" / "toy" / "empty").mkdir()
     assert list(results.pools("toy", tmp_path)) == ["nano", "big", "a100"]
-    assert results.pools("other", tmp_path) == {}
-    assert results.live("toy", tmp_path) is None
+    assert results.pools("other", tmp_path) == {} and results.live("toy", tmp_path) is None
     page = tmp_path / "book" / "notebooks" / "01_toy.parquet"
     results.write_run(page, replace(ONE, protocol="cpu", tier="cpu"))
     shown = results.live("toy", tmp_path)
