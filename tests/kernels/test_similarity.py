@@ -21,6 +21,7 @@ DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 rules = pytest.mark.parametrize("rule", ["standing", "any"])
+KERNEL = "moebook.kernels._triton.duplicates"
 
 
 def drawn(rows, width, seed=0, dtype=torch.float32):
@@ -31,9 +32,8 @@ def drawn(rows, width, seed=0, dtype=torch.float32):
 def best_by_loops(pool, shots, count):
     """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
     units = [shot / shot.norm() for shot in shots.double()]
-    cosines = [
-        max(float(row @ unit) for unit in units) / (row.norm().item() or 1) for row in pool.double()
-    ]
+    rows = pool.double()
+    cosines = [max(float(row @ u) for u in units) / (row.norm().item() or 1) for row in rows]
     order = sorted(range(len(cosines)), key=lambda row: -cosines[row])[:count]  # stable
     return order, [cosines[row] for row in order]
 
@@ -54,14 +54,11 @@ def test_the_rows_are_those_of_the_loop(rows, shots, width, count, impl):
     assert not found.key.requires_grad and not found.vectors.requires_grad
 
 
-def test_cosines_of_sieved_blocks_are_as_near_to_float64_as_the_reference():
+def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference():
     pool, asked = drawn(9000, 96), drawn(SIEVED, 96, 1)
     found, plain = (nearest_rows(pool, asked, 9000, impl=i).key for i in ("torch", "reference"))
     exact = nearest_rows(pool.double(), asked.double(), 9000, impl="reference").key
     assert (found - exact).norm() <= 2 * (plain - exact).norm()
-
-
-def test_the_sieve_of_many_blocks_loses_no_row():
     pool, shots = drawn(30_000, 16), drawn(SIEVED, 16, 1)
     pool[::3] = pool[0]  # a third of the pool ties
     exact = (normalize(pool.double()) @ normalize(shots.double()).T).amax(1)
@@ -73,52 +70,46 @@ def test_the_sieve_of_many_blocks_loses_no_row():
 
 
 @impls
-def test_of_equal_rows_the_earlier_ones_are_taken(impl):
+def test_of_equal_rows_the_earlier_ones_are_taken_and_rows_in_16_bits_may_be_long(impl):
     pool = torch.eye(4).repeat(2000, 1)
     found = nearest_rows(pool, torch.eye(4)[:1].repeat(10, 1), 5, impl=impl)
     assert found.index.tolist() == [0, 4, 8, 12, 16] and found.key.tolist() == [1] * 5
+    rows = (drawn(6, 4096) * 2000).half()  # longer than 16 bits can say
+    found = nearest_rows(rows, rows[:2], 2, impl=impl)
+    assert sorted(found.index.tolist()) == [0, 1]
+    assert found.key.tolist() == pytest.approx([1, 1], abs=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
     pool = drawn(300, 2)
     key = pool[:, 0].round(decimals=1)
-
-    def drawn_by(rows, floor):
-        return torch.arange(len(rows)), rows[:, 0].round(decimals=1)
-
-    found = largest(pool.split(size), drawn_by, 25)
+    rounded = lambda rows, _: (torch.arange(len(rows)), rows[:, 0].round(decimals=1))  # noqa: E731
+    found = largest(pool.split(size), rounded, 25)
     assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
-    assert found.seen == 300
-    assert torch.equal(found.vectors, pool[found.index])
-    never = torch.full((3,), -torch.inf)
-    found = largest([pool], lambda rows, floor: (torch.arange(3), never), 2)
-    assert found.vectors.shape == (0, 2)
+    assert found.seen == 300 and torch.equal(found.vectors, pool[found.index])
+    never = torch.arange(3), torch.full((3,), -torch.inf)
+    assert largest([pool], lambda *_: never, 2).vectors.shape == (0, 2)
 
 
-def test_a_stream_is_held_in_the_memory_of_its_best_rows_and_a_block(sizes):
+def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is_held(sizes):
     shots, block = drawn(9, 8), drawn(5000, 8)
     with sizes:
         found = nearest_rows((block + number for number in range(20)), shots, 100)
-    assert found.seen == 100_000
-    assert sizes.largest == block.numel()
+    assert found.seen == 100_000 and sizes.largest == block.numel()
+    rows = drawn(20_000, 4)
+    with sizes:
+        duplicates(rows, torch.rand(20_000), 0.9999)
+    assert sizes.largest <= COSINES["cpu"]
 
 
 @impls
-def test_rows_in_16_bits_may_be_longer_than_these_can_say(impl):
-    rows = (drawn(6, 4096) * 2000).half()
-    found = nearest_rows(rows, rows[:2], 2, impl=impl)
-    assert sorted(found.index.tolist()) == [0, 1]
-    assert found.key.tolist() == pytest.approx([1, 1], abs=1e-3)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@impls
-def test_a_row_that_is_not_finite_is_named(impl, bad):
+def test_a_row_that_is_not_finite_is_named(impl):
     pool = drawn(9000, 4)
-    pool[8500, 1] = bad
-    with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
-        nearest_rows(pool, drawn(9, 4), 3, impl=impl)
+    for bad in (torch.nan, torch.inf):
+        pool[8500, 1] = bad
+        with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
+            nearest_rows(pool, drawn(9, 4), 3, impl=impl)
 
 
 def literal(near, key, rule):
@@ -139,9 +130,7 @@ def near_by_fractions(vectors, threshold):
         product = sum(a * b for a, b in zip(x, y, strict=True))
         bound = Fraction(threshold) ** 2 * sum(a * a for a in x) * sum(b * b for b in y)
         above = product**2 > bound
-        if threshold >= 0:
-            return above and product > 0
-        return product >= 0 or not above
+        return (above and product > 0) if threshold >= 0 else (product >= 0 or not above)
 
     return [[near(x, y) for y in rows] for x in rows]
 
@@ -168,12 +157,11 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
 @rules
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(
-    ("count", "width", "dtype", "threshold"),
+    "problem",
     [(1500, 4, torch.float64, 0.3), (1500, 4, torch.float64, 0.8), (700, 64, torch.float32, 0.8)],
 )
-def test_many_blocks_keep_what_the_literal_loops_keep(
-    count, width, dtype, threshold, ordered, rule
-):
+def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
+    count, width, dtype, threshold = problem
     rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(dtype)
     key = drawn(count, 1)[:, 0]
     key = key.sort(descending=True).values if ordered else key
@@ -192,13 +180,6 @@ def test_on_a_chain_the_two_rules_differ_and_of_equal_keys_the_earlier_goes(impl
     assert duplicates(chain, key, 0.9, impl=impl).tolist() == [0, 2]
     assert duplicates(chain, key, 0.9, rule="any", impl=impl).tolist() == [0]
     assert duplicates(torch.ones(2, 3), torch.ones(2), 0.9, impl=impl).tolist() == [1]
-
-
-def test_no_square_is_held(sizes):
-    rows = drawn(20_000, 4)
-    with sizes:
-        duplicates(rows, torch.rand(20_000), 0.9999)
-    assert sizes.largest <= COSINES["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -228,23 +209,16 @@ def test_what_they_cannot_use_is_refused(op, change, message):
         op(**usual[op] | change)
 
 
-@pytest.fixture
-def kernel():
-    """The module of the Triton kernel."""
-    return importlib.import_module("moebook.kernels._triton.duplicates")
-
-
 @triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @rules
 @pytest.mark.parametrize(
-    ("count", "width", "threshold", "block"),
+    "problem",
     [(150, 3, 0.8, 70), (40, 70, 0.05, 16), (70, 2, -1, 70), (1, 1, 0.5, 9), (0, 2, 0.5, 9)],
 )
-def test_triton_keeps_what_the_literal_loops_keep(
-    count, width, threshold, block, rule, dtype, monkeypatch, kernel
-):
-    monkeypatch.setattr(kernel, "MARKS", block * count)
+def test_triton_keeps_what_the_literal_loops_keep(problem, rule, dtype, monkeypatch):
+    count, width, threshold, block = problem
+    monkeypatch.setattr(f"{KERNEL}.MARKS", block * count)
     torch.manual_seed(0)
     rows, key = torch.randn(count, width).to(dtype), torch.randint(30, (count,))
     cosines = normalize(rows.double()) @ normalize(rows.double()).T
@@ -260,8 +234,8 @@ def test_triton_keeps_what_the_literal_loops_keep(
 @triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @rules
-def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch, kernel):
-    monkeypatch.setattr(kernel, "MARKS", 7000 * 20_000)  # three blocks and a rest
+def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch):
+    monkeypatch.setattr(f"{KERNEL}.MARKS", 7000 * 20_000)  # three blocks and a rest
     torch.manual_seed(0)
     rows = torch.randn(5000, 384).repeat(4, 1) + 0.1 * torch.randn(20_000, 384)
     key = torch.rand(20_000)  # cosines are above 0.9 in a cluster, below 0.5 elsewhere
@@ -271,8 +245,8 @@ def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch,
 
 
 @triton
-def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes, kernel):
-    monkeypatch.setattr(kernel, "MARKS", 300 * 600)
+def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes):
+    monkeypatch.setattr(f"{KERNEL}.MARKS", 300 * 600)
     rows, key = drawn(600, 3).to(DEVICE), torch.rand(600, device=DEVICE)
     with sizes:
         found = duplicates(rows, key, 0.9999, impl="triton")
@@ -281,7 +255,8 @@ def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes, kernel)
 
 
 @triton
-def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch, kernel):
+def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch):
+    kernel = importlib.import_module(KERNEL)
     grids = []
 
     class Recorded:

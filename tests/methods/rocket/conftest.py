@@ -8,6 +8,8 @@ import torch
 from moebook.methods import rocket
 from moebook.models.checkpoint import fingerprint
 
+TARGETS = ("q_proj", "v_proj")
+
 
 @pytest.fixture
 def tokenizer(byte_tokenizer):
@@ -36,20 +38,14 @@ def bank(model, make_bank):
 def lora():
     """Make a random LoRA on q and v of a base."""
 
-    def make(
-        model, name, seed, *, rank=4, alpha=8.0, size=0.3, targets=("q_proj", "v_proj"), **changes
-    ):
+    def make(model, name, seed, *, rank=4, alpha=8.0, size=0.3, targets=TARGETS, **changes):
         generator = torch.Generator().manual_seed(seed)
         layers = rocket.loras.linears(model, targets)
         draw = lambda *shape: size * torch.randn(*shape, generator=generator)  # noqa: E731
         return rocket.loras.Lora(
-            name=name,
-            rank=rank,
-            alpha=alpha,
             down={path: draw(rank, layer.in_features) for path, layer in layers.items()},
             up={path: draw(layer.out_features, rank) for path, layer in layers.items()},
-            base=fingerprint(model),
-            **changes,
+            **{"name": name, "rank": rank, "alpha": alpha, "base": fingerprint(model), **changes},
         )
 
     return make

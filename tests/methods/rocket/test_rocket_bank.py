@@ -15,7 +15,6 @@ from moebook.methods.rocket import bank, loras
 from moebook.models.checkpoint import fingerprint
 
 QUICK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "epochs": 2, "batch": 4, "lr": 3e-2}
-STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +27,7 @@ def sets():
     return {name: tasks.rows(name, "train", 8, 0) for name in ("sums", "gcd")}
 
 
-def test_a_bank_is_trained_once_and_taken_from_its_folder_after(
-    sets, model, tokenizer, tmp_path, monkeypatch
-):
+def test_a_bank_is_trained_once(sets, model, tokenizer, tmp_path, monkeypatch):
     before, learning = fingerprint(model), [p.requires_grad for p in model.parameters()]
     trained = bank.train(model, tokenizer, sets, tmp_path, **QUICK)
     assert fingerprint(model) == before
@@ -66,9 +63,8 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
     known = {
         "gcd": {"prompts": bank.hashes(sets["gcd"]), "data": "gcd", "training": {}},
         "mixed": {"prompts": bank.hashes([*sets["sums"], sets["gcd"][3]]), "data": "own"},
-        "clean": {"prompts": ["00"], "data": "sums"},
-        "found": {},
-    }
+        "clean": {"prompts": ["00"], "data": "sums"}, "found": {},
+    }  # fmt: skip
     members = {n: lora(model, n, seed, provenance=known[n]) for seed, n in enumerate(known)}
     target = [*sets["gcd"], *tasks.rows("gcd", "test", 5)]
     flags = bank.leaks(members, target, task="gcd")
@@ -80,9 +76,7 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
         bank.guarded({name: members[name] for name in ("gcd", "clean")}, target, task="gcd")
 
 
-def test_a_bank_is_read_in_the_order_of_names_and_says_what_has_no_fingerprint(
-    model, lora, tmp_path
-):
+def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
     loras.write(lora(model, "zeta", 1), tmp_path / "zeta")
     (tmp_path / "zeta" / "MANIFEST.json").unlink()  # as from anywhere
     loras.write(lora(model, "alpha", 0), tmp_path / "alpha")
@@ -91,9 +85,7 @@ def test_a_bank_is_read_in_the_order_of_names_and_says_what_has_no_fingerprint(
         assert list(bank.read(tmp_path, model)) == ["alpha", "zeta"]
 
 
-def test_what_is_no_bank_and_sets_that_cannot_be_loaded_are_refused(
-    model, base, lora, make_bank, tmp_path
-):
+def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_path):
     two, flat = make_bank(model, 2), base(num_hidden_layers=1)
     for message, function, *args in (
         ("E-BANK: .*'b' and 'c' are the same", bank.check, {**two, "c": lora(model, "c", 1)}),
@@ -132,11 +124,10 @@ def test_no_lora_of_the_bank_has_seen_a_k_shot_task(name, nano):
 
 
 def test_the_first_steps_of_a_shipped_lora_repeat(nano, monkeypatch):
-    monkeypatch.setattr(runtime, "progress", lambda steps, *_: steps[:STEPS])
-    names = ["names_de", "equations"]
-    made, shipped = bank.make(*nano, names), bank.load(*nano)
-    for name, lora in made.items():
-        losses = shipped[name].provenance["losses"][:STEPS]
+    monkeypatch.setattr(runtime, "progress", lambda steps, *_: steps[:4])
+    shipped = bank.load(*nano)
+    for name, lora in bank.make(*nano, ["names_de", "equations"]).items():
+        losses = shipped[name].provenance["losses"][:4]
         assert lora.provenance["losses"] == pytest.approx(losses, rel=1e-3)
 
 
@@ -156,52 +147,42 @@ def test_the_catalogue_is_the_papers_table_8_and_tables_9():
     assert bank.SOURCES["ECQA"].files == "Chain-of-Thought/**/ecqa_train.json"
 
 
-RAW = {
-    "WinoGrande": (
+RAW = [
+    ("WinoGrande",
         {"sentence": "John moved it because the _ is small.", "option1": "garage",
          "option2": "yard", "answer": "1"},
         "Which of the following is a good sentence:\nA. John moved it because the garage is small."
         "\nB. John moved it because the yard is small.\nAnswer:",
-        "A. John moved it because the garage is small.",
-    ),
-    "RACE": (
+        "A. John moved it because the garage is small."),
+    ("RACE",
         {"article": "He goes away.", "question": "Green Sea is _ the village.",
          "options": ["in", "next to", "near", "far from"], "answer": "D"},
         "He goes away.\nGreen Sea is _ the village.\nA. in\nB. next to\nC. near\nD. far from",
-        "D. far from",
-    ),
-    "Mathqa": (
+        "D. far from"),
+    ("Mathqa",
         {"Problem": "what is 1 + 1 ?", "options": "a ) 1 , b ) 2", "Rationale": '"two"'},
-        "what is 1 + 1 ?\na ) 1 , b ) 2", "two",
-    ),
-    "HellaSwag": (
+        "what is 1 + 1 ?\na ) 1 , b ) 2", "two"),
+    ("HellaSwag",
         {"ctx": "He sits", "endings": ["up", "down", "in", "on"], "label": "1"},
         "He sits\nQuestion: Which ending makes the most sense?\nA. up\nB. down\nC. in\nD. on",
-        "B. down",
-    ),
-    "Code-Alpaca": (
+        "B. down"),
+    ("Code-Alpaca",
         {"instruction": "Count vowels.", "input": "Hello", "output": "2"},
-        "Count vowels.\nHello", "2",
-    ),
-}  # fmt: skip
+        "Count vowels.\nHello", "2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RAW)
-def test_rows_take_the_papers_form(name, monkeypatch):
-    raw, prompt, answer = RAW[name]
+@pytest.mark.parametrize(("name", "raw", "prompt", "answer"), RAW)
+def test_rows_take_the_papers_form(name, raw, prompt, answer, monkeypatch):
     monkeypatch.setattr(bank.hub, "pinned", lambda *_: [("here:1", raw)])
     (row,) = bank.source_rows(name, "a" * 40)
     assert (row["task"], row["prompt"], row["answer"]) == (name, prompt, answer)
 
 
-BENCHMARKS = {
-    "ARC-c": "arc/arc_easy.yaml",  # which arc_challenge.yaml includes
-    "ARC-e": "arc/arc_easy.yaml",
-    "BoolQ": "super_glue/boolq/default.yaml",
-    "PIQA": "piqa/piqa.yaml",
-    "GSM8K": "gsm8k/gsm8k.yaml",
-    "MBPP": "mbpp/mbpp.yaml",
-}
+BENCHMARKS = {  # arc_challenge.yaml includes arc_easy.yaml
+    "ARC-c": "arc/arc_easy.yaml", "ARC-e": "arc/arc_easy.yaml", "PIQA": "piqa/piqa.yaml",
+    "BoolQ": "super_glue/boolq/default.yaml", "GSM8K": "gsm8k/gsm8k.yaml", "MBPP": "mbpp/mbpp.yaml",
+}  # fmt: skip
 
 
 def test_targets_of_the_hub_are_tested_on_the_split_that_the_benchmark_asks(monkeypatch):

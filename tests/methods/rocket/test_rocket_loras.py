@@ -19,19 +19,14 @@ ANY = "f" * 64  # a fingerprint, which a LoRA without our manifest does not ask 
 @pytest.fixture
 def foreign(base, tmp_path):
     """A LoRA that PEFT itself saved: no manifest of ours."""
-
-    def make(**changes):
-        torch.manual_seed(0)
-        settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **changes}
-        model = get_peft_model(base(), LoraConfig(**settings))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_()
-        model.save_pretrained(tmp_path / "foreign")
-        return model.eval(), tmp_path / "foreign"
-
-    return make
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    model = get_peft_model(base(), LoraConfig(**settings, use_rslora=True))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "foreign")
+    return model.eval(), tmp_path / "foreign"
 
 
 def settings(**changes):
@@ -88,7 +83,7 @@ def tensors(change):
     ],
 )
 def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, foreign, model):
-    _, folder = foreign()
+    _, folder = foreign
     damage(folder)
     start = time.perf_counter()
     with pytest.raises(Refusal, match=message) as refusal:
@@ -97,24 +92,22 @@ def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, forei
     assert "\n" not in str(refusal.value)
 
 
-def test_a_pickle_beside_the_tensors_is_not_read_and_another_depth_is_refused(foreign, base):
-    _, folder = foreign()
-    with pytest.raises(Refusal, match=r"E-KEYS: .*4 tensors missing"):
-        loras.read(folder, base(num_hidden_layers=3), ANY)
-    (folder / loras.PICKLE).write_bytes(b"cos\nsystem\n")
-    with pytest.warns(UserWarning, match="W-PICKLE"):
-        assert loras.read(folder, base(), ANY).rank == 4
-
-
-def test_what_peft_saved_is_read_and_computes_the_same(foreign, model, batch):
-    peft, folder = foreign(use_rslora=True)
+def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, base, batch):
+    (peft, folder), model = foreign, base()
     lora = loras.read(folder, model, ANY)
     assert lora.scale == 8 / 2  # alpha / sqrt r
     with loras.attached(model, [lora]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
+    with pytest.raises(Refusal, match=r"E-KEYS: .*4 tensors missing"):
+        loras.read(folder, base(num_hidden_layers=3), ANY)
+    (folder / loras.PICKLE).write_bytes(b"cos\nsystem\n")
+    with pytest.warns(UserWarning, match="W-PICKLE"):
+        assert loras.read(folder, model, ANY).rank == 4
 
 
-def test_a_lora_written_and_read_is_the_same_and_peft_reads_it(model, base, batch, lora, tmp_path):
+def test_a_written_lora_is_the_same_for_us_and_peft_and_bound_to_its_base_and_bytes(
+    model, base, batch, lora, tmp_path
+):
     one = lora(model, "one", 0, provenance={"data": "sums", "prompts": ["ab"], "training": {}})
     folder = loras.write(one, tmp_path / "one")
     again = loras.read(folder, model, fingerprint(model))
@@ -124,10 +117,6 @@ def test_a_lora_written_and_read_is_the_same_and_peft_reads_it(model, base, batc
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
     with pytest.raises(Refusal, match="E-EXISTS"):
         loras.write(one, folder)
-
-
-def test_a_lora_of_ours_is_bound_to_its_base_and_its_bytes(model, bank, tmp_path):
-    folder = loras.write(bank["a"], tmp_path / "a")
     with pytest.raises(Refusal, match=r"E-BASE: .* belongs to base"):
         loras.read(folder, model, ANY)
     payload = bytearray((folder / loras.TENSORS).read_bytes())

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -32,8 +33,7 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
     for part in peft.modules():  # a saved LoRA has no dropout; put the mixture's on both
         if hasattr(part, "lora_dropout"):
             part.lora_dropout["default"] = torch.nn.Dropout(0.25)
-    config = rocket.Config(**ONE, lora_dropout=0.25)
-    mixed = mixture.build(model, [one], config)
+    mixed = mixture.build(model, [one], rocket.Config(**ONE, lora_dropout=0.25))
     outputs = []
     for each in (peft, mixed):
         torch.manual_seed(7)
@@ -52,18 +52,16 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
 @pytest.mark.parametrize("reads", ["layer", "expert"])
 def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_bank):
     model = base().double()
-    bank = make_bank(model, 4)
+    bank = {name: cast(lora, torch.float64) for name, lora in make_bank(model, 4).items()}
     bank["c"] = replace(bank["c"], alpha=3.0)
-    bank = {name: cast(lora, torch.float64) for name, lora in bank.items()}
-    config = rocket.Config(experts=4, top_k=2, gate_input=reads)
-    mixture.build(model, list(bank.values()), config)
+    mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads))
     generator = torch.Generator().manual_seed(0)
     parts = {n: part for n, part in model.named_modules() if isinstance(part, LoraMixture)}
     assert set(parts) == set(bank["a"].down)
     for path, part in parts.items():
         x = torch.randn(2, 5, part.base_layer.in_features, generator=generator).double()
         mixed = part(x)
-        for place in [(b, t) for b in range(2) for t in range(5)]:
+        for place in np.ndindex(2, 5):
             base_output = part.base_layer(x[place])
             outputs = [
                 base_output + lora.alpha / 4 * lora.up[path] @ (lora.down[path] @ x[place])
@@ -76,8 +74,8 @@ def test_each_projection_is_the_weighted_sum_of_its_experts(reads, base, make_ba
             assert torch.allclose(mixed[place], sum(g * outputs[i] for g, i in gates), atol=1e-12)
 
 
-def test_omitting_the_scale_is_what_the_released_code_does(base, batch, lora):
-    model, other = base(), base()
+def test_omitting_the_scale_is_what_the_released_code_does(model, base, batch, lora):
+    other = base()
     one = lora(model, "one", 0, alpha=12.0)
     mixture.build(model, [one], rocket.Config(**ONE, lora_scale="omitted"))
     mixture.build(other, [replace(one, alpha=4.0)], rocket.Config(**ONE))
@@ -89,10 +87,9 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, ba
     before = fingerprint(model)
     mixture.build(model, list(bank.values()), rocket.Config(gate_input=reads)).train()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    learning = [id(parameter) for parameter in mixture.trained(model).values()]
-    optimizer = torch.optim.AdamW(mixture.trained(model).values(), lr=0.1)
+    learning = {id(parameter): parameter for parameter in mixture.trained(model).values()}
     model(**batch).loss.backward()
-    optimizer.step()
+    torch.optim.AdamW(learning.values(), lr=0.1).step()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad is (id(parameter) in learning)
         assert torch.equal(values[name], parameter) is not parameter.requires_grad
@@ -133,10 +130,8 @@ def test_experts_of_half_precision_are_trained_in_single(base, make_bank):
 
 
 def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
-    four, config = list(bank.values()), rocket.Config()
-    other = base()
-    with torch.no_grad():
-        other.lm_head.weight[0, 0] += 1
+    four, config, other = list(bank.values()), rocket.Config(), base()
+    torch.nn.init.zeros_(other.lm_head.weight)
     wide = [*four[:3], lora(model, "wide", 9, rank=6)]
     for host, loras, message in (
         (model, four[:3], r"E-RANGE: 3 experts and 3 scales are given, experts \(N\) is 4"),

@@ -1,33 +1,35 @@
-"""Settings, arms and the pipeline arm by arm on a tiny base; what its results come to."""
+"""Settings, arms, the pipeline on a tiny base, what its results come to; what the notebook sets."""
 
+import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from moebook import papers
+from moebook import models, notebook, papers, runtime
+from moebook.data import hub
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import Config, augmentation, findings, pipeline
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import routers
+from moebook.notebook import sources
 
 
-def test_the_presets_are_what_paper_and_code_say():
-    names = {"top_k": "experts_per_token", "budget": "data_budget", "reduction": "perplexity"}
-    names |= {"threshold": "duplicate_threshold"}
+def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by_name():
+    names = {"top_k": "experts_per_token", "budget": "data_budget", "reduction": "perplexity",
+             "threshold": "duplicate_threshold"}  # fmt: skip
     printed, config = papers.hyperparameters("rocket", "paper"), Config.preset("paper")
     for field in ("shots", "candidates", "experts", *names):
         assert getattr(config, field) == printed[names.get(field, field)]["value"]
     assert Config() == Config.preset("fixed")
-    released = Config.preset("released")
-    assert released.budget == papers.hyperparameters("rocket", "released")["data_budget"]["value"]
-
-
-def test_a_bad_setting_is_refused_by_name():
+    released = papers.hyperparameters("rocket", "released")["data_budget"]["value"]
+    assert Config.preset("released").budget == released
     for message, changes in {
         r"E-RANGE: experts \(N\) is 9, expected 1 to 8 \(candidates, M\)": {"experts": 9},
         r"E-RANGE: top_k is 5, expected 1 to 4 \(experts, N\)": {"top_k": 5},
@@ -46,7 +48,7 @@ def changed(arm):
     return dict(asdict(arm.config).items() - asdict(Config()).items())
 
 
-def test_each_arm_changes_one_step_and_is_what_it_is_called():
+def test_each_arm_changes_one_step_and_sizes_that_the_settings_do_not_allow_are_no_arms():
     mixture = ARMS["mixture"]
     assert mixture == pipeline.Arm(config=Config())
     for name, arm in ARMS.items():
@@ -55,19 +57,12 @@ def test_each_arm_changes_one_step_and_is_what_it_is_called():
             assert sum(steps) == (2 if name == "random_lora" else 1), name
     assert [ARMS[name] for name in pipeline.UNMIXED] == [None, None]
     for name, change in {
-        "random_lora": {"experts": 1, "top_k": 1},
-        "data_by_kde": {"sampler": "kde", "gamma": 10.0},
-        "data_strictly_deduplicated": {"threshold": 0.6},
-        "budget333": {"budget": 333},
-        "budget4000": {"budget": 4000},
-        "shots20": {"shots": 20},
-        "experts8": {"experts": 8},
-        "selected3": {"top_k": 3},
-    }.items():
+        "random_lora": {"experts": 1, "top_k": 1}, "data_by_kde": {"sampler": "kde", "gamma": 10.0},
+        "data_strictly_deduplicated": {"threshold": 0.6}, "budget333": {"budget": 333},
+        "budget4000": {"budget": 4000}, "shots20": {"shots": 20},
+        "experts8": {"experts": 8}, "selected3": {"top_k": 3},
+    }.items():  # fmt: skip
         assert changed(ARMS[name]) == change
-
-
-def test_sizes_that_the_settings_do_not_allow_are_no_arms():
     names = pipeline.arms(Config(**SMALL | {"shots": 8, "top_k": 2, "budget": 4}), strict=0.6)
     assert [name for name in names if name[-1].isdigit()] == [
         "budget1", "budget16", "shots1", "shots5", "experts2", "selected1"
@@ -95,38 +90,30 @@ def world(base, tokenizer, make_bank, shots):
 def test_a_case_holds_what_the_scoring_says_of_its_shots(world):
     model, tokenizer, bank, case, _ = world
     assert len(case.shots) == 3
-    nats = [
-        rocket.scoring.log_perplexity(model, tokenizer, bank, rows)
-        for rows in (case.shots, rocket.scoring.expand(case.shots))
-    ]
+    sets = case.shots, rocket.scoring.expand(case.shots)
+    nats = [rocket.scoring.log_perplexity(model, tokenizer, bank, rows) for rows in sets]
     assert np.allclose([case.plain, case.reasoning], nats)
     assert np.allclose(case.scores(1, rationales=False).log_perplexity, nats[0][0])
     texts = [f"{row['prompt']} {row['answer']}" for row in case.shots]
     assert np.allclose(case.vectors, Words().encode(texts))
 
 
-def test_an_arm_chooses_by_its_rankings_or_takes_the_best(world):
+def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_seed(world):
     _, _, bank, case, config = world
     alike = rocket.selection.similarity(bank, config)
 
-    def experts(by=pipeline.RANKED, members="abcd"):
-        return pipeline.experts(case, pipeline.Arm(config=config, by=by), members, best="d")
+    def experts(by=pipeline.RANKED, members="abcd", **changes):
+        arm = pipeline.Arm(config=config, by=by)
+        return pipeline.experts(replace(case, **changes), arm, members, best="d")
+
+    def drawn(members="abcd", **changes):
+        return [experts(("random",), members, seed=seed, **changes) for seed in range(5)]
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
     assert set(experts(members="abc")) <= set("abc")
     with pytest.raises(Refusal, match=r"E-CHOICE: by\.0 is 'luck'"):
         experts(("luck",))
-
-
-def test_random_experts_are_a_function_of_names_and_seed(world):
-    _, _, _, case, config = world
-    arm = pipeline.Arm(config=config, by=("random",))
-
-    def drawn(members="abcd", **changes):
-        cases = [replace(case, seed=seed, **changes) for seed in range(5)]
-        return [pipeline.experts(each, arm, members, best="") for each in cases]
-
     draws = drawn()
     assert draws == drawn("dcba") != drawn(task="b")
     assert len(set(draws)) > 1 and all(len(set(names)) == 2 for names in draws)
@@ -148,14 +135,11 @@ def test_only_missing_rationales_are_written(world, shots, monkeypatch):
     assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
-def test_targets_are_paired_with_as_many_benchmarks():
+def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(world):
     assert pipeline.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
     assert pipeline.tested(["a", "b"], []) == {"a": "a", "b": "b"}
     with pytest.raises(Refusal, match="E-RANGE: benchmarks has 1 names, targets has 2"):
         pipeline.tested(["a", "b"], ["c"])
-
-
-def test_rows_are_the_shots_and_the_nearest_open_ones(world):
     _, _, _, case, config = world
     pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
     vectors = Words().encode([row["prompt"] for row in pool])
@@ -188,21 +172,16 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(worl
     assert [lora.digest for lora in bank.values()] == digests
 
 
-@pytest.fixture
-def two_loras():
-    """A case of two LoRAs scored on two shots, as log-perplexities."""
-    nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])
-    solved = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"])
-    return pipeline.Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), pd.DataFrame())
-
-
-def test_perplexities_stand_beside_what_tuning_came_to_if_anything_was_tuned(two_loras):
-    table = findings.foretold({"a": two_loras}, {("a", "y"): [0.25, 0.75]})
+def test_perplexities_stand_beside_what_tuning_came_to_if_anything_was_tuned():
+    nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])  # of two LoRAs on two shots
+    solved, none = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"]), pd.DataFrame()
+    case = pipeline.Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none)
+    table = findings.foretold({"a": case}, {("a", "y"): [0.25, 0.75]})
     assert table.index.tolist() == [("a", "y")]
     expected = [2 + math.log(2), 5 + math.log(2), 0.25, 0.75, 0.5]
     assert table.iloc[0].tolist() == pytest.approx(expected)
     assert table.columns.tolist() == [*findings.KINDS, "before", "after", "gain"]
-    table = findings.foretold({"a": two_loras}, {})
+    table = findings.foretold({"a": case}, {})
     ranks = findings.correlations(table, list(findings.KINDS), ["after", "gain"])
     assert table.empty and ranks.empty and findings.averaged(ranks).empty
 
@@ -244,3 +223,67 @@ def test_mixed_cases_are_those_on_which_the_experts_disagree():
     agreed = findings.split_cases(np.ones((3, 4)), np.ones(4))
     assert agreed["all right"] == 1
     assert math.isnan(agreed["mixture"]) and math.isnan(agreed["best expert"])
+
+
+BOOK = sources.find(Path(__file__).parents[3], "rocket")
+CELLS = ["".join(cell["source"]) for cell in json.loads(BOOK.path.read_text("utf-8"))["cells"]]
+MODULES = {"rocket": rocket, "hub": hub, "pd": pd, "notebook": notebook, "models": models}
+
+
+def cell(start):
+    (found,) = (text for text in CELLS if text.startswith(start))
+    return found
+
+
+def values(tier):
+    return {name: p.default for name, p in BOOK.parameters.items()} | BOOK.settings(tier)
+
+
+def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tasks():
+    used, stated = values("paper"), papers.hyperparameters("rocket", "paper")
+    for name in ("lr", "schedule", "weight_decay", "shots", "candidates", "experts"):
+        assert used[name] == stated[name]["value"]
+    assert used["batch"] == stated["batch"]["value"] * stated["accumulation"]["value"]
+    assert '"weight_decay": weight_decay' in cell("fitting = ")
+    printed = papers.table("rocket", 1).query("row == 'Ours' and model == 'Mistral-7B'")
+    questions = set(rocket.bank.QUESTIONS)
+    mean = printed.value[printed.column.replace("PiQA", "PIQA").isin(questions)].mean()
+    assert papers.claim("rocket.average").claimed == pytest.approx(mean / 100)
+    for tier in ("gpu", "paper"):
+        assert set(values(tier)["targets"].split(",")) == questions
+
+
+def test_protocols_run_arms_that_there_are():
+    for used in map(values, ("smoke", "cpu", "nano", "gpu", "paper")):
+        given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
+        main = rocket.Config.preset(used["preset"], **given)
+        known = rocket.pipeline.arms(main, strict=used["strict"])
+        assert used["arms"] == "all" or notebook.listed("arms", used["arms"], known)
+
+
+@pytest.mark.parametrize("tier", ["gpu", "paper"])
+def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split(tier, monkeypatch):
+    with pytest.raises(Refusal, match="E-PIN: allenai/ai2_arc: revision is None"):
+        exec(cell("names, pins"), values(tier) | MODULES)
+
+    def source_rows(name, revision, split="train"):
+        return [{"task": name, "prompt": f"{split} {n}", "answer": "a"} for n in range(3)]
+
+    monkeypatch.setattr(rocket.bank, "source_rows", source_rows)
+    space = values(tier) | MODULES | {"run": SimpleNamespace(rows=lambda *, train, test: None)}
+    exec(cell("names, pins"), space)
+    assert len(space["pool"]) == 3 * len(space["pool_sets"].split(","))
+    for name in space["names"]:
+        prompts = [row["prompt"] for row in space["annotated"][name]]
+        assert prompts == ["train 0", "train 1", "train 2"]
+        assert space["held_out"][name][0]["prompt"] == f"{rocket.bank.HELD_OUT[name]} 0"
+
+
+def test_members_and_loras_to_retrain_are_of_the_bank_and_every_arm_meets_the_guarded_one():
+    space = values("nano") | MODULES | {"bank": {"gcd": None, "sums": None}}
+    with pytest.raises(Refusal, match="E-RANGE: retrain lists 'licence': one of: gcd, sums"):
+        exec(cell("again = "), space)
+    with pytest.raises(Refusal, match="E-RANGE: members lists 'foo'"):
+        exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
+    assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell("mixed, chosen")
+    assert "clean[t] |" in cell("prompt, cases")

@@ -1,6 +1,7 @@
 """Perplexities against transformers one sample at a time; accuracies; packs; rationales."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,8 @@ from moebook.methods.rocket import loras, scoring
 @pytest.fixture
 def score(model, tokenizer, bank, shots):
     """Score shots under the bank."""
-    return lambda rows=shots, members=bank, **how: scoring.log_perplexity(
-        model, tokenizer, members, rows, **how
-    )
+    call = partial(scoring.log_perplexity, model, tokenizer)
+    return lambda rows=shots, members=bank, **how: call(members, rows, **how)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -72,8 +72,7 @@ def test_a_right_number_is_right_in_other_words(model, bank, tokenizer, monkeypa
     texts, limits = ["In all 500 + 524 = 1024 clips.", "1,024", "1024 in May, so 24"], set()
     monkeypatch.setattr(scoring, "generate", lambda *_, limit: limits.add(limit) or texts)
     solved = scoring.accuracy(model, tokenizer, bank, rows)
-    assert solved.to_numpy().tolist() == [[True, True, False]] * 4
-    assert limits == {256}
+    assert solved.to_numpy().tolist() == [[True, True, False]] * 4 and limits == {256}
     for order in scoring.ORDERS:
         assert scoring.expand(rows, order=order)[0]["answer"].count("<<48/2=24>>") == 1
 
@@ -93,15 +92,13 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
     with pytest.warns(UserWarning, match="W-NONFINITE: no finite perplexity from b; left out"):
         assert list(scoring.scores(nats, hits).index) == ["a", "c", "d"]
     assert np.isfinite(nats.drop("b")).all(axis=None)
-    with (
-        pytest.warns(UserWarning, match="W-NONFINITE"),
-        pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"),
-    ):
+    with pytest.warns(UserWarning), pytest.raises(Refusal, match="E-BANK: none of 1 LoRAs"):
         scoring.scores(nats.loc[["b"]], hits.loc[["b"]])
 
 
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
     bare, wide = [{"prompt": "x" * 300, "answer": "y"}], torch.nn.Linear(32, 300)
+    host = model, tokenizer
     code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
     two, three = pd.DataFrame(1.0, [*"ab"], [0]), pd.DataFrame(1.0, [*"abc"], [0])
     for message, call in {
@@ -114,49 +111,38 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         "E-KSHOT: have 4 annotated rows": lambda: scoring.draw(shots, 5, 0),
         "E-KSHOT: have 4 annotated rows, need K = 0": lambda: scoring.draw(shots, 0, 0),
         "E-BANK: .* different LoRAs": lambda: scoring.scores(two, three),
-        "E-SANDBOX: task 'MBPP': code is right when": lambda: scoring.accuracy(
-            model, tokenizer, bank, [code]
-        ),
+        "E-SANDBOX: task 'MBPP': code is right": lambda: scoring.accuracy(*host, bank, [code]),
     }.items():
         with pytest.raises(Refusal, match=message):
             call()
-    for message, host, name, value in (
+    for message, part, name, value in (
         ("config.logit_scale, expected one", model.config, "logit_scale", 0.5),
         ("a bias, expected one product", model, "lm_head", wide),
         ("layer 1 has no attention", model.model.layers[1], "self_attn", None),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal, match=message):
-            patch.setattr(host, name, value, raising=False)
+            patch.setattr(part, name, value, raising=False)
             score()
 
 
-def test_shots_are_drawn_without_replacement_and_generation_gives_the_mode_back(
-    shots, model, tokenizer
-):
+def test_shots_are_drawn_without_replacement_and_generating_keeps_the_mode(shots, model, tokenizer):
     assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
     assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
     assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
     assert model.training
 
 
-SAMPLES = [
-    ([5, 6, 7, 8, 1], 3),
-    ([5, 6, 9, 1], 2),
-    ([4, 4, 4], 2),
-    ([5, 6, 7, 2, 2, 1], 3),
-    ([5, 6, 7, 8, 1], 4),  # the first one again, with a shorter answer
-]
+SAMPLES = [  # tokens and how many ask; the last is the first again, with a shorter answer
+    ([5, 6, 7, 8, 1], 3), ([5, 6, 9, 1], 2), ([4, 4, 4], 2), ([5, 6, 7, 2, 2, 1], 3),
+    ([5, 6, 7, 8, 1], 4),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [1, 5, 9, 100])
 def test_every_sample_can_be_read_back_from_what_its_tokens_see(limit):
-    found, items = (
-        {},
-        [
-            {"input_ids": ids, "labels": [IGNORED] * first + ids[first:], "length": len(ids)}
-            for ids, first in SAMPLES
-        ],
-    )
+    found, labels = {}, [[IGNORED] * first + ids[first:] for ids, first in SAMPLES]
+    items = [{"input_ids": ids, "labels": seen, "length": len(ids)}
+             for (ids, _), seen in zip(SAMPLES, labels, strict=True)]  # fmt: skip
     for pack in scoring.packs(items, limit):
         assert len(pack.tokens) <= limit or len(pack.lines) == 1
         at = 0
@@ -201,9 +187,8 @@ def test_linear_layers_go_through_products_and_give_what_they_gave(monkeypatch):
         layer = torch.nn.Linear(96, 300, bias=bias).requires_grad_(False)
         with scoring.Products():
             y = layer(x)
-        assert y.dtype == torch.float32
-        wanted = layer.double()(x.double())
-        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+        wanted = layer.double()(x.double()).float()
+        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     assert len(calls) == 2  # in the block alone
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 
 import numpy as np
 import pandas as pd
@@ -33,10 +33,7 @@ def algorithm_1(scores, cosines, candidates, experts, *, literal):
     r_a = {m: 1 + sum(scores.accuracy[o] > scores.accuracy[m] for o in bank) for m in bank}
     chosen = sorted(bank, key=lambda m: (r_p[m] + r_a[m], m))[:candidates]
     groups = list(combinations(sorted(chosen), experts))
-    mean = {}
-    for group in groups:
-        pairs = [cosines.loc[i, j] for i in group for j in group if i != j]
-        mean[group] = sum(pairs) / len(pairs)
+    mean = {g: np.mean([cosines.loc[i, j] for i, j in permutations(g, 2)]) for g in groups}
     least = {g: -1 / mean[g] if literal else mean[g] for g in groups}
     r_d = {g: 1 + sum(least[other] < least[g] for other in groups) for g in groups}
     total = {g: sum(r_p[m] + r_a[m] for m in g) + r_d[g] for g in groups}
@@ -70,22 +67,18 @@ def test_a_selection_holds_the_best_groups_and_their_ranks_among_all(monkeypatch
 
 @pytest.mark.parametrize(("nats", "experts"), [([1.0] * 4, "ab"), ([3.0, 1, 4, 2], "bd")])
 def test_equal_values_are_settled_by_perplexity_and_then_by_name(nats, experts):
-    names = ["c", "b", "a", "d"]
-    scores = pd.DataFrame({"log_perplexity": nats, "accuracy": 0.0}, index=names)
-    cosines = pd.DataFrame(np.full((4, 4), 0.5), index=names, columns=names)
+    scores = pd.DataFrame({"log_perplexity": nats, "accuracy": 0.0}, index=[*"cbad"])
+    cosines = pd.DataFrame(0.5, index=scores.index, columns=scores.index)
     for table, alike in ((scores, cosines), (scores.iloc[::-1], cosines.iloc[::-1, ::-1])):
         choice = selection.select(table, alike, Config(candidates=3, experts=2))
         assert choice.experts == tuple(experts)
 
 
-def test_a_single_ranking_takes_its_own_best():
+def test_a_single_ranking_takes_its_own_best_and_normalised_sums_weigh_all_alike():
     (scores, cosines), config = tables(5, 10), Config(candidates=6, experts=3)
     for ranking, order in (("perplexity", scores.log_perplexity), ("accuracy", -scores.accuracy)):
         choice = selection.select(scores, cosines, config, rankings=[ranking])
         assert choice.experts == tuple(order.sort_values().index[:3])
-
-
-def test_normalised_sums_put_each_ranking_on_the_same_footing():
     scores, cosines = tables(6, 10)
     config = Config(candidates=8, experts=4, ranking="normalised")
     groups = selection.select(scores, cosines, config).groups
@@ -115,15 +108,12 @@ def test_similarity_by_small_products_equals_the_formed_product(sign, bank):
         assert table.loc[one, two] == pytest.approx(np.mean(values), abs=1e-12)
 
 
-def test_similarity_of_factors_compares_a_and_b_apart(bank):
+def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
     one, two = bank["a"], bank["b"]
     pairs = ((x[path], y[path]) for x, y in ((one.down, two.down), (one.up, two.up)) for path in x)
     table = selection.similarity(bank, Config.preset("released"))
     expected = np.mean([abs(cosine(x, y)) for x, y in pairs])
     assert table.loc["a", "b"] == pytest.approx(expected, abs=1e-12)
-
-
-def test_rewriting_a_lora_in_another_basis_changes_only_the_released_comparison(bank):
     turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))[0]
     down = {path: turn.T @ part for path, part in bank["b"].down.items()}
     up = {path: part @ turn for path, part in bank["b"].up.items()}
