@@ -46,10 +46,7 @@ def test_every_op_runs_with_ours_first_and_whoever_is_missing_says_why(tiny):
     assert (tiny.loc[ran, "ratio"] > 0).all()
     assert tiny.loc[~ran, "note"].str.fullmatch("[a-z-]+ is not installed").all()
     assert (ours["ratio"] == 1).all() and (ours["traffic"] > 0).all()
-
-
-def test_the_floors_of_tiny_cases_have_the_flops_of_the_formulas(tiny):
-    flops = tiny[tiny["contender"] == "ours"].set_index(["op", "case"])["flops"]
+    flops = ours.set_index(["op", "case"])["flops"]  # of the formulas
     T, D, F, K, R = 16, 8, 8, 2, 4
     assert flops["experts", "fine"] == 18 * T * K * D * F
     assert flops["adapters", "forward"] == 4 * T * D * K * R
@@ -57,7 +54,7 @@ def test_the_floors_of_tiny_cases_have_the_flops_of_the_formulas(tiny):
     assert flops["lora_mixture", "four"] == 4 * T * D * D + 6 * T * (2 * R) * (2 * D)
 
 
-def test_every_goal_names_a_case_of_its_scale_and_someone_who_takes_part(tiny):
+def test_goals_name_cases_and_who_takes_part_and_every_op_has_each_scale_and_sweep(tiny):
     for device, stated in report.GOALS.items():
         for op, case, against, kind, bound in stated:
             assert case in bench.OPS[op][running.STATED[device]]
@@ -65,9 +62,6 @@ def test_every_goal_names_a_case_of_its_scale_and_someone_who_takes_part(tiny):
             if case in bench.OPS[op]["tiny"]:
                 there = tiny[(tiny["op"] == op) & (tiny["case"] == case)]
                 assert against in set(there["contender"])
-
-
-def test_every_op_has_cases_at_every_scale_and_letters_to_sweep():
     for op in bench.OPS.values():
         assert all(op[scale] for scale in running.SCALES)
         letters = next(iter(op["small"].values()))
@@ -75,9 +69,8 @@ def test_every_op_has_cases_at_every_scale_and_letters_to_sweep():
         for letter, _, values in op["sweep"].values():
             assert values == sorted(set(values))
             assert letter in letters
-    assert bench.roles(["nearest"]).loc["nearest"].to_dict() == {
-        "T": "S: rows of the pool", "E": "K: shots", "N": "C: rows chosen"
-    }  # fmt: skip
+    roles = {"T": "S: rows of the pool", "E": "K: shots", "N": "C: rows chosen"}
+    assert bench.roles(["nearest"]).loc["nearest"].to_dict() == roles
 
 
 @pytest.mark.parametrize("name", list(bench.OPS))
@@ -109,7 +102,7 @@ def test_everyone_takes_the_top_k_of_a_balance_loss_inside_the_clock():
         assert chosen == (contender.name != "floor"), contender.name
 
 
-def test_peers_of_choosing_find_what_ours_finds():
+def test_peers_of_choosing_find_what_ours_finds_and_peft_hosts_its_bank_without_a_warning():
     run = runs(choosing.nearest(CPU, S=200, K=5, D=8, C=9))
     wanted = list(run["numpy, all at once"]())
     assert run["ours"]().index.tolist() == list(run["scikit-learn"]()) == wanted
@@ -124,24 +117,18 @@ def test_peers_of_choosing_find_what_ours_finds():
         layers = run[name]()
         assert [hasattr(layer, "labels_") for layer in layers] == [labels] * 2
         assert np.stack([x.cluster_centers_ for x in layers]) == pytest.approx(means, abs=1e-5)
-
-
-def test_the_bank_that_peft_hosts_changes_what_the_base_says_and_shows_no_warning():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         run = runs(choosing.bank(CPU, N=2, S=3, R=2))
     assert [str(each.message) for each in shown] == []
     nats = run["set_adapter, shot by shot"]()
-    assert nats.shape == (2, 3)
-    assert (nats[0] != nats[1]).all()
+    assert nats.shape == (2, 3) and (nats[0] != nats[1]).all()
 
 
-def test_an_op_that_refuses_its_case_is_a_result_and_not_an_error():
+def test_a_refusal_is_a_result_and_a_peer_that_fails_is_absent_and_others_run(monkeypatch):
     line = running.measured("groups", "many", {"M": 64, "N": 8}, CPU, 1, 1.0)
     assert len(line) == 1 and "4,426,165,368 groups" in line[0]["note"]
 
-
-def test_a_peer_that_cannot_be_made_or_fails_is_absent_and_the_others_run(monkeypatch):
     def fail(*given):
         raise RuntimeError("out of memory\nat a place")
 
@@ -165,7 +152,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch, project, capsys):
     assert capsys.readouterr().out.endswith("How cost grows: nothing ran\n")
 
 
-def test_growth_fits_the_power_law_through_the_ends():
+def test_growth_fits_the_power_law_through_the_ends_and_curves_take_the_fastest_peer():
     found = bench.growth(["balance_loss"], device="cpu", rounds=1, points=2)
     assert list(dict.fromkeys(found["letter"])) == ["T", "E", "K"]
     part = found[(found["letter"] == "T") & (found["contender"] == "ours")].sort_values("value")
@@ -173,26 +160,30 @@ def test_growth_fits_the_power_law_through_the_ends():
     assert part["value"].tolist() == [1024, 2048]
     assert part["exponent"].tolist() == pytest.approx([slope, slope])
     assert "balance_loss, tokens, T = 1024, 2048" in report.growth_table(found)
-
-
-def test_a_curve_of_peers_takes_the_fastest_at_each_size():
     lines = [("x", 2, 0.5), ("x", 1, 0.1), ("y", 1, 0.2), ("y", 2, 0.3), ("ours", 1, 1.0)]
     lines.append(("frozen layer alone", 1, 0.01))
     sweep = pd.DataFrame(lines, columns=["contender", "value", "seconds"])
-    panels = bench.curves(sweep.assign(op="route", letter="T"))
-    assert {name: curve.tolist() for name, curve in panels["route, T"].items()} == {
-        "ours": [[1, 1000]], "fastest other": [[1, 100], [2, 300]]
-    }  # fmt: skip
+    panel = bench.curves(sweep.assign(op="route", letter="T"))["route, T"]
+    assert panel["ours"].tolist() == [[1, 1000]] and len(panel) == 2
+    assert panel["fastest other"].tolist() == [[1, 100], [2, 300]]
 
 
-def test_the_table_shows_each_contender_its_multiple_and_the_goal(tiny):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_whole_run_is_kept_only_of_stated_settings(tiny, project, monkeypatch, capsys, kept):
     text = report.table(tiny)
     assert "experts / fine" in text and "grouped_mm" in text
     assert "at least 15 x as fast: not stated (" in text
     assert text.splitlines()[-1] == "no goals are stated for these cases"
-    full = tiny.copy()
-    full.attrs.update(scale="full", rounds=5, threads=1)
-    assert "goals: " in report.table(full).splitlines()[-1]
+    frame = tiny.copy()
+    frame.attrs.update(scale="full", rounds=5, threads=1 if kept else 2)
+    assert ("goals: " in report.table(frame).splitlines()[-1]) is kept
+    monkeypatch.setattr(bench, "measure", lambda *given, **how: frame)
+    monkeypatch.setattr(bench, "growth", lambda *given, **how: pd.DataFrame())
+    monkeypatch.setattr(bench, "ceilings", lambda device: {})
+    assert cli.main(["bench"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("record in results" if kept else "no record is kept: goals are stated")
+    assert (project / "results").exists() == kept
 
 
 def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
@@ -202,8 +193,6 @@ def test_a_run_is_read_back_with_its_environment(tiny, tmp_path, monkeypatch):
     path = report.write(tmp_path, tiny, grown, bench.ceilings("cpu"))
     assert path == tmp_path / "results" / "bench" / "cpu" / "0.parquet"
     record = bench.recorded(tmp_path)["cpu"]
-    values = {value.name: value.value for value in record.values}
-    assert values["experts/fine/ours/ratio"] == 1
     columns = ["op", "letter", "value", "contender", "seconds"]
     renamed = grown.assign(contender=grown["contender"].str.replace("-", "_"))[columns]
     again = bench.regrown({"cpu": record})
@@ -233,7 +222,7 @@ def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes():
     one = ours.loc[("experts", "fine")]
     assert reached["experts, fine"] == (one.flops / one.traffic, one.flops / one.seconds)
     assert not any(name.startswith(("route", "groups")) for name in reached)
-    assert ours.loc[("experts", "fine"), "flops"] == 18 * 8192 * 6 * 2048 * 1408
+    assert one.flops == 18 * 8192 * 6 * 2048 * 1408
     assert ours.loc[("adapters", "forward"), "traffic"] == 2 * 16384 * 4096 * 2
 
 
@@ -273,14 +262,11 @@ def test_bad_input_ends_in_one_line(project, capsys, arguments, message):
     assert shown.startswith(message) and shown.count("\n") == 1
 
 
-def test_the_peers_are_listed_with_versions(project, capsys):
+def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_runs(project, capsys):
     assert cli.main(["bench", "--peers"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in running.PEERS)
     assert bench.installed().loc["numpy", "version"] == np.__version__
-
-
-def test_one_op_is_printed_and_leaves_no_record_and_outside_a_project_none_runs(project, capsys):
     assert cli.main("bench balance_loss --scale tiny --rounds 1 --device cpu".split()) == 0
     shown = capsys.readouterr().out
     assert "balance_loss / fine" in shown and "exponent" in shown
@@ -288,18 +274,3 @@ def test_one_op_is_printed_and_leaves_no_record_and_outside_a_project_none_runs(
     (project / "_config.yml").unlink()
     assert cli.main(["bench"]) == 2
     assert capsys.readouterr().err.startswith("E-PATH: no _config.yml")
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_whole_run_is_kept_only_of_the_settings_that_goals_are_stated_for(
-    tiny, project, monkeypatch, capsys, kept
-):
-    frame = tiny.copy()
-    frame.attrs.update(scale="full", rounds=5, threads=1 if kept else 2)
-    monkeypatch.setattr(bench, "measure", lambda *given, **how: frame)
-    monkeypatch.setattr(bench, "growth", lambda *given, **how: pd.DataFrame())
-    monkeypatch.setattr(bench, "ceilings", lambda device: {})
-    assert cli.main(["bench"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("record in results" if kept else "no record is kept: goals are stated")
-    assert (project / "results").exists() == kept
