@@ -130,5 +130,12 @@ def conversation(raw: Mapping[str, Any], where: str) -> Row:
     return files.exchange(raw["conversations"], where)
 
 
-FORMS = {"gsm8k": gsm8k, "conversation": conversation}
+def instruction(raw: Mapping[str, Any], where: str) -> Row:
+    """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
+    raw = {key.lower(): value for key, value in raw.items()}
+    asked = [files.text(raw, "instruction", where), files.text(raw, "input", where, default="")]
+    return {"prompt": "\n".join(filter(None, asked)), "answer": files.text(raw, "output", where)}
+
+
+FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}
 COMPARE = {"first_line": first_line, "final_number": final_number, "run": None}

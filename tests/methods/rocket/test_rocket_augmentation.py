@@ -102,9 +102,6 @@ def test_the_density_is_equation_17():
         assert augmentation.log_density(shots, pool, 2.0)[row] == pytest.approx(
             np.log(sum(kernel) / (4 * 2.0))
         )
-
-
-def test_kde_draws_in_proportion_to_the_density():
     pool, config = np.array([[1.0, 0.0], [-1.0, 0.0]]), Config(budget=1, sampler="kde", gamma=1.0)
     draws = [augmentation.choose(pool[:1], [pool], config, seed=s).index[0] for s in range(2000)]
     expected = 1 / (1 + np.exp(-2.0))  # densities exp(0) and exp(-4 / 2)

@@ -139,14 +139,6 @@ def test_a_lora_is_trained_by_the_recipe_or_by_table_12(recipe, epochs, nano):
         assert lora.provenance["training"]["seed"] == 5
 
 
-def test_the_catalogue_is_the_papers_table_8_and_tables_9():
-    printed = papers.table("rocket", 8)
-    assert set(printed["row"]) - {"ARC-c CoT-formatted"} == set(bank.SOURCES)
-    assert len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38
-    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", source.repo) for source in bank.SOURCES.values())
-    assert bank.SOURCES["ECQA"].files == "Chain-of-Thought/**/ecqa_train.json"
-
-
 RAW = [
     ("WinoGrande",
         {"sentence": "John moved it because the _ is small.", "option1": "garage",
@@ -185,8 +177,12 @@ BENCHMARKS = {  # arc_challenge.yaml includes arc_easy.yaml
 }  # fmt: skip
 
 
-def test_targets_of_the_hub_are_tested_on_the_split_that_the_benchmark_asks(monkeypatch):
-    asked = []
+def test_the_catalogue_is_tables_8_and_9_and_targets_have_the_benchmarks_split(monkeypatch):
+    printed, asked = papers.table("rocket", 8), []
+    assert set(printed["row"]) - {"ARC-c CoT-formatted"} == set(bank.SOURCES)
+    assert len(set(papers.table("rocket", 9)["row"]) - {"Base"}) == len(bank.SOURCES) == 38
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", source.repo) for source in bank.SOURCES.values())
+    assert bank.SOURCES["ECQA"].files == "Chain-of-Thought/**/ecqa_train.json"
     monkeypatch.setattr(bank.hub, "pinned", lambda *args: asked.append(args[2]) or [])
     assert set(bank.QUESTIONS) < set(bank.HELD_OUT)
     for name, split in bank.HELD_OUT.items():

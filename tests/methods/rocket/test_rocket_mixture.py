@@ -96,7 +96,7 @@ def test_a_step_moves_experts_and_gates_and_nothing_else(reads, model, batch, ba
     assert fingerprint(mixture.remove(model)) == before
 
 
-def test_removing_and_building_again_leaves_the_base_alone(model, batch, bank):
+def test_removing_leaves_the_base_alone_and_one_expert_equals_its_lora(model, batch, bank):
     plain = model(**batch).logits
     for _ in range(3):
         mixture.build(model, list(bank.values()), rocket.Config())
@@ -104,9 +104,6 @@ def test_removing_and_building_again_leaves_the_base_alone(model, batch, bank):
         assert torch.equal(mixture.remove(model)(**batch).logits, plain)
         assert torch.equal(twin(**batch).logits, mixed) and not torch.allclose(mixed, plain)
     assert not model.get_decoder()._forward_pre_hooks
-
-
-def test_one_expert_alone_equals_that_lora_and_both_projections_count_slots(model, batch, bank):
     with rocket.loras.attached(model, [bank["c"]]):
         expected = model(**batch).logits
     mixture.build(model, list(bank.values()), rocket.Config())

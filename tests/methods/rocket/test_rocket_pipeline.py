@@ -124,10 +124,7 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
 def test_only_missing_rationales_are_written(world, shots, monkeypatch):
     model, tokenizer, bank, case, config = world
     mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
-
-    def written(rows, *_, order):
-        return [{**row, "rationale": "Because."} for row in rows]
-
+    written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
     monkeypatch.setattr(rocket.scoring, "write_rationales", written)
     case = pipeline.score_bank(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
     rationales = {row["prompt"]: row["rationale"] for row in case.shots}
@@ -172,7 +169,7 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(worl
     assert [lora.digest for lora in bank.values()] == digests
 
 
-def test_perplexities_stand_beside_what_tuning_came_to_if_anything_was_tuned():
+def test_perplexities_stand_beside_what_tuning_came_to_and_correlate_within_a_task():
     nats = pd.DataFrame([[1.0, 1.0], [2.0, 2.0]], ["x", "y"])  # of two LoRAs on two shots
     solved, none = pd.DataFrame([[1, 0], [0, 0]], ["x", "y"]), pd.DataFrame()
     case = pipeline.Case("a", 0, [{}, {}], nats, nats + 3, solved, np.zeros((2, 1)), none)
@@ -184,9 +181,6 @@ def test_perplexities_stand_beside_what_tuning_came_to_if_anything_was_tuned():
     table = findings.foretold({"a": case}, {})
     ranks = findings.correlations(table, list(findings.KINDS), ["after", "gain"])
     assert table.empty and ranks.empty and findings.averaged(ranks).empty
-
-
-def test_correlations_are_taken_within_a_task_and_averaged_over_tasks():
     pairs = [(task, name) for task in ("a", "b", "c") for name in "xyz"]
     index = pd.MultiIndex.from_tuples(pairs, names=["task", "lora"])
     after = [3.0, 2, 1, 0.5, 0.5, 0.5, 1, 3, 2]
@@ -199,7 +193,7 @@ def test_correlations_are_taken_within_a_task_and_averaged_over_tasks():
     assert math.isnan(findings.averaged(ranks[:1])["to"].item())
 
 
-def test_an_average_is_one_over_targets_whatever_their_rows():
+def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_experts():
     right = {"a": [True, False, False, False], "b": [True, True]}
     nats, tested = {"a": [1.0, 2.0, 3.0, 4.0], "b": [6.0, 8.0]}, {"a": "a_task", "b": "b_task"}
     tables = {
@@ -212,9 +206,6 @@ def test_an_average_is_one_over_targets_whatever_their_rows():
     assert joined.groupby("domain").correct.mean().to_dict() == {"a": 0.25, "b": 1}
     tables["a"]["nll"] = np.nan
     assert findings.over_targets(tables, tested).nll.mean() == pytest.approx(7)
-
-
-def test_mixed_cases_are_those_on_which_the_experts_disagree():
     shares = findings.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
     assert shares == pytest.approx({
         "all right": 0.2, "mixed": 0.6, "all wrong": 0.2, "best expert": 1 / 3, "mean expert": 0.5,

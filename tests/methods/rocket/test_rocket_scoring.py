@@ -125,13 +125,6 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
             score()
 
 
-def test_shots_are_drawn_without_replacement_and_generating_keeps_the_mode(shots, model, tokenizer):
-    assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
-    assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
-    assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
-    assert model.training
-
-
 SAMPLES = [  # tokens and how many ask; the last is the first again, with a shorter answer
     ([5, 6, 7, 8, 1], 3), ([5, 6, 9, 1], 2), ([4, 4, 4], 2), ([5, 6, 7, 2, 2, 1], 3),
     ([5, 6, 7, 8, 1], 4),
@@ -201,7 +194,13 @@ def test_rationales_are_put_into_answers_in_both_orders(order, shots):
         assert text.endswith(row["answer"]) is (order == "rationale_first")
 
 
-def test_a_model_writes_rationales_by_figure_3(model, tokenizer, shots, monkeypatch):
+def test_shots_are_drawn_and_a_model_writes_rationales_by_figure_3(
+    model, tokenizer, shots, monkeypatch
+):
+    assert scoring.draw(shots, 3, 1) == scoring.draw(shots, 3, 1)
+    assert len({row["prompt"] for row in scoring.draw(shots, 4, 2)}) == 4
+    assert len(scoring.generate(model.train(), tokenizer, [[0, 5, 6]], limit=3)) == 1
+    assert model.training
     seen = []
 
     def written(model, tok, contexts, *, limit):
