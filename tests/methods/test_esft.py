@@ -13,17 +13,21 @@ from moebook.models import anatomy, fingerprint
 from moebook.training import fit
 
 
+def sparse(model):
+    return [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
+
+
 def selection_of(model, count=2, **options):
-    layers = [layer.index for layer in anatomy(model).layers if layer.kind == "sparse"]
-    return esft.Selection(experts=dict.fromkeys(layers, (3, 2, 1)[:count]), **options)
+    experts = {layer.index: (3, 2, 1)[:count] for layer in sparse(model)}
+    return esft.Selection(experts=experts, **options)
 
 
-def tuned(model, rows, steps=4):
-    return fit(model, rows, steps=steps, batch=6, lr=0.01, weight_decay=0.1, pad_id=2)
+def tuned(model, rows):
+    return fit(model, rows, steps=8, batch=6, lr=0.01, weight_decay=0.1, pad_id=2)
 
 
 def full_step(model, batch):
-    """One AdamW step of all that trains; bytes of gradients and of the optimizer's moments."""
+    """One step of AdamW; bytes of gradients and of the optimizer's moments."""
     free = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(free, lr=0.01, weight_decay=0.1)
     model.train()(**batch).loss.backward()
@@ -39,12 +43,10 @@ def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(fami
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
     want.loss.backward()
     got.loss.backward()
-    for full, split in zip(anatomy(base).layers, anatomy(model).layers, strict=True):
-        if full.kind == "sparse":
-            for part in ("gate_up_proj", "down_proj"):
-                want = getattr(full.experts, part).grad[[3, 2]]
-                got = getattr(split.experts, part).grad
-                torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+    for full, split in zip(sparse(base), sparse(model), strict=True):
+        for part in ("gate_up_proj", "down_proj"):
+            want, got = getattr(full.experts, part).grad[[3, 2]], getattr(split.experts, part).grad
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
 def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture, rows):
@@ -56,12 +58,10 @@ def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixt
         assert torch.equal(parameter, before[name]) != (name in free), name
     assert len(free) == 2 * len(model.esft.selection.experts)
     esft.merge(model)
-    for layer in anatomy(model).layers:
-        if layer.kind == "sparse":
-            name = next(n for n, module in model.named_modules() if module is layer.experts)
-            old = before[f"{name}.frozen.down_proj"]
-            moved = (layer.experts.down_proj != old).flatten(1).any(1)
-            assert moved.nonzero().flatten().tolist() == [2, 3]
+    for layer in sparse(model):
+        name = next(n for n, module in model.named_modules() if module is layer.experts)
+        moved = layer.experts.down_proj != before[f"{name}.frozen.down_proj"]
+        assert moved.flatten(1).any(1).nonzero().flatten().tolist() == [2, 3]
 
 
 def test_masking_gradients_inside_the_fused_tensor_would_not_freeze(mixture, batch):
@@ -78,9 +78,8 @@ def test_masking_gradients_inside_the_fused_tensor_would_not_freeze(mixture, bat
 @pytest.mark.parametrize("family", ["DeepseekV2", "Mixtral"])
 def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count, mixture, batch):
     full = mixture(family).requires_grad_(False)
-    for layer in anatomy(full).layers:
-        if layer.kind == "sparse":
-            layer.experts.requires_grad_(True)
+    for layer in sparse(full):
+        layer.experts.requires_grad_(True)
     experts = len(anatomy(full).layers[1].router.weight)
     model = esft.specialise(mixture(family), selection_of(full, count))
     whole, share = full_step(full, batch), full_step(model, batch)
@@ -89,9 +88,7 @@ def test_gradient_and_optimizer_bytes_are_the_chosen_share_of_full(family, count
     assert all(p.grad is None for p in frozen)
 
 
-def test_merged_and_reloaded_by_plain_transformers_the_logits_are_equal(
-    family, mixture, batch, rows, tmp_path
-):
+def test_merged_and_reloaded_the_logits_are_equal(family, mixture, batch, rows, tmp_path):
     model = esft.specialise(mixture(family), selection_of(mixture(family)))
     tuned(model, rows)
     specialised = model.eval()(**batch).logits
@@ -114,10 +111,8 @@ def test_each_option_frees_its_own_modules_alone(option, mixture):
     esft.specialise(model, selection_of(model, **{option: True}))
     free, rest = ({n for n in group if ".experts." not in n}
                   for group in (esft.trained(model), dict(model.named_parameters())))  # fmt: skip
-    owned = {
-        "shared_experts": {name for name in rest if ".shared_experts." in name},
-        "router": {name for name in rest if ".mlp.gate." in name},
-    }
+    signs = {"shared_experts": ".shared_experts.", "router": ".mlp.gate."}
+    owned = {key: {name for name in rest if sign in name} for key, sign in signs.items()}
     owned["non_expert_modules"] = rest - owned["shared_experts"] - owned["router"]
     assert free == owned[option] != set()
 
@@ -136,18 +131,17 @@ def test_a_bfloat16_base_trains_float32_copies_and_merges_into_bfloat16(mixture,
 @pytest.mark.parametrize("method", ["pesc", "upcycling"])
 def test_an_upcycled_model_is_specialised_and_trained(method, host, batch, rows):
     if method == "pesc":
-        settings = pesc.Config(experts=4, adapter_width=4, host="frozen")
-        model = pesc.full_experts(host(), settings)
+        model = pesc.full_experts(host(), pesc.Config(experts=4, adapter_width=4, host="frozen"))
     else:
         model = upcycling.upcycle(host(), upcycling.Config(top_k=2))
     before = model(**batch).logits
     esft.specialise(model, selection_of(model))
     torch.testing.assert_close(model(**batch).logits, before, rtol=1e-4, atol=1e-4)
-    loss = tuned(model, rows, steps=8).loss
+    loss = tuned(model, rows).loss
     assert loss[-1] < loss[0]
 
 
-def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host):
+def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host, monkeypatch):
     model = mixture("DeepseekV2")
     base, layers = fingerprint(model), selection_of(model).experts
     adapters = pesc.craft(host(), pesc.Config(experts=4, adapter_width=4))
@@ -169,16 +163,15 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host):
     esft.specialise(model, selection_of(model))
     with pytest.raises(Refusal, match="E-MODEL: the model is specialised already"):
         esft.specialise(model, selection_of(model))
-
-
-@pytest.mark.parametrize("sign", ["is_transposed", "has_post_expert_norm", "_apply_gate"])
-def test_experts_that_compute_otherwise_are_refused(sign, mixture, monkeypatch):
     model = mixture("Olmoe")
     experts = anatomy(model).layers[0].experts
-    for owner in (experts, type(experts)):  # flags are the module's, the gate its class's
-        monkeypatch.setattr(owner, sign, lambda self, pre: pre, raising=False)
-    with pytest.raises(Refusal, match=r"E-MODEL: layer 0: OlmoeExperts .* (trans|a norm|a gate)"):
-        esft.specialise(model, selection_of(model))
+    signs = {"is_transposed": "trans", "has_post_expert_norm": "a norm", "_apply_gate": "a gate"}
+    for sign, what in signs.items():  # of experts that compute otherwise
+        with monkeypatch.context() as patch:
+            for owner in (experts, type(experts)):  # flags are the module's, the gate its class's
+                patch.setattr(owner, sign, lambda self, pre: pre, raising=False)
+            with pytest.raises(Refusal, match=f"E-MODEL: layer 0: OlmoeExperts .* {what}"):
+                esft.specialise(model, selection_of(model))
 
 
 def counts(experts, seed, top=1000):
@@ -207,8 +200,7 @@ def test_groups_are_those_that_looking_at_all_of_them_finds(experts, size, top):
 
 
 def test_a_hand_worked_case():
-    """Rows 0 and 2 point one way, 1 and 3 the other; expert 4 was never used, nor was 5."""
-    matrix = torch.zeros(6, 6)
+    matrix = torch.zeros(6, 6)  # 0 and 2 point one way, 1 and 3 the other; 4 and 5 are unused
     matrix[:4, 4:] = torch.tensor([[5, 1], [1, 5], [10, 2], [3, 15]])
     assert esft.partition(matrix, 2) == ((0, 2), (1, 3), (4, 5))
     equal = torch.ones(9, 9).double()
@@ -220,7 +212,6 @@ def test_a_hand_worked_case():
 
 
 def test_cooccurrence_equals_a_naive_count(mixture, batch):
-    """Pair by pair, token by token, from the ids that the experts are called with at first."""
     model, calls = mixture("DeepseekV2"), {}
     for layer in anatomy(model).layers[1:]:
         layer.experts.register_forward_pre_hook(
@@ -237,16 +228,14 @@ def test_cooccurrence_equals_a_naive_count(mixture, batch):
         assert torch.equal(counted[layer], want)
 
 
-def grouped(mixture, batch, size=2):
+@pytest.mark.parametrize("size", [2, 4])
+def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(size, mixture, batch):
     model = mixture("DeepseekV2", num_experts_per_tok=4)
-    return model, esft.group(model, esft.cooccurrence(model, [batch]), size)
-
-
-def test_each_token_takes_whole_groups_with_equal_gates(mixture, batch):
-    model, groups = grouped(mixture, batch)
+    groups = esft.group(model, esft.cooccurrence(model, [batch]), size)
     before = anatomy(mixture("DeepseekV2", num_experts_per_tok=4)).layers
     after = anatomy(model).layers
     scores = esft.measure(model, [batch])
+    selection = esft.select(scores, esft.Config(), groups=groups)
     for layer, parts in groups.items():
         for members in map(list, parts):
             mean = before[layer].router.weight[members].mean(0)
@@ -256,38 +245,26 @@ def test_each_token_takes_whole_groups_with_equal_gates(mixture, batch):
                 row = kind[layer][members]
                 torch.testing.assert_close(row, row[:1].expand(len(row)), rtol=1e-6, atol=1e-9)
         assert scores.token[layer].sum().item() == pytest.approx(1)
-
-
-def test_whole_groups_are_selected_and_trained(mixture, batch):
-    model, groups = grouped(mixture, batch, size=4)
-    selection = esft.select(esft.measure(model, [batch]), esft.Config(), groups=groups)
-    assert all(set(ids) in map(set, groups[layer]) for layer, ids in selection.experts.items())
+        taken = set(selection.experts[layer])
+        assert all(taken.issuperset(part) or taken.isdisjoint(part) for part in parts)
+    old = after[1].router.weight.detach().clone()
+    full_step(esft.full(model), batch)
+    weight = after[1].router.weight
+    assert not torch.equal(weight, old)
+    for members in groups[1]:
+        assert torch.equal(weight[list(members)], weight[[members[0]] * len(members)])
     esft.specialise(model, selection)
     model(**batch).loss.backward()
     assert all(p.grad is not None for p in esft.trained(model).values())
-
-
-def test_a_shared_gate_stays_shared_while_routers_train(mixture, batch):
-    model, groups = grouped(mixture, batch)
-    esft.full(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = anatomy(model).layers[1].router.weight.detach().clone()
-    model.train()(**batch).loss.backward()
-    optimizer.step()
-    weight = anatomy(model).layers[1].router.weight
-    assert not torch.equal(weight, before)
-    for members in groups[1]:
-        assert torch.equal(weight[list(members)], weight[[members[0]] * len(members)])
 
 
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
     model, correcting, wide = mixture("DeepseekV2"), mixture("DeepseekV3"), torch.ones(64, 64)
     check, together = grouping.check, esft.cooccurrence(model, [batch])
     special = esft.specialise(mixture("DeepseekV2"), esft.Selection(experts={1: (0,), 2: (0,)}))
-    for size in (0, 3, 5):
-        with pytest.raises(Refusal, match=f"E-RANGE: the group size is {size}, no divisor of 8"):
-            esft.partition(together[1], size)
+    no_divisor = "E-RANGE: the group size is {}, no divisor of 8"
     cases = {
+        **{no_divisor.format(n): lambda n=n: esft.partition(together[1], n) for n in (0, 3, 5)},
         "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(model, [1, 2]),
         "E-RANGE: 4,426,165,368 groups of 8, at most": lambda: esft.partition(wide, 8),
         "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(correcting, [1]),

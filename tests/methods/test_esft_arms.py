@@ -16,14 +16,10 @@ TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
 USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
 
 
-def test_a_sweep_is_read_by_arm():
+def test_a_sweep_is_read_or_refused():
     read = esft.sweep("0.1,0.3", "0.2", "4,8", "2")
     assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
-
-
-@pytest.mark.parametrize(
-    ("gate", "token", "ranks", "groups", "message"),
-    [
+    refused = [
         ("0.1,0.3", "0.2", "4,8,16", "2", "E-RANGE: thresholds_gate is .* and ranks '4,8,16'"),
         ("0.1,0.3", "0.2", "4,8.5", "2", "E-TYPE: ranks is '4,8.5': .*expected numbers with"),
         ("0.1,0.3", "0.2", "0,8", "2", "E-RANGE: ranks is '0,8', .*above 0, at most 512"),
@@ -32,11 +28,10 @@ def test_a_sweep_is_read_by_arm():
         ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is"),
         ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
         ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
-    ],
-)
-def test_a_sweep_that_cannot_run_is_refused(gate, token, ranks, groups, message):
-    with pytest.raises(Refusal, match=message):
-        esft.sweep(gate, token, ranks, groups)
+    ]
+    for *texts, message in refused:
+        with pytest.raises(Refusal, match=message):
+            esft.sweep(*texts)
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
@@ -50,9 +45,8 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert known["lora-4"].size == 4 and known["lora"].size == 8
     by_size = {"gate": ["gate", "gate-0.3"], "token": ["token"], "lora": ["lora-4", "lora"]}
     assert esft.budget(TRIED, USUAL) == by_size
-    usual = USUAL | {"gate": 0.2}
-    assert esft.budget(TRIED, usual)["gate"] == ["gate-0.1", "gate-0.3"]
-    assert {"gate-0.1", "gate-0.3"} <= set(esft.arms(TRIED, usual))
+    usual, both = USUAL | {"gate": 0.2}, ["gate-0.1", "gate-0.3"]
+    assert esft.budget(TRIED, usual)["gate"] == both and set(both) <= set(esft.arms(TRIED, usual))
 
 
 @pytest.fixture
@@ -69,8 +63,8 @@ def planned(arms, measured, seed=0):
 
 
 def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(measured):
-    known = esft.arms(TRIED, USUAL)
-    plan, scores = planned(known, measured), measured[2]
+    known, (model, batches, scores, together) = esft.arms(TRIED, USUAL), measured
+    base, plan = fingerprint(model), planned(known, measured)
     for name, arm in known.items():
         trained_on = [task for other, task in plan if other == name]
         assert trained_on == (["one", "two"] if arm.main else ["one"])
@@ -82,26 +76,16 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(meas
         assert plan[name, "one"] == {"selection": esft.select(scores["one"], config)}
     drawn, like = plan["random_gate", "two"]["selection"], plan["gate", "two"]["selection"]
     assert drawn == esft.random_selection(like, scores["two"].experts, "gate/two/0")
-
-
-def test_an_arm_of_a_part_of_them_gets_what_it_gets_among_all(measured):
-    known = esft.arms(TRIED, USUAL)
-    plan, other = planned(known, measured), planned(known, measured, seed=5)
-    for name in known:
+    for name in known:  # asked for alone, an arm gets what it gets among all
         alone = planned({name: known[name]}, measured)
         assert alone == {key: given for key, given in plan.items() if key[0] == name}
+    other = planned(known, measured, seed=5)
     assert all(key[0].startswith("random") for key in plan if plan[key] != other[key])
-
-
-def test_grouped_experts_are_measured_in_groups_and_the_base_is_left_alone(measured):
-    model, drawn, _, together = measured
-    base = fingerprint(model)
-    (given,) = planned({"gate-g2": Arm("gate", 0.1, group=2, main=False)}, measured).values()
     assert fingerprint(model) == base
     groups = esft.group(model, together, 2)
     config = esft.Config(score="gate", threshold=0.1)
-    want = esft.select(esft.measure(model, drawn["one"]), config, groups=groups)
-    assert given["selection"] == want
+    want = esft.select(esft.measure(model, batches["one"]), config, groups=groups)
+    assert plan["gate-g2", "one"] == {"selection": want}
 
 
 def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, batch):
@@ -113,21 +97,16 @@ def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, ba
         assert parameter.requires_grad == (".lora_" in name), name
         if ".lora_" in name:
             rank = 4 * experts if ".mlp.experts." in name else 4
-            assert rank in parameter.shape, name
-            assert parameter.grad is not None
+            assert rank in parameter.shape and parameter.grad is not None, name
 
 
-def test_lora_adapts_attention_dense_layers_shared_and_routed_experts(mixture):
-    model = esft.lora(mixture("DeepseekV2"))
+def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixture):
+    model = esft.lora(mixture("DeepseekV2"), rank=2, scale=3.0)
     free = {name for name, p in model.named_parameters() if p.requires_grad}
     layers = [{n.split(".")[4] for n in free if f"layers.{i}.mlp" in n} for i in (0, 1)]
     assert layers == [{"gate_proj", "up_proj", "down_proj"}, {"experts", "shared_experts"}]
     assert sum(".self_attn." in name for name in free) == 3 * 4 * 2
     assert not any("norm" in name or ".mlp.gate." in name for name in free)
-
-
-def test_lora_multiplies_its_product_by_the_scale(mixture):
-    model = esft.lora(mixture("Mixtral"), rank=2, scale=3.0)
     layer = model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         layer.lora_B["default"].weight.normal_()
@@ -152,17 +131,12 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
 
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
-    asked = {}
-
-    def load(name, *, revision, size, seed):
-        asked[name] = (revision, size, seed)
-        return [{"task": name}] * size
-
-    monkeypatch.setattr(hub, "load", load)
-    pin = "a" * 40
+    asked, pin = {}, "a" * 40
+    monkeypatch.setattr(hub, "load", lambda name, **more: asked.update({name: more}) or [name])
     names = ["licence", "metamathqa"], ["gcd", "slimorca"]
     drawn = esft.rows(*names, 5000, revisions=f"slimorca={pin}", seed=3)
-    assert asked == {"metamathqa": (None, 5000, 3), "slimorca": (pin, 10000, 3)}
+    assert asked == {"metamathqa": {"revision": None, "size": 5000, "seed": 3},
+                     "slimorca": {"revision": pin, "size": 10000, "seed": 3}}  # fmt: skip
     whole = tasks.find("licence").available("train")
     assert drawn["licence"] == tasks.rows("licence", "train", whole, 3)
     assert len(esft.rows(["licence"], ["licence"], 7, seed=0)["licence"]) == 7
@@ -171,10 +145,9 @@ def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 10), (0.2, 3), (0.75, 30)])
 def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
     task, alignment = (Dataset.from_dict({"id": range(*ends)}) for ends in [(10,), (1000, 1030)])
-    mixed = esft.mix(task, alignment, share, seed=0)["id"]
-    assert sorted(i for i in mixed if i < 1000) == list(range(10))
-    drawn = [i for i in mixed if i >= 1000]
-    assert len(drawn) == len(set(drawn)) == count
+    mixed = sorted(esft.mix(task, alignment, share, seed=0)["id"])
+    assert mixed[:10] == list(range(10))
+    assert len(mixed) - 10 == len({*mixed[10:]} & {*range(1000, 1030)}) == count
     with pytest.raises(Refusal, match="E-RANGE: share is 1"):
         esft.mix(task, alignment, 1.0, seed=0)
     with pytest.raises(Refusal, match="E-DATA: 30 alignment rows needed, 10 given"):
@@ -200,23 +173,17 @@ def scores(*rows):
     return esft.Scores(table, table)
 
 
-def test_half_mass_counts_the_experts_that_hold_half_of_the_scores():
+def test_half_mass_concentration_and_overlap_of_scores_worked_by_hand():
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
-
-
-def test_overlap_compares_every_task_with_every_task():
+    shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
+    assert shares == pytest.approx([0.75, 0.125, 0.125, 0])  # each layer ranked by itself
     both = {"a": scores([0.4, 0.3, 0.2, 0.1]), "b": scores([0.1, 0.2, 0.3, 0.4])}
     table = esft.overlap(both, both, 2)
     assert table.T.to_dict() == {"a": {"a": 2, "b": 0}, "b": {"a": 0, "b": 2}}
     first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
     second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
     assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5  # of two layers
-
-
-def test_concentration_ranks_the_shares_of_each_layer_by_itself():
-    shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
-    assert shares == pytest.approx([0.75, 0.125, 0.125, 0])
 
 
 def test_switches_count_the_experts_that_enter_or_leave():

@@ -1,30 +1,43 @@
-"""What of a host trains in PESC, and what it is measured by: Eq. 6, the printed sizes, the cost."""
+"""What of a host trains in PESC, what it is measured by (Eq. 6, sizes, cost), who writes claims."""
 
 import copy
 import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import peft
 import pytest
 import torch
 from torch import nn
 
+from moebook import evaluation, papers
+from moebook.analysis import routing
 from moebook.analysis.memory import step_memory
+from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
-from moebook.nn import Adapters, ExpertMoE, routers
+from moebook.nn import ExpertMoE, routers
+from moebook.notebook import sources
 
 SMALL = {
     "experts": 4, "adapter_width": 6, "adapter_dropout": 0.0, "lora_rank": 4, "lora_dropout": 0.0,
 }  # fmt: skip
 HOSTS = ("frozen", "lora", "qlora", "full")
+PRINTED = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}  # total, activated
 
 
-def step(model, batch):
-    parameters = pesc.trained(model, model.pesc.config).values()
-    optimiser = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
-    (model.train()(**batch).loss + pesc.balance_loss(model)).backward()
-    optimiser.step()
+def train(model, batch, steps=1, lr=0.05):
+    free = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(free, lr=lr, weight_decay=0.1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        (model.train()(**batch).loss + pesc.balance_loss(model)).backward()
+        optimiser.step()
     return model.eval()
 
 
@@ -40,7 +53,7 @@ def test_exactly_adapters_routers_and_the_asked_part_of_the_host_train(name, hos
     assert len(ours) == 2 * 3
     assert len(lora) == (2 * 7 * 2 if "lora" in name else 0)
     assert training == (set(before) if name == "full" else ours | lora)
-    step(model, batch)
+    train(model, batch)
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved <= training
     assert any(".adapters.up" in n for n in moved) and any(".router." in n for n in moved)
@@ -52,33 +65,36 @@ def test_the_arms_share_the_host_and_are_equal_at_step_0(name, host, batch):
     sparse = pesc.prepare(host(), pesc.Config(**SMALL, host=name))
     dense = pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=False)
     torch.testing.assert_close(sparse(**batch).logits, dense(**batch).logits, rtol=1e-6, atol=1e-6)
-    names = [
-        {n.replace(".mlp.shared.", ".mlp.") for n in pesc.trained(m, m.pesc.config)}
-        for m in (sparse, dense)
-    ]
-    assert names[1] == {n for n in names[0] if ".router." not in n and ".adapters." not in n}
+    ours, theirs = (pesc.trained(model, model.pesc.config) for model in (sparse, dense))
+    shared = {n for n in ours if ".router." not in n and ".adapters." not in n}
+    assert {n.replace(".mlp.shared.", ".mlp.") for n in shared} == set(theirs)
     assert all(layer.kind == "dense" for layer in anatomy(dense).layers)
 
 
-def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_and_nothing_else(host):
+def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(host, monkeypatch):
     import bitsandbytes as bnb
 
     model = pesc.prepare(host(), pesc.Config(**SMALL, host="qlora"))
     quantised = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     assert len(quantised) == 2 * 7
     assert all(m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in quantised)
-    assert all(m.weight.dtype == torch.uint8 for m in quantised)
+    assert {m.weight.dtype for m in quantised} == {torch.uint8}
     assert type(model.lm_head) is nn.Linear
     assert all(layer.router.weight.dtype == torch.float32 for layer in anatomy(model).layers)
     wrapped = [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
-    assert {m.r["default"] for m in wrapped} == {4}
-    assert {m.scaling["default"] for m in wrapped} == {16 / 4}
+    assert {(m.r["default"], m.scaling["default"]) for m in wrapped} == {(4, 16 / 4)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    model = host()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(Refusal, match=r"E-DEP: .*pip install bitsandbytes"):
+        pesc.prepare(model, pesc.Config(**SMALL, host="qlora"))
+    assert [type(m) for m in model.modules()] == before
 
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_merging_lora_changes_no_output_and_leaves_plain_layers(name, sparse, host, batch):
-    model = step(pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=sparse), batch)
+    model = train(pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=sparse), batch)
     before = model(**batch).logits
     assert pesc.merge_lora(model) is model
     torch.testing.assert_close(model(**batch).logits, before, rtol=2e-4, atol=2e-4)
@@ -88,47 +104,25 @@ def test_merging_lora_changes_no_output_and_leaves_plain_layers(name, sparse, ho
         pesc.merge_lora(model)
 
 
-def test_four_bits_without_bitsandbytes_is_refused_and_the_model_untouched(host, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    model = host()
-    before = [type(m) for m in model.modules()]
-    with pytest.raises(Refusal, match=r"E-DEP: .*pip install bitsandbytes"):
-        pesc.prepare(model, pesc.Config(**SMALL, host="qlora"))
-    assert [type(m) for m in model.modules()] == before
-
-
 def test_a_half_precision_host_gets_float32_adapters_and_runs(host, batch):
     model = pesc.prepare(host(dtype=torch.bfloat16), pesc.Config(**SMALL, host="lora"))
     assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {torch.float32}
-    assert step(model, batch)(**batch).logits.isfinite().all()
+    assert train(model, batch)(**batch).logits.isfinite().all()
 
 
 def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
     model = pesc.craft(host(), pesc.Config(**SMALL))
     assert pesc.adapter_norm(model) == 0
-    for adapters in (m for m in model.modules() if isinstance(m, Adapters)):
-        nn.init.constant_(adapters.up, 0.5)
+    for layer in anatomy(model).layers:
+        nn.init.constant_(layer.experts.up, 0.5)
     entries = 2 * 4 * 6 * 32  # layers, experts, adapter width, width
     assert pesc.adapter_norm(model) == pytest.approx(0.5 * entries**0.5)
     with pytest.raises(Refusal, match="E-MODEL: no adapters"):
         pesc.adapter_norm(host())
 
 
-FROZEN = {"experts": 3, "adapter_width": 6, "adapter_dropout": 0.0, "host": "frozen"}
-PRINTED = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}  # total, activated
-
-
-def train(model, batch, steps, lr):
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        (model.train()(**batch).loss + pesc.balance_loss(model)).backward()
-        optimiser.step()
-    return model.eval()
-
-
 def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batch):
-    dense, full = host(), pesc.full_experts(host(), pesc.Config(**FROZEN))
+    dense, full = host(), pesc.full_experts(host(), pesc.Config(**SMALL, host="frozen"))
     torch.testing.assert_close(full(**batch).logits, dense(**batch).logits, rtol=1e-5, atol=1e-5)
     training = {name for name, p in full.named_parameters() if p.requires_grad}
     assert training == {name for name, _ in full.named_parameters() if ".mlp." in name}
@@ -137,14 +131,15 @@ def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batc
     pesc.balance_loss(full).backward()
     assert all(router.weight.grad.norm() > 0 for router in routers(full))
     with pytest.raises(Refusal, match="E-CHOICE: host is 'lora'"):
-        pesc.full_experts(host(), pesc.Config(**{**FROZEN, "host": "lora"}))
+        pesc.full_experts(host(), pesc.Config(**SMALL, host="lora"))
 
 
 def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, batch):
-    full = train(pesc.full_experts(host(), pesc.Config(**FROZEN)), batch, 3, 1e-2)
+    config = pesc.Config(**SMALL, host="frozen")
+    full = train(pesc.full_experts(host(), config), batch, steps=3, lr=0.01)
     itself = pesc.approximation_error(copy.deepcopy(full), full, host(), [batch, batch])
     assert itself == ([0] * 6, 0)
-    crafted, dense = pesc.craft(host(), pesc.Config(**FROZEN)).train(), host()
+    crafted, dense = pesc.craft(host(), config).train(), host()
     gaps, error = pesc.approximation_error(crafted, full, dense, [batch])
     assert error == pytest.approx(1, abs=1e-5)
     rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(3)]
@@ -173,19 +168,16 @@ def test_width_512_gives_the_printed_sizes_and_64_does_not():
         printed = PRINTED[name][0]
         assert round(size.total / 1e9) == printed != round(released / 1e9)
         assert line.implied_width_low < 512 < line.implied_width_high
-        per_width = layers * 8 * 2 * width
         for side, end in ((-0.5, line.implied_width_low), (0.5, line.implied_width_high)):
-            total = dense + size.routers + end * per_width
+            total = dense + size.routers + end * layers * 8 * 2 * width
             assert total / 1e9 == pytest.approx(printed + side)
 
 
 def test_only_widths_from_589_to_596_fit_the_printed_activated_size_of_the_13b_host_too():
-    fitting = []
     for width in (588, 589, 596, 597):  # counts rise with the width: the edges suffice
         sizes = {name: pesc.counts(pesc.Config(adapter_width=width), name) for name in PRINTED}
         pairs = {n: (round(s.total / 1e9), round(s.activated / 1e9)) for n, s in sizes.items()}
-        fitting += [width] if pairs == PRINTED else []
-    assert fitting == [589, 596]
+        assert (pairs == PRINTED) == (width in (589, 596))
 
 
 def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
@@ -208,3 +200,75 @@ def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch, rows)
     times, memory = pesc.cost(dense, sparse, rows, inputs, batch=4, lr=0.01, pad_id=2)
     assert memory == want[0] / want[1] > 1
     assert len(times) == 3 and min(times) > 0
+
+
+NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "pesc")
+ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
+CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
+ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
+BASES = {"13B": "meta-llama/Llama-2-13b-hf", "34B": "01-ai/Yi-34B"}
+ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
+
+
+def settings(scale, said):
+    """A scale's parameters, with those changed that the claim says to set."""
+    found = NOTEBOOK.defaults | NOTEBOOK.settings("nano" if scale == "study" else scale)
+    named = re.findall(r"`(\w+)`", said)
+    assert set(named) <= set(found), f"no such parameter: {named}"
+    found |= {"arms": "all"} if "arms" in named else {}
+    if "base" in named:
+        found["base"] = next(base for size, base in BASES.items() if f"{size} base" in said)
+    return found | ({"mix": "idae-720k"} if "mix" in named else {})
+
+
+def written(chosen):
+    """A pattern of all names that the notebook's cells record under these parameters."""
+    source = "\n".join(CELLS)
+    names = re.findall(r'run\.record\(f?"([^"]+)"', source)
+    for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
+        names += [f"{path}/accuracy", f"{path}/nll", f"{path}/accuracy/{{domain}}"]
+    asked = chosen["arms"].split(",")
+    run = SimpleNamespace(
+        arms=lambda _, known: {name: known[name] for name in (known if asked == ["all"] else asked)}
+    )
+    space = {"pesc": pesc, "replace": replace, "pd": pd, "run": run, **chosen}
+    exec(ARMS, space)  # the notebook's own cell makes arms of the parameters
+    arms, loads = list(space["configs"]), routing.summary(pd.DataFrame(ROUTED))
+    tasks = chosen["tasks"].split(",")
+    kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in tasks]
+    table = pd.DataFrame({"task": tasks, "domain": kinds, "correct": 1})
+    filled = {
+        "{root}": [pesc.root(chosen["base"], chosen["mix"])],
+        "{arm}/{name}": [f"{arm}/{name}" for arm in arms for name in loads],
+        "{arm}": arms,
+        "{domain}": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
+        "{task}": [name for name in ("gsm8k",) if name in tasks],
+    }
+    patterns = []
+    for name in map(re.escape, names):
+        for place, choices in filled.items():
+            name = name.replace(re.escape(place), f"(?:{'|'.join(map(re.escape, choices))})")
+        patterns.append(re.sub(r"\\{\w+\\}", r"[\\w-]+", name))
+    return "|".join(patterns)
+
+
+@pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])
+def test_a_cell_writes_the_claims_value_at_the_scale(claim, scale):
+    chosen = settings(scale, claim.why)
+    assert re.fullmatch(written(chosen), claim.value), "no cell records it"
+    if isinstance(claim.reference, str):
+        smaller = {**chosen, "mix": settings(scale, "")["mix"]}
+        pattern = f"{written(chosen)}|{written(smaller)}"  # of two runs, where `mix` is named
+        assert re.fullmatch(pattern, claim.reference), "no cell records what it is compared with"
+
+
+def test_a_larger_base_or_mixture_has_a_name_of_its_own_and_writes_no_value_of_the_7b_claims():
+    assert pesc.root("nano", "embedded") == "pesc"
+    assert pesc.root("meta-llama/Llama-2-7b-hf@34b13b", "idae-500k") == "pesc"
+    assert pesc.root("meta-llama/Llama-2-13b-hf@01", "idae-500k") == "pesc/13b"
+    assert pesc.root("01-ai/Yi-34B@01", "idae-500k") == "pesc/34b"
+    assert pesc.root("01-ai/Yi-34B@01", "idae-720k") == "pesc/34b/pro"
+    other = settings("paper", "The parameter `base` names the 13B base.")
+    assert not re.fullmatch(written(other), "pesc/sparse/accuracy")
+    assert re.fullmatch(written(settings("paper", "")), "pesc/sparse/accuracy")
