@@ -1,15 +1,10 @@
 """A headless Chromium, driven over its debugging pipe: no driver and no websocket are needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,15 +13,13 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars "
     "--remote-debugging-pipe"
 )
-
-
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Chromium:
     """One browser with one page; every request that the page makes is kept in `requests`."""
 
-    def __init__(self, executable: str, profile: Path) -> None:
+    def __init__(self, executable, profile):
         (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
         line = f"exec {executable} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
         self._process = subprocess.Popen(
@@ -40,14 +33,14 @@ class Chromium:
         self._commands = os.fdopen(our_out, "wb", buffering=0)
         self._replies = os.fdopen(our_in, "rb", buffering=0)
         self._buffer, self._count, self._session, self._loaded = b"", 0, "", False
-        self.requests: list[str] = []
+        self.requests = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         """Send one command of the DevTools protocol and return its result."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": params}
@@ -61,7 +54,7 @@ class Chromium:
                     raise RuntimeError(f"{method}: {reply['error']['message']}")
                 return reply["result"]
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         """Load a page and wait until it and its formulas are done."""
         self._loaded = False
         self.call("Page.navigate", url=url)
@@ -69,7 +62,7 @@ class Chromium:
             self._receive()
         self.run("window.MathJax?.startup?.promise ?? null")
 
-    def run(self, script: str) -> Any:
+    def run(self, script):
         """Evaluate JavaScript in the page, wait for its promise, return its value."""
         options = {"awaitPromise": True, "returnByValue": True}
         result = self.call("Runtime.evaluate", expression=script, **options)
@@ -77,19 +70,19 @@ class Chromium:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width, height):
         """Set the size of the page in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def close(self) -> None:
+    def close(self):
         """End the browser."""
         self._commands.close()
         self._replies.close()
         self._process.terminate()
         self._process.wait(timeout=10)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self):
         while b"\0" not in self._buffer:
             chunk = self._replies.read(1 << 20)
             if not chunk:
@@ -105,7 +98,7 @@ class Chromium:
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Chromium]:
+def browser(tmp_path):
     """A fresh headless Chromium; the test is skipped where there is none."""
     executable = next(filter(None, map(shutil.which, NAMES)), None)
     if executable is None:

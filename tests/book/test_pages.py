@@ -1,6 +1,4 @@
-"""Generated pages: a changed value shows in every one, nothing is lost, nothing unescaped."""
-
-from __future__ import annotations
+"""Generated pages show every changed value; exercises in code have checks that tell right."""
 
 import inspect
 import json
@@ -14,8 +12,6 @@ import pytest
 
 from moebook import papers
 from moebook.notebook import pages, verdicts
-from moebook.notebook.verdicts import Row
-from moebook.papers import Claim
 from moebook.papers.arithmetic import Finding
 from moebook.results import LIVE, Pool, Run, Value, write, write_run
 
@@ -24,38 +20,34 @@ CLAIM = papers.claim("pesc.sparse-beats-dense")
 SIZE = papers.claim("pesc.costs-more-than-dense")
 
 
-def _pool(sparse: float, *, base: str = "nano", tier: str = "study", step: int = 1) -> Pool:
+def _pool(sparse, *, base="nano", tier="study", step=1):
     """Three seeds, the dense arm right half of the time, the sparse one ``step`` items apart."""
     protocol, seeds = (base, 3) if tier == "study" else (tier, 1)
     runs = []
     for seed in range(seeds):
-        values = []
-        apart = step * (seed - seeds // 2)
-        for arm, right in (("dense", 100), ("sparse", round(200 * sparse) + apart)):
-            items = tuple(float(place < right) for place in range(200))
-            values.append(Value(f"pesc/{arm}/accuracy", right / 200, "share", items))
+        rights = {"dense": 100, "sparse": round(200 * sparse) + step * (seed - seeds // 2)}
+        items = {arm: tuple(float(k < right) for k in range(200)) for arm, right in rights.items()}
+        values = (Value(f"pesc/{a}/accuracy", sum(x) / 200, "share", x) for a, x in items.items())
         runs.append(Run("pesc", protocol, tier, seed, tuple(values), settings={"base": base}))
     return Pool("pesc", protocol if tier == "study" else LIVE, tuple(runs))
 
 
-def _row(name: str, *pools: Pool, claim: Claim = CLAIM) -> Row:
+def _row(name, *pools, claim=CLAIM):
     return verdicts.row(replace(claim, id=name), pools)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A project whose page of pesc records what the claim is about."""
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
     value = {"application/vnd.moebook.value+json": {"name": CLAIM.value, "value": 1, "unit": "x"}}
-    cells = [
-        {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]},
-        {"cell_type": "code", "source": "1", "outputs": [{"data": value}]},
-    ]
+    text = {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]}
+    cells = [text, {"cell_type": "code", "source": "1", "outputs": [{"data": value}]}]
     write(tmp_path / "book" / "notebooks" / "01_pesc.ipynb", json.dumps({"cells": cells}))
     return tmp_path
 
 
-def test_the_badge_follows_the_recorded_value(folder: Path) -> None:
+def test_the_badge_follows_the_recorded_value(folder):
     for sparse, label, kind in ((0.8, "direction holds", "holds"), (None, "not run", "notrun"),
                                 (0.2, "direction fails", "fails"),
                                 (0.5, "inconclusive", "inconclusive")):  # fmt: skip
@@ -66,24 +58,22 @@ def test_the_badge_follows_the_recorded_value(folder: Path) -> None:
         assert ("3 seeds" in page) == (sparse is not None)
 
 
-def test_every_scale_has_its_column_smallest_first(folder: Path) -> None:
+def test_every_scale_has_its_column_smallest_first(folder):
     pools = [_pool(0.7, base="smollm2"), _pool(0.3, tier="cpu"), _pool(0.6)]
     rows = [_row("pesc.all", *pools), _row("pesc.one", pools[2])]
     page = pages.ledger(rows, pages.Places(folder))
-    assert re.findall(r'<th scope="col">(.*?)</th>', page) == [
-        "claim", "the paper", "this build", "nano", "smollm2", "verdict"
-    ]  # fmt: skip
-    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page) for name in
-             ("this build", "nano", "smollm2")}  # fmt: skip
-    assert [re.findall(r"<b>(.*?)</b>", cell[0]) for cell in cells.values()] == [
-        ["-20.0 points"], ["+10.0 points"], ["+20.0 points"]
-    ]  # fmt: skip
+    scales = ["this build", "nano", "smollm2"]
+    columns = re.findall(r'<th scope="col">(.*?)</th>', page)
+    assert columns == ["claim", "the paper", *scales, "verdict"]
+    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page) for name in scales}
+    effects = [re.findall(r"<b>(.*?)</b>", cell[0]) for cell in cells.values()]
+    assert effects == [["-20.0 points"], ["+10.0 points"], ["+20.0 points"]]
     assert "1 seed<" in cells["this build"][0] and "against the claim so far" in page
     assert re.search(r"95 %: \+\d[\d.]* to \+\d.*? points", cells["nano"][1])
     assert cells["smollm2"][1] == cells["this build"][1] == "–"
 
 
-def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder: Path) -> None:
+def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
     module = folder / "moebook" / "methods" / "pesc" / "crafting.py"
     write(module, "\n\ndef craft(model):\n    pass\n")
     write(folder / "book" / "notebooks" / "01_pesc_findings.ipynb", '{"cells": []}')
@@ -92,9 +82,6 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder: Path) -
         assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
         assert 'href="https://example.org/r/blob/b/moebook/methods/pesc/crafting.py#L3"' in page
         assert ('href="notebooks/01_pesc_findings.html"' in page) == committed
-
-
-def test_a_claims_code_link_leads_to_the_function_that_python_finds_there() -> None:
     for claim in {claim.function: claim for claim in papers.claims()}.values():
         function = inspect.unwrap(pkgutil.resolve_name(claim.function))
         file = Path(inspect.getsourcefile(function) or "").relative_to(ROOT).as_posix()
@@ -102,7 +89,7 @@ def test_a_claims_code_link_leads_to_the_function_that_python_finds_there() -> N
         assert link.endswith(f"/{file}"), claim.function
 
 
-def test_the_summary_counts_every_claim_once(folder: Path) -> None:
+def test_the_summary_counts_every_claim_once(folder):
     rows = [verdicts.row(claim, []) for claim in papers.claims()]
     page = pages.summary(rows)
     for paper in papers.PAPERS:
@@ -112,7 +99,7 @@ def test_the_summary_counts_every_claim_once(folder: Path) -> None:
     assert len(set(pages.KINDS.values())) == len(verdicts.LABELS)
 
 
-def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survive() -> None:
+def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survive():
     scores = {"pesc.sure": 0.9, "pesc.<": 0.6, "pesc.open": 0.5, "pesc.same": 0.5}
     rows = [_row(name, _pool(score)) for name, score in scores.items()]
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
@@ -126,39 +113,33 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     assert pages.corrections(rows[4:]) == "No run that can decide a claim has been recorded yet.\n"
 
 
-def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run() -> None:
+def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run():
     other = replace(SIZE, reference=CLAIM.reference, value=CLAIM.value, unit="share")
-    rows = [
-        _row("pesc.none"), _row("pesc.open", _pool(0.5)), _row("pesc.holds", _pool(0.8)),
-        _row("pesc.fails", _pool(0.2)), _row("pesc.live", _pool(0.9, tier="cpu")),
-        _row("esft.none", claim=other),
-    ]  # fmt: skip
+    scores = {"pesc.open": 0.5, "pesc.holds": 0.8, "pesc.fails": 0.2}
+    rows = [_row("pesc.none"), *(_row(name, _pool(score)) for name, score in scores.items()),
+            _row("pesc.live", _pool(0.9, tier="cpu")), _row("esft.none", claim=other)]  # fmt: skip
     page = pages.found(rows, {"pesc": "_generated/found_pesc.svg"})
     assert re.findall(r"^## (.*)", page, re.MULTILINE) == ["PESC", "ESFT"]
     links = re.findall(r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE)
-    assert links[:2] == ["pesc.fails", "pesc.holds"]
+    assert links[:2] == ["pesc.fails", "pesc.holds"] and links[4:] == ["pesc.none", "esft.none"]
     assert sorted(links[2:4]) == ["pesc.live", "pesc.open"]
-    assert links[4:] == ["pesc.none", "esft.none"]
     assert page.count(":::{dropdown} Not run yet: 1 claims\n- ") == 2
     assert page.index("{dropdown}") < page.index("**Not run**")
     assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n") == 1
     assert page.count("\n:alt: ") == 1
 
 
-def test_the_front_has_the_five_strongest_of_what_is_decided() -> None:
+def test_the_front_has_the_five_strongest_of_what_is_decided():
     decided = [_row(f"pesc.n{step}", _pool(0.8, step=step)) for step in (3, 6, 1, 5, 2, 4)]
     rows = [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.open", _pool(0.5)), *decided]
     page = pages.front(rows)
-    assert re.findall(r'^- PESC: .*#pesc\.(.*?)">ledger</a>', page, re.MULTILINE) == [
-        "n1", "n2", "n3", "n4", "n5"
-    ]  # fmt: skip
-    assert "{figure}" not in page
-    assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in pages.front(
-        rows, "_generated/found_front.svg"
-    )
+    links = re.findall(r'^- PESC: .*#pesc\.(.*?)">ledger</a>', page, re.MULTILINE)
+    assert links == ["n1", "n2", "n3", "n4", "n5"] and "{figure}" not in page
+    page = pages.front(rows, "_generated/found_front.svg")
+    assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in page
 
 
-def test_the_audit_shows_every_finding_and_folds_those_of_one_cause() -> None:
+def test_the_audit_shows_every_finding_and_folds_those_of_one_cause():
     rows = [(f"row {number}", "differs", "a <mean>") for number in range(3)]
     found = [Finding("pesc", place, "average", "1.0", "1.1", status, why, "Table 1")
              for place, status, why in (*rows, ("row 9", "agrees", "as it should"))]  # fmt: skip
@@ -168,7 +149,7 @@ def test_the_audit_shows_every_finding_and_folds_those_of_one_cause() -> None:
     assert "a &lt;mean&gt;" in page and "<mean>" not in page
 
 
-def _ran(seed: int, tier: str = "study", day: int = 2) -> Run:
+def _ran(seed, tier="study", day=2):
     manifest = {
         "date": f"2026-01-0{day}T23:00:00+00:00", "seconds": 3900.0, "peak_memory": 2 * 10**9,
         "commit": {"id": "abcdef0123", "dirty": True}, "overrides": {"steps": 10 * day},
@@ -180,7 +161,7 @@ def _ran(seed: int, tier: str = "study", day: int = 2) -> Run:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     """A project whose pesc ran with two seeds as a study, and on its page."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     for run in (_ran(3, day=5), _ran(0)):
@@ -189,21 +170,18 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project: Path) -> None:
+def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     _, pooled, live = pages.records(project).split("<b>PESC</b><br>")
-    for fact in (
-        "nano (committed)", "2 seeds: 0, 3<", "1 values each", "1 h 5 min, 2.0 GB on A &amp; B",
-        "of 2026-01-05; changed since: notebook", "commit abcdef0 with changes",
-    ):  # fmt: skip
+    for fact in ("nano (committed)", "2 seeds: 0, 3<", "1 values each",
+                 "1 h 5 min, 2.0 GB on A &amp; B", "commit abcdef0 with changes",
+                 "of 2026-01-05; changed since: notebook"):  # fmt: skip
         assert fact in pooled
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
     assert pages.records(project / "empty") == "No run has been recorded yet.\n"
 
 
-def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(
-    project: Path,
-) -> None:
+def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(project):
     page = pages.badge(_ran(3), project)
     for fact in ("tier <b>study", "seed <b>3", "ran in <b>1 h 5 min", "peak memory <b>2.0 GB",
                  "2 × A &amp; B", "date <b>2026-01-02", "reader <b>steps = 20"):  # fmt: skip
@@ -217,3 +195,27 @@ def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(
     live = pages.badge(_ran(3, "smoke"), project)
     assert "their results: [the records](../records.md)" in live
     assert "Full-size runs" not in pages.badge(replace(_ran(0), notebook="esft"), project)
+
+
+PAGES = sorted((ROOT / "book").glob("*_exercises.md"))
+BLOCK = r"(?s)```\{code-block\} python\n:name: (\S+)-(stub|check|solution)\n\n(.*?)```"
+WRITTEN = [block for page in PAGES for block in re.findall(BLOCK, page.read_text("utf-8"))]
+BLOCKS = {(name, part): code for name, part, code in WRITTEN}
+NAMES = sorted({name for name, _ in BLOCKS})
+
+
+def _attempt(name, part):
+    exec(BLOCKS[name, part] + BLOCKS[name, "check"], {})
+
+
+def test_every_exercise_in_code_has_a_stub_a_check_and_a_solution():
+    parts = {(name, part) for name in NAMES for part in ("stub", "check", "solution")}
+    assert NAMES and set(BLOCKS) == parts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stub_fails_its_check_and_the_solution_passes_it(name):
+    with pytest.raises((AssertionError, RuntimeError)):
+        _attempt(name, "stub")
+    _attempt(name, "solution")
+    assert BLOCKS[name, "solution"] != BLOCKS[name, "stub"]

@@ -1,10 +1,7 @@
 """A toy project with one notebook, whose last cell ends as a parameter or its seed says."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -63,35 +60,34 @@ class cuda:
 manual_seed = lambda seed: None
 get_num_threads = lambda: 1"""
 
-PROTOCOLS = {
-    "smoke": "tier: smoke\ntop_k: 1\n",
-    "nano": "tier: study\ntop_k: 4\n",
-    "study": "tier: study\ntop_k: 8\n",
-}
+PROTOCOLS = {"smoke": "tier: smoke\ntop_k: 1\n", "nano": "tier: study\ntop_k: 4\n",
+             "study": "tier: study\ntop_k: 8\n"}  # fmt: skip
+TOY = (IMPORTS, PARAMETERS, (MEASURE, ARMS, END), PROTOCOLS)
 
 
-def make_project(folder: Path) -> Path:
-    """Write the toy project into an empty folder."""
+def make_project(folder, imports, parameters, sources, protocols):
+    """Write a project of one notebook, with these cells and protocols, into an empty folder."""
     (folder / "notebooks").mkdir(parents=True)
     (folder / "_config.yml").touch()
     (folder / "requirements.lock").write_text("torch==2.13.0\n")
-    cells = [
-        new_markdown_cell("# A toy"),
-        new_code_cell(IMPORTS),
-        new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
-        new_code_cell("run = notebook.begin(In, globals())"),
-        *map(new_code_cell, (MEASURE, ARMS, END)),
-    ]
+    declared = new_code_cell(parameters, metadata={"tags": ["parameters"]})
+    code = map(new_code_cell, ("run = notebook.begin(In, globals())", *sources))
+    cells = [new_markdown_cell("# A toy"), new_code_cell(imports), declared, *code]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.write(notebook, folder / "notebooks" / "01_toy.ipynb")
-    for name, text in PROTOCOLS.items():
+    for name, text in protocols.items():
         (folder / "notebooks" / f"01_toy.{name}.yaml").write_text(text)
     return folder
 
 
+@pytest.fixture
+def make():
+    return make_project
+
+
 @pytest.fixture(scope="session")
-def light(tmp_path_factory: pytest.TempPathFactory) -> str:
+def light(tmp_path_factory):
     """A PYTHONPATH with this package and a stand-in for torch, two seconds of every kernel."""
     folder = tmp_path_factory.mktemp("light")
     (folder / "torch.py").write_text(TORCH)
@@ -99,7 +95,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[pytest.MonkeyPatch]:
+def environment():
     """The kernels find this package, and a secret to keep from them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -108,9 +104,9 @@ def environment() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, environment: pytest.MonkeyPatch) -> Path:
+def project(tmp_path_factory, environment):
     """The toy project for all tests of a module, with a copy of the package that stays as it is."""
-    folder = make_project(tmp_path_factory.mktemp("project") / "toy")
+    folder = make_project(tmp_path_factory.mktemp("project") / "toy", *TOY)
     heavy = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.json*")
     shutil.copytree(REPOSITORY / "moebook", folder / "moebook", ignore=heavy)
     environment.setattr("moebook.results.files.PACKAGE", folder / "moebook")
@@ -119,6 +115,6 @@ def project(tmp_path_factory: pytest.TempPathFactory, environment: pytest.Monkey
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Path:
+def fresh(tmp_path):
     """A toy project of one test's own."""
-    return make_project(tmp_path / "toy")
+    return make_project(tmp_path / "toy", *TOY)

@@ -1,10 +1,6 @@
 """`moebook compare`: a reader's notebook beside the book's runs and the paper."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,22 +17,20 @@ steps: int = 100  # steps [1, inf)"""
 HERE = {"python": "3.11.2", "cpu": "X 9000", "versions": {"torch": "2.13.0"}}
 
 
-def values(sparse: float, dense: float, seed: int = 0) -> tuple[Value, ...]:
-    return tuple(
-        Value(f"pesc/{name}/accuracy", score + seed / 1000, "share")
-        for name, score in (("sparse", sparse), ("dense", dense))
-    )
+def values(sparse, dense, seed=0):
+    scores = {"sparse": sparse, "dense": dense}.items()
+    return tuple(Value(f"pesc/{a}/accuracy", x + seed / 1000, "share") for a, x in scores)
 
 
-def cell(source: str, tags: list[str], outputs: list[Any]) -> dict[str, Any]:
-    metadata = {"tags": tags}
-    return {"cell_type": "code", "source": source, "metadata": metadata, "outputs": outputs}
+def cell(source, tags, outputs):
+    facts = {"cell_type": "code", "metadata": {"tags": tags}}
+    return {**facts, "source": source, "outputs": outputs}
 
 
-def reader(folder: Path, shown: tuple[Value, ...], note: Any = None, **parameters: object) -> Path:
+def reader(folder, shown, note=None, **parameters):
     """A reader's executed notebook, with what papermill set."""
     injected = "\n".join(["# Parameters", *(f"{k} = {v!r}" for k, v in parameters.items())])
-    bundles: list[dict[str, Any]] = [{VALUE: results.plain(value)} for value in shown]
+    bundles = [{VALUE: results.plain(value)} for value in shown]
     bundles += [{NOTE: note}] if note is not None else []
     outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in bundles]
     cells = [cell(PARAMETERS, ["parameters"], []), cell(injected, ["injected-parameters"], []),
@@ -49,7 +43,7 @@ def reader(folder: Path, shown: tuple[Value, ...], note: Any = None, **parameter
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Path:
+def empty(tmp_path):
     """A project of two notebooks that nothing was run of."""
     for name in ("00_bases", "01_pesc"):
         page = {"nbformat": 4, "cells": [cell(PARAMETERS, ["parameters"], [])]}
@@ -58,7 +52,7 @@ def empty(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def project(empty: Path) -> Path:
+def project(empty):
     """The same with three seeds of a protocol."""
     facts = {"settings": {"tier": "study", "steps": 600}, "manifest": {"environment": HERE}}
     for seed in range(3):
@@ -68,7 +62,7 @@ def project(empty: Path) -> Path:
     return empty
 
 
-def test_the_readers_run_stands_beside_the_book_and_the_paper(project: Path) -> None:
+def test_the_readers_run_stands_beside_the_book_and_the_paper(project):
     lines = compare(reader(project, values(0.42, 0.44), steps=50), project).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("pesc.sparse-beats-dense:"))
     assert lines[:2] == [
@@ -78,26 +72,20 @@ def test_the_readers_run_stands_beside_the_book_and_the_paper(project: Path) -> 
     assert lines[place + 1].startswith("  paper  twelve benchmarks")
     assert lines[place + 2].startswith("  book   direction holds (nano, 3 seeds: +5.0 points")
     assert lines[place + 3].startswith("  yours  inconclusive (mine, 1 seed: -2.0 points, against")
-
-
-def test_differences_in_parameters_versions_and_hardware_are_named(project: Path) -> None:
+    text = compare(reader(project, values(0.42, 0.44)), project)
+    assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(text.splitlines())
     environment = {"python": "3.12.1", "cpu": "X 9000", "versions": {"torch": "2.12.0"}}
     note = {"environment": environment, "arms": ["dense"]}
     text = compare(reader(project, values(0.42, 0.44), note, steps=50), project)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
     assert [line for line in lines if "hash of" not in line] == [
-        "  parameter tier: cpu | study",
-        "  parameter steps: 50 | 600",
-        "  arms: dense | sparse, dense",
-        "  version of torch: 2.12.0 | 2.13.0",
-        "  python: 3.12.1 | 3.11.2",
-        "  seconds: 12.3 | unknown",
-    ]
-    text = compare(reader(project, values(0.42, 0.44)), project)
-    assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(text.splitlines())
+        "  parameter tier: cpu | study", "  parameter steps: 50 | 600",
+        "  arms: dense | sparse, dense", "  version of torch: 2.12.0 | 2.13.0",
+        "  python: 3.12.1 | 3.11.2", "  seconds: 12.3 | unknown",
+    ]  # fmt: skip
 
 
-def test_the_books_own_run_is_not_compared_with_itself(project: Path) -> None:
+def test_the_books_own_run_is_not_compared_with_itself(project):
     path = reader(project, values(0.42, 0.40))
     executed = {"executed": results.digest(path)}
     shown = Run("pesc", "cpu", "cpu", 0, values(0.42, 0.40), manifest=executed)
@@ -107,7 +95,10 @@ def test_the_books_own_run_is_not_compared_with_itself(project: Path) -> None:
     assert "runs at this build" in compare(reader(project, values(0.42, 0.41)), project)
 
 
-def test_a_notebook_without_claims_is_compared_value_by_value(empty: Path) -> None:
+def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_what_is_there(empty):
+    text = compare(reader(empty, values(0.42, 0.40)), empty)
+    assert "the book has no run of this notebook yet" in text and "  book   not run" in text
+    assert "  yours  inconclusive (mine, 1 seed: +2.0 points, as claimed so far)" in text
     path = reader(empty, (Value("bases/gcd/accuracy", 0.5, "share"),))
     line = "bases/gcd/accuracy: yours 0.5 | book's {} share"
     assert compare(path, empty).splitlines()[-1] == line.format("unknown")
@@ -117,34 +108,22 @@ def test_a_notebook_without_claims_is_compared_value_by_value(empty: Path) -> No
     assert compare(path, empty).splitlines()[-1] == line.format("0.375")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("# Parameters", "steps = = 5", "E-PARAMETER: my_run.ipynb: the injected cell is not name"),
-        ('"outputs": []', '"output": []', "E-NOTEBOOK: my_run.ipynb has a cell without outputs"),
-        ('"outputs": [{', '"outputs": [3, {', "E-NOTEBOOK: my_run.ipynb has a cell without"),
-        ('"metadata": {"tags"', '"metadata": [], "m": {"tags"', "E-NOTEBOOK: .*malformed cells"),
-        ('{"nbformat": 4', '{"nbformat": ', "E-NOTEBOOK: .*is not JSON"),
-        ("pesc/", "pecs/", "E-NOTEBOOK: my_run.ipynb records values of 'pecs'; did you mean"),
-        (VALUE, "text/plain", "E-RUN: my_run.ipynb holds no recorded values; execute it first"),
-        ('{"environment": {}', '{"environment": []', "E-OUTPUT.*malformed note"),
-    ],
-)  # fmt: skip
-def test_what_is_no_executed_notebook_of_this_book_is_refused(
-    project: Path, old: str, new: str, message: str
-) -> None:
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("# Parameters", "steps = = 5", "E-PARAMETER: my_run.ipynb: the injected cell is not name"),
+    ('"outputs": []', '"output": []', "E-NOTEBOOK: my_run.ipynb has a cell without outputs"),
+    ('"outputs": [{', '"outputs": [3, {', "E-NOTEBOOK: my_run.ipynb has a cell without"),
+    ('"metadata": {"tags"', '"metadata": [], "m": {"tags"', "E-NOTEBOOK: .*malformed cells"),
+    ('{"nbformat": 4', '{"nbformat": ', "E-NOTEBOOK: .*is not JSON"),
+    ("pesc/", "pecs/", "E-NOTEBOOK: my_run.ipynb records values of 'pecs'; did you mean"),
+    (VALUE, "text/plain", "E-RUN: my_run.ipynb holds no recorded values; execute it first"),
+    ('{"environment": {}', '{"environment": []', "E-OUTPUT.*malformed note"),
+])  # fmt: skip
+def test_what_is_no_executed_notebook_of_this_book_is_refused(project, old, new, message):
     path = reader(project, values(0.42, 0.40), {"environment": {}})
     text = path.read_text(encoding="utf-8")
     assert old in text
-    text = text.replace(old, new, -1 if "/" in old else 1)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text.replace(old, new, -1 if "/" in old else 1), encoding="utf-8")
     with pytest.raises(Refusal, match=message):
         compare(path, project)
     with pytest.raises(Refusal, match="E-NOFILE"):
         compare(project / "absent.ipynb", project)
-
-
-def test_without_a_run_of_the_book_the_readers_ledger_is_shown_alone(empty: Path) -> None:
-    text = compare(reader(empty, values(0.42, 0.40)), empty)
-    assert "the book has no run of this notebook yet" in text and "  book   not run" in text
-    assert "  yours  inconclusive (mine, 1 seed: +2.0 points, as claimed so far)" in text

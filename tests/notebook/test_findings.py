@@ -1,7 +1,5 @@
 """Findings: every sentence, table and point follows from the pools' numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import findings
-from moebook.notebook.verdicts import Row, row
-from moebook.papers import Claim
+from moebook.notebook.verdicts import row
 from moebook.results import Curve, Pool, Run, Value
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
@@ -21,9 +18,7 @@ EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count",
 HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
 
 
-def pool(
-    *effects: float, protocol: str = "nano", tier: str = "study", claim: Claim = CLAIM
-) -> Pool:
+def pool(*effects, protocol="nano", tier="study", claim=CLAIM):
     """A pool with these effects seed by seed, made without items."""
     reference = claim.reference if isinstance(claim.reference, str) else ""
     start = 0.5 if reference else float(claim.reference or 0.0)
@@ -36,43 +31,37 @@ def pool(
     return Pool("pesc", protocol, tuple(runs))
 
 
-def ruled(name: str, *effects: float) -> Row:
-    """A claim of that name, judged from a pool with these effects."""
+def ruled(name, *effects):
     return row(replace(CLAIM, id=f"pesc.{name}"), [pool(*effects)] if effects else [])
 
 
 COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 
 
-@pytest.mark.parametrize(
-    ("claim", "pools", "told"),
-    [
-        (CLAIM, [pool(*HOLDS)], "**Holds** at scale nano: +2.0 points (95 % from +0.8 to"
-         " +3.2 points; 3 seeds)."),
-        (CLAIM, [pool(*FAILS)], "**Fails** at scale nano: -2.0 points (95 % from -3.2 to"
-         " -0.8 points; 3 seeds)."),
-        (CLAIM, [pool(*OPEN)], "**Cannot tell** at scale nano: +0.3 points (95 % from -4.8"
-         " to +5.5 points; 3 seeds); less than 5.2 points was not detectable."),
-        (CLAIM, [pool(0.1, protocol="cpu", tier="cpu")], "**Cannot tell** at scale cpu: +10.0"
-         " points, one value; a verdict needs three seeds."),
-        (CLAIM, [pool(0.1, 0.1)], "**Cannot tell** at scale nano: +10.0 points (95 % from +10.0"
-         " to +10.0 points; 2 seeds); a verdict needs three seeds."),
-        (CLAIM, [], "**Not run** at a scale that can test it."),
-        (BOUND, [pool(0.2, 0.21, 0.22, claim=BOUND)], "**Fails** at scale nano: 1.21, the bound"
-         " is 1 (95 % from 1.19 to 1.23; 3 seeds)."),
-        (replace(CLAIM, claimed=0.02, tolerance=0.01), [pool(*HOLDS, tier="paper")],
-         "**Reproduced** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds)."),
-        (EXACT, [pool(7.5e9, claim=EXACT)], "**Holds** at scale nano: 7,500,000,000, a computed"
-         " value."),
-    ],
-)  # fmt: skip
-def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on(
-    claim: Claim, pools: list[Pool], told: str
-) -> None:
-    assert findings.sentence(row(claim, pools)) == f"{claim.sentence} {told}"
+SENTENCES = """\
+**Holds** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Fails** at scale nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
+**Cannot tell** at scale nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+less than 5.2 points was not detectable.
+**Cannot tell** at scale cpu: +10.0 points, one value; a verdict needs three seeds.
+**Cannot tell** at scale nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
+a verdict needs three seeds.
+**Not run** at a scale that can test it.
+**Fails** at scale nano: 1.21, the bound is 1 (95 % from 1.19 to 1.23; 3 seeds).
+**Reproduced** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Holds** at scale nano: 7,500,000,000, a computed value."""
 
 
-def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
+def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
+    ran = [pool(*HOLDS), pool(*FAILS), pool(*OPEN), pool(0.1, protocol="cpu", tier="cpu"),
+           pool(0.1, 0.1), None, pool(0.2, 0.21, 0.22, claim=BOUND),
+           pool(*HOLDS, tier="paper"), pool(7.5e9, claim=EXACT)]  # fmt: skip
+    claims = [CLAIM] * 6 + [BOUND, replace(CLAIM, claimed=0.02, tolerance=0.01), EXACT]
+    for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
+        assert findings.sentence(row(claim, [one] if one else [])) == f"{claim.sentence} {told}"
+
+
+def test_surprises_come_first_and_of_each_kind_the_strongest():
     strong, far = [x + 0.1 for x in HOLDS], [x - 0.1 for x in FAILS]
     rows = [ruled("open", *OPEN), ruled("weak", *HOLDS), ruled("strong", *strong),
             ruled("not-run"), ruled("fails", *FAILS), ruled("far", *far)]  # fmt: skip
@@ -82,9 +71,6 @@ def test_surprises_come_first_and_of_each_kind_the_strongest() -> None:
     best = [one.claim.id.partition(".")[2] for one in findings.strongest(rows, 3)]
     assert sorted(best[:2]) == ["far", "strong"] and best[2] in ("fails", "weak")
     assert len(findings.strongest(rows)) == 4  # what is open or was not run is not among them
-
-
-def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
         "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
@@ -94,17 +80,12 @@ def test_the_summary_has_a_line_a_claim_that_was_run() -> None:
     assert findings.summary([row(CLAIM, [])]).empty
 
 
-@pytest.mark.parametrize(
-    ("large", "trend"),
-    [  # of a single number nobody knows how far it is off
-        ((0.10, 0.11, 0.12), "grows"), ((0.0, 0.001, -0.001), "shrinks"),
-        ((-0.10, -0.11, -0.12), "turns round"), ((0.03, 0.02, 0.03), "no clear change"),
-        ((0.4,), "no clear change"),
-    ],
-)  # fmt: skip
-def test_between_scales_a_change_is_told_that_the_pools_could_see(
-    large: tuple[float, ...], trend: str
-) -> None:
+@pytest.mark.parametrize(("large", "trend"), [
+    ((0.10, 0.11, 0.12), "grows"), ((0.0, 0.001, -0.001), "shrinks"),
+    ((-0.10, -0.11, -0.12), "turns round"), ((0.03, 0.02, 0.03), "no clear change"),
+    ((0.4,), "no clear change"),  # of a single number nobody knows how far it is off
+])  # fmt: skip
+def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
     small = pool(0.03, 0.031, 0.032)
     rows = [row(CLAIM, [pool(*large, protocol="smollm2"), small]), row(BOUND, []),
             row(replace(CLAIM, id="pesc.once"), [small])]  # fmt: skip
@@ -118,9 +99,7 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(
     ("direction", "claimed", "value"),
     [("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0)],
 )
-def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
-    direction: str, claimed: float | None, value: float
-) -> None:
+def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(direction, claimed, value):
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
     (axes,) = findings.forest([row(claim, [pool(*HOLDS)])], "Found").axes
     line, point = axes.lines[:2]
@@ -130,13 +109,11 @@ def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(
     assert axes.get_xlabel() == "effect, as claimed to the right (points)"
 
 
-def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided() -> None:
+def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided():
     nats = replace(CLAIM, id="pesc.nats", unit="nats")
-    rows = [
-        row(BOUND, [pool(0.1, 0.2, 0.4, claim=BOUND)]), row(nats, [pool(*HOLDS, claim=nats)]),
-        row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, tier="cpu")]),
-        COMPUTED,
-    ]  # fmt: skip
+    pools = [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, tier="cpu")]
+    rows = [row(BOUND, [pool(0.1, 0.2, 0.4, claim=BOUND)]), row(nats, [pool(*HOLDS, claim=nats)]),
+            row(CLAIM, pools), COMPUTED]  # fmt: skip
     figure = findings.forest(rows, "Found")
     labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
     assert labels == ["points)", "nats)", f"{BOUND.unit})"]
@@ -151,28 +128,27 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
 
 
-def measured(seed: int, *arms: str, **items: list[float]) -> Run:
+def measured(seed, *arms, **items):
     """A run with values by arm, the steps of a curve, and which arms ran."""
-    values = [Value(f"toy/{name}/loss", float(np.mean(x)), "nats", tuple(x)) for name, x in
-              items.items()]  # fmt: skip
-    curves = [Curve(f"toy/{name}/loss", "nats", (1.0, 2.0), tuple(x)) for name, x in items.items()]
+    rows = {f"toy/{name}/loss": tuple(each) for name, each in items.items()}
+    values = [Value(name, float(np.mean(each)), "nats", each) for name, each in rows.items()]
+    curves = [Curve(name, "nats", (1.0, 2.0), each) for name, each in rows.items()]
     return Run("toy", "nano", "study", seed, tuple(values), tuple(curves), arms or tuple(items),
                manifest={"date": "2026-01-02"})  # fmt: skip
 
 
-TOY = Pool("toy", "nano", (
-    measured(0, a=[1.0, 3.0], b=[2.0, 2.0]), measured(1, a=[2.0, 4.0]), measured(4, a=[3.0, 5.0]),
-))  # fmt: skip
+FIRST = measured(0, a=[1.0, 3.0], b=[2.0, 2.0])
+TOY = Pool("toy", "nano", (FIRST, measured(1, a=[2.0, 4.0]), measured(4, a=[3.0, 5.0])))
 
 
-def test_arms_are_measured_over_their_seeds_and_put_into_a_table() -> None:
+def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     single = Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),))
     one = Pool("toy", "nano", (single,))
     names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}
     frame = findings.arms(TOY, ["a", "b", "c"], names)
-    assert frame[["measure", "arm", "value", "seeds"]].to_numpy().tolist() == [
-        ["loss", "a", 3.0, 3], ["loss", "b", 2.0, 1], ["again", "a", 3.0, 3], ["again", "b", 2.0, 1]
-    ]  # fmt: skip
+    by_arm = [["a", 3.0, 3], ["b", 2.0, 1]]
+    assert frame[["arm", "value", "seeds"]].to_numpy().tolist() == [*by_arm, *by_arm]
+    assert frame.measure.tolist() == ["loss", "loss", "again", "again"]
     half = np.hypot(4.302653 / 3**0.5, 12.706205 * 2**0.5 / 2**0.5)
     assert (frame.low[0], frame.high[0]) == pytest.approx((3 - half, 3 + half), rel=1e-6)
     text = findings.table(frame)
@@ -183,17 +159,19 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table() -> None:
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
     assert told.code["nano"].startswith("of 2026-01-02; ")
+    assert findings.of({"nano": TOY}, "nano") is TOY
+    with pytest.raises(Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"):
+        findings.of({"nano": TOY}, "nanp")
+    with pytest.raises(Refusal, match="there is none yet: see moebook study"):
+        findings.of({}, "nano")
 
 
-def test_series_take_the_seeds_that_have_every_name_and_sizes_are_read_off_names() -> None:
+def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_steps():
     assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
     assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
     ran = Pool("toy", "nano", (measured(0, "sparse", "experts16", "experts4", "experts_all"),))
     sizes = findings.sizes(ran, "experts", (8, "sparse"))
     assert list(sizes.items()) == [(4, "experts4"), (8, "sparse"), (16, "experts16")]
-
-
-def test_bands_have_a_line_a_seed_and_refuse_curves_at_other_steps() -> None:
     names = {"A": "toy/a/loss", "B": "toy/b/loss", "none": "toy/c/loss"}
     lines, steps = findings.bands(TOY, names)
     assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
@@ -202,11 +180,3 @@ def test_bands_have_a_line_a_seed_and_refuse_curves_at_other_steps() -> None:
     other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
     with pytest.raises(Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"):
         findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
-
-
-def test_a_pool_that_is_not_there_is_refused_with_those_that_are() -> None:
-    assert findings.of({"nano": TOY}, "nano") is TOY
-    with pytest.raises(Refusal, match="E-PROTOCOL: no pool of protocol 'nanp'; did you mean 'nano"):
-        findings.of({"nano": TOY}, "nanp")
-    with pytest.raises(Refusal, match="there is none yet: see moebook study"):
-        findings.of({}, "nano")

@@ -1,11 +1,9 @@
 """Every notebook of the book through papermill, with the protocols that it has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from papermill.translators import PythonTranslator
 from moebook import results
 from moebook.notebook import runner, session, sources
 from moebook.notebook.session import NOTE, VALUE
-from moebook.results import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sources.notebooks(ROOT)
@@ -27,7 +24,7 @@ Here = Callable[[str, Mapping[str, Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory):
     """A copy of the project's recipes beside its pools, so that nothing of it is replaced."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("notebooks", "results"):
@@ -37,7 +34,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(name: str, project: Path, protocol: str = "smoke") -> Run:
+def _run(name, project, protocol="smoke"):
     """Run a notebook; what its file holds must be what its page shows."""
     outcome = runner.run_notebook(name, protocol, folder=project)
     assert outcome is not None
@@ -49,17 +46,17 @@ def _run(name: str, project: Path, protocol: str = "smoke") -> Run:
 
 
 @pytest.fixture
-def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+def here(project, monkeypatch):
     """Run all cells in this process, which has imported all libraries already."""
-    left: list[Any] = []
+    left = []
     monkeypatch.setattr(session, "_leave", lambda _, bundle: left.append(bundle))
     monkeypatch.chdir(project)
 
-    def run(name: str, settings: Mapping[str, Any]) -> list[Any]:
+    def run(name, settings):
         cells = json.loads(NOTEBOOKS[name].path.read_text())["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         code.insert(2, f"# Parameters\n{PythonTranslator.codify(settings)}")
-        names: dict[str, Any] = {"In": []}
+        names = {"In": []}
         for source in code:
             names["In"].append(source)
             exec(source, names)
@@ -70,14 +67,14 @@ def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name: str, project: Path) -> None:
+def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, project):
     run = _run(name, project)
     assert run.values and run.tier == "smoke"
     assert run.manifest["known_arms"] == list(run.arms), "at smoke every cell is run"
 
 
 @pytest.mark.parametrize("name", ARMED)
-def test_every_cell_of_a_notebook_runs_with_a_single_arm(name: str, here: Here) -> None:
+def test_every_cell_of_a_notebook_runs_with_a_single_arm(name, here):
     arm = str(NOTEBOOKS[name].parameters["arms"].default).split(",")[0]
     left = here(name, NOTEBOOKS[name].settings("smoke") | {"arms": arm})
     assert [note[NOTE]["arms"] for note in left if "arms" in note.get(NOTE, {})] == [[arm]]
@@ -85,9 +82,7 @@ def test_every_cell_of_a_notebook_runs_with_a_single_arm(name: str, here: Here) 
 
 
 @pytest.mark.parametrize("name", FINDINGS)
-def test_findings_are_drawn_from_the_pools_that_are_there(
-    name: str, project: Path, here: Here
-) -> None:
+def test_findings_are_drawn_from_the_pools_that_are_there(name, project, here):
     if name == FINDINGS[0]:
         assert _run(name, project, "cpu").protocol == "cpu"
     else:
@@ -95,7 +90,7 @@ def test_findings_are_drawn_from_the_pools_that_are_there(
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_every_protocol_of_a_notebook_sets_parameters_that_it_has(name: str) -> None:
+def test_every_protocol_of_a_notebook_sets_parameters_that_it_has(name):
     notebook = NOTEBOOKS[name]
     tiers = [notebook.settings(protocol)["tier"] for protocol in notebook.protocols]
     assert set(tiers) == set(results.TIERS)

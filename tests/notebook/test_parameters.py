@@ -1,19 +1,18 @@
-"""The grammar of parameters, and that wrong ones are refused wherever they come from."""
-
-from __future__ import annotations
+"""Parameters and protocols: their grammar; wrong ones are refused wherever they come from."""
 
 import ast
+import shutil
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
 
 from moebook.errors import Refusal
-from moebook.notebook import Run, begin, parameters, publish
+from moebook.notebook import Run, begin, parameters, publish, sources
 
 CELL = """\
 # What the reader may change.
@@ -27,7 +26,7 @@ note: str = "#1"  # free text"""
 DECLARED = parameters.parse(CELL, "toy")
 
 
-def test_the_cell_is_read_with_types_defaults_help_and_rules() -> None:
+def test_the_cell_is_read_with_types_defaults_help_and_rules():
     assert list(DECLARED) == "tier top_k share balance width quantise note".split()
     share = DECLARED["share"]
     assert (share.type, share.default) == (float, 0.5)
@@ -36,34 +35,31 @@ def test_the_cell_is_read_with_types_defaults_help_and_rules() -> None:
     assert (DECLARED["note"].default, DECLARED["note"].rule) == ("#1", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("top_k", 0, r"E-RANGE: here: top_k = 0: expected int in \[1, 64\] \(experts per token\)$"),
-        ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"), ("top_k", 2.0, "E-TYPE"),
-        ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"), ("top_k", (1, 2), "E-TYPE"),
-        ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"), ("share", float("nan"), "E-RANGE"),
-        ("share", "1e-5", r"E-TYPE.*1\.0e-5"), ("balance", float("inf"), "E-RANGE"),
-        ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", 1, "E-TYPE"),
-        ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"), ("note", 3, "E-TYPE"),
-        ("note", "\udcff", "E-TYPE"), ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
-        ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
-    ],
-)  # fmt: skip
-def test_a_wrong_parameter_is_refused(name: str, value: Any, message: str) -> None:
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("top_k", 0, r"E-RANGE: here: top_k = 0: expected int in \[1, 64\] \(experts per token\)$"),
+    ("top_k", 65, "E-RANGE"), ("top_k", True, "E-TYPE"), ("top_k", 2.0, "E-TYPE"),
+    ("top_k", "2", "E-TYPE"), ("top_k", None, "E-TYPE"), ("top_k", (1, 2), "E-TYPE"),
+    ("top_k", b"2", "E-TYPE"), ("share", 0.0, "E-RANGE"), ("share", float("nan"), "E-RANGE"),
+    ("share", "1e-5", r"E-TYPE.*1\.0e-5"), ("balance", float("inf"), "E-RANGE"),
+    ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", 1, "E-TYPE"),
+    ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"), ("note", 3, "E-TYPE"),
+    ("note", "\udcff", "E-TYPE"), ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
+    ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
+])  # fmt: skip
+def test_a_wrong_parameter_is_refused(name, value, message):
     with pytest.raises(Refusal, match=message) as refusal:
         parameters.check(DECLARED, {name: value}, "here")
     assert name in refusal.value.message and "here" in refusal.value.message
 
 
-def test_values_at_the_ends_of_their_range_are_taken() -> None:
+def test_values_at_the_ends_of_their_range_are_taken():
     ends = (("top_k", 1), ("top_k", 64), ("share", 1), ("share", 1e-9), ("width", 32))
     for name, value in (*ends, ("balance", 0)):
         parameters.check(DECLARED, {name: value}, "here")
         assert DECLARED[name].read(str(value), "here") == value
 
 
-def test_texts_of_the_command_line_become_typed_values_or_are_refused() -> None:
+def test_texts_of_the_command_line_become_typed_values_or_are_refused():
     texts = ["top_k=1", "share=1e-3", "quantise=TRUE", "note=a=b;c", "width=8"]
     found = parameters.read_options(DECLARED, texts)
     assert found == {"top_k": 1, "share": 1e-3, "quantise": True, "note": "a=b;c", "width": 8}
@@ -73,71 +69,58 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused() -> None:
             parameters.read_options(DECLARED, text.split())
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "top_k = 2", "import os", "top_k: int = 1 + 1", "top_k: int = int('2')", "top_k: int",
-        "top_k: list = [1]", "top_k: int = None", "top_k: int = 2.0", "lr: float = float('nan')",
-        "top_k: int = 0  # experts [1, 64]", "top_k: int = 2  # experts [1; 64]",
-        "top_k: int = 2  # experts [64, 1]", "top_k: int = 2  # experts {a, b}",
-        "flag: bool = True  # switch [0, 1]", "note: str = 'a'  # text [0, 1]",
-        "top_k: int = 2\ntop_k: int = 3", "top_k: int = 2 +",
-    ],
-)  # fmt: skip
-def test_a_cell_that_breaks_the_grammar_is_refused_with_its_line(line: str) -> None:
+@pytest.mark.parametrize("line", [
+    "top_k = 2", "import os", "top_k: int = 1 + 1", "top_k: int = int('2')", "top_k: int",
+    "top_k: list = [1]", "top_k: int = None", "top_k: int = 2.0", "lr: float = float('nan')",
+    "top_k: int = 0  # experts [1, 64]", "top_k: int = 2  # experts [1; 64]",
+    "top_k: int = 2  # experts [64, 1]", "top_k: int = 2  # experts {a, b}",
+    "flag: bool = True  # switch [0, 1]", "note: str = 'a'  # text [0, 1]",
+    "top_k: int = 2\ntop_k: int = 3", "top_k: int = 2 +",
+])  # fmt: skip
+def test_a_cell_that_breaks_the_grammar_is_refused_with_its_line(line):
     with pytest.raises(Refusal, match=r"toy, parameters cell, line \d"):
         parameters.parse(line, "toy")
 
 
-def _begin(*cells: str, **names: object) -> str:
+def _begin(*cells, **names):
     values = {name: parameter.default for name, parameter in DECLARED.items()} | names
     return begin(["", "import moebook", *cells, "run = begin(In, globals())"], values).tier
 
 
-def test_begin_takes_right_parameters_and_knows_the_tier() -> None:
-    assert _begin(CELL) == "cpu"
-    assert _begin(CELL, '# Parameters\ntop_k = 1\ntier = "smoke"\n', tier="smoke") == "smoke"
-
-
-@pytest.mark.parametrize(
-    ("injected", "code"),
-    [
-        ("topk = 1", "E-PARAMETER"), ("top_k = 0", "E-RANGE"), ('quantise = "true"', "E-TYPE"),
-        ("share = float('nan')", "E-TYPE"), ("top_k = [1]", "E-TYPE"),
-        ("top_k = __import__('os').getpid()", "E-TYPE"), ("top_k = 1; import os", "E-PARAMETER"),
-        ("top_k = share = 1", "E-PARAMETER"), ("top_k += 1", "E-PARAMETER"),
-        ("print(1)", "E-PARAMETER"),
-    ],
-)  # fmt: skip
-def test_begin_refuses_a_wrong_injected_cell(injected: str, code: str) -> None:
+@pytest.mark.parametrize(("injected", "code"), [
+    ("topk = 1", "E-PARAMETER"), ("top_k = 0", "E-RANGE"), ('quantise = "true"', "E-TYPE"),
+    ("share = float('nan')", "E-TYPE"), ("top_k = [1]", "E-TYPE"),
+    ("top_k = __import__('os').getpid()", "E-TYPE"), ("top_k = 1; import os", "E-PARAMETER"),
+    ("top_k = share = 1", "E-PARAMETER"), ("top_k += 1", "E-PARAMETER"),
+    ("print(1)", "E-PARAMETER"),
+])  # fmt: skip
+def test_begin_refuses_a_wrong_injected_cell(injected, code):
     with pytest.raises(Refusal, match=code):
         _begin(CELL, f"# Parameters\n{injected}\n")
 
 
-def test_begin_checks_the_variables_as_they_are_now_by_the_cell_as_it_is_now() -> None:
+def test_begin_knows_the_tier_checks_what_is_there_now_and_seeds_everything():
+    assert _begin(CELL) == "cpu"
+    assert _begin(CELL, '# Parameters\ntop_k = 1\ntier = "smoke"\n', tier="smoke") == "smoke"
     with pytest.raises(Refusal, match="top_k = 99"):
         _begin(CELL, top_k=99)
     edited = CELL.replace("[1, 64]", "[1, 128]")
     assert _begin(CELL, "%time 1", "answer: int = 42", edited, top_k=99) == "cpu"
     with pytest.raises(Refusal, match="name: type = default"):
         begin(["", "x = 1"], {})
-
-
-def test_begin_seeds_everything() -> None:
-    cell = f"{CELL}\nseed: int = 3  # [0, 100]"
-    begin([cell], {name: parameter.default for name, parameter in DECLARED.items()} | {"seed": 3})
+    _begin(f"{CELL}\nseed: int = 3  # [0, 100]", seed=3)
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.manual_seed(3)))
 
 
 @given(st.text(), st.text())
-def test_no_option_can_smuggle_in_a_name(name: str, value: str) -> None:
+def test_no_option_can_smuggle_in_a_name(name, value):
     with suppress(Refusal):
         assert set(parameters.read_options(DECLARED, [f"{name}={value}"])) <= set(DECLARED)
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans()))
-def test_what_papermill_writes_for_an_accepted_value_is_one_literal(value: Any) -> None:
+def test_what_papermill_writes_for_an_accepted_value_is_one_literal(value):
     name = {bool: "quantise", int: "top_k", float: "share", str: "note"}[type(value)]
     try:
         parameters.check(DECLARED, {name: value}, "here")
@@ -148,7 +131,7 @@ def test_what_papermill_writes_for_an_accepted_value_is_one_literal(value: Any) 
     assert parameters.literal(statement.value, "here") == value
 
 
-def test_the_kernels_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_environment_has_no_secrets(monkeypatch):
     secrets = {"HF_TOKEN": "a-canary", "WANDB_API_KEY": "a-canary", "INNOCENT": "hf_" + "a" * 30}
     for name, value in (secrets | {"TOKENIZERS_PARALLELISM": "false"}).items():
         monkeypatch.setenv(name, value)
@@ -157,7 +140,7 @@ def test_the_kernels_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch)
     assert {"TOKENIZERS_PARALLELISM", "PATH"} <= environment.keys()
 
 
-def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order() -> None:
+def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     known, run = {"wide": 1, "dense": 2, "kaiming": 3}, Run("cpu")
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
@@ -169,3 +152,93 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order() -> None:
     ):
         with pytest.raises(Refusal, match=f"E-RANGE: {message}"):
             run.arms(text, known)
+
+
+def test_a_notebook_is_found_by_its_short_name_alone(fresh, tmp_path):
+    toy = sources.find(fresh, "toy")
+    assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
+    assert (toy.findings, toy.protocols) == (False, ["smoke", "cpu", "nano", "study"])
+    assert list(sources.notebooks(fresh)) == ["toy"]
+    for name in ("tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""):
+        with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
+            sources.find(fresh, name)
+    with pytest.raises(Refusal, match="E-NOFILE"):
+        sources.find(tmp_path / "empty", "toy")
+    for name in ("02_toy.ipynb", "01_toy_findings.ipynb"):
+        shutil.copy(toy.path, toy.path.with_name(name))
+    with pytest.raises(Refusal, match=r"01_toy\.ipynb and 02_toy\.ipynb"):
+        sources.notebooks(fresh)
+    toy.path.unlink()
+    findings = sources.find(fresh, "toy_findings")
+    assert (findings.findings, findings.protocols) == (True, ["cpu"])
+
+
+@pytest.mark.parametrize(("old", "new", "reason"), [
+    ('"parameters"', '"other"', "tagged 'parameters'"),
+    ("tier: str", "scale: str", "must declare tier"),
+    ('"nbformat": 4', '"nbformat": 3, "worksheets": []', "nbformat 4"),
+    ('"cells": [', '"cells": ', "cut off"),
+])  # fmt: skip
+def test_damaged_old_and_untagged_notebooks_are_refused(fresh, old, new, reason):
+    path = fresh / "notebooks" / "01_toy.ipynb"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(Refusal, match=f"E-NOTEBOOK.*{reason}"):
+        sources.find(fresh, "toy")
+
+
+def test_a_protocol_is_its_file_and_its_tier(fresh):
+    toy = sources.find(fresh, "toy")
+    assert toy.settings("smoke") == {"tier": "smoke", "top_k": 1}
+    assert toy.settings("cpu") == {"tier": "cpu"}
+    assert toy.settings("nano") == {"tier": "study", "top_k": 4}
+    assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
+    with pytest.raises(Refusal, match=r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'"):
+        toy.settings("nan")
+    (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
+    with pytest.raises(Refusal, match=r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper"):
+        toy.settings("nano")
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1: top_k is given twice"),
+    ("top_k: 1\n", r"E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
+    ("top_k: !!python/tuple [1]\n", r"E-CONFIG: 01_toy.smoke.yaml:1:8: YAML tag"),
+    ("top_k: !!int '1'\n", "E-CONFIG.*1:8: YAML tag"), ("a: !!omap []\n", "1:4: YAML tag"),
+    ("top_k: &x 1\nfate: *x\n", r"E-CONFIG.*1:8: YAML anchor"),
+    ("top_k: [1, 2]\n", r"E-CONFIG.*1:8: YAML flowsequencestart"),
+    ("top_k: {a: 1}\n", r"E-CONFIG.*1:8: YAML flowmappingstart"),
+    ("top_k:\n  a: 1\n", r"E-CONFIG.*one flat mapping"),
+    ("- 1\n", r"E-CONFIG.*1:1: YAML blocksequencestart"),
+    ("just text\n", r"E-CONFIG.*1:1: expected name: value"),
+    ("%YAML 1.1\n---\ntop_k: 1\n", r"E-CONFIG.*1:1: YAML directive"),
+    ("top_k: 1\n---\ntop_k: 2\n", "E-CONFIG"), ("top_k: 2026-13-45\n", "E-CONFIG"),
+    ("top_k: 'open\n", r"E-CONFIG: 01_toy.smoke.yaml:2:1"), ("top_k: =\n", "E-CONFIG"),
+    ("top_k: 1\n\ttop_k", r"E-CONFIG: 01_toy.smoke.yaml:2:1"), ("<<: 1\n", "E-PARAMETER"),
+    ("top_k: 2026-01-01\n", r"E-TYPE: 01_toy.smoke.yaml:1:1: top_k"),
+    ("top_k:\n", r"E-TYPE.*expected int, found NoneType"),
+    ("topk: 1\n", r"E-PARAMETER: 01_toy.smoke.yaml:1:1.*did you mean 'top_k'"),
+    ("fate: well\ntop_k: 0\n", r"E-RANGE: 01_toy.smoke.yaml:2:1: top_k = 0"),
+    ("fate: \xff\n", r"E-CONFIG.*not UTF-8 at byte 6"),
+])  # fmt: skip
+def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(fresh, text, message):
+    (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(Refusal, match=message):
+        sources.find(fresh, "toy").settings("smoke")
+
+
+def test_a_protocol_file_reads_as_papermill_reads_it(tmp_path):
+    text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
+    path = tmp_path / "01_toy.cpu.yaml"
+    path.write_bytes(text.encode())
+    found = {name: value for name, (value, _) in sources.read_flat(path).items()}
+    assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
+
+
+def test_the_overview_shows_parameters_and_what_was_never_measured(fresh):
+    text = sources.overview(fresh)
+    assert "toy  A toy (notebooks/01_toy.ipynb)" in text
+    assert "-p top_k int   = 2  experts per token [1, 64]" in text
+    assert text.count("not measured") == 4
+    durations = {4.24: "4.2 s", 59.99: "60.0 s", 200: "3 min 20 s", 3900: "1 h 5 min"}
+    assert {seconds: sources.duration(seconds) for seconds in durations} == durations

@@ -1,7 +1,5 @@
 """Toy notebooks through papermill: what a run leaves, and what a failed one does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,17 +11,15 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from moebook import results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import runner, study
 from moebook.notebook.compare import verify
-from moebook.notebook.runner import Outcome, run_notebook
+from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import GLUE, NOTE
 from moebook.results import Value
 from moebook.training import fit
@@ -31,46 +27,39 @@ from moebook.training import fit
 OURS = {"top_k": 4, "arms": "left"}
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def _files(folder):
     """All files of a project with their bytes, but those that Python keeps."""
     found = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".pyc")
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 @pytest.fixture(scope="module")
-def ran(project: Path) -> Outcome:
+def ran(project):
     """One run of the toy at smoke, with parameters of the reader's."""
-    outcome = run_notebook("toy", "smoke", OURS, folder=project)
-    assert outcome is not None
-    return outcome
+    return run_notebook("toy", "smoke", OURS, folder=project)
 
 
-def _outputs(outcome: Outcome) -> list[Any]:
+def _outputs(outcome):
     notebook = json.loads(outcome.notebook.read_text())
     return [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
 
 
-def test_a_run_leaves_page_and_run_beside_one_another_and_nothing_else(
-    ran: Outcome, project: Path
-) -> None:
+def test_a_run_leaves_page_and_run_beside_one_another_and_nothing_else(ran, project):
     assert ran.fresh
     assert ran.notebook.parent == project / "runs" / "mine" / "toy"
     assert ran.path.stem == ran.notebook.stem and ran.path.stem.startswith("smoke-")
-    names = {f"mine/toy/{path.name}" for path in (ran.notebook, ran.path)}
-    assert set(_files(project / "runs")) == names
+    assert set(_files(project / "runs")) == {f"mine/toy/{p.name}" for p in (ran.notebook, ran.path)}
     assert not (project / "book").exists() and not (project / "results").exists()
     told = f"executed in {ran.run.manifest['seconds']:.1f} s; runs/mine/toy/{ran.notebook.name}"
     assert ran.describe(project) == f"toy at smoke: {told}, 3 values in {ran.path.name} beside it"
 
 
-def test_the_run_is_what_the_notebook_recorded_and_ran(ran: Outcome, project: Path) -> None:
+def test_the_run_is_what_the_notebook_recorded_and_ran(ran, project):
     run = results.read_run(ran.path)
     assert run == ran.run
     assert (run.notebook, run.protocol, run.tier, run.seed) == ("toy", "smoke", "smoke", 0)
-    assert run.values[:2] == (
-        Value("toy/mean", 0.5, "share", items=(0.0, 1.0)),
-        Value("toy/here", 1.0, "count"),
-    )
+    mean, here = Value("toy/mean", 0.5, "share", items=(0.0, 1.0)), Value("toy/here", 1.0, "count")
+    assert run.values[:2] == (mean, here)
     assert run.arms == ("left",) and run.manifest["known_arms"] == ["left", "right"]
     assert run.curves[0].y == run.values[2].items
     assert run.settings == {"tier": "smoke", "top_k": 4, "fate": "well"}
@@ -81,24 +70,22 @@ def test_the_run_is_what_the_notebook_recorded_and_ran(ran: Outcome, project: Pa
     assert results.changed(run, project) == ()
 
 
-def test_the_page_shows_text_and_tables_and_nothing_else(ran: Outcome) -> None:
-    text = json.dumps(_outputs(ran))
-    assert [out["text"] for out in _outputs(ran) if out["output_type"] == "stream"] == [
-        "4 ipc 1 None\nnotebooks/x.py\n"
-    ]
+def test_the_page_shows_text_and_tables_and_nothing_else(ran):
+    outputs = _outputs(ran)
+    text, streams = json.dumps(outputs), [out for out in outputs if out["output_type"] == "stream"]
+    assert [stream["text"] for stream in streams] == ["4 ipc 1 None\nnotebooks/x.py\n"]
     assert "<table><tr><td>1</td></tr></table>" in text
     for gone in ("evil", "a warning", os.environ["CANARY_TOKEN"], str(Path.home()) + "/"):
         assert gone not in text
     assert ran.run.manifest["stripped"] == {"path": 1, "stderr": 1}
-    noted = [out for out in _outputs(ran) if NOTE in out.get("data", {})]
+    noted = [out for out in outputs if NOTE in out.get("data", {})]
     assert {out["metadata"]["scrapbook"]["mime_prefix"] for out in noted} == {GLUE}, "hides them"
 
 
-def test_the_manifest_tells_what_ran_where_and_at_what_cost(ran: Outcome, project: Path) -> None:
+def test_the_manifest_tells_what_ran_where_and_at_what_cost(ran, project):
     manifest = ran.run.manifest
     given = {"tier": "smoke", "seed": 0, "arms": "left", "top_k": 4, "fate": "well"}
-    assert manifest["parameters"] == given
-    assert manifest["overrides"] == OURS
+    assert (manifest["parameters"], manifest["overrides"]) == (given, OURS)
     assert manifest["executed"] == results.digest(ran.notebook)
     assert manifest["environment"] == runtime.environment()
     assert 0 < sum(manifest["cell_seconds"].values()) < manifest["seconds"] < 60
@@ -107,19 +94,14 @@ def test_the_manifest_tells_what_ran_where_and_at_what_cost(ran: Outcome, projec
     assert str(project) not in json.dumps(manifest)
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        ("notebooks/01_toy.ipynb", b"A toy", b"Another"), ("requirements.lock", b"13", b"14"),
-        ("moebook/notebook/session.py", b"gc.freeze()", b"gc.collect()"),
-        ("PAGE.ipynb", b"{", b" {"), ("PAGE.parquet", b"PAR1", b""), ("parameter", b"", b""),
-        ("protocol", b"", b""), ("force", b"", b""), ("nothing", b"", b""),
-    ],
-)  # fmt: skip
-def test_a_run_is_repeated_when_anything_that_it_is_made_of_changes(
-    book: Path, ran: Outcome, monkeypatch: pytest.MonkeyPatch, file: str, old: bytes, new: bytes
-) -> None:
-    executed: list[Any] = []
+@pytest.mark.parametrize(("file", "old", "new"), [
+    ("notebooks/01_toy.ipynb", b"A toy", b"Another"), ("requirements.lock", b"13", b"14"),
+    ("moebook/notebook/session.py", b"gc.freeze()", b"gc.collect()"),
+    ("PAGE.ipynb", b"{", b" {"), ("PAGE.parquet", b"PAR1", b""), ("parameter", b"", b""),
+    ("protocol", b"", b""), ("force", b"", b""), ("nothing", b"", b""),
+])  # fmt: skip
+def test_a_run_is_repeated_when_what_it_is_made_of_changes(book, ran, monkeypatch, file, old, new):
+    executed = []
     monkeypatch.setattr(runner, "_execute", lambda *given: executed.append(given))
     monkeypatch.setattr("moebook.results.files.PACKAGE", book / "moebook")
     protocol = "cpu" if file == "protocol" else "smoke"
@@ -128,31 +110,20 @@ def test_a_run_is_repeated_when_anything_that_it_is_made_of_changes(
         path = book / file.replace("PAGE", f"runs/mine/toy/{ran.notebook.stem}")
         assert old in path.read_bytes()
         path.write_bytes(path.read_bytes().replace(old, new, 1))
-    unread = nullcontext() if file == "nothing" else suppress(Refusal)  # nothing was executed
-    with unread:
+    with nullcontext() if file == "nothing" else suppress(Refusal):  # nothing was executed
         again = run_notebook("toy", protocol, overrides, folder=book, force=file == "force")
-        assert again is not None and again.run == ran.run
+        assert again.run == ran.run
     assert bool(executed) == (file != "nothing")
 
 
-@pytest.mark.parametrize(
-    ("fate", "message"),
-    [
-        ("error", r"E-CELL: cell In \[7\] of notebooks/01_toy.ipynb: ZeroDivisionError: division"),
-        ("refusal", r"E-VALUE: cell In \[7\] of notebooks/01_toy.ipynb: toy/bad = 2"),
-        ("killed", r"E-KERNEL: the kernel was killed by signal 9 .* in cell In \[7\]"),
-        ("slow", r"E-TIMEOUT: cell In \[7\] .* longer than 8 seconds"),
-        ("secret", r"E-SECRET: In \[7\] shows a Hugging Face token"),
-    ],
-)
-def test_a_failed_run_leaves_the_others_and_a_copy_aside(
-    ran: Outcome,
-    project: Path,
-    light: str,
-    monkeypatch: pytest.MonkeyPatch,
-    fate: str,
-    message: str,
-) -> None:
+@pytest.mark.parametrize(("fate", "message"), [
+    ("error", r"E-CELL: cell In \[7\] of notebooks/01_toy.ipynb: ZeroDivisionError: division"),
+    ("refusal", r"E-VALUE: cell In \[7\] of notebooks/01_toy.ipynb: toy/bad = 2"),
+    ("killed", r"E-KERNEL: the kernel was killed by signal 9 .* in cell In \[7\]"),
+    ("slow", r"E-TIMEOUT: cell In \[7\] .* longer than 8 seconds"),
+    ("secret", r"E-SECRET: In \[7\] shows a Hugging Face token"),
+])  # fmt: skip
+def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, fate, message):
     before = _files(project / "runs" / "mine")
     monkeypatch.setenv("PYTHONPATH", light)
     with pytest.raises(Refusal, match=message) as refusal:
@@ -164,22 +135,13 @@ def test_a_failed_run_leaves_the_others_and_a_copy_aside(
     assert not [name for name in _files(project) if "/." in name]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "overrides", "code"),
-    [
-        ("smoke", {"topk": 1}, "E-PARAMETER"), ("smoke", {"top_k": 0}, "E-RANGE"),
-        ("smoke", {"top_k": "1"}, "E-TYPE"), ("smoke", {"tier": "cpu"}, "E-USAGE"),
-        ("smoke", {"arms": "hf_" + "a" * 30}, "E-SECRET"), ("gpu", {}, "E-PROTOCOL"),
-        ("deep", {}, "E-PATH"),  # a temporary folder whose name is too long for sockets
-    ],
-)  # fmt: skip
-def test_a_wrong_call_is_refused_before_anything_runs(
-    fresh: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    protocol: str,
-    overrides: dict[str, Any],
-    code: str,
-) -> None:
+@pytest.mark.parametrize(("protocol", "overrides", "code"), [
+    ("smoke", {"topk": 1}, "E-PARAMETER"), ("smoke", {"top_k": 0}, "E-RANGE"),
+    ("smoke", {"top_k": "1"}, "E-TYPE"), ("smoke", {"tier": "cpu"}, "E-USAGE"),
+    ("smoke", {"arms": "hf_" + "a" * 30}, "E-SECRET"), ("gpu", {}, "E-PROTOCOL"),
+    ("deep", {}, "E-PATH"),  # a temporary folder whose name is too long for sockets
+])  # fmt: skip
+def test_a_wrong_call_is_refused_at_once(fresh, monkeypatch, protocol, overrides, code):
     if protocol == "deep":
         deep = fresh.parent / ("deep" * 25)
         deep.mkdir()
@@ -192,25 +154,20 @@ def test_a_wrong_call_is_refused_before_anything_runs(
     assert _files(fresh.parent) == before
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_an_interrupted_run_leaves_nothing(
-    fresh: Path, light: str, number: signal.Signals, code: int
-) -> None:
+CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+
+
+@pytest.mark.parametrize(("number", "code"), CODES)
+def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     start = heard + "import sys; from moebook.cli import main; sys.exit(main())"
-    command = [sys.executable, "-W", "error", "-c", start, "run", "toy", "--on", "smoke"]
-    before = _files(fresh)
+    command = [sys.executable, "-W", "error", "-c", start, *"run toy --on smoke".split()]
+    options, before = ("-p", "fate=slow"), _files(fresh)
     with tempfile.TemporaryDirectory() as staging:
-        process = subprocess.Popen(
-            [*command, "-p", "fate=slow"],
-            cwd=fresh,
-            env={**os.environ, "TMPDIR": staging, "PYTHONPATH": light},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        env = {**os.environ, "TMPDIR": staging, "PYTHONPATH": light}
+        reading = {"stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([*command, *options], cwd=fresh, env=env, **reading)
         while not (fresh / "started").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)
@@ -255,48 +212,40 @@ print(json.dumps([sum(p.sum().item() for p in each.parameters()) for each in (mo
 run.record("toy/loss", history.loss[-1], "nats")"""
 
 
-def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(tmp_path: Path) -> None:
-    launch = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
-    rest = ("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no")
+LAUNCH = """\
+accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0
+--mixed_precision=no --dynamo_backend=no -m moebook.cli run toy --on=smoke"""
+
+
+def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(tmp_path, make):
     imports = "from moebook import notebook, runtime\nfrom moebook.training import fit"
     parameters = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
-    begin = "run = notebook.begin(In, globals())"
-    cells = [new_code_cell(text) for text in (imports, parameters, begin, TRAIN, RECORD)]
-    cells[1].metadata["tags"] = ["parameters"]
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "_config.yml").touch()
-    nbformat.write(new_notebook(cells=cells), tmp_path / "notebooks" / "01_toy.ipynb")
-    (tmp_path / "notebooks" / "01_toy.smoke.yaml").write_text("tier: smoke\nparts: 2\n")
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, *rest, "-m", "moebook.cli", "run", "toy", "--on=smoke"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    make(tmp_path, imports, parameters, (TRAIN, RECORD), {"smoke": "tier: smoke\nparts: 2\n"})
+    command = [sys.executable, "-m", *LAUNCH.split()]
+    env = {**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[2])}
+    reading = {"capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run(command, cwd=tmp_path, env=env, **reading)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("toy at smoke: executed") == 1
     (copy,) = (tmp_path / "runs" / "mine" / "toy").glob("smoke-*.ipynb")
     page = nbformat.read(copy, as_version=4)
-    printed = "".join(out.get("text", "") for cell in page.cells for out in cell.outputs)
+    printed = "".join(out.get("text", "") for cell in page.cells[1:] for out in cell.outputs)
     processes, loss, penalty, norm, tokens, sums = map(json.loads, printed.split("\n")[:6])
     assert processes == [0, 2]
-    here: dict[str, Any] = {"fit": fit}
+    here = {"fit": fit}
     exec(TRAIN, here)
     model, history = here["course"]()
-    assert loss == pytest.approx(history.loss, rel=1e-5)
-    assert penalty == pytest.approx(history.penalty, rel=1e-5)
-    assert norm == pytest.approx(history.norm, rel=1e-5)
+    for found, expected in ((loss, history.loss), (penalty, history.penalty), (norm, history.norm)):
+        assert found == pytest.approx(expected, rel=1e-5)
     assert tokens == history.tokens
     assert sums == pytest.approx([sum(p.sum().item() for p in model.parameters())] * 2, rel=1e-3)
-    steps = sorted(path.name for path in (tmp_path / "runs" / "checkpoints").glob("step-*"))
-    assert steps == ["step-4", "step-8"]
+    steps = (tmp_path / "runs" / "checkpoints").glob("step-*")
+    assert sorted(path.name for path in steps) == ["step-4", "step-8"]
     assert not list(tmp_path.glob("runs/failed/*"))
 
 
 @pytest.fixture
-def book(ran: Outcome, project: Path, tmp_path: Path) -> Path:
+def book(ran, project, tmp_path):
     """A copy of the project that shows the run on a page, and has a pool of it."""
     folder = shutil.copytree(project, tmp_path / "copy", ignore=shutil.ignore_patterns("failed"))
     page = folder / "book" / "notebooks" / "01_toy.ipynb"
@@ -308,7 +257,7 @@ def book(ran: Outcome, project: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_verify_agrees_with_what_was_just_run(book: Path) -> None:
+def test_verify_agrees_with_what_was_just_run(book):
     day = f"of {time.strftime('%Y-%m-%d', time.gmtime())}; code unchanged"
     assert list(map(str, verify(None, book))) == [
         f"ok    results/toy/nano: seeds 0, 1 agree; {day}",
@@ -321,24 +270,19 @@ def test_verify_agrees_with_what_was_just_run(book: Path) -> None:
         verify("tyo", book)
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "failure"),
-    [
-        ("results/toy/nano/0.parquet", b"toy", b"tay", "E-RUN"),
-        ("results/toy/nano/0.parquet", b"", b"", "E-POOL"),
-        ("results/toy/empty", b"", b"", "FAILS results/toy/empty: it holds no run"),
-        ("book/notebooks/01_toy.parquet", b"toy", b"tay", "E-RUN"),
-        ("book/notebooks/01_toy.ipynb", b"A toy", b"A lie", "hash of the executed copy"),
-        ("book/notebooks/01_toy.ipynb", b'"value": 0.5', b'"value": 0.25', "E-VALUE"),
-        ("book/notebooks/01_toy.ipynb", b'"value": 1.0', b'"value": 2.0', "is 1.0 in the run and"),
-        ("book/notebooks/01_toy.ipynb", b'"toy/here"', b'"toy/h"', "run and absent in"),
-        ("book/notebooks/01_toy.ipynb", b"{", b"", "is no notebook"),
-        ("book/notebooks/01_toy.ipynb", b"", b"", "is missing"),
-    ],
-)  # fmt: skip
-def test_verify_detects_a_change(
-    book: Path, file: str, old: bytes, new: bytes, failure: str
-) -> None:
+@pytest.mark.parametrize(("file", "old", "new", "failure"), [
+    ("results/toy/nano/0.parquet", b"toy", b"tay", "E-RUN"),
+    ("results/toy/nano/0.parquet", b"", b"", "E-POOL"),
+    ("results/toy/empty", b"", b"", "FAILS results/toy/empty: it holds no run"),
+    ("book/notebooks/01_toy.parquet", b"toy", b"tay", "E-RUN"),
+    ("book/notebooks/01_toy.ipynb", b"A toy", b"A lie", "hash of the executed copy"),
+    ("book/notebooks/01_toy.ipynb", b'"value": 0.5', b'"value": 0.25', "E-VALUE"),
+    ("book/notebooks/01_toy.ipynb", b'"value": 1.0', b'"value": 2.0', "is 1.0 in the run and"),
+    ("book/notebooks/01_toy.ipynb", b'"toy/here"', b'"toy/h"', "run and absent in"),
+    ("book/notebooks/01_toy.ipynb", b"{", b"", "is no notebook"),
+    ("book/notebooks/01_toy.ipynb", b"", b"", "is missing"),
+])  # fmt: skip
+def test_verify_detects_a_change(book, file, old, new, failure):
     path = book / file
     if old:
         assert old in path.read_bytes()

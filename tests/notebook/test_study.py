@@ -1,7 +1,5 @@
 """A study of the toy: what it runs, from which code, and what survives whatever ends it."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -15,7 +13,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 MAIN = "import sys; from moebook.cli import main; sys.exit(main())"
 
 
-def commit(folder: Path) -> Path:
+def commit(folder):
     """Put a project into git: a study runs a commit."""
     (folder / ".gitignore").write_text("__pycache__/\nruns/\n")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -40,31 +37,21 @@ def commit(folder: Path) -> Path:
     return folder
 
 
-def clone(project: Path, folder: Path) -> Path:
-    """A copy of a committed project."""
-    subprocess.run(["git", "clone", "-q", str(project), str(folder)], check=True)
-    return folder
-
-
 @pytest.fixture(scope="module", autouse=True)
-def light_kernels(environment: pytest.MonkeyPatch, project: Path, light: str) -> None:
+def light_kernels(environment, project, light):
     """All runs here do without torch."""
     environment.setenv("PYTHONPATH", light)
 
 
-def start(folder: Path, staging: str, *options: str, **more: str) -> subprocess.Popen[str]:
+def start(folder, staging, *options, **more):
     """Start a study of the toy as a reader does; its processes carry the name of the project."""
-    return subprocess.Popen(
-        [sys.executable, "-c", HEARD + MAIN, "study", "toy", "--on", "nano", *options],
-        cwd=folder,
-        env={**os.environ, "TMPDIR": staging, "STUDY": str(folder), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", HEARD + MAIN, "study", "toy", "--on", "nano", *options]
+    env = {**os.environ, "TMPDIR": staging, "STUDY": str(folder), **more}
+    reading = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=env, **reading)
 
 
-def processes(file: str, text: str) -> list[Path]:
+def processes(file, text):
     """The processes one of whose files in /proc (``environ``, ``cmdline``) holds a text."""
     every = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
@@ -74,7 +61,7 @@ def processes(file: str, text: str) -> list[Path]:
     return every
 
 
-def ended(folder: Path, seconds: float = 10.0) -> bool:
+def ended(folder, seconds=10.0):
     """Whether all processes of a study end within so many seconds."""
     limit = time.monotonic() + seconds
     while (left := processes("environ", f"STUDY={folder}\0")) and time.monotonic() < limit:
@@ -82,19 +69,19 @@ def ended(folder: Path, seconds: float = 10.0) -> bool:
     return not left
 
 
-def stored(folder: Path) -> tuple[Run, ...]:
+def stored(folder):
     """The runs in the pool of the toy: reading it checks every file."""
     pool = results.pool("toy", "nano", folder)
     return pool.runs if pool else ()
 
 
-def same_bits(one: Run, other: Run) -> None:
+def same_bits(one, other):
     assert one.values and one.curves
     for part in ("seed", "values", "curves", "arms", "settings", "rows", "code"):
         assert getattr(one, part) == getattr(other, part), part
 
 
-def test_seeds_are_numbers_and_ranges_and_all_else_is_refused() -> None:
+def test_seeds_are_numbers_and_ranges_and_all_else_is_refused():
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 12345678".split(), ""]:
@@ -102,24 +89,14 @@ def test_seeds_are_numbers_and_ranges_and_all_else_is_refused() -> None:
             study.seeds(text)
 
 
-@pytest.mark.parametrize(
-    ("arms", "asked", "wanted"),
-    [
-        (None, None, "right"), (None, "all", "all"), (None, "left", "left"),
-        (("left",), None, "right"), (("right",), None, None), (("left", "right"), "all", None),
-        (("left",), "all", "right"), (("left",), "left", None), (("right",), "left,right", "left"),
-        (("left",), "third", "third"),
-    ],
-)  # fmt: skip
-def test_of_each_seed_what_is_missing_runs_and_nothing_else(
-    fresh: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arms: tuple[str, ...] | None,
-    asked: str | None,
-    wanted: str | None,
-) -> None:
-    begun: list[Any] = []
+@pytest.mark.parametrize(("arms", "asked", "wanted"), [
+    (None, None, "right"), (None, "all", "all"), (None, "left", "left"),
+    (("left",), None, "right"), (("right",), None, None), (("left", "right"), "all", None),
+    (("left",), "all", "right"), (("left",), "left", None), (("right",), "left,right", "left"),
+    (("left",), "third", "third"),
+])  # fmt: skip
+def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, asked, wanted):
+    begun = []
     monkeypatch.setattr(study, "_run_all", lambda todo, *_: begun.extend(todo))
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\narms: right\n")
     both = {"known_arms": ["left", "right"], "seconds": 1.0}
@@ -134,7 +111,7 @@ def test_of_each_seed_what_is_missing_runs_and_nothing_else(
     assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
 
 
-def test_a_changed_protocol_or_arms_of_a_notebook_without_are_refused(fresh: Path) -> None:
+def test_a_changed_protocol_or_arms_of_a_notebook_without_are_refused(fresh):
     study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
     with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
         study.study("toy", "nano", [1], folder=fresh)
@@ -144,9 +121,7 @@ def test_a_changed_protocol_or_arms_of_a_notebook_without_are_refused(fresh: Pat
         study.study("toy", "study", [0], arms="left", folder=fresh)
 
 
-def test_an_interrupt_ends_all_processes_and_starts_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
     watch = study.START.partition("from moebook")[0]
     waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
     monkeypatch.setattr(study, "START", watch + waits)
@@ -160,13 +135,27 @@ def test_an_interrupt_ends_all_processes_and_starts_no_more(
 
 
 @pytest.fixture(scope="module")
-def committed(tmp_path_factory: pytest.TempPathFactory, project: Path) -> Path:
+def committed(tmp_path_factory, project):
     """The toy with modules of its own, in git."""
     return commit(shutil.copytree(project, tmp_path_factory.mktemp("one") / "toy"))
 
 
+@pytest.fixture
+def cloned(tmp_path, committed):
+    subprocess.run(["git", "clone", "-q", str(committed), str(tmp_path / "toy")], check=True)
+    return tmp_path / "toy"
+
+
+@pytest.fixture
+def staging():
+    """A folder for temporary files, with a short name; in the end none of them is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+        assert os.listdir(folder) == []
+
+
 @pytest.fixture(scope="module")
-def studied(tmp_path_factory: pytest.TempPathFactory, committed: Path) -> tuple[Path, str]:
+def studied(tmp_path_factory, committed):
     """Seeds 0, 1 and one that fails, two at a time, after edits that were not committed."""
     folder = shutil.copytree(committed, tmp_path_factory.mktemp("two") / "toy")
     edits = {"notebooks/01_toy.ipynb": ("0.125 * top_k", "0.1 * top_k"),
@@ -183,15 +172,13 @@ def studied(tmp_path_factory: pytest.TempPathFactory, committed: Path) -> tuple[
     return folder, out
 
 
-def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path, str]) -> None:
+def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied):
     folder, out = studied
     assert [run.seed for run in stored(folder)] == [0, 1]
-    lines = out.splitlines()
-    assert lines[:2] == [
-        "toy at nano: 3 seeds, 3 to run",
-        "uncommitted changes of the code are not part of this study",
-    ]
-    by_seed = {line.split(":")[0]: line for line in lines[2:]}
+    begun, warned, *lines = out.splitlines()
+    assert begun == "toy at nano: 3 seeds, 3 to run"
+    assert warned == "uncommitted changes of the code are not part of this study"
+    by_seed = {line.split(":")[0]: line for line in lines}
     assert set(by_seed) == {"seed 0", "seed 1", "seed 13"}
     good = r"seed 0: \d+ s, 4 values in results/toy/nano/0.parquet \(\d of 3, about \d+ min left\)"
     assert re.fullmatch(good, by_seed["seed 0"])
@@ -201,7 +188,7 @@ def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied: tuple[Path,
     assert match and (folder / match[1]).is_file()
 
 
-def test_a_study_runs_the_commit_and_not_what_was_edited_since(studied: tuple[Path, str]) -> None:
+def test_a_study_runs_the_commit_and_not_what_was_edited_since(studied):
     folder, _ = studied
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
     for run in stored(folder):
@@ -213,56 +200,44 @@ def test_a_study_runs_the_commit_and_not_what_was_edited_since(studied: tuple[Pa
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
 
 
-def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(
-    studied: tuple[Path, str], tmp_path: Path, committed: Path
-) -> None:
-    folder = clone(committed, tmp_path / "toy")
-    with tempfile.TemporaryDirectory() as staging:
-        process = start(folder, staging, "--seeds", "0,60", "--jobs", "1")
-        while not list(folder.glob("runs/frozen/*/started")) and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=30)
-        assert process.returncode == 130
-        assert errors == "interrupted; nothing half-written was left\n"
-        assert out.count("seed 0: ") == 1 and "seed 60" not in out
-        assert ended(folder, 1.0) and os.listdir(staging) == []
-    (alone,) = stored(folder)
+def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(studied, cloned, staging):
+    process = start(cloned, staging, "--seeds", "0,60", "--jobs", "1")
+    while not list(cloned.glob("runs/frozen/*/started")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "interrupted; nothing half-written was left\n")
+    assert out.count("seed 0: ") == 1 and "seed 60" not in out
+    assert ended(cloned, 1.0) and os.listdir(staging) == []
+    (alone,) = stored(cloned)
     same_bits(alone, stored(studied[0])[0])
 
 
-def test_a_study_that_is_killed_loses_at_most_what_was_running(
-    tmp_path: Path, committed: Path
-) -> None:
-    folder, draw, done = clone(committed, tmp_path / "toy"), random.Random(0), set[int]()
-    with tempfile.TemporaryDirectory() as staging:
-        for moment in (draw.uniform(0, 3), None):
-            process = start(folder, staging, "--seeds", "0-2", "--jobs", "2")
-            assert process.stdout is not None
-            try:  # at any time, then as soon as one more was told
-                lines = [process.stdout.readline() for _ in range(2)] if moment is None else []
-                time.sleep(moment or draw.uniform(0, 0.5))
-            finally:
-                process.kill()
-            lines += process.communicate()[0].splitlines()
-            assert process.returncode == -signal.SIGKILL
-            assert ended(folder), "its children end by themselves"
-            said = {int(match[1]) for line in lines if (match := re.match(r"seed (\d+): \d", line))}
-            now = {run.seed for run in stored(folder)}
-            assert done | said <= now
-            done = now
-        assert done
-        process = start(folder, staging, "--seeds", "0-2", "--jobs", "2")
-        out, errors = process.communicate()
-        assert (process.returncode, errors) == (0, "")
-        assert out.startswith(f"toy at nano: 3 seeds, {3 - len(done)} to run\n")
-        assert [run.seed for run in stored(folder)] == [0, 1, 2]
-        assert os.listdir(staging) == []
+def test_a_study_that_is_killed_loses_at_most_what_was_running(cloned, staging):
+    draw, done = random.Random(0), set()
+    for moment in (draw.uniform(0, 3), None):
+        process = start(cloned, staging, "--seeds", "0-2", "--jobs", "2")
+        try:  # at any time, then as soon as one more was told
+            lines = [process.stdout.readline() for _ in range(2)] if moment is None else []
+            time.sleep(moment or draw.uniform(0, 0.5))
+        finally:
+            process.kill()
+        lines += process.communicate()[0].splitlines()
+        assert process.returncode == -signal.SIGKILL
+        assert ended(cloned), "its children end by themselves"
+        said = {int(match[1]) for line in lines if (match := re.match(r"seed (\d+): \d", line))}
+        now = {run.seed for run in stored(cloned)}
+        assert done | said <= now
+        done = now
+    assert done
+    process = start(cloned, staging, "--seeds", "0-2", "--jobs", "2")
+    out, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert out.startswith(f"toy at nano: 3 seeds, {3 - len(done)} to run\n")
+    assert [run.seed for run in stored(cloned)] == [0, 1, 2]
 
 
-def test_without_ray_or_a_cluster_of_it_a_line_says_so(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
     commit(fresh)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)
@@ -278,19 +253,16 @@ def test_without_ray_or_a_cluster_of_it_a_line_says_so(
 
 
 @pytest.mark.timeout(240)
-def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
-    studied: tuple[Path, str], tmp_path: Path, committed: Path
-) -> None:
+def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, cloned):
     utils = pytest.importorskip("ray.cluster_utils")
-    folder = clone(committed, tmp_path / "toy")
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
     cluster = utils.Cluster(initialize_head=True, head_node_args=head)
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     try:
         options = ("--seeds", "0,1", "--engine", "ray")
-        running = start(folder, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+        running = start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
 
-        def at_work() -> list[Path]:
+        def at_work():
             children = processes("cmdline", "study.child()")
             return [path for path in children if "ray" in os.readlink(path / "cwd")]
 
@@ -301,29 +273,22 @@ def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(
     finally:
         cluster.shutdown()
     assert running.returncode == 0, out + errors
-    for apart, beside in zip(stored(folder), stored(studied[0]), strict=True):
+    for apart, beside in zip(stored(cloned), stored(studied[0]), strict=True):
         same_bits(apart, beside)
 
 
-def mill(source: Path, copy: Path, *options: str) -> str:
+def mill(source, copy, *options):
     """Run plain papermill from another folder, as its command line does; return its errors."""
     code = "from papermill.cli import papermill; papermill()"
-    command = [sys.executable, "-c", code, str(source), str(copy), "--kernel", "python3"]
-    given = [*command, "--no-progress-bar", *options]
-    done = subprocess.run(given, cwd=copy.parent, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, str(source), str(copy), "--kernel", "python3", *options]
+    done = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True)
     return done.stderr if done.returncode else ""
 
 
-def test_plain_papermill_refuses_a_wrong_name(fresh: Path, tmp_path: Path) -> None:
-    source = fresh / "notebooks" / "01_toy.ipynb"
-    errors = mill(source, tmp_path / "out.ipynb", "-p", "topk", "1")
-    assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
-
-
-def test_what_plain_papermill_left_is_taken_in_under_its_protocol_and_once(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch, capsys):
     source, milled = fresh / "notebooks" / "01_toy.ipynb", tmp_path / "out.ipynb"
+    errors = mill(source, tmp_path / "wrong.ipynb", "-p", "topk", "1")
+    assert "unknown parameter 'topk'; did you mean 'top_k'" in errors
     options = ("-p", "tier", "study", "-p", "top_k", "4", "-p", "seed", "5")
     assert mill(source, milled, *options) == ""
     monkeypatch.chdir(fresh)
