@@ -160,7 +160,7 @@ def test_notebooks_start_longest_first_and_findings_behind_all_others(project):
 
 
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(small, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="warnings: .*found.*no-such"):
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"warnings: .*found.*no-su"):
         patch.setattr(book, "generated", lambda folder: {})
         (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
         book.build("smoke", small)

@@ -11,7 +11,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from moebook import results
 
 REPOSITORY = Path(results.__file__).parents[2]
-CANARY = "canary-in-the-environment"
 
 IMPORTS = """\
 import json, os, random, sys, time
@@ -56,7 +55,6 @@ if fate == "secret": print("hf" + "_" + "a" * 30)"""
 TORCH = """\
 class cuda:
     is_available = staticmethod(bool)
-
 manual_seed = lambda seed: None
 get_num_threads = lambda: 1"""
 
@@ -99,7 +97,7 @@ def environment():
     """The kernels find this package, and a secret to keep from them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
-        patch.setenv("CANARY_TOKEN", CANARY)
+        patch.setenv("CANARY_TOKEN", "canary-in-the-environment")
         yield patch
 
 

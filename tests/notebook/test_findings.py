@@ -95,10 +95,9 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
     assert frame.iloc[0].tolist() == ["+3.1 points", f"{100 * np.mean(large):+.1f} points", trend]
 
 
-@pytest.mark.parametrize(
-    ("direction", "claimed", "value"),
-    [("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0)],
-)
+@pytest.mark.parametrize(("direction", "claimed", "value"), [
+    ("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0),
+])  # fmt: skip
 def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(direction, claimed, value):
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
     (axes,) = findings.forest([row(claim, [pool(*HOLDS)])], "Found").axes
@@ -143,7 +142,6 @@ TOY = Pool("toy", "nano", (FIRST, measured(1, a=[2.0, 4.0]), measured(4, a=[3.0,
 
 def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     single = Run("toy", "nano", "study", 0, (Value("toy/c/loss", 2.0, "nats"),))
-    one = Pool("toy", "nano", (single,))
     names = {"loss": "toy/{arm}/loss", "again": "toy/{arm}/loss"}
     frame = findings.arms(TOY, ["a", "b", "c"], names)
     by_arm = [["a", 3.0, 3], ["b", 2.0, 1]]
@@ -154,7 +152,10 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     text = findings.table(frame)
     assert list(text.columns) == ["loss", "again", "seeds"] and text.seeds.tolist() == [3, 1]
     assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
-    assert findings.table(findings.arms(one, ["c"], names)).loss["c"] == "2.000"
+    assert (
+        findings.table(findings.arms(replace(TOY, runs=(single,)), ["c"], names)).loss["c"]
+        == "2.000"
+    )
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]

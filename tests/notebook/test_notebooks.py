@@ -3,9 +3,7 @@
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
@@ -20,7 +18,6 @@ NOTEBOOKS = sources.notebooks(ROOT)
 RUN = [name for name, notebook in NOTEBOOKS.items() if not notebook.findings]
 ARMED = [name for name in RUN if "arms" in NOTEBOOKS[name].parameters]
 FINDINGS = [name for name in NOTEBOOKS if name not in RUN]
-Here = Callable[[str, Mapping[str, Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,17 @@ note: str = "#1"  # free text"""
 DECLARED = parameters.parse(CELL, "toy")
 
 
-def test_the_cell_is_read_with_types_defaults_help_and_rules():
+def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
     assert list(DECLARED) == "tier top_k share balance width quantise note".split()
     share = DECLARED["share"]
     assert (share.type, share.default) == (float, 0.5)
     assert (share.help, share.rule) == ("of the rows, share", "(0, 1]")
     assert DECLARED["width"].choices == (8, 16, 32)
     assert (DECLARED["note"].default, DECLARED["note"].rule) == ("#1", "")
+    ends = (("top_k", 1), ("top_k", 64), ("share", 1), ("share", 1e-9), ("width", 32))
+    for name, value in (*ends, ("balance", 0)):
+        parameters.check(DECLARED, {name: value}, "here")
+        assert DECLARED[name].read(str(value), "here") == value
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
@@ -50,13 +54,6 @@ def test_a_wrong_parameter_is_refused(name, value, message):
     with pytest.raises(Refusal, match=message) as refusal:
         parameters.check(DECLARED, {name: value}, "here")
     assert name in refusal.value.message and "here" in refusal.value.message
-
-
-def test_values_at_the_ends_of_their_range_are_taken():
-    ends = (("top_k", 1), ("top_k", 64), ("share", 1), ("share", 1e-9), ("width", 32))
-    for name, value in (*ends, ("balance", 0)):
-        parameters.check(DECLARED, {name: value}, "here")
-        assert DECLARED[name].read(str(value), "here") == value
 
 
 def test_texts_of_the_command_line_become_typed_values_or_are_refused():
@@ -145,20 +142,24 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
     assert parameters.listed("laboratory", "", known) == []
-    for text, message in (
-        ("wid", "arms lists 'wid': did you mean 'wide'"),
-        ("wide,wide", "arms lists 'wide' twice"),
-        ("", "arms is empty; one of: all, dense, kaiming, wide"),
-    ):
-        with pytest.raises(Refusal, match=f"E-RANGE: {message}"):
+    refused = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
+               "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
+    for text, message in refused.items():
+        with pytest.raises(Refusal, match=f"E-RANGE: arms {message}"):
             run.arms(text, known)
 
 
-def test_a_notebook_is_found_by_its_short_name_alone(fresh, tmp_path):
+def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(fresh, tmp_path):
     toy = sources.find(fresh, "toy")
     assert (toy.name, toy.title, toy.path.name) == ("toy", "A toy", "01_toy.ipynb")
     assert (toy.findings, toy.protocols) == (False, ["smoke", "cpu", "nano", "study"])
     assert list(sources.notebooks(fresh)) == ["toy"]
+    text = sources.overview(fresh)
+    assert "toy  A toy (notebooks/01_toy.ipynb)" in text
+    assert "-p top_k int   = 2  experts per token [1, 64]" in text
+    assert text.count("not measured") == 4
+    durations = {4.24: "4.2 s", 59.99: "60.0 s", 200: "3 min 20 s", 3900: "1 h 5 min"}
+    assert {seconds: sources.duration(seconds) for seconds in durations} == durations
     for name in ("tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""):
         with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
             sources.find(fresh, name)
@@ -187,7 +188,7 @@ def test_damaged_old_and_untagged_notebooks_are_refused(fresh, old, new, reason)
         sources.find(fresh, "toy")
 
 
-def test_a_protocol_is_its_file_and_its_tier(fresh):
+def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_path):
     toy = sources.find(fresh, "toy")
     assert toy.settings("smoke") == {"tier": "smoke", "top_k": 1}
     assert toy.settings("cpu") == {"tier": "cpu"}
@@ -198,6 +199,11 @@ def test_a_protocol_is_its_file_and_its_tier(fresh):
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
     with pytest.raises(Refusal, match=r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper"):
         toy.settings("nano")
+    text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
+    path = tmp_path / "01_toy.cpu.yaml"
+    path.write_bytes(text.encode())
+    found = {name: value for name, (value, _) in sources.read_flat(path).items()}
+    assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -225,20 +231,3 @@ def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(fresh, 
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(Refusal, match=message):
         sources.find(fresh, "toy").settings("smoke")
-
-
-def test_a_protocol_file_reads_as_papermill_reads_it(tmp_path):
-    text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
-    path = tmp_path / "01_toy.cpu.yaml"
-    path.write_bytes(text.encode())
-    found = {name: value for name, (value, _) in sources.read_flat(path).items()}
-    assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
-
-
-def test_the_overview_shows_parameters_and_what_was_never_measured(fresh):
-    text = sources.overview(fresh)
-    assert "toy  A toy (notebooks/01_toy.ipynb)" in text
-    assert "-p top_k int   = 2  experts per token [1, 64]" in text
-    assert text.count("not measured") == 4
-    durations = {4.24: "4.2 s", 59.99: "60.0 s", 200: "3 min 20 s", 3900: "1 h 5 min"}
-    assert {seconds: sources.duration(seconds) for seconds in durations} == durations

@@ -39,12 +39,7 @@ def ran(project):
     return run_notebook("toy", "smoke", OURS, folder=project)
 
 
-def _outputs(outcome):
-    notebook = json.loads(outcome.notebook.read_text())
-    return [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-
-
-def test_a_run_leaves_page_and_run_beside_one_another_and_nothing_else(ran, project):
+def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(ran, project):
     assert ran.fresh
     assert ran.notebook.parent == project / "runs" / "mine" / "toy"
     assert ran.path.stem == ran.notebook.stem and ran.path.stem.startswith("smoke-")
@@ -52,9 +47,6 @@ def test_a_run_leaves_page_and_run_beside_one_another_and_nothing_else(ran, proj
     assert not (project / "book").exists() and not (project / "results").exists()
     told = f"executed in {ran.run.manifest['seconds']:.1f} s; runs/mine/toy/{ran.notebook.name}"
     assert ran.describe(project) == f"toy at smoke: {told}, 3 values in {ran.path.name} beside it"
-
-
-def test_the_run_is_what_the_notebook_recorded_and_ran(ran, project):
     run = results.read_run(ran.path)
     assert run == ran.run
     assert (run.notebook, run.protocol, run.tier, run.seed) == ("toy", "smoke", "smoke", 0)
@@ -70,8 +62,9 @@ def test_the_run_is_what_the_notebook_recorded_and_ran(ran, project):
     assert results.changed(run, project) == ()
 
 
-def test_the_page_shows_text_and_tables_and_nothing_else(ran):
-    outputs = _outputs(ran)
+def test_the_page_shows_text_and_tables_and_the_manifest_what_ran_where_at_what_cost(ran, project):
+    cells = json.loads(ran.notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     text, streams = json.dumps(outputs), [out for out in outputs if out["output_type"] == "stream"]
     assert [stream["text"] for stream in streams] == ["4 ipc 1 None\nnotebooks/x.py\n"]
     assert "<table><tr><td>1</td></tr></table>" in text
@@ -80,9 +73,6 @@ def test_the_page_shows_text_and_tables_and_nothing_else(ran):
     assert ran.run.manifest["stripped"] == {"path": 1, "stderr": 1}
     noted = [out for out in outputs if NOTE in out.get("data", {})]
     assert {out["metadata"]["scrapbook"]["mime_prefix"] for out in noted} == {GLUE}, "hides them"
-
-
-def test_the_manifest_tells_what_ran_where_and_at_what_cost(ran, project):
     manifest = ran.run.manifest
     given = {"tier": "smoke", "seed": 0, "arms": "left", "top_k": 4, "fate": "well"}
     assert (manifest["parameters"], manifest["overrides"]) == (given, OURS)
@@ -154,10 +144,9 @@ def test_a_wrong_call_is_refused_at_once(fresh, monkeypatch, protocol, overrides
     assert _files(fresh.parent) == before
 
 
-CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-
-
-@pytest.mark.parametrize(("number", "code"), CODES)
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9),
+])  # fmt: skip
 def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
     # A shell starts background jobs with SIGINT ignored, and children inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -212,16 +201,13 @@ print(json.dumps([sum(p.sum().item() for p in each.parameters()) for each in (mo
 run.record("toy/loss", history.loss[-1], "nats")"""
 
 
-LAUNCH = """\
-accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 --main_process_port=0
---mixed_precision=no --dynamo_backend=no -m moebook.cli run toy --on=smoke"""
-
-
 def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(tmp_path, make):
     imports = "from moebook import notebook, runtime\nfrom moebook.training import fit"
     parameters = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'
     make(tmp_path, imports, parameters, (TRAIN, RECORD), {"smoke": "tier: smoke\nparts: 2\n"})
-    command = [sys.executable, "-m", *LAUNCH.split()]
+    launch = "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1"
+    rest = "--main_process_port=0 --mixed_precision=no --dynamo_backend=no -m moebook.cli"
+    command = [sys.executable, "-m", *f"{launch} {rest} run toy --on=smoke".split()]
     env = {**os.environ, "PYTHONPATH": str(Path(runner.__file__).parents[2])}
     reading = {"capture_output": True, "text": True, "timeout": 280}
     done = subprocess.run(command, cwd=tmp_path, env=env, **reading)
@@ -259,10 +245,9 @@ def book(ran, project, tmp_path):
 
 def test_verify_agrees_with_what_was_just_run(book):
     day = f"of {time.strftime('%Y-%m-%d', time.gmtime())}; code unchanged"
-    assert list(map(str, verify(None, book))) == [
-        f"ok    results/toy/nano: seeds 0, 1 agree; {day}",
-        f"ok    book/notebooks/01_toy.parquet: values and page agree; {day}",
-    ]
+    pool, page = map(str, verify(None, book))
+    assert pool == f"ok    results/toy/nano: seeds 0, 1 agree; {day}"
+    assert page == f"ok    book/notebooks/01_toy.parquet: values and page agree; {day}"
     (book / "requirements.lock").write_text("torch==2.14.0\n")
     for finding in verify("toy", book):
         assert not finding.failures and "changed since: lock" in str(finding)

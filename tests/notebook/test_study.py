@@ -81,12 +81,19 @@ def same_bits(one, other):
         assert getattr(one, part) == getattr(other, part), part
 
 
-def test_seeds_are_numbers_and_ranges_and_all_else_is_refused():
+def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_refused(fresh):
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 12345678".split(), ""]:
         with pytest.raises(Refusal, match=f"E-RANGE: --seeds {text}"):
             study.seeds(text)
+    study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
+    with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
+        study.study("toy", "nano", [1], folder=fresh)
+    path = fresh / "notebooks" / "01_toy.ipynb"
+    path.write_text(path.read_text().replace("arms: str", "rest: str"))
+    with pytest.raises(Refusal, match="E-RANGE: toy has no arms"):
+        study.study("toy", "study", [0], arms="left", folder=fresh)
 
 
 @pytest.mark.parametrize(("arms", "asked", "wanted"), [
@@ -109,16 +116,6 @@ def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, ask
     expected += [{"seed": 4, "arms": "third"}] if asked == "third" else []
     assert [job.overrides for job in begun] == expected
     assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
-
-
-def test_a_changed_protocol_or_arms_of_a_notebook_without_are_refused(fresh):
-    study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
-    with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
-        study.study("toy", "nano", [1], folder=fresh)
-    path = fresh / "notebooks" / "01_toy.ipynb"
-    path.write_text(path.read_text().replace("arms: str", "rest: str"))
-    with pytest.raises(Refusal, match="E-RANGE: toy has no arms"):
-        study.study("toy", "study", [0], arms="left", folder=fresh)
 
 
 def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
@@ -172,7 +169,7 @@ def studied(tmp_path_factory, committed):
     return folder, out
 
 
-def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied):
+def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fails(studied):
     folder, out = studied
     assert [run.seed for run in stored(folder)] == [0, 1]
     begun, warned, *lines = out.splitlines()
@@ -186,10 +183,6 @@ def test_a_seed_that_fails_is_reported_and_the_others_go_on(studied):
     bad = r"seed 13: failed: E-CELL: cell In \[7\] .*ZeroDivisionError.*; the failed copy is (\S+)"
     match = re.match(bad, by_seed["seed 13"])
     assert match and (folder / match[1]).is_file()
-
-
-def test_a_study_runs_the_commit_and_not_what_was_edited_since(studied):
-    folder, _ = studied
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
     for run in stored(folder):
         values = {value.name: value.value for value in run.values}

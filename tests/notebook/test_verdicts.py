@@ -24,7 +24,7 @@ NUMBER = replace(
     DIRECTION, kind="number", direction=None, reference=None, claimed=8e9, tolerance=5e8,
     unit="count", value="pesc/size", exact=True, scales=TIERS,
 )  # fmt: skip
-STUDY = (0.42, 0.425, 0.415)
+STUDY, LOWER, MIXED = (0.42, 0.425, 0.415), (0.38, 0.375, 0.385), (0.42, 0.37, 0.41)
 
 
 def accuracy(name, items):
@@ -59,18 +59,14 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
     measured = (best.effect, *best.interval, best.smallest)
     assert measured == pytest.approx((0.02, 0.02 - half, 0.02 + half, half), rel=1e-6)
-    assert judged.badge == (
-        "direction holds (nano, 3 seeds: +2.0 points, 95 % from +0.8 to +3.2 points,"
-        " effect size 4.0)"
-    )
+    words = "+2.0 points, 95 % from +0.8 to +3.2 points, effect size 4.0"
+    assert judged.badge == f"direction holds (nano, 3 seeds: {words})"
 
 
 @pytest.mark.parametrize(("scores", "direction", "label"), [
-    (STUDY, "greater", "holds"), ((0.38, 0.375, 0.385), "greater", "fails"),
-    ((0.42, 0.37, 0.41), "greater", "inconclusive"),
+    (STUDY, "greater", "holds"), (LOWER, "greater", "fails"), (MIXED, "greater", "inconclusive"),
+    (STUDY, "less", "fails"), (LOWER, "less", "holds"), (MIXED, "less", "inconclusive"),
     ((0.1 + 0.2 + 0.1, 0.4, 0.4), "greater", "inconclusive"),  # more than .4 by rounding alone
-    (STUDY, "less", "fails"), ((0.38, 0.375, 0.385), "less", "holds"),
-    ((0.42, 0.37, 0.41), "less", "inconclusive"),
     ((0.401, 0.402, 0.399), "equal", "holds"),  # within .01
     ((0.45, 0.46, 0.44), "equal", "fails"), ((0.35, 0.36, 0.34), "equal", "fails"),
     ((0.401, 0.42, 0.405), "equal", "inconclusive"),
@@ -116,21 +112,30 @@ def test_no_values_below_the_papers_scale_ever_reproduce(tier, claim, a, count):
     assert judge(claim, runs) != "reproduced"
 
 
-def test_the_highest_scale_that_may_decide_gives_the_verdict():
+def test_the_highest_scale_that_may_decide_gives_the_verdict_and_its_unit_must_fit():
     other = against("study", [0.3, 0.31, 0.32], base="smollm2")
     pools = [against("gpu", [0.3]), other, against("study", STUDY), against("cpu", [0.3])]
     judged = row(DIRECTION, pools)
     assert list(judged.by_protocol) == ["cpu", "nano", "smollm2", "gpu"]
     assert judged.best is judged.measurements[2] and judged.label == "direction fails"
     assert judged.committed.measurements == judged.measurements[1:]
+    values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
+    with pytest.raises(Refusal, match=r"E-VERDICT: pesc/a/accuracy is recorded in ratio"):
+        judge(DIRECTION, pool("study", values))
+    assert judge(replace(DIRECTION, scales=("gpu", "paper")), against("study", STUDY)) == "not run"
 
 
-def test_an_exact_value_needs_no_seeds_and_has_no_interval():
+def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_unit():
     assert judge(NUMBER, size("paper", 7.8e9)) == "reproduced"
     assert judge(NUMBER, size("smoke", 8e9)) == "direction holds"
     assert judge(NUMBER, size("cpu", 6.9e9)) == "direction fails"
     badge = row(NUMBER, [size("cpu", 7.8e9)]).badge
     assert badge == "direction holds (cpu, one value: 7,800,000,000)"
+    assert amount(DIRECTION, 0.021) == "+2.1 points"
+    assert amount(replace(DIRECTION, reference=None), 0.421) == "42.1 %"
+    assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "-1.5 points"
+    assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "-0.0321 nats"
+    assert amount(NUMBER, 7.8e9) == "7,800,000,000"
 
 
 def test_arms_are_paired_by_seed_and_by_item():
@@ -144,21 +149,6 @@ def test_arms_are_paired_by_seed_and_by_item():
     assert 0 < measured.interval[0] < measured.effect < measured.interval[1]
     apart = measure(DIRECTION, pool("study", *((a, accuracy("b", 0.4)) for a, _ in pairs)))
     assert apart.effects.shape == (3, 1)
-
-
-def test_a_value_in_another_unit_is_refused_and_one_at_another_scale_is_no_evidence():
-    values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
-    with pytest.raises(Refusal, match=r"E-VERDICT: pesc/a/accuracy is recorded in ratio"):
-        judge(DIRECTION, pool("study", values))
-    assert judge(replace(DIRECTION, scales=("gpu", "paper")), against("study", STUDY)) == "not run"
-
-
-def test_effects_are_written_in_the_claims_unit():
-    assert amount(DIRECTION, 0.021) == "+2.1 points"
-    assert amount(replace(DIRECTION, reference=None), 0.421) == "42.1 %"
-    assert amount(replace(DIRECTION, unit="percent_points"), -1.5) == "-1.5 points"
-    assert amount(replace(DIRECTION, unit="nats"), -0.0321) == "-0.0321 nats"
-    assert amount(NUMBER, 7.8e9) == "7,800,000,000"
 
 
 def at_p(p, name):
