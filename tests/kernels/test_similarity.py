@@ -70,7 +70,7 @@ def test_sieved_blocks_lose_no_row_and_are_as_near_to_float64_as_the_reference()
 
 
 @impls
-def test_of_equal_rows_the_earlier_ones_are_taken_and_rows_in_16_bits_may_be_long(impl):
+def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_named(impl):
     pool = torch.eye(4).repeat(2000, 1)
     found = nearest_rows(pool, torch.eye(4)[:1].repeat(10, 1), 5, impl=impl)
     assert found.index.tolist() == [0, 4, 8, 12, 16] and found.key.tolist() == [1] * 5
@@ -78,6 +78,11 @@ def test_of_equal_rows_the_earlier_ones_are_taken_and_rows_in_16_bits_may_be_lon
     found = nearest_rows(rows, rows[:2], 2, impl=impl)
     assert sorted(found.index.tolist()) == [0, 1]
     assert found.key.tolist() == pytest.approx([1, 1], abs=1e-3)
+    pool = drawn(9000, 4)
+    for bad in (torch.nan, torch.inf):
+        pool[8500, 1] = bad
+        with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
+            nearest_rows(pool, drawn(9, 4), 3, impl=impl)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
@@ -101,15 +106,6 @@ def test_a_stream_takes_the_memory_of_its_best_rows_and_a_block_and_no_square_is
     with sizes:
         duplicates(rows, torch.rand(20_000), 0.9999)
     assert sizes.largest <= COSINES["cpu"]
-
-
-@impls
-def test_a_row_that_is_not_finite_is_named(impl):
-    pool = drawn(9000, 4)
-    for bad in (torch.nan, torch.inf):
-        pool[8500, 1] = bad
-        with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
-            nearest_rows(pool, drawn(9, 4), 3, impl=impl)
 
 
 def literal(near, key, rule):
@@ -245,19 +241,14 @@ def test_many_rows_of_each_cluster_but_one_go_on_a_gpu(rule, dtype, monkeypatch)
 
 
 @triton
-def test_triton_holds_a_bit_for_each_pair_of_a_block(monkeypatch, sizes):
+def test_triton_holds_a_bit_for_each_pair_of_a_block_and_takes_many_rows(monkeypatch, sizes):
     monkeypatch.setattr(f"{KERNEL}.MARKS", 300 * 600)
     rows, key = drawn(600, 3).to(DEVICE), torch.rand(600, device=DEVICE)
     with sizes:
         found = duplicates(rows, key, 0.9999, impl="triton")
     assert sizes.largest <= 300 * 640 / 8  # bytes; rows end in a tile
     assert torch.equal(found, duplicates(rows, key, 0.9999, impl="torch"))
-
-
-@triton
-def test_triton_takes_more_rows_than_a_grids_second_side_has_tiles(monkeypatch):
-    kernel = importlib.import_module(KERNEL)
-    grids = []
+    kernel, grids = importlib.import_module(KERNEL), []  # more tiles than a grid's second side
 
     class Recorded:
         def __getitem__(self, grid):

@@ -48,7 +48,7 @@ def test_data_selection_equals_the_literal_algorithm_in_rows_and_order(seed, thr
     assert np.allclose(found.similarity, near, atol=1e-12)
 
 
-def test_of_two_equal_rows_one_stays_by_nearness_or_by_index():
+def test_of_two_equal_rows_one_stays_and_the_repr_filter_goes_on_until_the_budget_is_full():
     for near, rule, stays in (
         ([0.5, 0.5], "standing", 1),  # Line 7 is a strict "more similar": else i, the first, goes.
         ([0.1, 0.9], "standing", 1),
@@ -58,9 +58,6 @@ def test_of_two_equal_rows_one_stays_by_nearness_or_by_index():
     ):
         kept = augmentation.deduplicate(np.ones((2, 2)), np.array(near), 0.9, rule=rule)
         assert kept.tolist() == [stays]
-
-
-def test_the_repr_filter_is_algorithm_2_that_goes_on_until_the_budget_is_full():
     rows, near = vectors(0, 60, 4), np.linspace(1, 0.5, 60)
     one, two = (augmentation.deduplicate(rows, near, 0.7, rule=r) for r in ("repr", "standing"))
     assert one.tolist() == two.tolist() and len(one) < 60

@@ -87,8 +87,8 @@ def world(base, tokenizer, make_bank, shots):
     return model, tokenizer, bank, case, config
 
 
-def test_a_case_holds_what_the_scoring_says_of_its_shots(world):
-    model, tokenizer, bank, case, _ = world
+def test_a_case_holds_its_shots_scores_and_only_missing_rationales(world, shots, monkeypatch):
+    model, tokenizer, bank, case, config = world
     assert len(case.shots) == 3
     sets = case.shots, rocket.scoring.expand(case.shots)
     nats = [rocket.scoring.log_perplexity(model, tokenizer, bank, rows) for rows in sets]
@@ -96,6 +96,13 @@ def test_a_case_holds_what_the_scoring_says_of_its_shots(world):
     assert np.allclose(case.scores(1, rationales=False).log_perplexity, nats[0][0])
     texts = [f"{row['prompt']} {row['answer']}" for row in case.shots]
     assert np.allclose(case.vectors, Words().encode(texts))
+    mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
+    written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
+    monkeypatch.setattr(rocket.scoring, "write_rationales", written)
+    case = pipeline.score_bank(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
+    rationales = {row["prompt"]: row["rationale"] for row in case.shots}
+    expected = {row["prompt"]: row["rationale"] for row in shots[1:3]}
+    assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
 def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_seed(world):
@@ -119,17 +126,6 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     assert len(set(draws)) > 1 and all(len(set(names)) == 2 for names in draws)
     with pytest.raises(Refusal, match=r"E-RANGE: experts \(N\) is 2, expected 1 to 1"):
         drawn("a")
-
-
-def test_only_missing_rationales_are_written(world, shots, monkeypatch):
-    model, tokenizer, bank, case, config = world
-    mixed = [dict(shots[0], rationale=" "), *shots[1:3]]
-    written = lambda rows, *_, order: [{**row, "rationale": "Because."} for row in rows]  # noqa: E731
-    monkeypatch.setattr(rocket.scoring, "write_rationales", written)
-    case = pipeline.score_bank(model, tokenizer, bank, Words(), mixed, config, task="own", seed=0)
-    rationales = {row["prompt"]: row["rationale"] for row in case.shots}
-    expected = {row["prompt"]: row["rationale"] for row in shots[1:3]}
-    assert rationales == expected | {shots[0]["prompt"]: "Because."}
 
 
 def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(world):

@@ -97,8 +97,7 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
 
 
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
-    bare, wide = [{"prompt": "x" * 300, "answer": "y"}], torch.nn.Linear(32, 300)
-    host = model, tokenizer
+    bare, host = [{"prompt": "x" * 300, "answer": "y"}], (model, tokenizer)
     code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}
     two, three = pd.DataFrame(1.0, [*"ab"], [0]), pd.DataFrame(1.0, [*"abc"], [0])
     for message, call in {
@@ -117,7 +116,7 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
             call()
     for message, part, name, value in (
         ("config.logit_scale, expected one", model.config, "logit_scale", 0.5),
-        ("a bias, expected one product", model, "lm_head", wide),
+        ("a bias, expected one product", model, "lm_head", torch.nn.Linear(32, 300)),
         ("layer 1 has no attention", model.model.layers[1], "self_attn", None),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal, match=message):
