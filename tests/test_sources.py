@@ -92,11 +92,11 @@ def module_problems(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_a_recipe_without_outputs(path: Path) -> None:
+def test_a_notebook_is_a_recipe_without_outputs(path):
     assert list(notebook_problems(json.loads(path.read_text()))) == []
 
 
-def test_the_notebooks_that_run_are_short_and_know_one_seed() -> None:
+def test_the_notebooks_that_run_are_short_and_know_one_seed():
     cells = {path.stem: code_cells(json.loads(path.read_text())) for path in RUN}
     lines = {name: sum(map(code_lines, codes)) for name, codes in cells.items()}
     assert len(lines) == 6 and sum(lines.values()) <= 1000, lines
@@ -104,7 +104,7 @@ def test_the_notebooks_that_run_are_short_and_know_one_seed() -> None:
     assert several == []
 
 
-def test_modules_are_of_readable_size_finished_and_no_drawer_for_everything() -> None:
+def test_modules_are_of_readable_size_finished_and_no_drawer_for_everything():
     problems = {str(path.relative_to(ROOT)): module_problems(path) for path in MODULES}
     assert {name: several for name, several in problems.items() if several} == {}
     drawers = {"utils", "helpers", "common", "base", "manager"}
@@ -132,12 +132,12 @@ def behind_the_frame(*sources: str) -> dict[str, Any]:
         ("figure = plotting.curves(history)", "no alt"), ("plotting.style()", ""),
     ],
 )  # fmt: skip
-def test_a_fault_in_a_cell_is_found(source: str, problem: str) -> None:
+def test_a_fault_in_a_cell_is_found(source, problem):
     problems = ", ".join(notebook_problems(behind_the_frame(source)))
     assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)
 
 
-def test_outputs_missing_text_and_a_missing_frame_are_found() -> None:
+def test_outputs_missing_text_and_a_missing_frame_are_found():
     broken = behind_the_frame("x = 1", "plotting.curves(history)")
     broken["cells"][9]["metadata"]["mystnb"] = {
         "figure": {"name": "fig-loss", "caption": "Loss."}, "image": {"alt": "A falling line."},
@@ -151,7 +151,7 @@ def test_outputs_missing_text_and_a_missing_frame_are_found() -> None:
     assert all(fault in problems for fault in ("tagged `parameters`", "`notebook.begin`"))
 
 
-def test_a_long_function_and_unfinished_work_are_found(tmp_path: Path) -> None:
+def test_a_long_function_and_unfinished_work_are_found(tmp_path):
     path = tmp_path / "module.py"
     path.write_text("def f():\n" + "    x = 1\n" * 60 + "# TO" + "DO: more\n")
     assert len(module_problems(path)) == 2

@@ -43,8 +43,7 @@ def test_distant_groups_stay_apart_and_the_layout_repeats(method, monkeypatch):
     first, second = plane[0, :20], plane[0, 20:]
     gap = np.linalg.norm(first[:, None] - second[None], axis=2).min()
     within = max(np.linalg.norm(g - g.mean(0), axis=1).max() for g in (first, second))
-    assert gap > within
-    assert np.abs(plane).max() == pytest.approx(1)
+    assert gap > within and np.abs(plane).max() == pytest.approx(1)
     np.testing.assert_array_equal(plane, project(two_groups(), method, seed=1))
 
 

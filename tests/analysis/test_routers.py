@@ -62,9 +62,7 @@ def test_statistics_are_those_of_numpy_and_scipy_over_real_tokens(family, model_
 
 
 @each_family
-def test_gradients_are_those_of_backward_and_a_summary_takes_means_over_layers(
-    family, model_of, batch
-):
+def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model_of, batch):
     model = model_of(family)
     frame, means = routers.gradients(model, batch), routers.summary(model, [batch], batch)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -80,9 +78,7 @@ def test_gradients_are_those_of_backward_and_a_summary_takes_means_over_layers(
 
 
 @each_family
-def test_decisions_and_activated_experts_are_the_largest_logits_of_real_tokens(
-    family, model_of, batch
-):
+def test_decisions_are_the_largest_logits_of_real_tokens(family, model_of, batch):
     model, short = model_of(family), {"input_ids": batch["input_ids"][:1, :5]}
     sets, chosen = routers.activated(model, [batch, short]), routers.decisions(model, batch)
     assert sets.shape[:2] == (2, 19 + 5)

@@ -30,7 +30,7 @@ def sparse(model, start=None, **changes):
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_renormalised_model_equals_the_dense_one_at_step_0(family, top_k, host, batch):
     model = sparse(host(family, torch.float64), combine="renormalised", top_k=top_k)
-    assert all(layer.kind == "sparse" for layer in anatomy(model).layers)
+    assert {layer.kind for layer in anatomy(model).layers} == {"sparse"}
     want, got = host(family, torch.float64)(**batch), model(**batch)
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(got.loss, want.loss)
@@ -110,8 +110,8 @@ def test_noise_is_a_share_of_the_dense_deviation_and_differs_by_expert(host):
     model, again = (sparse(copy.deepcopy(dense), noise=0.25, seed=7) for _ in range(2))
     weight, experts = dense.model.layers[1].mlp.down_proj.weight, anatomy(model).layers[1].experts
     moved = experts.down_proj - weight
-    for expert in moved:
-        assert expert.std().item() == pytest.approx(0.25 * weight.std().item(), rel=0.05)
+    spreads = [expert.std().item() for expert in moved]
+    assert spreads == pytest.approx([0.25 * weight.std().item()] * 4, rel=0.05)
     assert abs(torch.corrcoef(moved.flatten(1))[0, 1].item()) < 0.1
     assert torch.equal(anatomy(again).layers[1].experts.down_proj, experts.down_proj)
 
@@ -155,24 +155,23 @@ def test_arms_are_measured_at_parts_of_their_steps_and_differ_as_their_names_say
     assert (arms["su"].scored, arms["su"].watched) == ((120,), (0, 40, 80, 120))
     assert arms["crsu"].scored == (30, 60, 90, 120)
     assert set(arms["crsu"].watched) == {0, 10, 20, 30, 40, 80, 120}
-    assert (arms["wide"].steps, arms["wide"].scored) == (30, (30,))
-    assert arms["wide"].watched == (0, 10, 20, 30)
+    wide = arms["wide"]
+    assert (wide.steps, wide.scored, wide.watched) == (30, (30,), (0, 10, 20, 30))
     for arm in upcycling.arms(4).values():
         assert arm.scored[-1] == arm.steps
         assert not arm.start or arm.watched[3] == arm.steps
     assert [name for name, arm in arms.items() if not arm.laboratory] == list(MAIN)
     assert (arms["su4"].length, arms["crsu"].length) == ("raw", "unit")
     assert (arms["crsu"].path, arms["crsu_matched"].path) == ("crsu", "lab/crsu_matched")
-    rules = {name for name, arm in arms.items() if arm.combine == "renormalised"}
-    assert rules == {"su4_renormalised", "crsu_renormalised"}
+    renormalised = {name for name, arm in arms.items() if arm.combine == "renormalised"}
+    assert renormalised == {"su4_renormalised", "crsu_renormalised"}
 
 
 def test_step_zero_measures_loss_and_gradient_of_each_rule_and_leaves_the_model(host, batch):
     dense = host().requires_grad_(False)
     start = upcycling.su(dense, 4, kind="wide")
     table = upcycling.step_zero(dense, {"wide": start}, batch)
-    assert list(table.index.names) == ["combine", "experts per token", "start"]
-    assert len(table) == 4
+    assert list(table.index.names) == ["combine", "experts per token", "start"] and len(table) == 4
     assert table.loc["renormalised"].abs().max(axis=None) < 1e-5
     model, plain = sparse(host(), start), dense(**batch).loss.item()
     loss = model(**batch).loss
@@ -247,17 +246,13 @@ def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):
         ("Llama", {}, {}, "mixtrel", "E-CHOICE: form is 'mixtrel'"),
     ],
 )
-def test_a_form_that_cannot_hold_the_model_is_refused_with_the_reason(
-    family, changes, shape, form, reason, mixed, tmp_path
-):
+def test_a_form_that_does_not_fit_is_refused(family, changes, shape, form, reason, mixed, tmp_path):
     with pytest.raises(Refusal, match=reason):
         upcycling.export(mixed(family, shape, **changes), tmp_path / "out", form=form)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_that_is_refused_or_fails_half_way_leaves_nothing(
-    host, mixed, tmp_path, monkeypatch
-):
+def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkeypatch):
     model = mixed(shape={"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, **MIXED)
     broken = copy.deepcopy(model)
     broken.model.layers[0].mlp.router.weight.data[0, 0] = torch.nan

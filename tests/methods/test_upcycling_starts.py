@@ -74,8 +74,7 @@ def test_collection_equals_a_naive_full_one(family, tensor, host):
         rows = [p[b["attention_mask"].bool()] for p, b in zip(parts, batches, strict=True)]
         torch.testing.assert_close(got.points[layer], torch.cat(rows))
     assert got.labels.tolist() == [0] * 56 + [1] * 28
-    assert (got.tasks, got.tensor) == (("a", "b"), tensor)
-    assert got.base == fingerprint(model)
+    assert (got.tasks, got.tensor, got.base) == (("a", "b"), tensor, fingerprint(model))
 
 
 @pytest.mark.parametrize("tokens", ["last", "mean"])

@@ -83,9 +83,7 @@ USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
         ("requirements.lock", "", "more", ("lock",)),
     ],
 )  # fmt: skip
-def test_code_and_data_of_loaded_modules_count_and_docstrings_comments_layout_and_prose_do_not(
-    package: Path, name: str, old: str, new: str, names: tuple[str, ...]
-) -> None:
+def test_code_and_data_count_and_comments_layout_and_prose_do_not(package, name, old, new, names):
     run, path = _run(package.parent), package.parent / name
     assert results.changed(run, package.parent) == ()
     assert old in path.read_text()
@@ -93,9 +91,7 @@ def test_code_and_data_of_loaded_modules_count_and_docstrings_comments_layout_an
     assert results.changed(run, package.parent) == names
 
 
-def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(
-    package: Path,
-) -> None:
+def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(package):
     loaded = results.loaded()
     assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.bin"}
     assert set(results.loaded(loaded)) == set()
@@ -112,7 +108,7 @@ def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_change
         results.day(Run("toy", "nano", "study", 0, ()))
 
 
-def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
+def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     assert results.commit(tmp_path) is None
     results.write(tmp_path / "notebooks" / "01_toy.ipynb", "{}")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -128,9 +124,7 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path: Path) -> None:
     assert results.commit(tmp_path) == {"id": "abc", "dirty": False}
 
 
-def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path, full = tmp_path / "deep" / "_config.yml", OSError(28, "No space left on device")
     with pytest.raises(Refusal, match=r"_config\.yml"):
         results.root(path.parent / "inner")

@@ -85,15 +85,13 @@ def cases() -> dict[tuple[float, float, float, int], str]:
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
-def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(
-    cases: dict[tuple[float, float, float, int], str], seeds: int
-) -> None:
+def test_the_interval_covers_the_mean_whatever_differs_more_seeds_or_items(cases, seeds):
     worst, case = min((coverage(case[:3], case[3], seeds), case) for case in cases)
     assert worst >= 0.945, f"{worst:.4f} of {seeds} seeds: {cases[case]} {case}"
     assert coverage((1, 0, 0), 1, seeds) == pytest.approx(0.95, abs=0.0025)  # Student's: exact
 
 
-def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_one() -> None:
+def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_one():
     rng, case, inside = np.random.default_rng(1), (1.0, 3.0, 1.0), 0
 
     def draw(case: tuple[float, ...], S: int, I: int) -> np.ndarray:  # noqa: E741
@@ -110,9 +108,7 @@ def test_sufficient_statistics_cover_as_often_as_effects_that_are_drawn_one_by_o
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 40), (10, 7)])
-def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(
-    shape: tuple[int, int], spread: float
-) -> None:
+def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(shape, spread):
     rng = np.random.default_rng(3)
     effects = rng.normal(0.3, 1, (shape[0], 1)) + rng.normal(0, spread, shape[1])
     alone = stats.ttest_1samp(effects.mean(axis=1), 0).confidence_interval()
@@ -125,7 +121,7 @@ def test_the_interval_is_never_narrower_than_students_over_the_seeds_alone(
         assert (low, high) == pytest.approx(tuple(alone), rel=1e-12)
 
 
-def test_an_interval_by_hand_one_without_width_and_none_of_one_number() -> None:
+def test_an_interval_by_hand_one_without_width_and_none_of_one_number():
     effects = np.array([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])  # means 1.5 2.5 3.5, and 1 4
     half = np.hypot(4.302653 / 3**0.5, 12.706205 * 4.5**0.5 / 2**0.5)
     assert interval(effects) == pytest.approx((2.5 - half, 2.5 + half), rel=1e-6)
@@ -134,7 +130,7 @@ def test_an_interval_by_hand_one_without_width_and_none_of_one_number() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1, 30), (3, 30), (8, 200)])
-def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape: tuple) -> None:
+def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape):
     rng = np.random.default_rng(4)
     effects = rng.normal(size=(shape[0], 1)) + rng.normal(size=shape)
     effects -= effects.mean()
@@ -145,7 +141,7 @@ def test_p_is_below_5_in_100_exactly_where_the_interval_excludes_zero(shape: tup
         assert (p_value(effects + shift * half) < 0.05) == excluded == (abs(shift) > 1)
 
 
-def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_hand() -> None:
+def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_hand():
     for mean in (0.01, -0.5, 3.0, 1000.0, 20_000.0):
         effects = mean + np.array([[0], [1], [2.3], [-0.4]])
         told = stats.ttest_1samp(effects[:, 0], 0).pvalue
@@ -163,7 +159,7 @@ def converted(name: str) -> Pool:
 
 
 @pytest.mark.parametrize("which", BEFORE["values"])
-def test_every_value_and_item_of_a_converted_run_is_what_it_was(which: str) -> None:
+def test_every_value_and_item_of_a_converted_run_is_what_it_was(which):
     name, seed = which.split("/")
     (run,) = (run for run in converted(name).runs if run.seed == int(seed))
     rows = sorted([v.name, v.value, v.unit, v.items and list(v.items)] for v in run.values)
@@ -172,7 +168,7 @@ def test_every_value_and_item_of_a_converted_run_is_what_it_was(which: str) -> N
     assert run.manifest["date"].startswith("2026-11-22")
 
 
-def test_every_committed_run_is_a_small_file() -> None:
+def test_every_committed_run_is_a_small_file():
     assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000
 
 
@@ -191,12 +187,9 @@ def satterthwaite(effects: np.ndarray) -> tuple[float, float] | None:
     return middle - half, middle + half
 
 
-def test_under_the_interval_of_then_all_verdicts_are_those_of_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_the_interval_of_then_all_verdicts_are_those_of_then(monkeypatch):
     monkeypatch.setattr(verdicts, "interval", satterthwaite)
-    pools = {name: converted(name) for name in {claim.run for claim in papers.claims()}}
-    now: dict[str, list[str]] = {}
+    pools, now = {claim.run: converted(claim.run) for claim in papers.claims()}, {}
     for claim in papers.claims():
         now.setdefault(str(verdicts.row(claim, [pools[claim.run]]).label), []).append(claim.id)
     assert now == BEFORE["verdicts"]

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,9 +46,7 @@ RUN = Run(
         (Run, {"curves": RUN.curves * 2}), (Run, {"tier": "studi"}),
     ],
 )  # fmt: skip
-def test_a_value_curve_or_run_that_breaks_a_rule_is_refused(
-    kind: Any, fields: dict[str, Any]
-) -> None:
+def test_a_value_curve_or_run_that_breaks_a_rule_is_refused(kind, fields):
     good = {Value: Value("pesc/dense/accuracy", 0.5, "share"), Run: RUN,
             Curve: Curve("pesc/dense/accuracy", "nats", (1.0, 2.0), (3.0, -4.0))}  # fmt: skip
     twice = "E-VALUE: toy, seed 3: toy/a is recorded twice|E-TIER: .*'studi': did you mean 'study'"
@@ -57,7 +54,7 @@ def test_a_value_curve_or_run_that_breaks_a_rule_is_refused(
         replace(good[kind], **fields)
 
 
-def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more() -> None:
+def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more():
     exact = (1.00049, -2.34567e-7, 12345.0, 0.0, math.pi)
     assert rounded(exact) == (1.0, -2.346e-7, 12345.0, 0.0, 3.142)
     worst = (1.000499, 1.000499)
@@ -75,7 +72,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "0.parquet"
 
 
-def test_writing_and_reading_a_run_keeps_every_bit(path: Path) -> None:
+def test_writing_and_reading_a_run_keeps_every_bit(path):
     found = results.read_run(path)
     assert found == RUN
     assert [v.value.hex() for v in RUN.values] == [v.value.hex() for v in found.values]
@@ -84,7 +81,7 @@ def test_writing_and_reading_a_run_keeps_every_bit(path: Path) -> None:
     assert results.read_run(path) == bare
 
 
-def test_no_damaged_byte_and_no_cut_goes_unseen(path: Path) -> None:
+def test_no_damaged_byte_and_no_cut_goes_unseen(path):
     whole, draw = path.read_bytes(), random.Random(0)
     for place in [0, *draw.sample(range(len(whole)), 300), len(whole) - 1]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
@@ -130,9 +127,7 @@ def _value(table: pa.Table) -> pa.Table:
         (lambda table: table.replace_schema_metadata({HEAD: b"[1]"}), NO_RUN),
     ],
 )  # fmt: skip
-def test_a_file_that_says_anything_else_is_refused_by_name(
-    path: Path, edit: Callable[[pa.Table], pa.Table], message: str
-) -> None:
+def test_a_file_that_says_anything_else_is_refused_by_name(path, edit, message):
     pq.write_table(edit(pq.read_table(path)), path)
     with pytest.raises(Refusal, match=f"E-RUN: .*0.parquet .*{message}"):
         results.read_run(path)
