@@ -81,7 +81,7 @@ def test_extra_memory_is_what_a_run_needs_over_what_was_held():
     assert large.seconds >= 0 < large.wall
 
 
-def test_the_floor_does_its_products_at_two_flops_a_term_and_a_step_of_experts_at_6_s_d_f():
+def test_the_floor_has_two_flops_a_term_and_takes_the_faster_library(monkeypatch):
     for shape, flops in (((2, 3, 5), 60), ((2, 3, 5, 4), 240)):
         contender = case.dense([Product(*shape)], CPU, torch.float32)
         with FlopCounterMode(display=False) as counted:
@@ -91,10 +91,7 @@ def test_the_floor_does_its_products_at_two_flops_a_term_and_a_step_of_experts_a
     for trained, times in ((S, 18), (S // 2, 15), (0, 12)):
         step = case.expert_step(S, trained, D, F)
         assert sum(each.flops for each in step) == times * S * D * F
-
-
-def test_the_floor_takes_the_faster_library_in_results_that_are_not_new_memory(monkeypatch):
-    shapes = []
+    shapes = []  # the floor takes the faster library, in results that are not new memory
     monkeypatch.setattr(case, "BLOCK", 10)
     monkeypatch.setattr(case, "product", lambda left, right: shapes.append(left.shape))
     for blocked_is_faster in (True, False):
@@ -133,7 +130,7 @@ def test_goals_are_met_or_missed_by_the_ratio_in_their_direction():
     assert list(goals["measured"]) == pytest.approx([1.25, 1.5, 0.3])
 
 
-def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread():
+def test_goals_are_stated_for_their_scale_rounds_and_thread_and_a_bound_itself_is_met():
     for setting, value in (("rounds", 9), ("rounds", 4), ("threads", 2), ("scale", "small")):
         measured = frame(ours=OURS, eager=EAGER)
         measured.attrs[setting] = value
@@ -141,8 +138,6 @@ def test_goals_are_stated_for_their_scale_five_rounds_and_one_thread():
         verdicts = set(report.judge(measured)["verdict"])
         assert verdicts == ({"met", "not run"} if value == 9 else {"not stated"})
 
-
-def test_a_bound_itself_is_met():
     for kind, value, met in (
         ("faster", 2.0, True), ("faster", 1.9, False), ("within", 2.0, True),
         ("within", 2.1, False), ("memory", 2.1, False), ("seconds", 1.0, True),
