@@ -144,8 +144,16 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
 
 
+def unpacked(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, from memory, not a map, or refuse E-FORMAT."""
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except SafetensorError as error:
+        refuse("E-FORMAT", f"{path} is not safetensors ({error}); fetch it again")
+
+
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
-    """Read safetensors of exactly the expected names, shapes and dtypes, from memory, not a map.
+    """Read safetensors of exactly the expected names, shapes and dtypes.
 
     ``expected`` may be on the meta device; unless ``exact``, any float of 16 bits or more will do.
     """
@@ -154,10 +162,7 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
     limit = 8 * sum(tensor.numel() for tensor in expected.values()) + 2**20
     if (size := path.stat().st_size) > limit:
         refuse("E-LIMIT", f"{path} has {size} bytes, expected at most {limit} for this base")
-    try:
-        tensors = safetensors.torch.load(path.read_bytes())
-    except SafetensorError as error:
-        refuse("E-FORMAT", f"{path} is not safetensors ({error}); fetch it again")
+    tensors = unpacked(path)
     _check_finite(tensors, str(path))
     missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected.keys())
     if missing or surplus:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import safetensors.torch
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ class Store:
         here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
         if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
             warnings.warn(f"W-REPRO: {newest} is from {there}, this is {here}", stacklevel=2)
-        tensors = safetensors.torch.load((newest / TENSORS).read_bytes())  # a map may be cut
+        tensors = checkpoint.unpacked(newest / TENSORS)
         facts = json.loads((newest / FACTS).read_text())
         old = facts["settings"]
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):

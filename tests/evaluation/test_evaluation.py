@@ -1,11 +1,17 @@
-"""The table says what a plain loop says; batches equal the same prompts one by one."""
+"""The table says what a plain loop says; batches equal the same prompts one by one.
+
+Averages over benchmarks and differences paired by item equal numbers worked by hand.
+"""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import lm_eval.tasks
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -20,8 +26,6 @@ from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
 
 CONTEXTS = ["the sum", "a", "### Human:\nwhat is it?", "the human is the sum of", "zz zz"]
-
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -36,11 +40,11 @@ def llama(tiny):
     return tiny(initializer_range=0.4, tie_word_embeddings=False)
 
 
+@dataclass
 class Memory:
     """What a `Knower` keeps between the steps of a generation: the ids so far."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    ids: torch.Tensor
 
     def batch_select_indices(self, lines):
         self.ids = self.ids[lines]
@@ -62,8 +66,7 @@ class Knower(nn.Module):
         for line, (row, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
             start = mask.index(1)
             for place in range(start, len(row)):
-                known = self.next.get(tuple(row[start : place + 1]))
-                if known is not None:
+                if (known := self.next.get(tuple(row[start : place + 1]))) is not None:
                     logits[line, place, known] = 40.0
         logits = logits[:, -logits_to_keep:]
         return CausalLMOutputWithPast(logits=logits, past_key_values=Memory(ids))
@@ -80,7 +83,9 @@ def nats(model, before, scored):
     return logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)].sum().item()
 
 
-def test_likelihoods_in_a_batch_equal_those_one_by_one(llama, tokenizer):
+def test_likelihoods_in_a_batch_equal_those_one_by_one_and_greedy_ones_are_recognised(
+    llama, tokenizer
+):
     continuations = [" is", " four and five", "!", " the", " it"]
     pairs = list(zip(CONTEXTS, continuations, strict=True))
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
@@ -89,9 +94,6 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one(llama, tokenizer):
         before, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
         assert value == pytest.approx(nats(llama, before, whole[len(before) :]), rel=1e-5)
     assert got[-1][0] == pytest.approx(nats(llama, [0], tokenizer.encode("the sum")), rel=1e-5)
-
-
-def test_a_greedy_continuation_is_recognised(llama, tokenizer):
     before = tokenizer.encode(CONTEXTS[0])
     with torch.no_grad():
         best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
@@ -136,11 +138,8 @@ def test_a_prompt_longer_than_the_model_is_cut_on_the_left_and_told(llama, token
 
 
 def test_what_cannot_be_done_is_refused(llama, tokenizer):
-    class Endless:
-        eos_token_id = None
-
     with pytest.raises(Refusal, match="E-DATA: the tokenizer has no end-of-sequence token"):
-        InMemory(llama, Endless(), 1)
+        InMemory(llama, SimpleNamespace(eos_token_id=None), 1)
     with pytest.raises(Refusal, match=r"E-DATA: .* scores whole texts"):
         InMemory(llama, tokenizer, 1).loglikelihood_rolling([request("loglikelihood_rolling", "a")])
 
@@ -177,11 +176,10 @@ def test_the_likelihood_is_that_of_the_answer_with_its_end(llama, tokenizer):
 
 def test_evaluation_leaves_mode_random_states_and_screen_alone(llama, tokenizer, capfd):
     llama.train()
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
-    expected = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
+    before = [state() for state in states]
     first = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
-    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    np.testing.assert_equal([state() for state in states], before)
     assert llama.training
     again = evaluation.evaluate(llama, tokenizer, ["gcd"], limit=2)
     assert first.equals(again)
@@ -198,47 +196,35 @@ def index(monkeypatch):
 
 ARC = {
     "question": ["What barks?", "What is wet?"],
-    "choices": [
-        {"text": ["a dog", "a cat"], "label": ["A", "B"]},
-        {"text": ["sand", "a cake", "the sea"], "label": ["1", "2", "3"]},
-    ],
+    "choices": [{"text": ["a dog", "a cat"], "label": ["A", "B"]},
+                {"text": ["sand", "a cake", "the sea"], "label": ["1", "2", "3"]}],
     "answerKey": ["A", "3"],
-}
+}  # fmt: skip
 
 
 def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch, index):
     split = datasets.Dataset.from_dict(ARC)
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *a, **k: datasets.DatasetDict(train=split, test=split)
-    )
+    splits = datasets.DatasetDict(train=split, test=split)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: splits)
     table = evaluation.evaluate(llama, tokenizer, ["gcd", "arc_easy"], limit=2)
     assert table.task.tolist() == ["gcd", "gcd", "arc_easy", "arc_easy"]
     found = table[table.task == "arc_easy"]
     for item, question in enumerate(ARC["question"]):
         before = tokenizer.encode(f"Question: {question}\nAnswer:")
-        nats, lengths = [], []
-        for choice in ARC["choices"][item]["text"]:
-            scored = tokenizer.encode(f"Question: {question}\nAnswer: {choice}")[len(before) :]
-            ids = torch.tensor([before + scored])
-            labels = torch.tensor([[-100] * len(before) + scored])
-            with torch.no_grad():
-                nats.append(llama(ids, labels=labels).loss.item() * len(scored))
-            lengths.append(len(scored))
-        gold = ARC["choices"][item]["label"].index(ARC["answerKey"][item])
-        row = found.iloc[item]
-        assert row.nll_sum == pytest.approx(nats[gold], rel=1e-5)
-        assert row.nll == pytest.approx(nats[gold] / lengths[gold], rel=1e-5)
-        assert row.output == str(int(np.argmin(nats)))
-        texts = ARC["choices"][item]["text"]
-        per_byte = [n / len(text) for n, text in zip(nats, texts, strict=True)]
-        assert row.correct == int(np.argmin(per_byte) == gold)
-        assert row.answer == texts[gold]
+        texts, labels = ARC["choices"][item].values()
+        gold, row = labels.index(ARC["answerKey"][item]), found.iloc[item]
+        scored = [tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :]
+                  for t in texts]  # fmt: skip
+        sums = [-nats(llama, before, choice) for choice in scored]
+        assert row.nll_sum == pytest.approx(sums[gold], rel=1e-5)
+        assert row.nll == pytest.approx(sums[gold] / len(scored[gold]), rel=1e-5)
+        assert row.output == str(np.argmin(sums))
+        per_byte = [n / len(text) for n, text in zip(sums, texts, strict=True)]
+        assert (row.correct, row.answer) == (np.argmin(per_byte) == gold, texts[gold])
     assert set(found.domain) == {"benchmark"}
 
 
-def test_a_benchmark_without_its_data_is_refused_in_one_line(
-    llama, tokenizer, monkeypatch, tmp_path, index
-):
+def test_a_benchmark_without_its_data_is_refused(llama, tokenizer, monkeypatch, tmp_path, index):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(Refusal, match="E-OFFLINE: benchmark 'hellaswag'") as caught:
@@ -263,3 +249,73 @@ def test_what_does_not_exist_is_refused_with_the_nearest(
     with pytest.raises(Refusal) as caught:
         evaluation.evaluate(llama, tokenizer, names, **given)
     assert words in str(caught.value)
+
+
+DOMAINS = {"gsm8k": "mathematics", "hendrycks_math": "mathematics", "mmlu": "mmlu"}
+TASKS = {
+    "gsm8k": ("benchmark", [1, 0, 0, 0]),
+    "hendrycks_math_algebra": ("benchmark", [1]),
+    "hendrycks_math_geometry": ("benchmark", [0]),
+    "mmlu_astronomy": ("benchmark", [1, 1, 1, 1, 1]),
+    "python_eval": ("code", [0, 1]),
+}
+TABLE = pd.DataFrame(
+    [(t, domain, correct) for t, (domain, items) in TASKS.items() for correct in items],
+    columns=["task", "domain", "correct"],
+)
+
+
+@pytest.mark.parametrize(
+    ("domains", "score", "by_domain"),
+    [(DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
+     (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5})],
+)  # fmt: skip
+def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score, by_domain):
+    items = evaluation.by_benchmark(TABLE, domains)
+    assert items.score.mean() == pytest.approx(np.mean(score))
+    assert items.groupby("domain").domain_score.mean().to_dict() == pytest.approx(by_domain)
+    assert list(items.correct) == list(TABLE.correct)
+    sums = items.groupby("benchmark").weight.sum()
+    assert sums.to_numpy() == pytest.approx([13 / len(score)] * len(score))
+    assert set(sums.index) == ({*DOMAINS, "python_eval"} if domains else set(TABLE.task))
+
+
+def test_items_of_equal_tasks_keep_their_scores_and_no_items_are_refused():
+    equal = TABLE[TABLE.task.isin(["hendrycks_math_algebra", "hendrycks_math_geometry"])]
+    equal = pd.concat([equal, TABLE[TABLE.task == "python_eval"]], ignore_index=True)
+    items = evaluation.by_benchmark(equal, DOMAINS)
+    assert items.score.equals(equal.correct.astype(float))
+    assert items.domain_score.equals(equal.correct.astype(float))
+    with pytest.raises(Refusal, match="E-DATA: no evaluated item"):
+        evaluation.by_benchmark(TABLE[:0], DOMAINS)
+
+
+def arm(scores, nats):
+    return pd.DataFrame({"score": scores, "nll": nats})
+
+
+def test_a_difference_is_paired_by_item_with_students_interval():
+    tables = {
+        "sparse": arm([1, 1, 0, 1], [1.0, 2.0, 3.0, np.nan]),
+        "dense": arm([0, 1, 0, 0], [2.0, 2.0, 5.0, np.nan]),
+    }
+    lines = evaluation.paired(tables, [("sparse", "dense")])
+    assert set(lines.index.get_level_values(0)) == {"sparse minus dense"}
+    assert list(lines.index.get_level_values(1)) == ["accuracy (points)", "nll (nats)"]
+    # Gaps 1, 0, 0, 1: mean 0.5, deviation 1/sqrt 3, error 1/sqrt 12; Student's quantile 3.182.
+    half = 100 * 3.182446 / 12**0.5
+    assert lines.iloc[0].tolist() == pytest.approx([50, 50 - half, 50 + half, half], rel=1e-5)
+    # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile 4.303.
+    half = 4.302653 / 3**0.5
+    assert lines.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
+
+
+def test_absent_arms_and_values_leave_no_line_or_no_interval():
+    tables = {"one": arm([1], [1.5]), "other": arm([0], [1.0]), "paper": arm([0], [np.nan])}
+    assert evaluation.paired(tables, [("one", "dense")]).empty
+    lines = evaluation.paired(tables, [("one", "other"), ("one", "dense")])
+    assert lines["difference"].tolist() == [100, 0.5]
+    assert lines.drop(columns="difference").isna().all(axis=None)  # a single item
+    lines = evaluation.paired(tables, [("one", "paper")], ["nll"])
+    assert list(lines.index) == [("one minus paper", "nll (nats)")]
+    assert lines.isna().all(axis=None)  # no item has a likelihood in both

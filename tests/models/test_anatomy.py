@@ -1,84 +1,76 @@
-"""Where transformers keeps its parts: dense and sparse families, wrappers, crafted layers."""
+"""Where transformers keeps its parts, and our experts in place of its own: the same results."""
 
 import peft
 import pytest
 import torch
-import transformers as tr
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from moebook import models
 from moebook.errors import Refusal
+from moebook.kernels import experts
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 
-SIZE = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 4}  # fmt: skip
-SPARSE = {
-    "Mixtral": {"intermediate_size": 24, "num_local_experts": 4},
-    "Olmoe": {"intermediate_size": 24, "num_experts": 4},
-    "Qwen3Moe": {"moe_intermediate_size": 24, "num_experts": 4, "intermediate_size": 40},
-    "DeepseekV2": {
-        "moe_intermediate_size": 24, "n_routed_experts": 4, "intermediate_size": 40,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 2,
-    },
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "intermediate_size": 40, "pad_token_id": 0, "eos_token_id": 1,
+         "bos_token_id": 1}  # fmt: skip
+SPARSE = {  # with four experts of width 24
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 24},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8,
+                    "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 16, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "head_dim": 16},
 }  # fmt: skip
 
 
 def build(family, **changes):
-    config = getattr(tr, f"{family}Config")(**SIZE, **changes)
-    with torch.device("meta"):
-        return getattr(tr, f"{family}ForCausalLM")(config)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SIZES, **SPARSE.get(family, {}), **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"])
 def test_dense_families_show_their_mlps(family):
-    model = build(family, intermediate_size=40, head_dim=8)
+    model = build(family, head_dim=16)
     found = anatomy(model)
-    assert found.hidden == 32
-    assert found.decoder is model.model
-    assert [(layer.index, layer.kind, layer.width) for layer in found.layers] == [
-        (0, "dense", 40), (1, "dense", 40)]  # fmt: skip
-    assert all(layer.mlp is layer.block.mlp for layer in found.layers)
-    assert all(layer.attention is layer.block.self_attn for layer in found.layers)
-    assert found.layers[0].router is None
-    assert found.layers[0].experts is None
+    assert (found.hidden, found.decoder) == (32, model.model)
+    for index, (layer, block) in enumerate(zip(found.layers, model.model.layers, strict=True)):
+        assert (layer.index, layer.kind, layer.width, layer.block) == (index, "dense", 40, block)
+        assert (layer.mlp, layer.attention) == (block.mlp, block.self_attn)
+        assert layer.router is layer.experts is None
+    found.layers[0].replace(nn.Identity())
+    assert isinstance(model.model.layers[0].mlp, nn.Identity)
 
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_sparse_families_show_router_and_fused_experts(family):
-    model = build(family, **SPARSE[family])
-    layer = anatomy(model).layers[1]
+    first, layer = anatomy(build(family)).layers
     assert (layer.kind, layer.width) == ("sparse", 24)
     assert layer.router is layer.mlp.gate
     assert layer.experts.gate_up_proj.shape == (4, 48, 32)
     assert layer.experts.down_proj.shape == (4, 32, 24)
-    assert (layer.shared is not None) == (family == "DeepseekV2")
-    first = anatomy(model).layers[0]
-    assert first.kind == ("dense" if family == "DeepseekV2" else "sparse")
+    assert (layer.shared is not None) == (family == "deepseek_v2")
+    assert first.kind == ("dense" if family == "deepseek_v2" else "sparse")
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
-def test_a_peft_wrapper_is_looked_through():
-    model = build("Llama", intermediate_size=40)
-    decoder = model.model
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert anatomy(wrapped).decoder is decoder
-
-
-def test_experts_that_peft_adapts_are_shown_as_they_were():
-    model = build("Mixtral", **SPARSE["Mixtral"])
-    experts = [layer.experts for layer in anatomy(model).layers]
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=[
-        "experts.gate_up_proj", "experts.down_proj"])  # fmt: skip
-    layers = anatomy(peft.get_peft_model(model, lora)).layers
-    assert all(layer.experts is mine for layer, mine in zip(layers, experts, strict=True))
-    assert [(layer.kind, layer.width) for layer in layers] == [("sparse", 24)] * 2
+def test_a_peft_wrapper_is_looked_through_and_experts_that_it_adapts_are_shown_as_they_were():
+    model = build("mixtral")
+    decoder, experts = model.model, [layer.experts for layer in anatomy(model).layers]
+    adapted = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=adapted)
+    found = anatomy(peft.get_peft_model(model, lora))
+    assert found.decoder is decoder
+    assert [layer.experts for layer in found.layers] == experts
+    assert [(layer.kind, layer.width) for layer in found.layers] == [("sparse", 24)] * 2
 
 
 def test_crafted_layers_are_sparse_with_a_shared_mlp():
-    model = tr.LlamaForCausalLM(tr.LlamaConfig(**SIZE, intermediate_size=40))
+    model = build("llama")
     pesc.craft(model, pesc.Config(experts=3, adapter_width=4, layers=(1,)))
     dense, sparse = anatomy(model).layers
     assert (dense.kind, sparse.kind, sparse.width) == ("dense", "sparse", 40)
@@ -87,17 +79,48 @@ def test_crafted_layers_are_sparse_with_a_shared_mlp():
     assert type(sparse.shared).__name__ == "LlamaMLP"
 
 
-def test_replacing_puts_another_module_into_the_block():
-    layer = anatomy(build("Llama", intermediate_size=40)).layers[0]
-    layer.replace(nn.Identity())
-    assert isinstance(layer.block.mlp, nn.Identity)
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("gpt2", "no decoder layers.*GPT2MLP"), ("phi", "decoder layer 0 .*PhiMLP")],
+)
+def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, words):
+    with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
+        anatomy(build(family))
 
 
-def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen():
-    with torch.device("meta"):
-        gpt2 = tr.GPT2LMHeadModel(tr.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=32))
-        phi = tr.PhiForCausalLM(tr.PhiConfig(**SIZE, intermediate_size=40))
-    with pytest.raises(Refusal, match=r"E-MODEL: no decoder layers.*GPT2MLP"):
-        anatomy(gpt2)
-    with pytest.raises(Refusal, match=r"E-MODEL: decoder layer 0 .*PhiMLP"):
-        anatomy(phi)
+@pytest.mark.parametrize("family", SPARSE)
+def test_training_and_generation_with_our_experts_equal_those_of_transformers(family, monkeypatch):
+    rows = []
+
+    def counted(x, *args):
+        rows.append(len(x))
+        return experts(x, *args)
+
+    monkeypatch.setattr(models.registry, "experts", counted)
+    models.register_experts()
+    model, ids, seen = build(family).double(), torch.randint(2, 64, (2, 9)), []
+    for parameter in model.parameters():  # some families start so small that nothing would show
+        nn.init.normal_(parameter, std=0.3)
+    for implementation in ("eager", "moebook"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        tokens = model.eval().generate(ids[:, :4], max_new_tokens=6, do_sample=False)
+        seen.append((loss, grads, tokens))
+    (loss, grads, tokens), (our_loss, our_grads, our_tokens) = seen
+    torch.testing.assert_close(our_loss, loss, rtol=1e-10, atol=0)
+    torch.testing.assert_close(our_grads, grads, rtol=1e-8, atol=1e-10)
+    assert any("experts" in name and grad.abs().sum() > 0 for name, grad in grads.items())
+    assert torch.equal(our_tokens, tokens)
+    # Ours ran: all 18 tokens in training, then two prompts of four, then two tokens at a time.
+    assert {18, 8, 2} == set(rows)
+
+
+def test_experts_of_another_form_are_refused():
+    models.register_experts()
+    model = build("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    model.set_experts_implementation("moebook")
+    with pytest.raises(Refusal, match="E-MODEL: GptOssExperts: experts implementation 'moebook'"):
+        model(input_ids=torch.tensor([[3, 4]]))

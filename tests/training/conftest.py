@@ -9,18 +9,6 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 
-def random_rows(count: int = 20, seed: int = 0) -> Dataset:
-    draw = random.Random(seed)
-    ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(count)]
-    labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
-    return Dataset.from_dict({"input_ids": ids, "labels": labels, "length": list(map(len, ids))})
-
-
-@pytest.fixture(scope="session")
-def llama(tiny):
-    return tiny
-
-
 @pytest.fixture(scope="session")
 def lora(tiny):
     """The same with LoRA and dropout, so that training draws random numbers at every step."""
@@ -30,7 +18,14 @@ def lora(tiny):
 
 @pytest.fixture(scope="session")
 def rows():
-    return random_rows
+    def build(count=20):
+        draw = random.Random(0)
+        ids = [[draw.randrange(3, 64) for _ in range(draw.randint(4, 20))] for _ in range(count)]
+        labels = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in ids]
+        columns = {"input_ids": ids, "labels": labels, "length": list(map(len, ids))}
+        return Dataset.from_dict(columns)
+
+    return build
 
 
 @pytest.fixture(scope="session")

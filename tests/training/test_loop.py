@@ -1,4 +1,7 @@
-"""Training equals a plain loop, repeats bit for bit, and stops at the first bad number."""
+"""Training equals a plain loop, repeats bit for bit, and stops at the first bad number.
+
+Its batches are a function of seed and step, cover every row, and cost little padding.
+"""
 
 import math
 import random
@@ -6,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers.utils import logging
 
 from moebook.errors import Refusal
@@ -48,39 +52,28 @@ def square(model):
     return 0.05 * sum(p.pow(2).mean() for p in model.parameters())
 
 
-SHARES = {
-    "constant": [0, 1 / 2, 1, 1, 1, 1],
-    "linear": [0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4],
-    "cosine": [0, 1 / 2, 1, *(0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3))],
-}
-
-
-@pytest.mark.parametrize(("schedule", "shares"), SHARES.items())
-def test_training_equals_a_plain_loop(llama, rows, schedule, shares):
-    ours, theirs = llama().double(), llama().double()
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]),
+     ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)])],
+)  # fmt: skip
+def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
+    ours, theirs = tiny().double(), tiny().double()
     history = fit(
         ours, rows(), steps=6, batch=4, lr=1e-2, schedule=schedule, warmup=0.3, weight_decay=0.1,
         betas=(0.9, 0.95), clip=0.5, seed=3, pad_id=2, penalty=square,
     )  # fmt: skip
-    rates = [1e-2 * share for share in shares]
+    rates = [1e-2 * share for share in (0, 1 / 2, 1, *shares)]
     losses, norms = plain_loop(theirs, rows(), rates, clip=0.5, decay=0.1, penalty=square)
     assert history.loss == pytest.approx(losses, rel=1e-6)
     assert history.norm == pytest.approx(norms, rel=1e-6)
+    assert history.penalty[0] == pytest.approx(square(tiny()).item(), rel=1e-6)
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
-def test_the_penalty_is_logged_apart_and_trained_on(llama, rows):
-    history = fit(llama(), rows(), steps=8, batch=4, lr=1e-2, pad_id=2, penalty=square)
-    assert history.penalty[0] == pytest.approx(square(llama()).item())
-    bare = fit(llama(), rows(), steps=8, batch=4, lr=1e-2, pad_id=2)
-    assert history.loss[0] == bare.loss[0]
-    assert history.loss[-1] != bare.loss[-1]
-    assert bare.penalty == [0.0] * 8
-
-
-def test_accumulated_parts_give_the_history_of_the_whole_batch(llama, rows):
+def test_accumulated_parts_give_the_history_of_the_whole_batch(tiny, rows):
     def train(parts):
-        model, settings = llama().double(), {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2}
+        model, settings = tiny().double(), {"epochs": 2, "batch": 6, "lr": 1e-2, "pad_id": 2}
         return model, fit(model, rows(), penalty=square, accumulate=parts, **settings)
 
     (whole, once), (parts, often) = train(1), train(3)  # the last batch has fewer rows than parts
@@ -90,22 +83,26 @@ def test_accumulated_parts_give_the_history_of_the_whole_batch(llama, rows):
     torch.testing.assert_close(weights(whole), weights(parts), rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(llama, rows):
-    model, seen = llama(), []
+def test_bf16_computes_in_bfloat16_and_leaves_the_model_as_it_was(tiny, rows):
+    model, seen = tiny(), []
     forward = type(model).forward
     model.model.layers[0].mlp.register_forward_hook(lambda *now: seen.append(now[2].dtype))
     low = fit(model, rows(), steps=3, batch=4, lr=1e-2, pad_id=2, bf16=True)
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.forward.__func__ is forward
-    full = fit(llama(), rows(), steps=3, batch=4, lr=1e-2, pad_id=2)
+    full = fit(tiny(), rows(), steps=3, batch=4, lr=1e-2, pad_id=2)
     assert low.loss == pytest.approx(full.loss, rel=2e-2)
     assert low.loss != full.loss
+    assert full.penalty == [0.0] * 3
 
 
-def test_one_seed_gives_the_same_bits_twice_and_another_seed_others(lora, rows):
+def test_one_seed_gives_the_same_bits_and_only_what_requires_a_gradient_moves(lora, rows):
+    model, settings = lora(), {"epochs": 2, "batch": 8, "lr": 1e-2, "weight_decay": 0.1}
+
     def train(seed):
-        return fit(lora(), rows(), epochs=2, batch=8, lr=1e-2, seed=seed, pad_id=2)
+        model.load_state_dict(lora().state_dict())
+        return fit(model, rows(), **settings, seed=seed, pad_id=2)
 
     first, again, other = train(1), train(1), train(2)
     assert first.step == list(range(1, 7))
@@ -113,38 +110,29 @@ def test_one_seed_gives_the_same_bits_twice_and_another_seed_others(lora, rows):
     assert [0.0, *first.seconds] == sorted({0.0, *first.seconds})
     assert (first.loss, first.norm) == (again.loss, again.norm)
     assert first.loss != other.loss
+    before = dict(lora().named_parameters())
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
 
 
 def test_dropout_draws_anew_at_every_step(lora, rows):
     history = fit(lora(), rows(1), steps=4, batch=1, lr=1e-9, pad_id=2)
     model = lora()
-    with torch.no_grad():  # B is zero at first: make dropout visible
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first: make dropout visible
+            torch.nn.init.constant_(parameter, 0.3)
     noisy = fit(model, rows(1), steps=4, batch=1, lr=1e-9, pad_id=2)
     assert max(history.loss) - min(history.loss) < 1e-5
     assert len({round(loss, 5) for loss in noisy.loss}) == 4
 
 
-def test_only_what_requires_a_gradient_moves(lora, rows):
-    model = lora()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    fit(model, rows(), steps=3, batch=8, lr=1e-2, weight_decay=0.1, pad_id=2)
-    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {name for name in before if "lora_" in name}
-
-
-def infinite_gradient(weight):
-    return (weight - weight.detach()).abs().sum().sqrt()
-
-
-BAD = [lambda weight: weight.sum() * math.nan, lambda weight: weight.sum() * math.inf]
-
-
-@pytest.mark.parametrize("bad", [*BAD, infinite_gradient])
-def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(llama, rows, bad, tmp_path):
-    model, before = llama(), []
+@pytest.mark.parametrize(
+    "bad",
+    [lambda weight: weight.sum() * math.nan, lambda weight: weight.sum() * math.inf,
+     lambda weight: (weight - weight.detach()).abs().sum().sqrt()],  # its gradient is infinite
+)  # fmt: skip
+def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(tiny, rows, bad, tmp_path):
+    model, before = tiny(), []
 
     def spoil(model):
         before.append(weights(model))
@@ -157,14 +145,13 @@ def test_a_bad_loss_stops_at_its_step_before_any_parameter_moves(llama, rows, ba
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_training_leaves_the_surroundings_as_they_were(llama, rows, tmp_path, monkeypatch, capfd):
+def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    model, verbosity = llama(), logging.get_verbosity()
-    torch.manual_seed(11), np.random.seed(11), random.seed(11)
-    expected = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(11), np.random.seed(11), random.seed(11)
+    model, verbosity = tiny(), logging.get_verbosity()
+    states = lambda: torch.get_rng_state().numpy(), np.random.get_state, random.getstate
+    before = [state() for state in states]
     fit(model, rows(), steps=2, batch=4, pad_id=2)
-    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    np.testing.assert_equal([state() for state in states], before)
     assert logging.get_verbosity() == verbosity
     assert model.config.use_cache and not model.training
     assert list(tmp_path.iterdir()) == []
@@ -210,21 +197,18 @@ def at(*steps):
     return [(steps, weights)]
 
 
-def test_a_milestone_holds_the_weights_after_as_many_steps(lora, rows):
+def test_a_milestone_holds_the_weights_after_as_many_steps_and_changes_none(lora, rows):
     settings = {"batch": 4, "lr": 1e-2, "warmup": 0.0, "seed": 3}
     long, short = lora(), lora()
-    measured = fit(long, rows(), steps=5, milestones=at(0, 2, 5), **settings).milestones[0]
+    milestones = [(range(6), noisy), *at(0, 2, 5)]
+    _, measured = fit(long, rows(), steps=5, milestones=milestones, **settings).milestones
     fit(short, rows(), steps=2, **settings)
     assert sorted(measured) == [0, 2, 5]
     for step, model in ((0, lora()), (2, short), (5, long)):
         assert torch.equal(measured[step], weights(model))
-
-
-def test_a_run_with_milestones_equals_the_run_without(lora, rows):
-    plain, watched = lora(), lora()
-    fit(plain, rows(), steps=4, batch=4, lr=1e-2, seed=3)
-    fit(watched, rows(), steps=4, batch=4, lr=1e-2, seed=3, milestones=[(range(5), noisy)])
-    assert torch.equal(weights(plain), weights(watched))
+    plain = lora()
+    fit(plain, rows(), steps=5, **settings)
+    assert torch.equal(weights(plain), weights(long))
 
 
 def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(lora, rows, tmp_path, interrupt):
@@ -240,3 +224,76 @@ def test_a_resumed_run_is_measured_at_the_steps_of_the_whole_run(lora, rows, tmp
         got = history.milestones[0]
         assert len(got) == len(steps)
         assert all(torch.equal(got[step], want[step]) for step in steps)
+
+
+def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows):
+    def drawn(steps, seed=5):
+        batches = Batches(rows(23), 4, seed=seed, pad_id=2)
+        assert batches.per_epoch == 6
+        return {step: batches.rows(step).tolist() for step in steps}
+
+    there = drawn(range(12))
+    assert there == drawn(reversed(range(12)))
+    first, second = ([row for step in part for row in there[step]]
+                     for part in (range(6), range(6, 12)))  # fmt: skip
+    assert sorted(first) == sorted(second) == list(range(23))
+    assert first != second
+    assert there != drawn(range(12), seed=6)
+
+
+def test_parts_of_a_step_share_its_rows_and_one_without_rows_teaches_nothing(rows):
+    batches, empty = Batches(rows(10), 4, seed=0, pad_id=2), 0
+    for step in range(3):
+        dealt = [batches.part(step, part, 3) for part in range(3)]
+        taught = [int((inputs["labels"][:, 1:] != -100).sum()) for inputs, _ in dealt]
+        whole = int((batches[step]["labels"][:, 1:] != -100).sum())
+        assert sum(taught) == whole == batches.labels(step)
+        assert sum(share for _, share in dealt) == pytest.approx(1)
+        for (inputs, share), count in zip(dealt, taught, strict=True):
+            tokens = int(inputs["attention_mask"].sum())
+            assert share == (pytest.approx(tokens / batches.tokens(step)) if count else 0)
+            empty += not count
+    assert empty
+
+
+def test_a_batch_is_the_one_padded_by_hand():
+    ids, labels = [[5, 6, 7, 8], [9, 10, 11]], [[-100, -100, 7, 8], [-100, -100, 11]]
+    table = {"input_ids": ids, "labels": labels}
+    batch = Batches(Dataset.from_dict(table), 2, seed=0, pad_id=2).collate(np.array([0, 1]))
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 11, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 7, 8], [-100, 11, -100]]
+    assert batch["logits_to_keep"] == 3
+
+
+def test_leaving_out_unneeded_logits_changes_no_loss(rows, tiny):
+    model = tiny()
+    batches = Batches(rows(12), 12, seed=0, pad_id=2)
+    batch = batches.collate(np.arange(12))
+    full = torch.full(batch["input_ids"].shape, -100)
+    for line, labels in enumerate(batches.row_labels):
+        full[line, : len(labels)] = torch.tensor(labels)
+    with torch.no_grad():
+        short = model(**batch).loss
+        long = model(**{**batch, "labels": full, "logits_to_keep": 0}).loss
+    assert batch["labels"].shape[1] < full.shape[1]
+    torch.testing.assert_close(short, long)
+
+
+def test_rows_of_similar_length_come_together(rows):
+    batches = Batches(rows(256), 8, seed=0, pad_id=2)
+    padded = sum(batches[step]["input_ids"].numel() for step in range(32))
+    random_order = np.random.default_rng(0).permutation(256).reshape(32, 8)
+    unsorted = sum(batches.lengths[line].max() * 8 for line in random_order)
+    assert padded - batches.lengths.sum() < 0.4 * (unsorted - batches.lengths.sum())
+    assert sum(batches.tokens(step) for step in range(32)) == batches.lengths.sum()
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "words"),
+    [([], [], "no rows"), ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
+     ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked")],
+)  # fmt: skip
+def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
+    with pytest.raises(Refusal, match=f"E-DATA: .*{words}"):
+        Batches(Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2)
