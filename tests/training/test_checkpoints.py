@@ -33,10 +33,23 @@ def same(one, other):
 
 
 @pytest.fixture(scope="module")
-def straight(lora, rows):
-    """History and weights of a run that nothing interrupted."""
-    model = lora()
-    return fit(model, rows(), **SETTINGS), weights(model)
+def ends_as_uninterrupted(lora, rows):
+    """Go on in a folder and compare with a run that nothing interrupted."""
+
+    def trained(**more):
+        model = lora()
+        return fit(model, rows(), **SETTINGS, **more), weights(model)
+
+    whole, parameters = trained()
+
+    def check(folder, penalty=None):
+        history, resumed = trained(output=folder, every=2, penalty=penalty)
+        assert same(resumed, parameters)
+        assert (history.loss, history.norm) == (whole.loss, whole.norm)
+        assert history.seconds == sorted(history.seconds)
+        assert committed(folder) == ["step-6", "step-8"]
+
+    return check
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +68,10 @@ def interrupted(once_interrupted, tmp_path):
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    lora, rows, straight, interrupt, interrupted
+    lora, ends_as_uninterrupted, interrupt, interrupted
 ):
-    model = lora()
-    history = fit(model, rows(), **SETTINGS, output=interrupted, every=2)
-    assert same(weights(model), straight[1])
-    assert (history.loss, history.norm) == (straight[0].loss, straight[0].norm)
-    assert history.seconds == sorted(history.seconds)
-    assert committed(interrupted) == ["step-6", "step-8"]
-    again = lora()  # a finished run is read and not repeated
-    history = fit(again, rows(), **SETTINGS, output=interrupted, every=2, penalty=interrupt(1))
-    assert history.loss == straight[0].loss
-    assert same(weights(again), straight[1])
+    ends_as_uninterrupted(interrupted)
+    ends_as_uninterrupted(interrupted, interrupt(1))  # a finished run is read and not repeated
     tensors = load_file(interrupted / "step-8" / "tensors.safetensors")
     trained = {f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad}
     assert {name for name in tensors if name.startswith("model.")} == trained
@@ -94,7 +99,9 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
     assert torch.equal(one.weight, other.weight)
 
 
-def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(lora, rows, straight, tmp_path):
+def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
+    lora, rows, ends_as_uninterrupted, tmp_path
+):
     commit = checkpoint.commit
 
     def kill(stage, target):
@@ -108,11 +115,7 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(lora, rows, str
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert committed(tmp_path)[0].startswith(".stage-step-4-")
-    model = lora()
-    history = fit(model, rows(), **SETTINGS, output=tmp_path, every=2)
-    assert same(weights(model), straight[1])
-    assert history.loss == straight[0].loss
-    assert committed(tmp_path) == ["step-6", "step-8"]
+    ends_as_uninterrupted(tmp_path)
 
 
 def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
@@ -128,18 +131,14 @@ def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
         fit(lora(), rows(), **SETTINGS, output=unreadable)
 
 
-@pytest.mark.parametrize(
-    ("changes", "seed", "data", "words"),
-    [({"lr": 3e-2}, 0, 20, "lr 0.01 -> 0.03"), ({}, 1, 20, "model "), ({}, 0, 21, "data ")],
-)
-def test_another_run_in_the_same_folder_is_refused(
-    lora, rows, once_interrupted, changes, seed, data, words
+def test_a_folder_of_another_run_or_in_use_and_a_file_in_its_place_are_refused(
+    lora, rows, once_interrupted, tmp_path
 ):
-    with pytest.raises(Refusal, match=f"E-CONFIGDIFF: .*{words}"):
-        fit(lora(seed), rows(data), **{**SETTINGS, **changes}, output=once_interrupted)
-
-
-def test_a_folder_in_use_and_a_file_in_its_place_are_refused(lora, rows, tmp_path):
+    for lr, seed, data, words in [
+        (3e-2, 0, 20, "lr 0.01 -> 0.03"), (1e-2, 1, 20, "model "), (1e-2, 0, 21, "data "),
+    ]:  # fmt: skip
+        with pytest.raises(Refusal, match=f"E-CONFIGDIFF: .*{words}"):
+            fit(lora(seed), rows(data), **{**SETTINGS, "lr": lr}, output=once_interrupted)
     with checkpoints.locked(tmp_path), pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)
     (tmp_path / "run").touch()
