@@ -27,7 +27,7 @@ def ids(text):
 ROW = {"prompt": "2 + 2?", "answer": "4"}
 
 
-def test_camel_is_the_papers_prompt_with_both_special_tokens_and_loss_on_the_answer():
+def test_chats_are_the_papers_prompts_with_special_tokens_and_loss_on_the_answer():
     encoded = data.encode([ROW], Bytes(), max_length=100)
     text = ids("### Human:\n2 + 2?\n### Assistant:\n")
     assert encoded["input_ids"] == [[0, *text, *ids("4"), 1]]
@@ -35,9 +35,7 @@ def test_camel_is_the_papers_prompt_with_both_special_tokens_and_loss_on_the_ans
     assert encoded["length"] == [len(text) + 3]
     assert camel("q", "a", "s") == ("### System:\ns\n### Human:\nq\n### Assistant:\n", "a")
     assert data.encode([ROW], Bytes(bos=None), max_length=100)["input_ids"][0][:3] == ids("###")
-
-
-def test_deepseek_has_no_beginning_token_and_learns_the_space_with_the_answer():
+    # DeepSeek's has no beginning token, and the space is learnt with the answer.
     encoded = data.encode([ROW], Bytes(), format="deepseek", max_length=100)
     assert encoded["input_ids"] == [[*ids("User: 2 + 2?\n\nAssistant: 4"), 1]]
     assert [label for label in encoded["labels"][0] if label != -100] == [*ids(" 4"), 1]
@@ -54,16 +52,13 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
 
 @pytest.mark.parametrize(
     ("rows", "options", "match"),
-    [
-        ([], {}, "E-DATA: no rows"),
-        ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
-        ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
-        ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
-        ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
-        ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
-        ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence"),
-    ],
-)
+    [([], {}, "E-DATA: no rows"), ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
+     ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
+     ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
+     ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
+     ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
+     ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence")],
+)  # fmt: skip
 def test_rows_that_cannot_be_encoded_are_refused(rows, options, match):
     with pytest.raises(Refusal, match=match):
         data.encode(rows, **({"tokenizer": Bytes(), "max_length": 99} | options))

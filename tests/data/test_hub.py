@@ -1,9 +1,7 @@
-"""Raw rows from files and the hub: the papers' templates, draws, and every refusal with its place.
-
-A bad row of a local file is refused with file and line, a bad commit or answer of the hub by name.
-"""
+"""Raw rows from files and the hub: templates, draws, and each refusal with its place."""
 
 import json
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -18,45 +16,29 @@ CHOICES = {"label": ["A", "B"], "text": ["x", "y"]}
 PLAIN = {"prompt": "q", "answer": "a"}
 ARC = {"prompt": "Question: q?\nA. x\nB. y\nAnswer:", "answer": "B. y"}
 ROWS = {  # a row as the hub has it, and what becomes of it
-    "slimorca": (
-        {"conversations": [{"from": "system", "value": "s", "weight": None}, *TALK]},
-        PLAIN | {"system": "s"},
-    ),
+    "slimorca": ({"conversations": [{"from": "system", "value": "s", "weight": None}, *TALK]},
+                 PLAIN | {"system": "s"}),
     "magicoder_oss": ({"lang": "python", "problem": "q", "solution": "a"}, PLAIN),
     "magicoder_evol": ({"instruction": "q", "response": "a"}, PLAIN),
     "metamathqa": ({"query": "q", "original_question": "o", "response": "a"}, PLAIN),
-    "openorca": (
-        {"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"},
-        PLAIN | {"system": "s"},
-    ),
+    "openorca": ({"id": "niv.1", "system_prompt": "s", "question": "q", "response": "a"},
+                 PLAIN | {"system": "s"}),
     "wizardlm": ({"idx": "1", "conversations": TALK}, PLAIN),
     "commonsense_qa": (
         {"question": "q?", "question_concept": "c", "answerKey": "B", "choices": CHOICES},
-        {"prompt": "q?\nA. x\nB. y", "answer": "B. y"},
-    ),
-    "siqa": (
-        {"context": "c", "question": "q?", "answerA": "x", "answerB": "y", "answerC": "z",
-         "label": "3"},
-        {"prompt": "c\nq?\nA. x\nB. y\nC. z", "answer": "C. z"},
-    ),
-    "piqa": (
-        {"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
-        {"prompt": "Question: g\nA. x\nB. y\nAnswer:", "answer": "B. y"},
-    ),
+        {"prompt": "q?\nA. x\nB. y", "answer": "B. y"}),
+    "siqa": ({"context": "c", "question": "q?", "answerA": "x", "answerB": "y", "answerC": "z",
+              "label": "3"}, {"prompt": "c\nq?\nA. x\nB. y\nC. z", "answer": "C. z"}),
+    "piqa": ({"goal": "g", "sol1": "x", "sol2": "y", "label": 1},
+             {"prompt": "Question: g\nA. x\nB. y\nAnswer:", "answer": "B. y"}),
     "arc_easy": (
-        {"question": "q?", "answerKey": "2", "choices": CHOICES | {"label": ["1", "2"]}}, ARC,
-    ),
+        {"question": "q?", "answerKey": "2", "choices": CHOICES | {"label": ["1", "2"]}}, ARC),
     "arc_challenge": (
-        {"question": "q?", "answerKey": "A", "choices": CHOICES}, ARC | {"answer": "A. x"},
-    ),
-    "boolq": (
-        {"question": "is it", "answer": True, "passage": "p"},
-        {"prompt": "p\nQuestion: is it\nA. Yes\nB. No\nAnswer:", "answer": "A. Yes"},
-    ),
-    "gsm8k": (
-        {"question": "q", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
-        {"prompt": "Question: q", "answer": "4", "rationale": "2+2 = <<2+2=4>>4"},
-    ),
+        {"question": "q?", "answerKey": "A", "choices": CHOICES}, ARC | {"answer": "A. x"}),
+    "boolq": ({"question": "is it", "answer": True, "passage": "p"},
+              {"prompt": "p\nQuestion: is it\nA. Yes\nB. No\nAnswer:", "answer": "A. Yes"}),
+    "gsm8k": ({"question": "q", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
+              {"prompt": "Question: q", "answer": "4", "rationale": "2+2 = <<2+2=4>>4"}),
     "mbpp": ({"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]}, PLAIN),
 }  # fmt: skip
 RAW = {name: raw for name, (raw, _) in ROWS.items()}
@@ -137,18 +119,13 @@ def test_commits_and_names_are_read_or_refused():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [
-        (ConnectionError("offline"), f"E-OFFLINE: ybisk/piqa@{COMMIT} is not cached"),
-        (datasets.exceptions.DatasetNotFoundError("no such"), f"E-NOFILE: ybisk/piqa@{COMMIT}"),
-        (RuntimeError("Dataset scripts are no longer supported"), "E-REMOTECODE: .*refs/convert"),
-        (ValueError("Unknown split"), "E-DATA: ybisk/piqa@.*Unknown split"),
-    ],
-)
+    [(ConnectionError("offline"), f"E-OFFLINE: ybisk/piqa@{COMMIT} is not cached"),
+     (datasets.exceptions.DatasetNotFoundError("no such"), f"E-NOFILE: ybisk/piqa@{COMMIT}"),
+     (RuntimeError("Dataset scripts are no longer supported"), "E-REMOTECODE: .*refs/convert"),
+     (ValueError("Unknown split"), "E-DATA: ybisk/piqa@.*Unknown split")],
+)  # fmt: skip
 def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(Refusal, match=code):
         hub.load("piqa", revision=COMMIT)
 
@@ -171,8 +148,7 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (b"\n \n", "1: the file is empty"),
-        (GOOD + b'{"problem": "a"', "2: not JSON"),
+        (b"\n \n", "1: the file is empty"), (GOOD + b'{"problem": "a"', "2: not JSON"),
         (GOOD + b"\n[1]", "3: a row is list, expected an object"),
         (GOOD + b"[" * 100_000, "2: JSON nested too deeply"),
         (GOOD + b'{"problem": "a"}', "2: field 'solution' is missing; the row has prob"),
@@ -182,7 +158,7 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
         (GOOD + b'{"problem": "' + b"a" * 100_001, "2: line longer than 100,001 bytes"),
     ],
     ids=range(9),
-)
+)  # fmt: skip
 def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content, match):
     monkeypatch.setattr(files, "LONGEST_LINE", 100_001)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
@@ -191,71 +167,53 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content
 
 @pytest.mark.parametrize(
     ("name", "change", "match"),
-    [
-        ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
-        ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
-        ("metamathqa", {"query": None}, "field 'query' is NoneType"),
-        ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
-        ("arc_easy", {"choices": ["x"]}, "field 'choices.text' is missing, expected a list"),
-        ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
-        ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'"),
-    ],
-)
+    [("gsm8k", {"answer": "4"}, "no last line '#### number'"),
+     ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
+     ("metamathqa", {"query": None}, "field 'query' is NoneType"),
+     ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
+     ("arc_easy", {"choices": ["x"]}, "field 'choices.text' is missing, expected a list"),
+     ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
+     ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'")],
+)  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, change, match):
     path = jsonl(tmp_path, RAW[name], RAW[name] | change)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:2: .*{match}"):
         hub.load(name, path=path)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "match"),
-    [
-        ("none.parquet", None, "E-NOFILE: .*none.parquet: no such file"),
-        ("none.jsonl", None, "E-NOFILE: .*none.jsonl: no such file"),
-        ("broken.parquet", b"PAR1 is not parquet PAR1", "E-DATA: .*: not a readable parquet"),
-    ],
-)
-def test_missing_and_broken_files_are_refused(tmp_path, file, content, match):
-    path = written(tmp_path, content, file) if content else tmp_path / file
-    with pytest.raises(Refusal, match=match):
-        hub.load("piqa", path=path)
-
-
-def test_scripts_are_refused_unread_and_tables_without_the_fields_or_rows_too(tmp_path):
+def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused(tmp_path):
     canary = tmp_path / "ran"
-    script = written(tmp_path, f"open({str(canary)!r}, 'w')".encode(), "piqa.py")
-    with pytest.raises(Refusal, match=r"E-REMOTECODE: .*piqa.py: a script is not data"):
-        hub.load("piqa", path=script)
-    assert not canary.exists()
-    with pytest.raises(Refusal, match=r"parquet:1: field 'problem' is missing; the row has text"):
-        hub.load("magicoder_oss", path=parquet(tmp_path, {"text": "x"}))
+    written(tmp_path, f"open({str(canary)!r}, 'w')".encode(), "piqa.py")
+    written(tmp_path, b"PAR1 is not parquet PAR1", "broken.parquet")
+    parquet(tmp_path, {"text": "x"}).rename(tmp_path / "other.parquet")
     datasets.Dataset.from_dict({"goal": []}).to_parquet(str(tmp_path / "empty.parquet"))
-    with pytest.raises(Refusal, match=r"E-DATA: .*empty.parquet:1: the file is empty"):
-        hub.load("piqa", path=tmp_path / "empty.parquet")
+    for file, match in {
+        "piqa.py": "E-REMOTECODE: .*piqa.py: a script is not data",
+        "none.parquet": "E-NOFILE: .*none.parquet: no such file",
+        "none.jsonl": "E-NOFILE: .*none.jsonl: no such file",
+        "broken.parquet": "E-DATA: .*: not a readable parquet",
+        "other.parquet": "E-DATA: .*parquet:1: field 'sol1' is missing; the row has text",
+        "empty.parquet": "E-DATA: .*empty.parquet:1: the file is empty",
+    }.items():
+        with pytest.raises(Refusal, match=match):
+            hub.load("piqa", path=tmp_path / file)
+    assert not canary.exists()
 
 
 USER = {"role": "user", "content": "a"}
 
 
-def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message():
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
+     ([USER], "messages hold prompt"), ([{"role": "user", "content": 3}], "content as text"),
+     ([USER, {"role": "gpt", "content": "\ud800"}], "field 'answer' holds a lone surrogate"),
+     ("user", "messages is str"), (["user"], "a message is str"), ([], "messages hold nothing")],
+)  # fmt: skip
+def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(messages, match):
     turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
     assert files.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
     assert files.exchange(turns, "x") == {"prompt": "a", "answer": "b", "system": "s"}
-
-
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [
-        ([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
-        ([USER], "messages hold prompt"),
-        ([{"role": "user", "content": 3}], "role and content as text"),
-        ([USER, {"role": "gpt", "content": "\ud800"}], "field 'answer' holds a lone surrogate"),
-        ("user", "messages is str"),
-        (["user"], "a message is str"),
-        ([], "messages hold nothing"),
-    ],
-)
-def test_conversations_that_are_no_exchange_are_refused(messages, match):
     with pytest.raises(Refusal, match=f"E-DATA: .*{match}"):
         files.exchange(messages, "x:1")
 

@@ -65,19 +65,18 @@ def test_averages_are_recomputed_as_exact_fractions_give_them(paper):
 
 
 def test_the_audit_finds_what_is_wrong_in_the_papers_and_says_why():
-    twice = {(f.printed, f.recomputed) for f in odd("pesc", "same quantity")}
-    assert ("82.5", "85.2") in twice
-    assert any("shots" in f.explanation for f in odd("pesc", "same quantity"))
+    twice = odd("pesc", "same quantity")
+    assert ("82.5", "85.2") in {(f.printed, f.recomputed) for f in twice}
+    assert any("shots" in f.explanation for f in twice)
     names = [(f.printed, f.recomputed) for f in odd("router_init", "name")]
     assert names == [("2×1.8B_TRSU", "4×1.8B_CRSU")]
-    cut = [f.printed for f in odd("router_init", "average") if f.status == "truncated"]
-    assert "50.0" in cut
-    columns = {
-        ("pesc", "Table 7"): (16, "a weighted mean with the same weights in every row"),
-        ("rocket", "Table 9"): (39, "agrees with the mean of ARC-c, ARC-e, GSM8K, MBPP alone"),
-        ("rocket", "Table 10"): (0, ""),
-    }
-    for (paper, table), (count, why) in columns.items():
+    averages = odd("router_init", "average")
+    assert "50.0" in [f.printed for f in averages if f.status == "truncated"]
+    for paper, table, count, why in [
+        ("pesc", "Table 7", 16, "a weighted mean with the same weights in every row"),
+        ("rocket", "Table 9", 39, "agrees with the mean of ARC-c, ARC-e, GSM8K, MBPP alone"),
+        ("rocket", "Table 10", 0, ""),
+    ]:
         column = [f for f in odd(paper, "average") if f.place.startswith(f"{table}, ")]
         assert len(column) == count
         assert all(why in f.explanation for f in column)
@@ -128,34 +127,28 @@ PLANTED = {  # what is written, and (kind, printed, recomputed, explanation) of 
     "a row twice under two names, but no row that is nearly the same": (
         ["---\n" + rows(("x", "10.0 21.0 50.0"), ("y", "10.0 21.0 50.1"), ("z", "10.0 21.0 50.0"),
                         columns="a b c")],
-        [("name", "x", "z", "all 3 shared numbers equal those of z in Table 1")],
-    ),
+        [("name", "x", "z", "all 3 shared numbers equal those of z in Table 1")]),
     "a subset behind a whole column": (
         [MEAN + rows(("x", "10.0 21.0 50.0 15.5"), ("y", "11.0 30.0 70.0 20.5"),
                      ("z", "12.0 8.0 90.0 10.0"))],
         [("average", printed, mean, "agrees with the mean of a, b alone")
-         for printed, mean in (("15.5", "27"), ("20.5", "37"), ("10.0", "36.667"))],
-    ),
+         for printed, mean in (("15.5", "27"), ("20.5", "37"), ("10.0", "36.667"))]),
     "a digit of an operand, unless many would do": (
         [MEAN + rows(("x", "10.5 20.5 92.0 31.0"), ("y", "10.0 20.0 60.0 87.3"))],
         [("average", "31.0", "41", "would agree if c were 62.0 (printed 92.0)"),
-         ("average", "87.3", "30", "no simple alternative explains it")],
-    ),
+         ("average", "87.3", "30", "no simple alternative explains it")]),
     "operands in another and in a transposed table": (
         ["---\n" + rows(("Model-A (Acc.)", "10.0 20.0"), columns="a b"),
          "---\n" + rows(("c", "60.0"), columns="model-a"),
          MEAN + rows(("Model A", "37.0"), columns="mean")],
-        [("average", "37.0", "30", "no simple alternative explains it")],
-    ),
+        [("average", "37.0", "30", "no simple alternative explains it")]),
     "the same quantity across names but not across metrics": (
         ["---\n" + rows(("M 1", "10.0 20.0"), columns="Code(Pass@1) text"),
          "---\n" + rows(("m-1", "30.0 25.0"), columns="Code(Pass@10) Text")],
-        [("same quantity", "25.0", "20", "no simple alternative explains it")],
-    ),
+        [("same quantity", "25.0", "20", "no simple alternative explains it")]),
     "nothing across settings": (SETTINGS, []),
     "nothing from damaged cells": (
-        [MEAN + rows(("x", "10.0 20.0 60.0 99.0")).replace("x,b,20.0,,", "x,b,20.0,,damaged")], [],
-    ),
+        [MEAN + rows(("x", "10.0 20.0 60.0 99.0")).replace("x,b,20.0,,", "x,b,20.0,,damaged")], []),
 }  # fmt: skip
 
 
@@ -186,14 +179,12 @@ def test_numbers_of_the_text_are_recomputed_and_a_round_one_explained(audited):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("is: average, of: []", "unknown relation 'average'"),
-        ('is: same, of: [{table: "7"}]', "no table '7'"),
-        ('is: same, of: [{table: "1", row: q}]', "no cell matches"),
-        ('is: difference, of: [{table: "1", row: x}]', "difference needs 2 cells, selected 1"),
-        ("is: mean", "names its operands as a list"),
-    ],
-)
+    [("is: average, of: []", "unknown relation 'average'"),
+     ('is: same, of: [{table: "7"}]', "no table '7'"),
+     ('is: same, of: [{table: "1", row: q}]', "no cell matches"),
+     ('is: difference, of: [{table: "1", row: x}]', "difference needs 2 cells, selected 1"),
+     ("is: mean", "names its operands as a list")],
+)  # fmt: skip
 def test_a_malformed_relation_is_refused(audited, text, message):
     with pytest.raises(Refusal, match=f"E-FORMAT: .*{message}"):
         audited("---\n" + rows(("x", "1.0"), columns="a"), stated=stated("1", text))

