@@ -271,9 +271,7 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score,
     sums = items.groupby("benchmark").weight.sum()
     assert sums.to_numpy() == pytest.approx([13 / len(score)] * len(score))
     assert set(sums.index) == ({*DOMAINS, "python_eval"} if domains else set(TABLE.task))
-
-
-def test_items_of_equal_tasks_keep_their_scores_and_no_items_are_refused():
+    # Items of equal tasks keep their scores, and no items are refused.
     equal = TABLE[TABLE.task.isin(["hendrycks_math_algebra", "hendrycks_math_geometry"])]
     equal = pd.concat([equal, TABLE[TABLE.task == "python_eval"]], ignore_index=True)
     items = evaluation.by_benchmark(equal, DOMAINS)
@@ -301,9 +299,7 @@ def test_a_difference_is_paired_by_item_with_students_interval():
     # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile 4.303.
     half = 4.302653 / 3**0.5
     assert lines.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
-
-
-def test_absent_arms_and_values_leave_no_line_or_no_interval():
+    # Absent arms and values leave no line or no interval.
     tables = {"one": arm([1], [1.5]), "other": arm([0], [1.0]), "paper": arm([0], [np.nan])}
     assert evaluation.paired(tables, [("one", "dense")]).empty
     lines = evaluation.paired(tables, [("one", "other"), ("one", "dense")])

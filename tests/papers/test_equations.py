@@ -33,7 +33,7 @@ def blocks(paper):
 
 
 @pytest.mark.parametrize("paper", EQUATIONS)
-def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper):
+def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_there(paper):
     numbered = set()
     names = {block["name"]: block["path"] for block in blocks(paper) if "name" in block}
     for equation, _, function, test, oracle in rows(paper):
@@ -45,10 +45,6 @@ def test_every_numbered_equation_has_a_row_with_a_function_and_a_test(paper):
             assert all(names[link].startswith(folder) for link in links), equation
         assert oracle
     assert numbered == set(range(1, EQUATIONS[paper] + 1))
-
-
-@pytest.mark.parametrize("paper", EQUATIONS)
-def test_what_a_theory_page_includes_is_there(paper):
     for block in blocks(paper):
         path, name = block["path"], block["pyobject"]
         nodes = ast.parse((ROOT / path).read_text("utf-8")).body

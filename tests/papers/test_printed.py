@@ -206,9 +206,7 @@ def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_nu
             assert claim.claimed == pytest.approx((first - second) / scale, abs=1e-9), claim.id
             compared += 1
     assert compared > 10
-
-
-def test_the_claimed_lead_over_all_benchmarks_is_that_of_table_2():
+    # The lead over all benchmarks is that of Table 2.
     form = papers.wide("pesc", 2)
     lines = [name for name in form.index if not name.startswith("#")]
     lead = (

@@ -271,9 +271,7 @@ def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_los
         long = model(**{**batch, "labels": full, "logits_to_keep": 0}).loss
     assert batch["labels"].shape[1] < full.shape[1]
     torch.testing.assert_close(short, long)
-
-
-def test_rows_of_similar_length_come_together(rows):
+    # Rows of similar length come together.
     batches = Batches(rows(256), 8, seed=0, pad_id=2)
     padded = sum(batches[step]["input_ids"].numel() for step in range(32))
     random_order = np.random.default_rng(0).permutation(256).reshape(32, 8)
