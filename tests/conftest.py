@@ -1,7 +1,5 @@
 """What every test gets: no network, offline libraries, fixed threads, interpreted Triton."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import sys

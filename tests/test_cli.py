@@ -1,7 +1,5 @@
 """The command line: what it prints, its exit codes, and how quickly it starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,10 +12,9 @@ import pytest
 from moebook import cli, results
 from moebook.results import Run
 
-PARAMETERS = (
-    'tier: str = "cpu"  # scale {smoke, cpu, study}\ntop_k: int = 2  # experts per token [1, 64]'
-)
-
+PARAMETERS = """\
+tier: str = "cpu"  # scale {smoke, cpu, study}
+top_k: int = 2  # experts per token [1, 64]"""
 MACHINE = {"accelerator": None, "cpu": "X 9000", "cores": 2}
 
 
@@ -34,47 +31,43 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "E-USAGE: moebook: the following arguments are required: COMMAND"),
-        ("rum", "E-USAGE: moebook: unknown 'rum'; did you mean 'run'?"),
-        ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
-        ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
-        ("run toy --on cpux", "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you"),
-        ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
-        ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),
-        ("run toy -p top_k=0", "E-RANGE: -p: top_k = 0: expected int in [1, 64]"),
-        ("run toy -p top_k=two", "E-TYPE: -p: top_k = 'two': expected int, found str"),
-        ("run toy -p top_k", "E-USAGE: -p top_k: expected name=value"),
-        ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by the protocol (--on)"),
-        ("book --only tyo", "E-NOTEBOOK: unknown notebook 'tyo'"),
-        ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
-        ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
-        ("audit pesk", "E-NAME"),
-        ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
-        ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected a number greater"),
-        ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
-        ("study toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9"),
-        ("study toy --on nano --seeds 5-2", "E-RANGE: --seeds 5-2"),
-        ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
-        ("study toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
-        ("study toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
-        ("study tyo --on nano --seeds 0", "E-NOTEBOOK: unknown notebook 'tyo'"),
-        ("study toy --on nona --seeds 0", "E-PROTOCOL: toy has no protocol 'nona'"),
-        ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano"),
-        ("study toy --on nano --seeds 0", "E-GIT: "),
-        ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
-        ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
-        ("study --add my.ipynb", "E-NOFILE: no file my.ipynb"),
-        ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("", "E-USAGE: moebook: the following arguments are required: COMMAND"),
+    ("rum", "E-USAGE: moebook: unknown 'rum'; did you mean 'run'?"),
+    ("run", "E-USAGE: moebook run: the following arguments are required: notebook"),
+    ("run toy --forse", "E-USAGE: moebook run: unknown '--forse'; did you mean '--force'?"),
+    ("run toy --on cpux", "E-PROTOCOL: toy has no protocol 'cpux' (01_toy.cpux.yaml); did you"),
+    ("run tyo", "E-NOTEBOOK: unknown notebook 'tyo': did you mean 'toy'?"),
+    ("run toy -p topk=1", "E-PARAMETER: -p: unknown parameter 'topk'; did you mean 'top_k'?"),
+    ("run toy -p top_k=0", "E-RANGE: -p: top_k = 0: expected int in [1, 64]"),
+    ("run toy -p top_k=two", "E-TYPE: -p: top_k = 'two': expected int, found str"),
+    ("run toy -p top_k", "E-USAGE: -p top_k: expected name=value"),
+    ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by the protocol (--on)"),
+    ("book --only tyo", "E-NOTEBOOK: unknown notebook 'tyo'"),
+    ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
+    ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
+    ("audit pesk", "E-NAME"),
+    ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
+    ("pretrain nano --steps 0", "E-RANGE: steps is 0, expected a number greater"),
+    ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
+    ("study toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9"),
+    ("study toy --on nano --seeds 5-2", "E-RANGE: --seeds 5-2"),
+    ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
+    ("study toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
+    ("study toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
+    ("study tyo --on nano --seeds 0", "E-NOTEBOOK: unknown notebook 'tyo'"),
+    ("study toy --on nona --seeds 0", "E-PROTOCOL: toy has no protocol 'nona'"),
+    ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano"),
+    ("study toy --on nano --seeds 0", "E-GIT: "),
+    ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
+    ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
+    ("study --add my.ipynb", "E-NOFILE: no file my.ipynb"),
+    ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
+])  # fmt: skip
 def test_bad_input_ends_in_one_line_and_exit_code_2(project, capsys, arguments, message):
     assert cli.main(arguments.split()) == 2
     told = capsys.readouterr()
-    assert told.err.startswith(message)
-    assert told.err.count("\n") == 1
+    assert told.err.startswith(message) and told.err.count("\n") == 1
     assert told.out == ("toy at nano: 1 seeds, 1 to run\n" if "E-GIT" in message else "")
     assert not (project / "runs").exists() and not (project / "results").exists()
 
@@ -83,8 +76,7 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
     ours, theirs = os.pipe()
     os.close(ours)
     code = "import sys, moebook.cli as cli; sys.exit(cli.main(['audit', '--all']))"
-    command = [sys.executable, "-c", code]
-    root = Path(cli.__file__).parents[1]
+    command, root = [sys.executable, "-c", code], Path(cli.__file__).parents[1]
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=root)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
@@ -125,16 +117,13 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     assert "E-PATH: no _config.yml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("manifest", "told"),
-    [
-        ({}, "incomplete (KeyError"), ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
-        ({"seconds": 1.0, "peak_memory": 5, "environment": []}, "incomplete (TypeError"),
-        ({"seconds": None, "peak_memory": 5, "environment": MACHINE}, "incomplete (TypeError"),
-        ({"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE}, "1 min 15 s, 5 MB on X 9"),
-        ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("manifest", "told"), [
+    ({}, "incomplete (KeyError"), ({"seconds": 1.0, "peak_memory": 5}, "incomplete (KeyError"),
+    ({"seconds": 1.0, "peak_memory": 5, "environment": []}, "incomplete (TypeError"),
+    ({"seconds": None, "peak_memory": 5, "environment": MACHINE}, "incomplete (TypeError"),
+    ({"seconds": 75.0, "peak_memory": 5e6, "environment": MACHINE}, "1 min 15 s, 5 MB on X 9"),
+    ({"seconds": 1.0, "peak_memory": None, "environment": MACHINE}, "1.0 s, memory not meas"),
+])  # fmt: skip
 def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(project, capsys, manifest, told):
     for seed in (0, 2):
         run = Run("toy", "nano", "study", seed, (), manifest=manifest)

@@ -1,7 +1,5 @@
 """Locks, environment.yml, Makefile and what is installed agree; imports point down; no network."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -68,37 +66,26 @@ def closure() -> set[Requirement]:
     Of torch's own needs only the locked ones: its builds for other platforms bring more.
     """
     locked = pins("requirements.lock")
-    found: set[Requirement] = set()
-    waiting = requirements()
+    found, waiting = set[Requirement](), requirements()
     while waiting:
         requirement = waiting.pop()
         if requirement not in found:
             found.add(requirement)
-            waiting += [
-                need
-                for need in needs(requirement)
-                if requirement.name != "torch" or canonicalize_name(need.name) in locked
-            ]
+            new, torch = needs(requirement), requirement.name == "torch"
+            waiting += [n for n in new if not torch or canonicalize_name(n.name) in locked]
     return found
 
 
 def unmet(asked: Iterable[Requirement]) -> list[str]:
     """Requirements whose pin is missing or out of their range."""
+    locked, named = pins("requirements.lock"), [(canonicalize_name(r.name), r) for r in asked]
+    return [f"{requirement} but {locked.get(name, 'no pin')}" for name, requirement in named
+            if name not in locked or locked[name] not in requirement.specifier]  # fmt: skip
+
+
+def test_the_lock_has_every_requirement_within_its_range_and_holds_nothing_else():
     locked = pins("requirements.lock")
-    named = [(canonicalize_name(requirement.name), requirement) for requirement in asked]
-    return [
-        f"{requirement} but {locked.get(name, 'no pin')}"
-        for name, requirement in named
-        if name not in locked or locked[name] not in requirement.specifier
-    ]
-
-
-def test_every_requirement_is_pinned_within_its_range():
     assert unmet(requirements()) == []
-
-
-def test_the_lock_is_complete_and_holds_nothing_else():
-    locked = pins("requirements.lock")
     names = {canonicalize_name(requirement.name) for requirement in requirements()}
     if any(Version(metadata.version(name)).public != locked[name].public for name in names):
         pytest.skip("this environment was not installed from requirements.lock")

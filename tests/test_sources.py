@@ -1,7 +1,5 @@
 """What sources look like: notebooks without outputs that tell a story, modules of readable size."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -100,8 +98,7 @@ def test_the_notebooks_that_run_are_short_and_know_one_seed():
     cells = {path.stem: code_cells(json.loads(path.read_text())) for path in RUN}
     lines = {name: sum(map(code_lines, codes)) for name, codes in cells.items()}
     assert len(lines) == 6 and sum(lines.values()) <= 1000, lines
-    several = [name for name, codes in cells.items() if SEVERAL.search(" ".join(map(code, codes)))]
-    assert several == []
+    assert not [name for name, codes in cells.items() if SEVERAL.search(" ".join(map(code, codes)))]
 
 
 def test_modules_are_of_readable_size_finished_and_no_drawer_for_everything():
@@ -122,16 +119,13 @@ def behind_the_frame(*sources: str) -> dict[str, Any]:
     return {"cells": cells}
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("def f(): return 1", "defines a function"), ("class A: pass", "defines a function"),
-        ("import os", "imports after"), ("if steps:\n    from os import path", "imports after"),
-        ("\n".join(f"x{i} = {i}" for i in range(13)), "13 lines of code"),
-        ("figure = plotting.curves(history)", "no name, its figure has no caption"),
-        ("figure = plotting.curves(history)", "no alt"), ("plotting.style()", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "problem"), [
+    ("def f(): return 1", "defines a function"), ("class A: pass", "defines a function"),
+    ("import os", "imports after"), ("if steps:\n    from os import path", "imports after"),
+    ("\n".join(f"x{i} = {i}" for i in range(13)), "13 lines of code"),
+    ("figure = plotting.curves(history)", "no name, its figure has no caption"),
+    ("figure = plotting.curves(history)", "no alt"), ("plotting.style()", ""),
+])  # fmt: skip
 def test_a_fault_in_a_cell_is_found(source, problem):
     problems = ", ".join(notebook_problems(behind_the_frame(source)))
     assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)

@@ -69,8 +69,7 @@ def test_a_printed_number_keeps_its_value_and_how_fine_it_was_printed():
 
 def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_cells():
     form = papers.wide("pesc", 10)
-    assert list(form.columns)[:2] == ["PIQA", "HellaSwag"]
-    assert form.index[0] == "LLaMA2-7B"
+    assert (*form.columns[:2], form.index[0]) == ("PIQA", "HellaSwag", "LLaMA2-7B")
     assert form.loc["Camelidae-8×34B-pro", "HellaSwag"] == 82.5
     keyed = papers.wide("router_init", 7)
     assert keyed.loc[("Danube 2", "1", "2×1.8B_TRSU"), "Code"] == 59.3
@@ -91,18 +90,15 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
         papers.hyperparameters("rocket", "papers")
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        (GOOD + "a,b,12..3,,\n", 6, "a number such as"),
-        (GOOD + "a,b,1,,\na,b,2,,\n", 7, "each cell once"),
-        (GOOD + "a,b,1,,broken\n", 6, "a mark among"), (GOOD + "a,b,1\n", 6, "5 fields, found 3"),
-        (GOOD.replace("printed", "value"), 5, "columns row, column"),
-        ("# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"), 1, "found ['capton']"),
-        (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
-        ('# table: "1\n' + GOOD, 2, "YAML"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "line", "message"), [
+    (GOOD + "a,b,12..3,,\n", 6, "a number such as"),
+    (GOOD + "a,b,1,,\na,b,2,,\n", 7, "each cell once"),
+    (GOOD + "a,b,1,,broken\n", 6, "a mark among"), (GOOD + "a,b,1\n", 6, "5 fields, found 3"),
+    (GOOD.replace("printed", "value"), 5, "columns row, column"),
+    ("# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"), 1, "found ['capton']"),
+    (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
+    ('# table: "1\n' + GOOD, 2, "YAML"),
+])  # fmt: skip
 def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, message):
     path = tmp_path / "pesc" / "table_1.csv"
     path.parent.mkdir()
@@ -209,40 +205,34 @@ def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_nu
     # The lead over all benchmarks is that of Table 2.
     form = papers.wide("pesc", 2)
     lines = [name for name in form.index if not name.startswith("#")]
-    lead = (
-        (form.loc[lines, "Camelidae-8×7B"] - form.loc[lines, "Camel-7B"]).sum() / len(lines) / 100
-    )
+    lead = (form["Camelidae-8×7B"] - form["Camel-7B"])[lines].sum() / len(lines) / 100
     assert papers.claim("pesc.sparse-beats-dense").claimed == pytest.approx(lead, abs=1e-9)
     assert len(lines) == 12
     with pytest.raises(Refusal, match=r"E-NAME.*did you mean 'pesc.sparse-beats-dense'"):
         papers.claim("pesc.sparse-beat-dense")
 
 
-def second(old, new):
-    """A good claim, and another with one line changed."""
+def second(old, new):  # a good claim, and another with one line changed
     return CLAIM + CLAIM.replace("pesc.one", "pesc.two").replace(old, new)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (second("  unit: share\n", ""), "17: unit is missing"),
-        (second("unit: share", "unit: shares"), "17: unit is 'shares'; did you mean 'share'"),
-        (second("why: noise", "why: noise\n  colour: red"), "17: unknown setting 'colour'"),
-        (second("direction: greater", "direction: null"), "17: .*needs one: greater, less or eq"),
-        (second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
-         "17: .*needs a claimed number"),
-        (second("tolerance: 0.1", "tolerance: null"), "17: .*needs a tolerance"),
-        (second("claimed: 0.1", "claimed: .nan"), "17: claimed"),
-        (second("[study, paper]", "[studio]"), "17: scales.0 is 'studio', expected 'smoke'"),
-        (second("01_pesc", "pesc"), "17: notebook is 'pesc', "),
-        (second("pesc.two", "rocket.two"), "17: .*expected pesc.words"),
-        (CLAIM + CLAIM, "17: claim 'pesc.one': stands twice"),
-        (CLAIM + "- id: [\n", r"\d+: expected YAML"),
-        (CLAIM + "- pesc.two\n", "17: expected a claim, found 'pesc.two'"),
-        ("", "1: expected a list of claims"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    (second("  unit: share\n", ""), "17: unit is missing"),
+    (second("unit: share", "unit: shares"), "17: unit is 'shares'; did you mean 'share'"),
+    (second("why: noise", "why: noise\n  colour: red"), "17: unknown setting 'colour'"),
+    (second("direction: greater", "direction: null"), "17: .*needs one: greater, less or eq"),
+    (second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
+     "17: .*needs a claimed number"),
+    (second("tolerance: 0.1", "tolerance: null"), "17: .*needs a tolerance"),
+    (second("claimed: 0.1", "claimed: .nan"), "17: claimed"),
+    (second("[study, paper]", "[studio]"), "17: scales.0 is 'studio', expected 'smoke'"),
+    (second("01_pesc", "pesc"), "17: notebook is 'pesc', "),
+    (second("pesc.two", "rocket.two"), "17: .*expected pesc.words"),
+    (CLAIM + CLAIM, "17: claim 'pesc.one': stands twice"),
+    (CLAIM + "- id: [\n", r"\d+: expected YAML"),
+    (CLAIM + "- pesc.two\n", "17: expected a claim, found 'pesc.two'"),
+    ("", "1: expected a list of claims"),
+])  # fmt: skip
 def test_a_malformed_claim_is_refused_with_file_and_line(tmp_path, text, message):
     (tmp_path / "claims.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(Refusal, match=f"E-FORMAT: .*/claims.yaml:{message}"):

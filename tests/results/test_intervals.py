@@ -1,7 +1,5 @@
 """Intervals cover what they say and agree with p; the first committed runs are what they were."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

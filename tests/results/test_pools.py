@@ -1,7 +1,5 @@
 """Pools: which runs belong together, and what is compared in them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -43,22 +41,19 @@ def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_mor
     assert pool.curves("toy/loss") == {1: curve}
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "message"),
-    [
-        (ONE, LEFT, "two files hold the arm left"), (ONE, ONE, "two files hold the arm left"),
-        (replace(ONE, arms=()), LEFT, "two files hold this seed"),
-        (ONE, replace(made(1), protocol="smollm2"), r"toy at smollm2 .*runs of toy at nano"),
-        (ONE, replace(made(1), notebook="pesc"), r"pesc at nano .*runs of toy at nano"),
-        (ONE, replace(made(1), tier="gpu"), r"tier gpu.*tier study"),
-        (ONE, made(1, settings={"base": "nano-moe"}), "base = 'nano-moe', seed 0 has 'nano'"),
-        (ONE, made(1, settings={"steps": 90}), "steps = 90, seed 0 has 600"),
-        (ONE, made(1, rows={"test": "others"}), "tested on other rows than seed 0"),
-        (ONE, made(1, values=(Value("toy/left", 0.5, "share"),)), "is in share, seed 0 has it in"),
-        (LEFT, replace(RIGHT, rows={"train": "others", "test": "rows"}), "trained on other rows"),
-        (LEFT, replace(RIGHT, values=(Value("toy/base", 9.0, "nats"),)), "toy/base differently"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("one", "other", "message"), [
+    (ONE, LEFT, "two files hold the arm left"), (ONE, ONE, "two files hold the arm left"),
+    (replace(ONE, arms=()), LEFT, "two files hold this seed"),
+    (ONE, replace(made(1), protocol="smollm2"), r"toy at smollm2 .*runs of toy at nano"),
+    (ONE, replace(made(1), notebook="pesc"), r"pesc at nano .*runs of toy at nano"),
+    (ONE, replace(made(1), tier="gpu"), r"tier gpu.*tier study"),
+    (ONE, made(1, settings={"base": "nano-moe"}), "base = 'nano-moe', seed 0 has 'nano'"),
+    (ONE, made(1, settings={"steps": 90}), "steps = 90, seed 0 has 600"),
+    (ONE, made(1, rows={"test": "others"}), "tested on other rows than seed 0"),
+    (ONE, made(1, values=(Value("toy/left", 0.5, "share"),)), "is in share, seed 0 has it in"),
+    (LEFT, replace(RIGHT, rows={"train": "others", "test": "rows"}), "trained on other rows"),
+    (LEFT, replace(RIGHT, values=(Value("toy/base", 9.0, "nats"),)), "toy/base differently"),
+])  # fmt: skip
 def test_runs_that_do_not_belong_together_are_refused_in_any_order(one, other, message):
     for runs, told in (((one, other), message), ((other, one), ""), ((made(7), other, one), "")):
         with pytest.raises(Refusal, match=f"E-POOL: .*{told}"):

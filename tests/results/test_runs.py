@@ -1,7 +1,5 @@
 """Values, curves and runs refuse what breaks a rule; a run's file comes back to the last bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -33,19 +31,16 @@ RUN = Run(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (Value, {"name": "/pesc"}), (Value, {"name": "pesc//x"}), (Value, {"name": "a b"}),
-        (Value, {"name": 3}), (Value, {"unit": "shares"}), (Value, {"value": 1.5}),
-        (Value, {"value": -0.1}), (Value, {"value": math.nan}), (Value, {"value": True}),
-        (Value, {"value": "0.5"}), (Value, {"items": ()}), (Value, {"items": (1.0, math.inf)}),
-        (Value, {"items": (1.0, 1.0)}), (Curve, {"name": "a b"}), (Curve, {"unit": "shares"}),
-        (Curve, {"x": (1.0,)}), (Curve, {"x": (), "y": ()}), (Curve, {"y": (1.0, math.nan)}),
-        (Curve, {"x": (1.0, math.inf)}), (Run, {"values": (A, A)}),
-        (Run, {"curves": RUN.curves * 2}), (Run, {"tier": "studi"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "fields"), [
+    (Value, {"name": "/pesc"}), (Value, {"name": "pesc//x"}), (Value, {"name": "a b"}),
+    (Value, {"name": 3}), (Value, {"unit": "shares"}), (Value, {"value": 1.5}),
+    (Value, {"value": -0.1}), (Value, {"value": math.nan}), (Value, {"value": True}),
+    (Value, {"value": "0.5"}), (Value, {"items": ()}), (Value, {"items": (1.0, math.inf)}),
+    (Value, {"items": (1.0, 1.0)}), (Curve, {"name": "a b"}), (Curve, {"unit": "shares"}),
+    (Curve, {"x": (1.0,)}), (Curve, {"x": (), "y": ()}), (Curve, {"y": (1.0, math.nan)}),
+    (Curve, {"x": (1.0, math.inf)}), (Run, {"values": (A, A)}),
+    (Run, {"curves": RUN.curves * 2}), (Run, {"tier": "studi"}),
+])  # fmt: skip
 def test_a_value_curve_or_run_that_breaks_a_rule_is_refused(kind, fields):
     good = {Value: Value("pesc/dense/accuracy", 0.5, "share"), Run: RUN,
             Curve: Curve("pesc/dense/accuracy", "nats", (1.0, 2.0), (3.0, -4.0))}  # fmt: skip
@@ -113,20 +108,17 @@ def _value(table: pa.Table) -> pa.Table:
     return table.set_column(place, "value", [[first, 0.0, *rest]])
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (_value, "altered"),
-        (_head({"seed": 4}), "altered"), (_head({"digest": "0" * 64}), "altered"),
-        (_head({"settings": {**RUN.settings, "steps": 601}}), "altered"),
-        (_head({"format": 2}), "has format 2, this moebook reads 1: update"),
-        (_head({"digest": None}), NO_RUN), (_head({"tier": None}), NO_RUN),
-        (_head({"more": 1}), NO_RUN), (_head({"arms": 3}), NO_RUN),
-        (lambda table: table.drop_columns(["items"]), NO_RUN),
-        (lambda table: table.replace_schema_metadata({}), NO_RUN),
-        (lambda table: table.replace_schema_metadata({HEAD: b"[1]"}), NO_RUN),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("edit", "message"), [
+    (_value, "altered"),
+    (_head({"seed": 4}), "altered"), (_head({"digest": "0" * 64}), "altered"),
+    (_head({"settings": {**RUN.settings, "steps": 601}}), "altered"),
+    (_head({"format": 2}), "has format 2, this moebook reads 1: update"),
+    (_head({"digest": None}), NO_RUN), (_head({"tier": None}), NO_RUN),
+    (_head({"more": 1}), NO_RUN), (_head({"arms": 3}), NO_RUN),
+    (lambda table: table.drop_columns(["items"]), NO_RUN),
+    (lambda table: table.replace_schema_metadata({}), NO_RUN),
+    (lambda table: table.replace_schema_metadata({HEAD: b"[1]"}), NO_RUN),
+])  # fmt: skip
 def test_a_file_that_says_anything_else_is_refused_by_name(path, edit, message):
     pq.write_table(edit(pq.read_table(path)), path)
     with pytest.raises(Refusal, match=f"E-RUN: .*0.parquet .*{message}"):
