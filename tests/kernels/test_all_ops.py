@@ -1,7 +1,4 @@
-"""What all ops have in common: what they refuse, where their kernels run, and how both are chosen.
-
-Shapes are checked by letters; an implementation is obeyed, or refused in one line.
-"""
+"""What all ops have in common: what they refuse, where kernels run, and how both are chosen."""
 
 import contextlib
 import os
@@ -83,19 +80,16 @@ def test_an_implementation_that_is_not_there_is_refused(op):
 
 
 @installed
-@pytest.mark.parametrize(
-    ("interpret", "dtype", "why"),
-    [
-        ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU"),
-        ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
-        ("1", torch.float64, "the input is torch.float64"),
-    ],
-)
+@pytest.mark.parametrize(("interpret", "dtype", "why"), [
+    ("0", torch.float32, "the input is on cpu, expected an NVIDIA GPU"),
+    ("1", torch.bfloat16, "Triton's interpreter computes bfloat16 wrongly"),
+    ("1", torch.float64, "the input is torch.float64"),
+])  # fmt: skip
 @pytest.mark.parametrize("op", TWINS)
 def test_triton_is_refused_where_it_cannot_run(op, interpret, dtype, why, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    message = f"E-IMPL: {op}: impl='triton' cannot run here: .*{why}"
-    refused(message, op, impl="triton", dtype=dtype)
+    why = f"E-IMPL: {op}: impl='triton' cannot run here: .*{why}"
+    refused(why, op, impl="triton", dtype=dtype)
 
 
 EIGHT, COMPLEX = torch.float8_e4m3fn, (torch.complex64,)
@@ -205,16 +199,14 @@ def test_a_gradient_that_is_not_asked_for_costs_nothing(op):
             out.sum().backward()
         cost[asked] = backward.get_total_flops() / forward.get_total_flops()
     both, inputs, weights = cost.values()
-    assert (both, inputs) == (2, 1)
-    assert 1 < weights < 2
+    assert (both, inputs) == (2, 1) and 1 < weights < 2
 
 
 @installed
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="arguments lie on a CPU")
 @pytest.mark.parametrize("op", TWINS)
 def test_kernels_are_launched_where_the_first_tensor_lies(op, monkeypatch):
-    seen = []
-    nothing = contextlib.nullcontext()
+    seen, nothing = [], contextlib.nullcontext()
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or nothing)
     changed(op, impl="triton")
     assert seen
@@ -229,7 +221,7 @@ def test_autocast_changes_nothing_inside_an_op(op, impl):
             y = call(op, of, impl)
         return [y, *torch.autograd.grad(y.square().sum(), list(of.values()))]
 
-    assert all(torch.equal(*pair) for pair in zip(run(False), run(True), strict=True))
+    assert all(map(torch.equal, run(False), run(True)))
 
 
 TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
@@ -276,27 +268,21 @@ def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch)
     for on in (None, torch.zeros(1), torch.zeros(1, device="meta")):
         assert implementation("known", "auto", TABLE, on) is len
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    for name, message in (
-        ("tritn", "no implementation impl='tritn'; did you mean 'triton'"),
-        ("triton", "impl='triton' cannot run here: triton is not installed"),
-    ):
+    for name, message in (("tritn", "no implementation impl='tritn'; did you mean 'triton'"),
+            ("triton", "impl='triton' cannot run here: triton is not installed")):  # fmt: skip
         with pytest.raises(Refusal, match=f"E-IMPL: known: {message}"):
             implementation("known", name, TABLE, torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("capability", "compiler", "why"),
-    [
-        ((8, 0), "/usr/bin/gcc", None),
-        ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
-        ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "compiler", "why"), [
+    ((8, 0), "/usr/bin/gcc", None),
+    ((7, 5), "/usr/bin/gcc", "cuda:0 has compute capability 7.5, expected at least 8.0"),
+    ((9, 0), None, "Triton finds no C compiler: install gcc or clang, or name one in CC"),
+])  # fmt: skip
 def test_auto_is_triton_only_on_a_gpu_that_can_run_it(capability, compiler, why, monkeypatch):
     """The GPU is PyTorch's fake one, with a device and no memory; Triton and a kernel are too."""
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
-    module = SimpleNamespace(run=max)
-    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", module)
+    monkeypatch.setitem(sys.modules, "moebook.kernels._triton.known", SimpleNamespace(run=max))
     for name in ("TRITON_INTERPRET", "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -71,8 +71,7 @@ def through(op, of, t, e, chosen):
 def loop(op, of, K=2, chosen=None):
     """Token by token, expert by expert."""
     if op == "lora_mixture":
-        shares = of["gates"]
-        ids = torch.arange(shares.shape[1]).expand(shares.shape)
+        ids, shares = torch.arange(of["gates"].shape[1]).expand(of["gates"].shape), of["gates"]
     elif "ids" in of:
         ids, shares = of["ids"], of["weights"]
     else:
@@ -137,9 +136,8 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(op):
         for trained in ({name}, of.keys() - {name}):
             some = {n: t.detach().requires_grad_(n in trained) for n, t in of.items()}
             if (y := by_op(op, some, "torch", *rest)).requires_grad:
-                grads = with_gradients(y, some)[1:]
                 expected = [want[n] for n in some if n in trained]
-                assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+                assert all(map(torch.equal, with_gradients(y, some)[1:], expected))
     if op == "split_experts":
         assert not any(want[name].any() for name in ("gate_up", "down"))
 
@@ -210,19 +208,17 @@ def test_a_token_that_is_not_finite_spoils_the_weights_of_its_experts_alone(toke
     routing = route(of["logits"].detach(), 1)
     assert (routing.counts > 16).all()  # so that segments are filled up
     of["x"].data[token] = torch.nan
-    bank = Bank(of["gate_up"], of["down"])
-    experts(of["x"], routing, bank, F.silu).sum().backward()
-    spoilt = torch.arange(3) == routing.ids[token]
+    experts(of["x"], routing, bank := Bank(of["gate_up"], of["down"]), F.silu).sum().backward()
     for weight in bank:
-        assert torch.equal(weight.grad.isnan().flatten(1).any(1), spoilt)
+        spoilt = weight.grad.isnan().flatten(1).any(1)
+        assert torch.equal(spoilt, torch.arange(3) == routing.ids[token])
 
 
 def test_a_second_backward_pass_finds_all_that_the_first_did():
     of, K, _ = given("experts", (61, 16, 3, 16, 8))
     loss, leaves = by_op("experts", of, "torch", K).sin().sum(), list(of.values())
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(loss, leaves)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
 
 @pytest.mark.parametrize("op", ["experts", "split_experts"])

@@ -91,10 +91,10 @@ def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(wider, 
     monkeypatch.setattr(matmul, "is_wider", lambda: wider)
     enough = matmul.ENOUGH
     assert is_compiled(torch.float32, CPU, enough) is wider
-    assert not is_compiled(torch.float32, CPU, enough - 1)
     assert is_compiled(torch.bfloat16, CPU, 1)
-    assert not is_compiled(torch.float64, CPU, enough)
-    assert not is_compiled(torch.bfloat16, torch.device("cuda"), enough)
+    for dtype, on, size in ((torch.float32, CPU, enough - 1), (torch.float64, CPU, enough),
+                            (torch.bfloat16, torch.device("cuda"), enough)):  # fmt: skip
+        assert not is_compiled(dtype, on, size)
 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
@@ -121,8 +121,7 @@ def nothing_free(monkeypatch):
 def test_memory_comes_back_for_any_shape_when_the_last_tensor_that_shares_it_is_gone():
     first = empty(SHAPE, ONE)
     place, row = first.data_ptr(), first[3]
-    assert place % 64 == 0
-    assert empty(SHAPE, ONE).data_ptr() != place
+    assert place % 64 == 0 and empty(SHAPE, ONE).data_ptr() != place
     del first
     assert empty(SHAPE, ONE).data_ptr() != place, "a row of it is still held"
     array = row.numpy()
@@ -130,14 +129,10 @@ def test_memory_comes_back_for_any_shape_when_the_last_tensor_that_shares_it_is_
     assert empty(SHAPE, ONE).data_ptr() != place, "an array of it is still held"
     matmul._free.clear()  # else another would do
     del array
-    again = empty(SHAPE, ONE)
-    assert again.data_ptr() == place
-    assert (again.shape, again.dtype) == (SHAPE, torch.float32)
-    del again
-    other = empty((3, LARGE // 4), ONE.bfloat16())
-    assert other.data_ptr() == place
-    assert (other.shape, other.dtype) == ((3, LARGE // 4), torch.bfloat16)
-    del other
+    for shape, like in ((SHAPE, ONE), ((3, LARGE // 4), ONE.bfloat16())):
+        again = empty(shape, like)
+        assert (again.data_ptr(), again.shape, again.dtype) == (place, shape, like.dtype)
+        del again
     assert empty((SHAPE[0], 1), ONE.bfloat16()).data_ptr() != place, "a quarter of it"
     assert empty((SHAPE[0], 3), ONE).data_ptr() != place, "more than it"
 
@@ -146,17 +141,14 @@ def test_no_more_is_kept_than_is_allowed_and_the_longest_free_goes_first(monkeyp
     monkeypatch.setattr(matmul, "FREE", 5 * LARGE)
     held = [empty((LARGE * size // 4,), ONE) for size in (2, 1, 2, 6)]
     places = [tensor.data_ptr() for tensor in held]
-    for _ in range(3):
-        held.pop(0)
+    del held[0], held[0], held[0]
     assert [block.ctypes.data for block in matmul._free.values()] == places[:3]
-    other = empty((LARGE * 3 // 4,), ONE)
-    del other
+    empty((LARGE * 3 // 4,), ONE)
     assert next(iter(matmul._free.values())).ctypes.data == places[2], "the first two went"
     assert [len(block) // LARGE for block in matmul._free.values()] == [2, 3]
     held.pop()
     assert not matmul._free, "more than is allowed by itself"
-    assert empty((2, 3), ONE).shape == (2, 3)
-    assert not matmul._free, "small tensors are not kept"
+    assert empty((2, 3), ONE).shape == (2, 3) and not matmul._free, "small tensors are not kept"
 
 
 def test_threads_never_share_a_block():
@@ -170,8 +162,7 @@ def test_threads_never_share_a_block():
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    assert wrong == []
-    assert len(matmul._free) <= 8, "each held one while it took another"
+    assert not wrong and len(matmul._free) <= 8, "each held one while it took another"
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -194,6 +185,4 @@ def test_training_is_bitwise_what_it_is_in_new_memory(optimizer, set_to_none, mo
             steps.zero_grad(set_to_none=set_to_none)
         return [*held, *(weight.detach() for weight in bank)]
 
-    pairs = zip(train(1), train(2**60), strict=True)
-    assert all(torch.equal(kept, new) for kept, new in pairs)
-    assert matmul._free
+    assert all(map(torch.equal, train(1), train(2**60))) and matmul._free

@@ -50,8 +50,7 @@ def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dt
         logits[torch.rand(tokens, experts) < 0.03] = number
         logits[torch.rand(tokens, experts) < 0.03] = torch.finfo(dtype).min
     ours, want = route(logits, top_k, impl="torch"), reference(logits, top_k)
-    assert torch.equal(ours.ids, want.ids)
-    assert torch.equal(ours.order, want.order)
+    assert torch.equal(ours.ids, want.ids) and torch.equal(ours.order, want.order)
 
 
 def test_order_groups_slots_by_expert_and_keeps_token_order_within():
@@ -59,8 +58,7 @@ def test_order_groups_slots_by_expert_and_keeps_token_order_within():
     flat = routing.ids.flatten().tolist()
     assert routing.order.tolist() == sorted(range(80), key=lambda slot: (flat[slot], slot))
     assert routing.counts.tolist() == [flat.count(expert) for expert in range(6)]
-    again = grouped(routing.ids, routing.weights, 6)
-    assert all(torch.equal(a, b) for a, b in zip(again, routing, strict=True))
+    assert all(map(torch.equal, grouped(routing.ids, routing.weights, 6), routing))
 
 
 @both
@@ -84,17 +82,14 @@ IDS = torch.zeros(4, 1, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("function", "changes", "message"),
     [
-        (route, {"top_k": 4}, "E-RANGE"),
-        (route, {"top_k": 0}, "E-RANGE"),
-        (route, {"top_k": 2.0}, "E-TYPE"),
-        (route, {"combine": "sum"}, "E-CHOICE"),
+        (route, {"top_k": 4}, "E-RANGE"), (route, {"top_k": 0}, "E-RANGE"),
+        (route, {"top_k": 2.0}, "E-TYPE"), (route, {"combine": "sum"}, "E-CHOICE"),
         (balance_loss, {"form": "dead"}, "E-CHOICE"),
         (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
         (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
-        (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"),
-        (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
+        (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"), (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
     ],
-)
+)  # fmt: skip
 def test_unusable_arguments_are_refused(function, changes, message):
     right = {"top_k": 1} if function is route else {"ids": IDS}
     with pytest.raises(Refusal, match=message):
@@ -113,13 +108,11 @@ def test_rows_lie_in_the_segment_of_their_expert_and_sum_to_their_token(sizes, d
     expert_of = torch.full((len(layout.token),), -1)
     for expert, rows in layout.segments:
         assert (expert_of[rows] == -1).all()
-        expert_of[rows] = expert
-        count = routing.counts[expert]
+        expert_of[rows], count = expert, routing.counts[expert]
         assert (layout.token[rows][count:] == layout.token[rows][count - 1]).all()
         assert (gates[rows][count:] == 0).all(), "rows that fill up repeat the last one, at 0"
     assert tokens < 200 or dtype == torch.float32 or len(expert_of) > 400, "some fill up"
-    assert (expert_of >= 0).all()
-    assert len(layout.place.unique()) == tokens * top_k
+    assert (expert_of >= 0).all() and len(layout.place.unique()) == tokens * top_k
     assert torch.equal(expert_of[layout.place], routing.ids)
     assert (layout.token[layout.place] == torch.arange(tokens)[:, None]).all()
     assert torch.equal(gates[layout.place].squeeze(2), routing.weights)
@@ -140,9 +133,8 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]
     routing = grouped(ids, torch.ones(ids.shape), len(counts))
 
-    def sizes_of(dtype, numbers):
-        segments = lay_out(routing, dtype, numbers).segments
-        return [rows.stop - rows.start for _, rows in segments]
+    def sizes_of(*of):
+        return [rows.stop - rows.start for _, rows in lay_out(routing, *of).segments]
 
     sizes = sizes_of(torch.bfloat16, 1)
     for count, size in zip(counts, sizes, strict=True):
@@ -187,8 +179,7 @@ def test_padding_has_no_influence_on_value_or_gradient_which_is_the_numerical_on
     short = balance_loss(logits[:6], ids[:6], impl=impl)
     assert masked.item() == pytest.approx(short.item(), abs=1e-12)
     (grad,) = torch.autograd.grad(masked, logits)
-    assert grad[6:].abs().max() == 0
-    assert grad[:6].abs().max() > 0
+    assert grad[6:].abs().max() == 0 < grad[:6].abs().max()
     assert balance_loss(logits, ids, mask=torch.zeros(9), impl=impl).item() == 0
     # The load, ids, is held fixed.
     assert torch.autograd.gradcheck(lambda x: balance_loss(x, ids, impl=impl), logits)
@@ -212,7 +203,6 @@ def test_in_sixteen_bits_more_slots_count_than_the_largest_number(impl, dtype):
     logits = torch.randn(70_000, 4).to(dtype).requires_grad_()
     ids = route(logits, 2).ids.int()
     value, want = balance_loss(logits, ids, impl=impl), balance_loss(logits.double(), ids)
-    assert value.dtype == dtype
-    assert value.item() == pytest.approx(want.item(), rel=0.01)
+    assert value.dtype == dtype and value.item() == pytest.approx(want.item(), rel=0.01)
     grads = [torch.autograd.grad(each * 1024, logits)[0] for each in (value, want)]
     torch.testing.assert_close(*grads, rtol=0.02, atol=1e-4)

@@ -71,9 +71,8 @@ def test_fifty_million_groups_are_ranked_and_equal_ones_go_by_their_members():
     places = torch.arange(38.0).double()
     similarity = -(places[:, None] - places).abs() / 37  # the farther apart, the more diverse
     found = groups(similarity, torch.zeros(38), 8, best=3)
-    assert math.comb(38, 8) == 48_903_492
     assert found.members[0].tolist() == [0, 1, 2, 3, 34, 35, 36, 37]
-    assert found.rank.tolist() == [1, 2, 2]
+    assert math.comb(38, 8) == 48_903_492 and found.rank.tolist() == [1, 2, 2]
 
 
 FAR = 1, 60, 4, 3  # of points far from the origin
@@ -93,9 +92,8 @@ def nearest_by_loops(points, centres):
     """Ids, sums, counts and inertia by loops over points, in float64."""
     points, centres = points.detach().double(), centres.double()
     (L, S, _), E = points.shape, centres.shape[1]
-    ids = torch.zeros(L, S, dtype=torch.int64)
-    sums, counts = torch.zeros_like(centres), torch.zeros(L, E, dtype=torch.int64)
-    inertia = torch.zeros(L, dtype=torch.float64)
+    ids, counts = torch.zeros(L, S, dtype=torch.int64), torch.zeros(L, E, dtype=torch.int64)
+    sums, inertia = torch.zeros_like(centres), torch.zeros(L, dtype=torch.float64)
     for layer, place in np.ndindex(L, S):
         far = [float((points[layer, place] - c).square().sum()) for c in centres[layer]]
         ids[layer, place] = near = far.index(min(far))
@@ -156,14 +154,11 @@ def nats_by_loops(hidden, head, answers):
     """Sum over each answer's tokens, one at a time, in float64."""
     hidden, head = hidden.double(), head.double()
     sums = torch.zeros(len(hidden), len(answers.lengths), dtype=torch.float64)
-    for adapter in range(len(hidden)):
-        token = 0
-        for sample, length in enumerate(answers.lengths.tolist()):
-            for _ in range(length):
-                logits = head @ hidden[adapter, answers.readers[token]]
-                total = (logits - logits.max()).exp().sum().log() + logits.max()
-                sums[adapter, sample] += total - logits[answers.targets[token]]
-                token += 1
+    samples = torch.arange(len(answers.lengths)).repeat_interleave(answers.lengths)
+    for adapter, token in np.ndindex(len(hidden), len(samples)):
+        logits = head @ hidden[adapter, answers.readers[token]]
+        total = (logits - logits.max()).exp().sum().log() + logits.max()
+        sums[adapter, samples[token]] += total - logits[answers.targets[token]]
     return sums
 
 
@@ -171,10 +166,8 @@ def nats_by_loops(hidden, head, answers):
 @pytest.mark.parametrize("shape", BANKS)
 def test_answers_have_the_nats_that_a_loop_finds(shape, impl):
     hidden, head, answers = asked(shape)
-    wanted, nats = (
-        nats_by_loops(hidden, head, answers),
-        bank_scoring(hidden, head, answers, impl=impl),
-    )
+    wanted = nats_by_loops(hidden, head, answers)
+    nats = bank_scoring(hidden, head, answers, impl=impl)
     torch.testing.assert_close(nats, wanted, rtol=1e-5, atol=1e-5)
     leaves = hidden.double().requires_grad_(), head.double().requires_grad_()
     exact = bank_scoring(*leaves, answers, impl=impl)

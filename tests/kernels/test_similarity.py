@@ -31,8 +31,7 @@ def drawn(rows, width, seed=0, dtype=torch.float32):
 
 def best_by_loops(pool, shots, count):
     """(row, cosine) of the best rows: a loop over rows and shots; 0 where a row is zero."""
-    units = [shot / shot.norm() for shot in shots.double()]
-    rows = pool.double()
+    units, rows = [shot / shot.norm() for shot in shots.double()], pool.double()
     cosines = [max(float(row @ u) for u in units) / (row.norm().item() or 1) for row in rows]
     order = sorted(range(len(cosines)), key=lambda row: -cosines[row])[:count]  # stable
     return order, [cosines[row] for row in order]
@@ -87,8 +86,7 @@ def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_name
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_a_stream_equals_a_full_sort_with_ties_to_the_earlier_row_and_none_of_minus_infinity(size):
-    pool = drawn(300, 2)
-    key = pool[:, 0].round(decimals=1)
+    key = (pool := drawn(300, 2))[:, 0].round(decimals=1)
     rounded = lambda rows, _: (torch.arange(len(rows)), rows[:, 0].round(decimals=1))  # noqa: E731
     found = largest(pool.split(size), rounded, 25)
     assert found.index.tolist() == sorted(range(300), key=lambda row: (-key[row], row))[:25]
@@ -159,13 +157,11 @@ def test_the_rows_that_stay_are_those_of_the_literal_loops(problem, rule, impl):
 def test_many_blocks_keep_what_the_literal_loops_keep(problem, ordered, rule):
     count, width, dtype, threshold = problem
     rows = (drawn(50, width).repeat(count // 50, 1) + 0.5 * drawn(count, width, 1)).to(dtype)
-    key = drawn(count, 1)[:, 0]
-    key = key.sort(descending=True).values if ordered else key
+    key = drawn(count, 1)[:, 0].sort(descending=True).values if ordered else drawn(count, 1)[:, 0]
     cosines = normalize(rows.double()) @ normalize(rows.double()).T
     assert not ((cosines - threshold).abs() < 1e-7).any()  # too close to call in float32
     wanted = literal((cosines > threshold).tolist(), key.tolist(), rule)
-    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted
-    assert len(wanted) < 600
+    assert duplicates(rows, key, threshold, rule=rule).tolist() == wanted and len(wanted) < 600
 
 
 @impls

@@ -40,8 +40,7 @@ def test_each_pass_replaces_the_one_before_and_a_copy_has_a_trace_of_its_own():
     decoder(torch.randn(1, 3, 6))
     first = decoder.trace.decisions
     decoder(torch.randn(1, 5, 6), attention_mask=torch.ones(1, 5))
-    assert decoder.tokens() == [5, 5]
-    assert decoder.trace.decisions is not first
+    assert decoder.tokens() == [5, 5] and decoder.trace.decisions is not first
     assert decoder.trace.attention_mask.shape == (1, 5)
     twin = copy.deepcopy(decoder)
     assert twin.trace.decisions == {}
@@ -105,12 +104,11 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     logits = F.linear(model.embedding(BATCH["input_ids"]), model.gates[0].weight)
     logits = logits + torch.arange(48.0).view(2, 6, 4)
     wanted = route(logits.flatten(0, 1), 2)
-    assert torch.equal(seen[1].logits, logits)
+    assert torch.equal(seen[1].logits, logits) and not seen[1].logits.requires_grad
     assert torch.equal(seen[1].ids.flatten(0, 1), wanted.ids)
     assert torch.equal(seen[1].gates.flatten(0, 1), wanted.weights)
     assert torch.equal(seen[1].mask, BATCH["attention_mask"].bool())
     assert torch.equal(seen[0].real().ids, seen[0].ids[seen[0].mask])
-    assert not seen[1].logits.requires_grad
     assert not any(gate._forward_hooks for gate in model.gates)
     with pytest.raises(Refusal, match=r"E-SHAPE: attention_mask \(2, 5\)"):
         observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
@@ -118,11 +116,9 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
 
 def test_routers_of_transformers_are_read_as_ours_are_and_others_refused():
     torch.manual_seed(0)
-    config = MixtralConfig(
+    model = MixtralForCausalLM(MixtralConfig(
         vocab_size=12, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config).train()
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)).train()  # fmt: skip
     gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers)}
     seen = observe(model.model, gates, BATCH)
     assert model.training
@@ -136,8 +132,7 @@ def test_routers_of_transformers_are_read_as_ours_are_and_others_refused():
 @pytest.mark.parametrize("training", [True, False])
 def test_every_module_gets_its_own_mode_back(training):
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
-    model.train(training)
-    model[0].train(not training)
+    model.train(training)[0].train(not training)
     before = [module.training for module in model.modules()]
     with pytest.raises(ZeroDivisionError), evaluating(model):
         assert not any(module.training for module in model.modules())
