@@ -77,17 +77,14 @@ def test_panels_show_first_middle_and_last_layer_by_group():
     assert list(panels(points[:1], labels, ["code", "law"], "pca")) == ["layer 0"]
 
 
-@pytest.mark.parametrize(
-    ("measure", "changes", "code"),
-    [
-        (purity, {"labels": torch.zeros(2)}, "E-SHAPE"),
-        (purity, {"clusters": 41}, "E-DATA"),
-        (purity, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
-        (project, {"method": "umapp"}, "E-CHOICE: method is 'umapp'"),
-        (project, {"points": two_groups()[:, :15]}, "E-SHAPE"),
-        (project, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
-    ],
-)
+@pytest.mark.parametrize(("measure", "changes", "code"), [
+    (purity, {"labels": torch.zeros(2)}, "E-SHAPE"),
+    (purity, {"clusters": 41}, "E-DATA"),
+    (purity, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
+    (project, {"method": "umapp"}, "E-CHOICE: method is 'umapp'"),
+    (project, {"points": two_groups()[:, :15]}, "E-SHAPE"),
+    (project, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
+])  # fmt: skip
 def test_what_cannot_be_clustered_or_projected_is_refused(measure, changes, code):
     given = {"points": two_groups()} | ({"labels": torch.zeros(40)} if measure is purity else {})
     with pytest.raises(Refusal, match=code):

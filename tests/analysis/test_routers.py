@@ -107,18 +107,15 @@ def frame(shares, router="q", **columns):
     return pd.DataFrame(rows, columns=names).assign(**columns)
 
 
-@pytest.mark.parametrize(
-    ("shares", "load_entropy", "largest", "distance"),
-    [
-        ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # uniform together
-        ({"a": [1, 0, 0, 0]}, 0, 1, 0),
-        ({"a": [0.7, 0.3], "b": [0.7, 0.3]}, 0.8813, 0.7, 0),
-        # What a token with two of four experts can show at least: one that serves all tokens has
-        # half of the slots, and the entropy is still near 0.9.
-        ({"a": [1 / 2, 1 / 2, 0, 0]}, 0.5, 1 / 2, 0),
-        ({"a": [1 / 2, 1 / 6, 1 / 6, 1 / 6]}, 0.8962, 1 / 2, 0),
-    ],
-)
+@pytest.mark.parametrize(("shares", "load_entropy", "largest", "distance"), [
+    ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # uniform together
+    ({"a": [1, 0, 0, 0]}, 0, 1, 0),
+    ({"a": [0.7, 0.3], "b": [0.7, 0.3]}, 0.8813, 0.7, 0),
+    # What a token with two of four experts can show at least: one that serves all tokens has
+    # half of the slots, and the entropy is still near 0.9.
+    ({"a": [1 / 2, 1 / 2, 0, 0]}, 0.5, 1 / 2, 0),
+    ({"a": [1 / 2, 1 / 6, 1 / 6, 1 / 6]}, 0.8962, 1 / 2, 0),
+])  # fmt: skip
 def test_load_and_specialisation_of_shares_worked_by_hand(shares, load_entropy, largest, distance):
     load = routing.load(frame(shares))
     assert load.entropy.tolist() == pytest.approx([load_entropy], abs=1e-4)
@@ -162,15 +159,12 @@ FIRST, SECOND, THIRD = sets({0, 1}, {2, 3}), sets({0, 1}, {1, 2}), sets({2, 3}, 
 THREE, TOP_1 = [FIRST, SECOND, THIRD], [sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})]
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "over", "score"),
-    [
-        (THREE, "pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
-        (THREE, "successive", (1 + 1 / 3 + 0 + 1) / 4),
-        (THREE, "joint", (0 / 4 + 1 / 3) / 2),
-        (TOP_1, "pairs", 0.75),  # with one expert a token: the share that kept theirs
-    ],
-)
+@pytest.mark.parametrize(("checkpoints", "over", "score"), [
+    (THREE, "pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
+    (THREE, "successive", (1 + 1 / 3 + 0 + 1) / 4),
+    (THREE, "joint", (0 / 4 + 1 / 3) / 2),
+    (TOP_1, "pairs", 0.75),  # with one expert a token: the share that kept theirs
+])  # fmt: skip
 def test_consistency_is_the_mean_jaccard_index_of_the_tokens(checkpoints, over, score):
     consistency = routers.consistency(checkpoints, over=over).consistency
     assert consistency.tolist() == pytest.approx([score])

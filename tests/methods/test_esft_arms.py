@@ -19,7 +19,7 @@ USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
 def test_a_sweep_is_read_or_refused():
     read = esft.sweep("0.1,0.3", "0.2", "4,8", "2")
     assert read == TRIED and all(isinstance(rank, int) for rank in read["lora"])
-    refused = [
+    for *texts, message in (
         ("0.1,0.3", "0.2", "4,8,16", "2", "E-RANGE: thresholds_gate is .* and ranks '4,8,16'"),
         ("0.1,0.3", "0.2", "4,8.5", "2", "E-TYPE: ranks is '4,8.5': .*expected numbers with"),
         ("0.1,0.3", "0.2", "0,8", "2", "E-RANGE: ranks is '0,8', .*above 0, at most 512"),
@@ -28,8 +28,7 @@ def test_a_sweep_is_read_or_refused():
         ("0.1,nan", "0.2", "4,8", "2", "E-RANGE: thresholds_gate is"),
         ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
         ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
-    ]
-    for *texts, message in refused:
+    ):
         with pytest.raises(Refusal, match=message):
             esft.sweep(*texts)
 
@@ -49,22 +48,16 @@ def test_every_arm_has_a_name_and_none_is_trained_twice():
     assert esft.budget(TRIED, usual)["gate"] == both and set(both) <= set(esft.arms(TRIED, usual))
 
 
-@pytest.fixture
-def measured(mixture, batch):
-    """A mixture whose K suits groups of two, and what `plan` takes beside the arms."""
-    model = mixture("DeepseekV2", num_experts_per_tok=4)
-    drawn = {"one": [batch], "two": [{key: part[:1] for key, part in batch.items()}]}
-    scores = {task: esft.measure(model, batches) for task, batches in drawn.items()}
-    return model, drawn, scores, esft.cooccurrence(model, [batch])
+def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(mixture, batch):
+    def planned(arms, seed=0):
+        return esft.plan(arms, *measured, preset="fixed", scale=3.0, seed=seed)
 
-
-def planned(arms, measured, seed=0):
-    return esft.plan(arms, *measured, preset="fixed", scale=3.0, seed=seed)
-
-
-def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(measured):
-    known, (model, batches, scores, together) = esft.arms(TRIED, USUAL), measured
-    base, plan = fingerprint(model), planned(known, measured)
+    model = mixture("DeepseekV2", num_experts_per_tok=4)  # which suits groups of two
+    batches = {"one": [batch], "two": [{key: part[:1] for key, part in batch.items()}]}
+    scores = {task: esft.measure(model, drawn) for task, drawn in batches.items()}
+    measured = model, batches, scores, esft.cooccurrence(model, [batch])
+    known, base = esft.arms(TRIED, USUAL), fingerprint(model)
+    plan = planned(known)
     for name, arm in known.items():
         trained_on = [task for other, task in plan if other == name]
         assert trained_on == (["one", "two"] if arm.main else ["one"])
@@ -77,12 +70,12 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(meas
     drawn, like = plan["random_gate", "two"]["selection"], plan["gate", "two"]["selection"]
     assert drawn == esft.random_selection(like, scores["two"].experts, "gate/two/0")
     for name in known:  # asked for alone, an arm gets what it gets among all
-        alone = planned({name: known[name]}, measured)
+        alone = planned({name: known[name]})
         assert alone == {key: given for key, given in plan.items() if key[0] == name}
-    other = planned(known, measured, seed=5)
+    other = planned(known, seed=5)
     assert all(key[0].startswith("random") for key in plan if plan[key] != other[key])
     assert fingerprint(model) == base
-    groups = esft.group(model, together, 2)
+    groups = esft.group(model, measured[-1], 2)
     config = esft.Config(score="gate", threshold=0.1)
     want = esft.select(esft.measure(model, batches["one"]), config, groups=groups)
     assert plan["gate-g2", "one"] == {"selection": want}
@@ -117,12 +110,11 @@ def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixtu
 
 def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
     special = esft.specialise(mixture("Mixtral"), esft.Selection(experts={0: (0,), 1: (0,)}))
-    refused = {
+    for message, model in {
         "E-MODEL: the model holds LoRA already": esft.lora(mixture("Mixtral")),
         "E-MODEL: the model is specialised": special,
         "E-MODEL: LlamaForCausalLM is dense": host(),
-    }
-    for message, model in refused.items():
+    }.items():
         for arm in (esft.full, esft.lora):
             with pytest.raises(Refusal, match=message):
                 arm(model)
@@ -173,7 +165,7 @@ def scores(*rows):
     return esft.Scores(table, table)
 
 
-def test_half_mass_concentration_and_overlap_of_scores_worked_by_hand():
+def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand():
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
     shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
@@ -184,17 +176,13 @@ def test_half_mass_concentration_and_overlap_of_scores_worked_by_hand():
     first = scores([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1])
     second = scores([0.1, 0.4, 0.3, 0.2], [0.3, 0.4, 0.1, 0.2])
     assert esft.overlap({"a": first}, {"b": second}, 2).loc["a", "b"] == 1.5  # of two layers
-
-
-def test_switches_count_the_experts_that_enter_or_leave():
-    """Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone."""
+    # Two experts reach 0.6, whichever is the better; of the total of 0.8 that one does alone.
     pooled = {"tokens": scores([0.5, 0.2, 0.1]), "samples": scores([0.1, 0.5, 0.2])}
     table = esft.switches(pooled, {"gate": 0.6})
     # Experts 0 and 1 before; then 1 and 2, 0 alone, 1 alone.
     differ = {"within_samples": 2, "share_of_the_total": 1, "paper": 1}
     assert table["experts that differ"].loc["gate"].to_dict() == differ
-    assert table["layers that differ"].tolist() == [1, 1, 1]
-    assert table["share of layers"].tolist() == [1, 1, 1]
+    assert table[["layers that differ", "share of layers"]].to_numpy().tolist() == [[1, 1]] * 3
 
 
 def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
@@ -218,17 +206,15 @@ def test_an_arms_average_counts_each_task_once_whatever_its_rows():
     tables = {key: pd.DataFrame({"task": key[1], "domain": key[1], "correct": rows, "nll": 1.0})
               for key, rows in correct.items()}  # fmt: skip
     joined = esft.by_arm(tables, ["a", "b"])
-    assert list(joined) == ["fft", "lora"]
     assert joined["fft"].score.mean() == pytest.approx((0.75 + 0.0) / 2)
     assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
-    assert joined["lora"].score.mean() == 0.25
+    assert list(joined) == ["fft", "lora"] and joined["lora"].score.mean() == 0.25
 
 
 def test_layers_are_described_as_they_are(mixture):
     model = mixture("DeepseekV2")
     table = esft.layers(model)
-    assert table.kind.tolist() == ["dense", "sparse", "sparse"]
-    assert table.width.tolist() == [40, 16, 16]
-    assert table["routed experts"].tolist() == [0, 8, 8]
+    described = table[["kind", "width", "routed experts"]].to_numpy().tolist()
+    assert described == [["dense", 40, 0], ["sparse", 16, 8], ["sparse", 16, 8]]
     blocks = [sum(p.numel() for p in layer.block.parameters()) for layer in anatomy(model).layers]
     assert table.parameters.tolist() == blocks

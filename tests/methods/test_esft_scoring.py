@@ -87,21 +87,18 @@ def test_published_routing_is_read_token_by_token(tmp_path):
     assert by_samples.gate[1].tolist() == pytest.approx([3 / 8, 3 / 16, 9 / 32])
 
 
-GOOD = b"1\t0\t0\t1\t\t.5\t.5\n"
-DAMAGED = {
-    "1.txt": (GOOD + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
-    "2.txt": (GOOD + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
-    "3.txt": (GOOD + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
-    "4.txt": (GOOD + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
-    "5.txt": (GOOD + b"\xff\xfe", ":.*can't decode"),
-    "6.txt.gz": (GOOD, ":0: Not a gzipped file"),
-    "7.txt.gz": (gzip.compress(GOOD * 1000)[:-12], ":.*ended before"),
-    "8.txt.gz": (gzip.compress(GOOD)[:10] + b"\xff" * 40, ":.*decompressing"),
-}
-
-
 def test_damaged_published_routing_is_refused(tmp_path):
-    for name, (content, message) in DAMAGED.items():
+    good = b"1\t0\t0\t1\t\t.5\t.5\n"
+    for name, (content, message) in {
+        "1.txt": (good + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
+        "2.txt": (good + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
+        "3.txt": (good + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
+        "4.txt": (good + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
+        "5.txt": (good + b"\xff\xfe", ":.*can't decode"),
+        "6.txt.gz": (good, ":0: Not a gzipped file"),
+        "7.txt.gz": (gzip.compress(good * 1000)[:-12], ":.*ended before"),
+        "8.txt.gz": (gzip.compress(good)[:10] + b"\xff" * 40, ":.*decompressing"),
+    }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
             esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
@@ -150,8 +147,7 @@ def test_the_published_experts_follow_from_the_published_scores(shared):
         published = esft.Scores.load(folder / f"{task}.scores.json")
         selection = esft.select(published, released)
         want = json.loads((folder / f"{task}.experts.json").read_text())
-        assert len(want["experts"]) == 26
-        assert selection.published() == want
+        assert selection.published() == want and len(want["experts"]) == 26
         assert esft.Selection.load(folder / f"{task}.experts.json") == selection
         plain, share = (esft.select(published, rule).count for rule in rules)
         assert 0 < share < plain / 2
@@ -161,19 +157,16 @@ def test_the_published_experts_follow_from_the_published_scores(shared):
     assert (round(0.1 / max(totals), 2), round(0.1 / min(totals), 2)) == (0.21, 0.29)
 
 
-@pytest.mark.parametrize(
-    ("row", "p", "decimals", "want"),
-    [
-        *(([0.1, 0.3, 0.2, 0.4], p, None, (3, 1, 2, 0)[:count]) for p, count in {
-            0.05: 1, 0.4: 1, 0.41: 2, 0.7: 2, 0.71: 3, 0.9: 3, 1.0: 4}.items()),
-        ([0.25] * 4, 0.5, None, (0, 1)),  # among equals the lower number
-        ([0.29996, 0.30004, 0.4], 0.6, None, (2, 1)),
-        ([0.29996, 0.30004, 0.4], 0.6, 4, (2, 0)),  # rounding makes them equal
-        ([1 / 3] * 3, 1.0, 4, (0, 1, 2)),  # misses p by rounding alone
-        ([0.1] * 10, 1.0, None, tuple(range(10))),
-        ([0.7, 0.3], 0.7, 4, (0,)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "p", "decimals", "want"), [
+    *(([0.1, 0.3, 0.2, 0.4], p, None, (3, 1, 2, 0)[:count]) for p, count in {
+        0.05: 1, 0.4: 1, 0.41: 2, 0.7: 2, 0.71: 3, 0.9: 3, 1.0: 4}.items()),
+    ([0.25] * 4, 0.5, None, (0, 1)),  # among equals the lower number
+    ([0.29996, 0.30004, 0.4], 0.6, None, (2, 1)),
+    ([0.29996, 0.30004, 0.4], 0.6, 4, (2, 0)),  # rounding makes them equal
+    ([1 / 3] * 3, 1.0, 4, (0, 1, 2)),  # misses p by rounding alone
+    ([0.1] * 10, 1.0, None, tuple(range(10))),
+    ([0.7, 0.3], 0.7, 4, (0,)),
+])  # fmt: skip
 def test_experts_are_taken_until_their_scores_reach_p(row, p, decimals, want):
     config = esft.Config(threshold=p, decimals=decimals)
     assert esft.select(scores(row), config).experts == {0: want}
@@ -208,37 +201,33 @@ def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_ref
     assert esft.select(low, esft.Config(score="gate", threshold=0.3)).experts == {0: (1, 0)}
 
 
-BAD_SCORES = [
-    (lambda both: both["gate_scores"].pop("2"), "E-KEYS: .*token and gate"),
-    (lambda both: both["token_scores"]["1"].pop("0"), "E-KEYS: .*layer 1"),
-    (lambda both: both["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
-    (lambda both: both["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
-    (lambda both: both["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
-    (lambda both: both.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
-    (lambda both: both["gate_scores"]["1"].update({"0": 10**400}), "E-TYPE: .*1.0"),
-    (lambda both: both["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*twice"),
-    (lambda both: both["gate_scores"].update({"9" * 5000: {}}), "E-FORMAT: .*not JSON"),
-]
-BAD_SELECTIONS = {
-    '{"experts": {"1": [3, 3]}}': "E-RANGE: .*layer 1: an expert stands twice",
-    '{"experts": {"1": [-1]}}': "E-RANGE: .*experts.1.0 is -1",
-    '{"experts": {"one": [3]}}': "E-TYPE: .*'one'",
-    '{"experts": {"1": [3], "1": [2]}}': "E-FORMAT: .*twice",
-    '{"experts": {"1": [3]}, "shared": true}': "E-CHOICE: .*did you mean 'shared_experts'",
-    '{"experts": ' + "[" * 100_000: "E-FORMAT: .*is not JSON",
-    "[]": "E-FORMAT: .*expected a JSON object",
-}
-
-
 def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
-    for change, message in BAD_SCORES:
+    for change, message in (
+        (lambda both: both["gate_scores"].pop("2"), "E-KEYS: .*token and gate"),
+        (lambda both: both["token_scores"]["1"].pop("0"), "E-KEYS: .*layer 1"),
+        (lambda both: both["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
+        (lambda both: both["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
+        (lambda both: both["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
+        (lambda both: both.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
+        (lambda both: both["gate_scores"]["1"].update({"0": 10**400}), "E-TYPE: .*1.0"),
+        (lambda both: both["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*twice"),
+        (lambda both: both["gate_scores"].update({"9" * 5000: {}}), "E-FORMAT: .*not JSON"),
+    ):
         rows = '{"1": {"0": 0.5, "1": 0.5}, "2": {"0": 0.25, "1": 0.75}}'
         content = {"token_scores": json.loads(rows), "gate_scores": json.loads(rows)}
         change(content)
         (tmp_path / "scores.json").write_text(json.dumps(content))
         with pytest.raises(Refusal, match=message):
             esft.Scores.load(tmp_path / "scores.json")
-    for text, message in BAD_SELECTIONS.items():
+    for text, message in {
+        '{"experts": {"1": [3, 3]}}': "E-RANGE: .*layer 1: an expert stands twice",
+        '{"experts": {"1": [-1]}}': "E-RANGE: .*experts.1.0 is -1",
+        '{"experts": {"one": [3]}}': "E-TYPE: .*'one'",
+        '{"experts": {"1": [3], "1": [2]}}': "E-FORMAT: .*twice",
+        '{"experts": {"1": [3]}, "shared": true}': "E-CHOICE: .*did you mean 'shared_experts'",
+        '{"experts": ' + "[" * 100_000: "E-FORMAT: .*is not JSON",
+        "[]": "E-FORMAT: .*expected a JSON object",
+    }.items():
         (tmp_path / "experts.json").write_text(text)
         with pytest.raises(Refusal, match=message) as refusal:
             esft.Selection.load(tmp_path / "experts.json")

@@ -198,13 +198,12 @@ def test_generation_with_cache_and_left_padding_equals_one_by_one(host):
 def test_a_refused_model_is_untouched(host):
     sparse = host("Mixtral", num_local_experts=4)
     crafted = pesc.craft(host(), pesc.Config(**SMALL))
-    cases = [
+    for model, settings, message in (
         (sparse, SMALL, "sparse already"),
         (crafted, SMALL, "has been through PESC already"),
         (host(), {**SMALL, "adapter_width": 33}, "adapter_width is 33, expected 1 to 32"),
         (host(), {**SMALL, "layers": (0, 2)}, "layer 2, the host has 0 to 1"),
-    ]
-    for model, settings, message in cases:
+    ):
         before = {name: p.clone() for name, p in model.named_parameters()}
         hooks = len(model.get_decoder()._forward_pre_hooks)
         for function in (pesc.craft, pesc.prepare, pesc.full_experts):
@@ -217,18 +216,16 @@ def test_a_refused_model_is_untouched(host):
 
 
 def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refused_in_one_line():
-    paper, released, fixed = (pesc.Config.preset(n) for n in ("paper", "released", "fixed"))
-    assert (paper.down_init, released.down_init, fixed.down_init) == ("zero", "kaiming", "kaiming")
-    assert (paper.adapter_width, released.adapter_width, fixed.adapter_width) == (512, 64, 512)
-    assert (paper.balance, released.balance, fixed.balance) == ("live", "constant", "live")
-    assert (released.adapter_scale, released.served_scale) == (1.0, 0.25)
-    assert fixed == pesc.Config()
+    _, released, fixed = presets = [pesc.Config.preset(n) for n in ("paper", "released", "fixed")]
+    read = [(preset.down_init, preset.adapter_width, preset.balance) for preset in presets]
+    assert read == [("zero", 512, "live"), ("kaiming", 64, "constant"), ("kaiming", 512, "live")]
+    assert (released.adapter_scale, released.served_scale, fixed) == (1.0, 0.25, pesc.Config())
     assert pesc.Config.preset("released", adapter_width=8).adapter_width == 8
     sizes = {"experts": 4, "top_k": 1, "adapter_width": 6, "host": "lora", "lora_rank": 3}
     other = pesc.Config(**sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3)
     for name in ("paper", "released", "fixed"):  # a reading keeps sizes and host of another
         assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
-    refused = [
+    for changes, message in (
         ({"top_k": 9}, r"E-RANGE: top_k is 9, expected 1 to 8 \(experts\)"),
         ({"layers": (1, 1)}, "E-RANGE: layers names a layer twice"),
         ({"layers": (-1,)}, "E-RANGE: layers.0 is -1"),
@@ -237,8 +234,7 @@ def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refuse
         ({"host": "qlor"}, "E-CHOICE: host is 'qlor', expected .*'qlora'"),
         ({"expert": 4}, "E-CHOICE: .*did you mean 'experts'"),
         ({"name": "release"}, "E-CHOICE: .*did you mean 'released'"),
-    ]
-    for changes, message in refused:
+    ):
         with pytest.raises(Refusal, match=message) as refusal:
             pesc.Config.preset(**{"name": "fixed", **changes})
         assert "\n" not in str(refusal.value)

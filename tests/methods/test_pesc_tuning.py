@@ -24,9 +24,8 @@ from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
 from moebook.notebook import sources
 
-SMALL = {
-    "experts": 4, "adapter_width": 6, "adapter_dropout": 0.0, "lora_rank": 4, "lora_dropout": 0.0,
-}  # fmt: skip
+NO_DROPOUT = {"adapter_dropout": 0.0, "lora_dropout": 0.0}
+SMALL = {"experts": 4, "adapter_width": 6, "lora_rank": 4, **NO_DROPOUT}
 HOSTS = ("frozen", "lora", "qlora", "full")
 PRINTED = {"llama-2-7b": (8, 7), "llama-2-13b": (15, 14), "yi-34b": (38, 35)}  # total, activated
 
@@ -151,13 +150,12 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
 
 
 def test_width_512_gives_the_printed_sizes_and_64_does_not():
-    hosts = {  # dense size, layers, width, and the size with adapters of width 64
+    table = pesc.printed_sizes()
+    for name, (dense, layers, width, narrow) in {  # size, layers, width; size with width 64
         "llama-2-7b": (6_738_415_616, 32, 4096, 6.9),
         "llama-2-13b": (13_015_864_320, 40, 5120, 13.2),
         "yi-34b": (34_388_917_248, 60, 7168, 34.8),
-    }
-    table = pesc.printed_sizes()
-    for name, (dense, layers, width, narrow) in hosts.items():
+    }.items():
         size, line = pesc.counts(pesc.Config(), name), table.loc[name]
         assert (size.dense, size.routers) == (dense, layers * 8 * width)
         assert size.adapters == layers * 8 * 2 * width * 512

@@ -325,30 +325,27 @@ def matched(model, inputs, scale="matched"):
     return upcycling.scaled(upcycling.crsu(states(TOY), 2), scale, inputs=inputs)
 
 
-@pytest.mark.parametrize(
-    ("code", "ask", "given"),
-    [
-        ("E-CHOICE: tensor is 'attn'", functools.partial(upcycling.collect, tensor="attn"), ({},)),
-        ("E-DATA: task 'law' has no instances", upcycling.collect, ({"law": []},)),
-        ("E-DATA: no tasks", upcycling.collect, ({},)),
-        ("'law' has 3 instances, .* 0.05 needs 20", upcycling.hardest, ({"law": DATA},)),
-        ("task 'law' has 0 instances", upcycling.hardest, ({"law": DATA.select([])},)),
-        ("E-NONFINITE: row 0", perplexities, (MUTE,)),
-        ("E-DATA: no task 'law'", FEW.only, ("law",)),
-        ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
-        ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
-        ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
-        ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
-        ("E-DATA.*ffn_input", matched, (None,)),
-        ("E-DATA.*ffn_input", matched, (states(TOY),)),
-        ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),
-        ("E-DATA.*all equal", matched, (states([[0, 0], [0, 0]], tensor="ffn_input"),)),
-        ("layer 0: 3 centroids asked for.* 2 distinct points", upcycling.crsu, (FEW, 3)),
-        ("task 'law', layer 0: 2 centroids", upcycling.trsu, (SPLIT, 4)),
-        ("E-RANGE: experts is 3, expected a multiple of 2 tasks", upcycling.trsu, (SPLIT, 3)),
-        ("E-NONFINITE: layer 0", upcycling.crsu, (states([[0, math.nan], [1, 1]]), 2)),
-    ],
-)
+@pytest.mark.parametrize(("code", "ask", "given"), [
+    ("E-CHOICE: tensor is 'attn'", functools.partial(upcycling.collect, tensor="attn"), ({},)),
+    ("E-DATA: task 'law' has no instances", upcycling.collect, ({"law": []},)),
+    ("E-DATA: no tasks", upcycling.collect, ({},)),
+    ("'law' has 3 instances, .* 0.05 needs 20", upcycling.hardest, ({"law": DATA},)),
+    ("task 'law' has 0 instances", upcycling.hardest, ({"law": DATA.select([])},)),
+    ("E-NONFINITE: row 0", perplexities, (MUTE,)),
+    ("E-DATA: no task 'law'", FEW.only, ("law",)),
+    ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
+    ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
+    ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
+    ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
+    ("E-DATA.*ffn_input", matched, (None,)),
+    ("E-DATA.*ffn_input", matched, (states(TOY),)),
+    ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),
+    ("E-DATA.*all equal", matched, (states([[0, 0], [0, 0]], tensor="ffn_input"),)),
+    ("layer 0: 3 centroids asked for.* 2 distinct points", upcycling.crsu, (FEW, 3)),
+    ("task 'law', layer 0: 2 centroids", upcycling.trsu, (SPLIT, 4)),
+    ("E-RANGE: experts is 3, expected a multiple of 2 tasks", upcycling.trsu, (SPLIT, 3)),
+    ("E-NONFINITE: layer 0", upcycling.crsu, (states([[0, math.nan], [1, 1]]), 2)),
+])  # fmt: skip
 def test_what_cannot_be_collected_scored_or_made_a_start_is_refused(code, ask, given, host):
     model = () if ask in (upcycling.crsu, upcycling.trsu, FEW.only) else (host(),)
     with pytest.raises(Refusal, match=code):
