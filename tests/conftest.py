@@ -39,6 +39,11 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker waits for another's last test."""
+    items.sort(key=lambda item: "smoke" not in item.name or "notebooks" not in item.nodeid)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, with the reason, what needs a GPU where there is none."""
     if item.get_closest_marker("gpu"):

@@ -80,15 +80,16 @@ class Source:
 
 
 @cache
-def _compiled(template: str) -> tuple[jinja2.Template, frozenset[str]]:
+def _compiled(template: str) -> tuple[jinja2.Template, tuple[str, ...]]:
     """A template with the names of the fields that it reads."""
     names = meta.find_undeclared_variables(_JINJA.parse(template))
-    return _JINJA.from_string(template), frozenset(names)
+    return _JINJA.from_string(template), tuple(sorted(names))
 
 
 def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) -> str:
     compiled, names = _compiled(template)
-    return compiled.render({n: files.text(raw, n, where) for n in names - more.keys()} | more)
+    fields = {n: files.text(raw, n, where) for n in names if n not in more}
+    return compiled.render(fields | more)
 
 
 def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
