@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from transformers.utils import logging
 
 from moebook.errors import nearest, refuse
 from moebook.models import checkpoint
+from moebook.results import read_json
 from moebook.runtime import resolve_device
 
 PACKAGED = ("nano", "nano-moe")
@@ -189,29 +189,18 @@ def quiet() -> Iterator[None]:
 
 def inspect(folder: Path) -> None:
     """Refuse a folder that is no safe causal language model, before transformers reads it."""
-    config = json_object(folder / "config.json")
+    config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
     refuse_code(folder / "config.json", config)
     if (path := folder / "tokenizer_config.json").is_file():
-        refuse_code(path, json_object(path))
+        refuse_code(path, read_json(path))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
         problem = f"'{kind}' is no causal language model of transformers {transformers.__version__}"
         refuse("E-MODEL", f"{folder}: model_type {problem}; close names: {', '.join(close)}")
     refuse_weights(folder)
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a model folder, or refuse (``E-MODEL``)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        refuse("E-MODEL", f"{path} cannot be read ({error}); restore it")
-    if not isinstance(content, dict):
-        refuse("E-MODEL", f"{path}: expected a JSON object, found a {type(content).__name__}")
-    return content
 
 
 def refuse_code(path: Path, content: Any) -> None:
@@ -234,7 +223,7 @@ def refuse_weights(folder: Path) -> None:
     """Refuse a folder without safetensors, or whose index points at files that are not there."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = json_object(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
         missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
         if missing or not names:

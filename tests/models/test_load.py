@@ -135,9 +135,8 @@ DAMAGE = {
     "pickled weights": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "E-PICKLE: .*_model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "E-NOFILE"),
-    "no model": (lambda f: [path.unlink() for path in f.iterdir()], "E-MODEL"),
-    "broken JSON": (lambda f: (f / "config.json").write_text("\ufeff{"), "E-MODEL"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "E-MODEL"),
+    "no model": (lambda f: [path.unlink() for path in f.iterdir()], "E-NOFILE"),
+    "broken JSON": (lambda f: (f / "config.json").write_text("\ufeff{"), "E-FORMAT"),
     "a missing tensor": (saved(lambda t: t.pop("model.norm.weight")), "E-KEYS: .*norm.weight"),
     "a foreign tensor": (saved(lambda t: t.update(extra=torch.ones(2))), "E-KEYS: .*extra"),
     "a cut file": (lambda f: os.truncate(f / "model.safetensors", 20000), "E-FORMAT"),

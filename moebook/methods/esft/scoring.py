@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import random
 import zlib
@@ -22,6 +21,7 @@ from moebook.data import padded
 from moebook.errors import Refusal, refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, observe
+from moebook.results import read_json
 from moebook.settings import Kind, checked, preset, settings
 
 Pooling = Literal["tokens", "samples"]
@@ -140,26 +140,21 @@ class _Published:
 
 def from_json(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
     """Make settings from a JSON object in a file; keys that are numbers become numbers."""
-    path = Path(path)
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing")
+    content = read_json(Path(path))
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_numbered)
-    except (ValueError, RecursionError) as error:
-        refuse("E-FORMAT", f"{path} is not JSON: {error}")
-    if not isinstance(content, dict):
-        refuse("E-FORMAT", f"{path}: expected a JSON object")
-    try:
-        return kind(**{str(key): value for key, value in content.items()})
+        return kind(**{name: _numbered(value) for name, value in content.items()})
     except Refusal as problem:
         refuse(problem.code, f"{path}: {problem.message}")
 
 
-def _numbered(pairs: list[tuple[str, Any]]) -> dict[str | int, Any]:
-    numbered = {int(key) if key.isdecimal() else key: value for key, value in pairs}
-    if len(numbered) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return numbered
+def _numbered(value: Any) -> Any:
+    """Make keys that are digits numbers, at any depth, but for two that become one."""
+    if not isinstance(value, dict):
+        return value
+    parts = {int(k) if k.isdecimal() and len(k) < 10 else k: v for k, v in value.items()}
+    if len(parts) < len(value):
+        refuse("E-FORMAT", "a key stands twice in one object")
+    return {key: _numbered(part) for key, part in parts.items()}
 
 
 def _tensors(layers: ByLayer) -> dict[int, Tensor]:

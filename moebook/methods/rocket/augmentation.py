@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from moebook.errors import nearest, refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models.load import json_object, on_hub, quiet, refuse_code, refuse_weights
+from moebook.models.load import on_hub, quiet, refuse_code, refuse_weights
+from moebook.results import read_json
 from moebook.settings import checked
 
 Array = np.ndarray
@@ -81,12 +82,12 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     with ``prompt=PROMPT``, which is put before each text).
     """
     folder = _folder(name)
-    refuse_code(folder, json_object(folder / "config.json"))
+    refuse_code(folder, read_json(folder / "config.json"))
     refuse_weights(folder)
     with quiet():
         model, tokenizer = _parts(folder)
     pooling, limits = (
-        json_object(path) if path.is_file() else {}
+        read_json(path) if path.is_file() else {}
         for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
     )
     kind = "cls" if pooling.get("pooling_mode_cls_token") else "mean"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moebook.errors import nearest, refuse
 from moebook.models import checkpoint
-from moebook.models.load import json_object
+from moebook.results import read_json
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
@@ -164,9 +164,7 @@ def write(lora: Lora, folder: Path) -> Path:
 
 def _settings(path: Path) -> dict[str, Any]:
     """Read ``adapter_config.json`` and refuse every field that is not plain LoRA's."""
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing; expected a folder in PEFT's format")
-    content, plain = json_object(path), LoraConfig().to_dict()
+    content, plain = read_json(path), LoraConfig().to_dict()
     for name in ("peft_type", "r", "lora_alpha", "target_modules"):
         if name not in content:
             refuse("E-CONFIG", f"{path}: field '{name}' is missing")
