@@ -209,7 +209,8 @@ PLANTED = {
     "bench.py": "import papermill", "models/plots.py": "import matplotlib.pyplot",
     "training/harness.py": "import lm_eval.tasks", "kernels/route.py": "import triton.language",
     "nn/adapter.py": "import transformers.models\nimport peft", "methods/rocket/__init__.py": "",
-    "errors.py": "", "stray.py": "",
+    "errors.py": "", "stray.py": "", "methods/rivals/poly.py": "",
+    "methods/rivals/arrow.py": "import moebook.methods.rivals.poly",
 }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Recipe:
         accumulate: Parts of a step that each process computes in turn, to need less memory.
         optimizer: The paged are bitsandbytes' AdamW, in main memory when the GPU is full.
         bf16: Compute under torch's autocast to bfloat16, whatever the parameters are in.
+        rates: Rates of their own for parameters with such a name on their path; none decays.
     """
 
     steps: Count | None = None
@@ -66,6 +67,7 @@ class Recipe:
     accumulate: Count = 1
     optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = "adamw"
     bf16: bool = False
+    rates: dict[str, Annotated[float, Field(gt=0)]] | None = None
 
     def __post_init__(self) -> None:
         if self.steps and self.epochs:
@@ -224,10 +226,18 @@ def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
+    own = plan.rates or {}
+    at_own = {n: next((r for r in own if r in n.split(".")), None) for n, _ in trained}
+    if unused := own.keys() - set(at_own.values()):
+        refuse("E-NAME", f"rates names '{min(unused)}', but no such parameter is trained")
+    rest = [(n, p) for n, p in trained if at_own[n] is None]
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in trained if (n in decayed) is decay], "weight_decay": rate}
+        {"params": [p for n, p in rest if (n in decayed) is decay], "weight_decay": rate}
         for decay, rate in ((True, plan.weight_decay), (False, 0.0))
     ]
+    for name, lr in own.items():
+        chosen = [p for n, p in trained if at_own[n] == name]
+        groups.append({"params": chosen, "weight_decay": 0.0, "lr": lr})
     if plan.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)
     if not trained[0][1].is_cuda:

@@ -1,0 +1,277 @@
+"""The calling form of all rivals: what they see, what they leave on the model, what it costs.
+
+A rival is a module with
+
+- ``Config``: its switches; ``Config.preset("paper" | "released" | "bank", **changes)`` names sets;
+- ``tuned(model, bank, data, config, **recipe) -> Tuned``, which puts the rival on the base, in
+  place, and trains it. ``recipe`` holds settings of `training.fit` (lr, steps or epochs, batch,
+  seed), alike for all rivals; a rate of the mixing weights' own is ``config.rate``, None for that
+  of all else;
+- ``load(model, folder) -> Tuned``, where the result depends on the input and is no single LoRA.
+
+A `Tuned` model answers as any other, until ``detach`` takes the rival off again; the base's values
+never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import datasets
+import numpy as np
+import torch
+from datasets import Dataset as Rows
+from torch import Tensor, nn
+
+from moebook import training
+from moebook.errors import refuse
+from moebook.methods.rivals import mixing
+from moebook.methods.rivals.mixing import Mix, Mixed
+from moebook.methods.rocket import loras
+from moebook.methods.rocket.bank import Bank
+from moebook.methods.rocket.loras import Lora, linears
+from moebook.models import checkpoint
+from moebook.nn.observe import evaluating, hooked
+from moebook.settings import settings
+from moebook.training.batches import Batches
+
+Weigh = Callable[[str, nn.Module], nn.Module]
+"""Makes the part of `Mixed` that gives the weights, for a layer's path and the layer."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a rival may see of a target, encoded by `data.encode`."""
+
+    shots: Rows  # D_K
+    chosen: Rows | None = None  # D_A, rows chosen from open data
+    sources: Mapping[str, Rows] = field(default_factory=dict)  # D_i by name of the LoRA
+    pad_id: int = 0
+
+    @property
+    def rows(self) -> Rows:
+        """D_K and D_A: what is trained on."""
+        return datasets.concatenate_datasets([self.shots, *([self.chosen] if self.chosen else [])])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rival took: numbers trained, and tokens through the model, without padding."""
+
+    trained: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+@settings
+class Origin(checkpoint.Origin):
+    """What a model was mixed from, kept on the model under the rival's name.
+
+    A rival whose weights depend on the input adds its ``config`` and a ``method`` of its own.
+    """
+
+    method: ClassVar[str] = "rival"
+    names: tuple[str, ...]  # of the LoRAs, in the order of the weights
+    mix: Mix
+    scale: float  # on every B A
+    rank: int
+    paths: tuple[str, ...]  # of the modules that were replaced
+
+
+class Removable(Protocol):
+    """A hook's handle."""
+
+    def remove(self) -> None:
+        """Take the hook off."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """A base with what a rival put into it: parts that keep the base's own as ``base_layer``."""
+
+    model: nn.Module
+    origin: Origin
+    cost: Cost = Cost()
+    history: training.History | None = None  # of the training, if any
+    hooks: Sequence[Removable] = ()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The modules put in, by path."""
+        return {path: self.model.get_submodule(path) for path in self.origin.paths}
+
+    @torch.no_grad()
+    def weights(self, batch: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Return the weights ``[.., N]`` by path: a task's ``[N]``, or those that a batch gets."""
+        found: dict[str, Tensor] = {}
+        readers = {path: part.weigh for path, part in self.parts.items()}
+        with evaluating(self.model):
+            if batch is not None:
+                with hooked(readers, lambda path, _, output: found.update({path: output})):
+                    self.model(**batch, use_cache=False)
+                return found
+            for path, part in self.parts.items():
+                found[path] = readers[path](part.down.new_zeros(1, 2, part.down.shape[-1]))
+        if any(weights.dim() > 1 for weights in found.values()):
+            what = f"the weights of {self.origin.method} depend on the input"
+            refuse("E-MODEL", f"{what}: give a batch to see them, keep the model by save")
+        return found
+
+    @torch.no_grad()
+    def lora(self, name: str = "merged") -> Lora:
+        """Merge a task's weights and LoRAs into one LoRA, or refuse weights that read the input."""
+        weights, mix = self.weights(), self.origin.mix
+        factors = {
+            path: mixing.joined(part.down, part.up, weights[path].to(part.down), mix)
+            for path, part in self.parts.items()
+        }
+        return mixing.as_lora(factors, self.origin.scale, name=name, base=self.origin.base)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a new folder: a plain PEFT adapter if it is one LoRA, else our checkpoint."""
+        if type(self.origin) is Origin:
+            return loras.write(self.lora(Path(folder).name), Path(folder))
+        return checkpoint.save(folder, self.origin, tensors(self.model, self.origin))
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the tensors that `save` writes."""
+        if type(self.origin) is Origin:
+            lora = self.lora()
+            kept: list[Tensor] = [*lora.down.values(), *lora.up.values()]
+        else:
+            kept = list(tensors(self.model, self.origin).values())
+        return sum(tensor.nbytes for tensor in kept)
+
+    def detach(self) -> nn.Module:
+        """Take the rival off again, in place: the base as it was, bit for bit."""
+        for hook in self.hooks:
+            hook.remove()
+        for path, part in self.parts.items():
+            self.model.set_submodule(path, part.base_layer)
+        delattr(self.model, self.origin.method)
+        return self.model
+
+
+def tensors(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
+    """Return what a rival added to a model, by name, without the base's own."""
+    return {
+        f"{path}.{name}": tensor
+        for path in origin.paths
+        for name, tensor in model.get_submodule(path).state_dict(keep_vars=True).items()
+        if not name.startswith("base_layer.")
+    }
+
+
+def attach(
+    model: nn.Module, bank: Bank, weigh: Weigh, *, mix: Mix, learnt: bool, dropout: float = 0.0,
+    kind: type[Origin] = Origin, **facts: Any,
+) -> Tuned:  # fmt: skip
+    """Put a bank's LoRAs beside the linear layers that they adapt, in place, mixed by ``weigh``.
+
+    ``learnt`` says whether the LoRAs train; what trains of ``weigh`` is its own matter, and all
+    else is frozen. ``facts`` are what ``kind`` has beside the fields of `Origin`.
+    """
+    refuse_second(model)
+    parts, base = mixing.stack(bank, mix), checkpoint.fingerprint(model)
+    for name, lora in bank.items():
+        checkpoint.check_base(f"'{name}'", lora.base or base, base)
+    origin = kind(
+        base=base, names=tuple(bank), mix=mix, scale=parts.scale, rank=parts.rank,
+        paths=tuple(linears(model, list(parts.down))), **facts,
+    )  # fmt: skip
+    return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt, dropout=dropout)
+
+
+def _install(
+    model: nn.Module, origin: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor],
+    weigh: Weigh, *, learnt: bool, dropout: float = 0.0,
+) -> Tuned:  # fmt: skip
+    model.requires_grad_(False)
+    for path in origin.paths:
+        linear = model.get_submodule(path)
+        dtype = torch.promote_types(torch.float32, linear.weight.dtype)
+        at = {"dtype": dtype, "device": linear.weight.device}
+        reader = weigh(path, linear).to(**at)
+        factors = down[path].to(**at), up[path].to(**at)
+        part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix, dropout=dropout)
+        part.down.requires_grad_(learnt)
+        part.up.requires_grad_(learnt)
+        model.set_submodule(path, part.train(linear.training))
+    setattr(model, origin.method, origin)
+    return Tuned(model, origin)
+
+
+def load(
+    model: nn.Module, folder: str | Path, kind: type[Origin], weigh: Callable[[Any], Weigh]
+) -> Tuned:
+    """Restore what `Tuned.save` wrote onto its unaltered base, bit for bit, after all checks.
+
+    ``weigh`` makes, from the origin that the folder holds, what `attach` was given.
+    """
+
+    def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
+        layers, (n, r) = linears(host, origin.paths), (len(origin.names), origin.rank)
+        down = {path: torch.zeros(n, r, layer.in_features) for path, layer in layers.items()}
+        up = {path: torch.zeros(n, layer.out_features, r) for path, layer in layers.items()}
+        _install(host, origin, down, up, weigh(origin), learnt=False)
+        return tensors(host, origin)
+
+    refuse_second(model)
+    checkpoint.load(model, folder, kind, empty)
+    return Tuned(model, checkpoint.origin(model, kind))
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Refuse a model that a rival or Rocket has been put on already."""
+    if any(hasattr(part, "base_layer") for part in model.modules()):
+        refuse("E-MODEL", "the model holds a mixture already: detach() takes it off")
+
+
+def fit(
+    tuned: Tuned, data: Data, *, rows: Rows | None = None, rate: float | None = None,
+    names: Sequence[str] = ("weigh",), spent: Cost = Cost(), **recipe: Any,
+) -> Tuned:  # fmt: skip
+    """Train what requires a gradient on D_K and D_A (or ``rows``) and add up the cost.
+
+    ``rate`` is that of the parameters with one of ``names`` on their path; they do not decay. What
+    was ``spent`` before counts too. A failure takes the rival off the model and is passed on.
+    """
+    model = tuned.model
+    own: dict[str, Any] = {"rates": dict.fromkeys(names, rate)} if rate is not None else {}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    with undone(tuned):
+        rows = data.rows if rows is None else rows
+        history = training.fit(model, rows, pad_id=data.pad_id, **own, **recipe)
+    tokens = history.tokens[-1]
+    cost = Cost(spent.trained + trained, spent.forward + tokens, spent.backward + tokens)
+    return replace(tuned, cost=cost, history=history)
+
+
+@contextmanager
+def undone(tuned: Tuned) -> Iterator[None]:
+    """Take the rival off the model again if this block fails."""
+    try:
+        yield
+    except BaseException:
+        tuned.detach()
+        raise
+
+
+@torch.no_grad()
+def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> float:
+    """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off."""
+    device, total = next(model.parameters()).device, 0.0
+    batches = Batches(rows, batch, seed=0, pad_id=pad_id)
+    order = np.argsort(batches.lengths, kind="stable")
+    labels = sum(label != -100 for row in batches.row_labels for label in row[1:])
+    with evaluating(model):
+        for chosen in np.array_split(order, batches.per_epoch):
+            inputs = batches.collate(chosen)
+            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()
+    return total
