@@ -80,17 +80,18 @@ def measure(
 
 
 def growth(
-    names: Names = None, *, device: str = "auto", rounds: int = 1, points: int | None = None
-) -> pd.DataFrame:
-    """Measure each op at several sizes: one letter varies, all others are as in the small case.
+    names: Names = None, *, scale: str = "small", device: str = "auto", rounds: int = 1,
+    points: int | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Measure each op at several sizes: one letter varies, the others are as in the first case.
 
-    At most ``points`` sizes a letter, the smallest first. Returns the columns of `measure`, and
-    ``letter``, ``value`` and ``exponent``: of the power law through a contender's first and last
-    point (1 is linear).
+    The first case is that of the ``scale``. At most ``points`` sizes a letter, the smallest first.
+    Returns the columns of `measure`, and ``letter``, ``value`` and ``exponent``: of the power law
+    through a contender's first and last point (1 is linear).
     """
 
     def swept(op: dict[str, Any]) -> dict[str, dict[str, int]]:
-        letters = next(iter(op["small"].values()))
+        letters = next(iter(op[scale].values()))
         return {
             f"{letter}={value}": {**letters, letter: value}
             for letter, _, values in op["sweep"].values()
