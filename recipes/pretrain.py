@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import yaml
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
+from moebook.results import read_yaml
 from moebook.runtime import environment, progress
 from moebook.settings import checked, settings
 from recipes import corpus
@@ -80,7 +80,7 @@ class Recipe:
         if not path.is_file():
             refuse("E-NOFILE", f"no recipe at {path}; expected <base>/recipe.yaml")
         try:
-            return cls(**yaml.safe_load(path.read_text()))
+            return cls(**read_yaml(path))
         except Refusal as refusal:
             refuse("E-CONFIG", f"{path}: {refusal.message}")
 

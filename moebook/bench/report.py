@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from moebook import results, runtime
 from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
@@ -34,7 +33,7 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
 }
 """Of each kind of goal: its wording, on which side of the bound a number is right, and the number
 from the lines of ours and the other."""
-GOALS = yaml.safe_load(Path(__file__).with_name("goals.yaml").read_text())
+GOALS = results.read_yaml(Path(__file__).with_name("goals.yaml"))
 """By kind of device: op, case, the contender that it is measured by, kind, and bound."""
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-import yaml
 
 from moebook import runtime
 from moebook.bench.case import Case, Product, dense, number_format
 from moebook.bench.timing import Contender, Cost, interleave, shares
 from moebook.errors import Refusal, nearest, refuse
+from moebook.results import read_yaml
 
-OPS, PEERS = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()).values()
+OPS, PEERS = read_yaml(Path(__file__).with_name("cases.yaml")).values()
 """What is known of each op, and what each peer's distribution is compared on: see there."""
 STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5  # scale and fewest rounds of the goals
 SCALES = ("tiny", "small", "full", "model")

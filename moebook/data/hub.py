@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import yaml
 
 from moebook.data import files
 from moebook.data.templates import Row, Source
 from moebook.errors import nearest, refuse
+from moebook.results import read_yaml
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
 
-_FILE = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
+_FILE = read_yaml(Path(__file__).with_name("catalogue.yaml"))
 CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
 MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
 

@@ -13,8 +13,6 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
-import yaml
-
 from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import findings, pages, sources, study, verdicts
@@ -89,7 +87,7 @@ def build(tier: str, folder: Path) -> Path:
 
 def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
-    toc = yaml.safe_load((folder / "book" / "_toc.yml").read_text(encoding="utf-8"))
+    toc = results.read_yaml(folder / "book" / "_toc.yml")
     files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
     return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
 

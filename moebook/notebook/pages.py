@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from moebook import results
 from moebook.notebook import findings, sources, verdicts
@@ -120,7 +119,7 @@ class Places:
 
     @cached_property
     def _repository(self) -> str:
-        config = yaml.safe_load((self.folder / "_config.yml").read_text(encoding="utf-8"))
+        config = results.read_yaml(self.folder / "_config.yml")
         return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moebook import results
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
@@ -24,11 +22,6 @@ from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import COMMITTED, TIERS, Run
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
-_FLAT = (
-    yaml.StreamStartToken, yaml.StreamEndToken, yaml.DocumentStartToken, yaml.DocumentEndToken,
-    yaml.BlockMappingStartToken, yaml.BlockEndToken, yaml.KeyToken, yaml.ValueToken,
-    yaml.ScalarToken,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,39 +135,16 @@ def _is_cell(cell: object) -> bool:
 
 
 def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
-    """Read a YAML file of one flat mapping: name to value and the place of its line.
-
-    Tags, anchors, lists, nested mappings and repeated keys are refused, each with file:line:col,
-    because papermill would turn some of them into code (E-CONFIG).
-    """
-    pairs: dict[str, tuple[Any, str]] = {}
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):
-            if not isinstance(token, _FLAT):
-                kind = type(token).__name__.removesuffix("Token").lower()
-                refuse("E-CONFIG", f"{_at(path, token.start_mark)}: YAML {kind} is not allowed")
-        node = yaml.compose(text, Loader=yaml.SafeLoader) or yaml.MappingNode("", [])
-        if not isinstance(node, yaml.MappingNode):
-            refuse("E-CONFIG", f"{_at(path, node.start_mark)}: expected name: value")
-        for key, value in node.value:
-            where = _at(path, key.start_mark)
-            if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
-                refuse("E-CONFIG", f"{where}: expected one flat mapping of name: value")
-            if key.value in pairs:
-                refuse("E-CONFIG", f"{where}: {key.value} is given twice")
-            pairs[key.value] = (yaml.SafeLoader("").construct_object(value), where)
-    except UnicodeDecodeError as error:
-        refuse("E-CONFIG", f"{path.name}: not UTF-8 at byte {error.start}")
-    except yaml.MarkedYAMLError as error:
-        refuse("E-CONFIG", f"{_at(path, error.problem_mark)}: {error.problem}")
-    except (yaml.YAMLError, ValueError) as error:
-        refuse("E-CONFIG", f"{path.name}: {error}")
-    return pairs
-
-
-def _at(path: Path, mark: yaml.Mark | None) -> str:
-    return path.name if mark is None else f"{path.name}:{mark.line + 1}:{mark.column + 1}"
+    """Read a YAML file of one flat mapping: name to value and the place of its line."""
+    content, places = results.read_places(path)
+    if not isinstance(content, dict | None):
+        refuse("E-CONFIG", f"{path.parent.name}/{path.name}:1:1: expected name: value")
+    pairs = zip((content or {}).items(), places, strict=True)
+    flat = {name: (value, place) for (name, value), place in pairs}
+    for value, place in flat.values():
+        if isinstance(value, list | dict):
+            refuse("E-CONFIG", f"{place}: expected one flat mapping of name: value")
+    return flat
 
 
 def overview(folder: Path) -> str:

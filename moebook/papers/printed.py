@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import pandas as pd
-import yaml
 
 from moebook.errors import nearest, refuse
+from moebook.results import read_yaml
 
 FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
@@ -97,7 +97,7 @@ def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[s
     With a group, such as ``paper`` or ``released``, return its parameters alone.
     """
     path = folder(paper) / "hyperparameters.yaml"
-    groups: dict[str, dict[str, Any]] = read_yaml(path, path.read_text(encoding="utf-8"))
+    groups: dict[str, dict[str, Any]] = read_yaml(path)
     if settings is None:
         return groups
     if settings not in groups:
@@ -105,20 +105,12 @@ def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[s
     return groups[settings]
 
 
-def read_yaml(path: Path, text: str) -> Any:
-    """Parse the YAML of a file, or refuse it with the line where it breaks (E-FORMAT)."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        _malformed(path, line, f"YAML ({error.problem})")
-
-
 @cache
 def _read(path: Path) -> pd.DataFrame:
     lines = path.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    header = read_yaml(path, "\n".join(line[1:].removeprefix(" ") for line in lines[:start]))
+    head = "\n".join(line[1:].removeprefix(" ") for line in lines[:start])
+    header = read_yaml(path, head)
     if not isinstance(header, dict) or not set(header) >= NEEDED:
         _malformed(path, 1, "a header with table, caption, unit and source")
     if unknown := sorted(set(header) - HEADER):

@@ -22,7 +22,8 @@ from statistics import fmean
 from typing import Any
 
 from moebook.errors import nearest, refuse
-from moebook.papers.printed import folder, number, read_yaml, table, tables
+from moebook.papers.printed import folder, number, table, tables
+from moebook.results import read_yaml
 
 Rule = dict[str, Any]
 FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -207,7 +208,7 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
 
 def _stated(paper: Paper) -> Iterator[Check]:
     path = folder(paper.name) / "stated.yaml"
-    for entry in read_yaml(path, path.read_text("utf-8")) if path.exists() else []:
+    for entry in read_yaml(path) if path.exists() else []:
         place, kind = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})", entry.get("is")
         _check_rule(place, entry)
         typed = number(str(entry["printed"]))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field
 
 from moebook.errors import Refusal, nearest, refuse
-from moebook.papers.printed import PAPERS, folder, read_yaml
-from moebook.results import UNITS
+from moebook.papers.printed import PAPERS, folder
+from moebook.results import UNITS, read_places
 from moebook.settings import settings
 
 Text = Annotated[str, Field(pattern=r"\S")]
@@ -100,13 +99,11 @@ def claim(name: str) -> Claim:
 @cache
 def _read(path: Path, paper: str) -> tuple[Claim, ...]:
     """Read a file's claims; a bad entry is refused with the line on which it starts (E-FORMAT)."""
-    text = path.read_text(encoding="utf-8")
-    entries, node = read_yaml(path, text), cast(Any, yaml.compose(text))
+    entries, places = read_places(path)
     if not isinstance(entries, list):
         refuse("E-FORMAT", f"{paper}/{path.name}:1: expected a list of claims")
     by_id: dict[str, Claim] = {}
-    for item, entry in zip(node.value, entries, strict=True):
-        place = f"{paper}/{path.name}:{item.start_mark.line + 1}"
+    for place, entry in zip(places, entries, strict=True):
         try:
             one = Claim(**{**entry, "scales": tuple(entry.get("scales", ()))})
         except Refusal as refusal:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from moebook.errors import refuse
 
 PACKAGE = Path(__file__).parents[1]
 CODE = ("moebook", "notebooks", "requirements.lock")
-LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file that is read
 FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
 
 
@@ -59,58 +58,6 @@ def write(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def read_json(path: Path, *, limit: int = LARGEST) -> dict[str, Any]:
-    """Read a file that should hold a JSON object of at most ``limit`` bytes; see `json_object`."""
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing; expected a JSON file")
-    try:
-        with path.open("rb") as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        refuse("E-PERM", f"{path} cannot be read ({error.strerror}); change its permissions")
-    if len(content) > limit:
-        refuse("E-LIMIT", f"{path} has more than {limit:,} bytes, the most that is read")
-    return json_object(content, path)
-
-
-def json_object(content: bytes, where: object) -> dict[str, Any]:
-    """Parse a JSON object from anywhere, or refuse it in one line (E-FORMAT).
-
-    Refused beside what is not JSON: bytes that are not UTF-8, a key that stands twice, halves of
-    surrogate pairs, whole numbers beyond a float's range, and more than `DEEPEST` levels. A
-    byte-order mark, NaN and Infinity pass.
-    """
-    try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
-        level = [value]
-        for _ in range(DEEPEST):
-            level = [part for each in level for part in _parts(each)]
-    except (ValueError, OverflowError, RecursionError) as error:
-        refuse("E-FORMAT", f"{where} is no JSON that can be read ({error!s:.200}); restore it")
-    if level or not isinstance(value, dict):
-        found = f"more than {DEEPEST} levels" if level else type(value).__name__
-        refuse("E-FORMAT", f"{where}: expected a JSON object, found {found}")
-    return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return content
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return what a JSON value holds, and raise for text and numbers that nothing can write."""
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, int):
-        float(value)
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list) else ()
 
 
 def digest(path: Path) -> str | None:

@@ -97,13 +97,13 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
     (GOOD.replace("printed", "value"), 5, "columns row, column"),
     ("# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"), 1, "found ['capton']"),
     (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
-    ('# table: "1\n' + GOOD, 2, "YAML"),
+    ('# table: "1\n' + GOOD, 2, "<block end>"),
 ])  # fmt: skip
 def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, message):
     path = tmp_path / "pesc" / "table_1.csv"
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
-    expected = rf"E-FORMAT: pesc/table_1.csv:{line}: expected.*{re.escape(message)}"
+    expected = rf"E-(FORMAT|CONFIG): pesc/table_1.csv:{line}:.* expected.*{re.escape(message)}"
     with pytest.raises(Refusal, match=expected):
         _read(path)
 
@@ -217,23 +217,23 @@ def second(old, new):  # a good claim, and another with one line changed
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (second("  unit: share\n", ""), "17: unit is missing"),
-    (second("unit: share", "unit: shares"), "17: unit is 'shares'; did you mean 'share'"),
-    (second("why: noise", "why: noise\n  colour: red"), "17: unknown setting 'colour'"),
-    (second("direction: greater", "direction: null"), "17: .*needs one: greater, less or eq"),
+    (second("  unit: share\n", ""), "17:3: unit is missing"),
+    (second("unit: share", "unit: shares"), "17:3: unit is 'shares'; did you mean 'share'"),
+    (second("why: noise", "why: noise\n  colour: red"), "17:3: unknown setting 'colour'"),
+    (second("direction: greater", "direction: null"), "17:3: .*needs one: greater, less or eq"),
     (second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
-     "17: .*needs a claimed number"),
-    (second("tolerance: 0.1", "tolerance: null"), "17: .*needs a tolerance"),
-    (second("claimed: 0.1", "claimed: .nan"), "17: claimed"),
-    (second("[study, paper]", "[studio]"), "17: scales.0 is 'studio', expected 'smoke'"),
-    (second("01_pesc", "pesc"), "17: notebook is 'pesc', "),
-    (second("pesc.two", "rocket.two"), "17: .*expected pesc.words"),
-    (CLAIM + CLAIM, "17: claim 'pesc.one': stands twice"),
-    (CLAIM + "- id: [\n", r"\d+: expected YAML"),
-    (CLAIM + "- pesc.two\n", "17: expected a claim, found 'pesc.two'"),
+     "17:3: .*needs a claimed number"),
+    (second("tolerance: 0.1", "tolerance: null"), "17:3: .*needs a tolerance"),
+    (second("claimed: 0.1", "claimed: .nan"), "17:3: claimed"),
+    (second("[study, paper]", "[studio]"), "17:3: scales.0 is 'studio', expected 'smoke'"),
+    (second("01_pesc", "pesc"), "17:3: notebook is 'pesc', "),
+    (second("pesc.two", "rocket.two"), "17:3: .*expected pesc.words"),
+    (CLAIM + CLAIM, "17:3: claim 'pesc.one': stands twice"),
+    (CLAIM + "- id: [\n", "18:1: expected the node"),
+    (CLAIM + "- pesc.two\n", "17:3: expected a claim, found 'pesc.two'"),
     ("", "1: expected a list of claims"),
 ])  # fmt: skip
 def test_a_malformed_claim_is_refused_with_file_and_line(tmp_path, text, message):
     (tmp_path / "claims.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(Refusal, match=f"E-FORMAT: .*/claims.yaml:{message}"):
+    with pytest.raises(Refusal, match=f"E-(FORMAT|CONFIG): .*/claims.yaml:{message}"):
         read_claims(tmp_path / "claims.yaml", "pesc")

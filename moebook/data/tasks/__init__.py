@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import resources
-
-import yaml
+from pathlib import Path
 
 from moebook.data.tasks import code, common_sense, language, mathematics, translation
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
 from moebook.errors import nearest, refuse
+from moebook.results import read_yaml
 
 
 def _general(name: str) -> Iterator[Item]:
@@ -25,7 +24,7 @@ def _general(name: str) -> Iterator[Item]:
 
 MODULES = (mathematics, code, common_sense, translation, language)
 POOLS: dict[str, Pool] = {pool.__name__: pool for module in MODULES for pool in module.POOLS}
-_FILE = yaml.safe_load(resources.files(__name__).joinpath("tasks.yaml").read_text("utf-8"))
+_FILE = read_yaml(Path(__file__).with_name("tasks.yaml"))
 
 
 def _catalogue(group: str) -> dict[str, Task]:

@@ -7,11 +7,10 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from importlib import resources
-
-import yaml
+from pathlib import Path
 
 from moebook.data.tasks.task import Item, shipped
+from moebook.results import read_yaml
 
 _COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
 _PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-")
@@ -19,8 +18,7 @@ _PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-"
 
 def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
     """Yield at most so many fillings of each wording; JSON keys stand in the wording's order."""
-    text = resources.files("moebook.data.tasks").joinpath("requests.yaml").read_text("utf-8")
-    file = yaml.safe_load(text)
+    file = read_yaml(Path(__file__).with_name("requests.yaml"))
     for intent, wordings in file[task].items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]

@@ -1,0 +1,142 @@
+"""JSON and YAML from anywhere: one reader each, with limits, whose every fault is one line.
+
+Of YAML only what versions 1.1 (PyYAML, papermill) and 1.2 take alike is read: ``1:30``, ``on``,
+``012``, ``1e-5``, ``1_000`` and dates are refused, and so are tags, anchors and repeated keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moebook.errors import refuse
+
+LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file
+LARGEST_YAML = 2**20  # bytes
+_ALIKE = re.compile(
+    r"|~|null|Null|NULL|true|True|TRUE|false|False|FALSE|[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+"
+    r"|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_NUMBER = re.compile(r"0o[0-7]+|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # of 1.2
+
+
+def read_json(path: Path, *, limit: int = LARGEST) -> dict[str, Any]:
+    """Read a file that should hold a JSON object of at most ``limit`` bytes; see `json_object`."""
+    return json_object(_content(path, limit), path)
+
+
+def _content(path: Path, limit: int) -> bytes:
+    if not path.is_file():
+        refuse("E-NOFILE", f"{path} is missing; expected a file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        refuse("E-PERM", f"{path} cannot be read ({error.strerror}); change its permissions")
+    if len(content) > limit:
+        refuse("E-LIMIT", f"{path} has more than {limit:,} bytes, the most that is read")
+    return content
+
+
+def json_object(content: bytes, where: object) -> dict[str, Any]:
+    """Parse a JSON object from anywhere, or refuse it in one line (E-FORMAT).
+
+    Refused beside what is not JSON: bytes that are not UTF-8, a key that stands twice, halves of
+    surrogate pairs, whole numbers beyond a float's range, and more than `DEEPEST` levels. A
+    byte-order mark, NaN and Infinity pass.
+    """
+    try:
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
+        level = [value]
+        for _ in range(DEEPEST):
+            level = [part for each in level for part in _parts(each)]
+    except (ValueError, OverflowError, RecursionError) as error:
+        refuse("E-FORMAT", f"{where} is no JSON that can be read ({error!s:.200}); restore it")
+    if level or not isinstance(value, dict):
+        found = f"more than {DEEPEST} levels" if level else type(value).__name__
+        refuse("E-FORMAT", f"{where}: expected a JSON object, found {found}")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return content
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a JSON value holds, and raise for text and numbers that nothing can write."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int):
+        float(value)
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else ()
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, less what is refused here."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        for kind in ("anchor", "tag"):
+            if getattr(event, kind, None):
+                _break(event, f"a YAML {kind} is not allowed")
+        return super().compose_node(parent, index)
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node: Any = super().compose_scalar_node(anchor)
+        text = node.tag.endswith(":str")
+        alike = not _NUMBER.fullmatch(node.value) if text else _ALIKE.fullmatch(node.value)
+        if node.style is None and not alike:
+            _break(node, f"YAML 1.1 and 1.2 do not read '{node.value}' alike; quote a text, write "
+                   "numbers as 90 or 1.0e-5, and true or false")  # fmt: skip
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                _break(key, f"{key.value} is given twice")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _break(part: Any, problem: str) -> None:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=part.start_mark)
+
+
+def read_yaml(path: Path, text: str | None = None) -> Any:
+    """Read a YAML file, or the part of it that is given, or refuse it at its line (E-CONFIG)."""
+    return read_places(path, text)[0]
+
+
+def read_places(path: Path, text: str | None = None) -> tuple[Any, list[str]]:
+    """Read YAML, and the place (``file:line:column``) of each item of its top level."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        if text is None:
+            text = _content(path, LARGEST_YAML).decode("utf-8-sig")
+        loader = _Loader(text)
+        node: Any = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except UnicodeDecodeError as error:
+        refuse("E-CONFIG", f"{name}: not UTF-8 at byte {error.start}")
+    except yaml.MarkedYAMLError as error:
+        refuse("E-CONFIG", f"{_at(name, error.problem_mark)}: {error.problem}")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        refuse("E-CONFIG", f"{name}: {error}")
+    items = node.value if isinstance(node, yaml.CollectionNode) else []
+    tops = (item[0] if isinstance(item, tuple) else item for item in items)
+    return content, [_at(name, top.start_mark) for top in tops]
+
+
+def _at(name: str, mark: yaml.Mark | None) -> str:
+    return name if mark is None else f"{name}:{mark.line + 1}:{mark.column + 1}"
