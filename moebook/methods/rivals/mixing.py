@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook.errors import refuse
+from moebook.kernels import route
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rocket.bank import Bank, check_alike
 from moebook.methods.rocket.loras import Lora, linears
@@ -147,6 +148,19 @@ def as_lora(
     down = {path: a.detach().cpu().clone() for path, (a, _) in factors.items()}
     up = {path: b.detach().cpu().clone() for path, (_, b) in factors.items()}
     return Lora(name, rank, scale * rank, down, up, base)
+
+
+def strongest(scores: Tensor, top_k: int) -> Tensor:
+    """Return weights ``[..., N]``: the softmax over a token's k largest scores, 0 elsewhere."""
+    routing = route(scores.flatten(0, -2), top_k)
+    weights = torch.zeros_like(scores).flatten(0, -2).scatter(1, routing.ids, routing.weights)
+    return weights.view_as(scores)
+
+
+def check_choice(count: int, bank: Bank) -> None:
+    """Refuse to choose more LoRAs than the bank holds."""
+    if count > len(bank):
+        refuse("E-RANGE", f"k is {count}, expected 1 to {len(bank)} (N, the LoRAs of the bank)")
 
 
 class Fixed(nn.Module):

@@ -72,12 +72,12 @@ def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     return bank
 
 
-def check(bank: Bank) -> None:
+def check(bank: Bank, *, ranks: bool = True) -> None:
     """Refuse what nothing can be chosen from: two LoRAs or more, alike, distinct and trained."""
     if len(bank) < 2:
         names = ", ".join(bank) or "none"
         refuse("E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more")
-    check_alike(list(bank.values()))
+    check_alike(list(bank.values()), ranks=ranks)
     names_by_digest: dict[str, str] = {}
     for name, lora in bank.items():
         if lora.idle:
@@ -87,13 +87,13 @@ def check(bank: Bank) -> None:
             refuse("E-BANK", f"'{twin}' and '{name}' are the same LoRA: remove one")
 
 
-def check_alike(group: Sequence[Lora]) -> None:
-    """Refuse LoRAs that cannot stand in one group, saying in what they differ."""
+def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
+    """Refuse LoRAs that cannot stand in one group, saying in what; in ``ranks`` if so set."""
     first = group[0]
     for lora in group[1:]:
         names = f"'{first.name}' and '{lora.name}'"
         for what, one, other in (
-            ("rank", first.rank, lora.rank),
+            ("rank", ranks and first.rank, ranks and lora.rank),
             ("targets", first.targets, lora.targets),
             ("layers", len(first.down), len(lora.down)),
             ("base", first.base, lora.base),
