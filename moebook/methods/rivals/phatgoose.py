@@ -1,0 +1,187 @@
+"""PHATGOOSE: a gate vector for each LoRA and layer, learnt on the LoRA's own rows, routes tokens.
+
+First, with all else frozen, ``y = W x + sigmoid(v_n . x) s_n B_n A_n x``, v = 0 at the start; then
+``y = W x + sum_n g_n s_n B_n A_n x`` with g the softmax over a token's k largest
+``a_n = n(v_n) . n(x) / sqrt D``, n = LayerNorm without weights. Nothing is trained on the target.
+Muqeeth et al. (2024), Learning to Route Among Specialized Experts for Zero-Shot Generalization,
+arXiv 2402.05859; code: r-three/phatgoose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moebook.errors import refuse
+from moebook.methods.rivals import mixing, tuning
+from moebook.methods.rivals.tuning import Data, Tuned
+from moebook.methods.rocket.bank import Bank, check
+from moebook.settings import preset, settings
+
+Count = Annotated[int, Field(ge=1)]
+
+
+@settings
+class Config:
+    """On what and how gates are learnt, and how they route. The defaults are the preset ``bank``.
+
+    Attributes:
+        rows: Each gate learns on its LoRA's own rows (paper), or all on the target's: what Rocket
+            may have done, whose row has D_K and D_A, which the method has no use for.
+        top_k: LoRAs a token uses.
+        eps: Added to the sum of the chosen probabilities, 1e-6 as released, which moves a gate by
+            6e-8.
+        steps, lr, batch: Of a gate's training at a constant rate, after 6 % of warm-up. Released:
+            100, 5e-3 and 1024; mttl: 100, 1e-3 and 4.
+    """
+
+    rows: Literal["sources", "target"] = "sources"
+    top_k: Count = 2
+    eps: Annotated[float, Field(ge=0)] = 0.0
+    steps: Count = 100
+    lr: Annotated[float, Field(gt=0)] = 5e-3
+    batch: Count = 32
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return the settings of ``paper``, ``released``, ``mttl`` or ``bank``, changed."""
+        return preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"batch": 1024},
+    "released": {"batch": 1024, "eps": 1e-6},
+    "mttl": {"batch": 4, "lr": 1e-3},
+    "bank": {},
+}
+
+
+@settings
+class Origin(tuning.Origin):
+    """What a model that PHATGOOSE routes was made from."""
+
+    method: ClassVar[str] = "phatgoose"
+    config: Config
+
+
+class Gate(nn.Module):
+    """A lone LoRA's weight while its gate is learnt: ``sigmoid(v . x)``, a half at the start."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., 1]`` for ``x [..., D]``."""
+        return (x.to(self.v.dtype) @ self.v).sigmoid().unsqueeze(-1)
+
+
+class Gates(nn.Module):
+    """A token's weights ``[.., N]``: the softmax over the k largest `scores`, 0 elsewhere."""
+
+    def __init__(self, vectors: Tensor, config: Config) -> None:
+        super().__init__()
+        self.top_k, self.eps = config.top_k, config.eps
+        self.register_buffer("vectors", vectors)  # [N, D]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., N]`` for ``x [..., D]``."""
+        score = scores(x, self.vectors)
+        weights = mixing.strongest(score, self.top_k)
+        if self.eps:
+            kept = (score.softmax(-1) * (weights > 0)).sum(-1, keepdim=True)
+            weights = weights * kept / (kept + self.eps)
+        return weights
+
+
+class Learnt(NamedTuple):
+    """One LoRA's gates, and what they did to the loss of the rows that they were learnt on."""
+
+    vectors: dict[str, Tensor]  # [D] by path
+    before: float  # nats a token, at half strength
+    after: float
+    cost: tuning.Cost
+
+
+def scores(x: Tensor, vectors: Tensor) -> Tensor:
+    """Return ``n(v_n) . n(x) / sqrt D`` as ``[..., N]``, for x ``[..., D]`` and v ``[N, D]``.
+
+    They lie within sqrt D of 0, and neither the length nor the mean of a gate matters. A gate of
+    zeros scores 0 for every token, so it can still win.
+    """
+    width = vectors.shape[1:]
+    normed = F.layer_norm(x.to(vectors.dtype), width)
+    return normed @ F.layer_norm(vectors, width).mT / math.sqrt(vectors.shape[1])
+
+
+def gates(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0
+) -> dict[str, Learnt]:
+    """Learn each LoRA's gates, alone on the base: on its own rows, once for all targets."""
+    of_target = config.rows == "target"
+    if missing := [name for name in bank if not of_target and name not in data.sources]:
+        refuse(
+            "E-DATA", f"PHATGOOSE needs the rows that '{missing[0]}' was trained on: give sources"
+        )
+    found = {}
+    for name, lora in bank.items():
+        rows = data.rows if of_target else data.sources[name]
+        alone = tuning.attach(
+            model, {name: lora}, lambda _, part: Gate(part.in_features), mix="outputs", learnt=False
+        )
+        with tuning.undone(alone):
+            before = tuning.nats(model, rows, pad_id=data.pad_id)
+        alone = tuning.fit(
+            alone, data, rows=rows, steps=config.steps, lr=config.lr, batch=config.batch,
+            warmup=0.06, seed=seed,
+        )  # fmt: skip
+        with tuning.undone(alone):
+            after = tuning.nats(model, rows, pad_id=data.pad_id)
+        vectors = {path: part.weigh.v.detach().clone() for path, part in alone.parts.items()}
+        found[name] = Learnt(vectors, before, after, alone.cost)
+        alone.detach()
+    return found
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
+    learnt: Mapping[str, Learnt] | None = None, **recipe: Any,
+) -> Tuned:  # fmt: skip
+    """Put the bank on the base, routed by its gates: ``learnt`` by `gates`, else learnt here.
+
+    Nothing else is trained, so the ``recipe`` goes unused. The gates' cost is the bank's makers',
+    unless they learn on the target's rows.
+    """
+    check(bank, ranks=False)
+    mixing.check_choice(config.top_k, bank)
+    for path, down in next(iter(bank.values())).down.items():
+        if down.shape[1] < 3:
+            refuse(
+                "E-RANGE", f"{path} has D = {down.shape[1]}, where LayerNorm leaves signs: D > 2"
+            )
+    known = learnt or gates(model, bank, data, config, seed=seed)
+
+    def weigh(path: str, _: nn.Module) -> Gates:
+        return Gates(torch.stack([known[name].vectors[path] for name in bank]), config)
+
+    return tuning.attach(
+        model, bank, weigh, mix="outputs", learnt=False, kind=Origin, config=config
+    )
+
+
+def load(model: nn.Module, folder: str | Path) -> Tuned:
+    """Restore what `Tuned.save` wrote onto its base."""
+
+    def weigh(origin: Origin) -> tuning.Weigh:
+        return lambda _, part: Gates(
+            torch.zeros(len(origin.names), part.in_features), origin.config
+        )
+
+    return tuning.load(model, folder, Origin, weigh)

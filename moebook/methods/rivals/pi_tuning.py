@@ -1,0 +1,182 @@
+"""pi-tuning: the LoRAs of the k tasks most like the target stand beside the target's own.
+
+A task's embedding is the diagonal Fisher information of its own LoRA on its own rows; similarity
+is the mean over tensors of ``cos(F_a / (F_a + F_b), F_b / (F_a + F_b))``; then
+``y = W x + sum_i softmax(v)_i s_i B_i A_i x`` over target and neighbours, v = 1 at the start. Wu et
+al. (2023), pi-Tuning: Transferring Multimodal Foundation Models with Optimal Multi-task
+Interpolation, arXiv 2304.14381; code: TencentARC/pi-Tuning. Not verified in the paper's text: that
+its Fisher is the experts', as in its code, and not the backbone's; which k it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moebook.data import IGNORED, padded
+from moebook.errors import refuse
+from moebook.methods.rivals import mixing, tuning
+from moebook.methods.rivals.tuning import Data, Rows, Tuned
+from moebook.methods.rocket.bank import Bank, check
+from moebook.methods.rocket.loras import Lora, attached
+from moebook.nn import evaluating
+from moebook.settings import preset, settings
+
+Fisher = Mapping[str, Tensor]  # of A and B, by "<path>.A" and "<path>.B"
+Positive = Annotated[float, Field(gt=0)]
+BATCH = 4  # rows, as released
+
+
+@settings
+class Config:
+    """How tasks are compared, and what is trained. The defaults are the preset ``bank``.
+
+    Attributes:
+        fisher: The gradient of each ``"row"`` is squared (paper), or that of a ``"batch"`` of four
+            rows (released), which loses what rows disagree on.
+        eps: Added to ``F_a + F_b``. The released 1e-6 swamps a language model's entries (1e-9),
+            and the measure becomes a plain cosine.
+        neighbours: k. Shipped scripts hold 2 or 3 LoRAs, the target's included; Rocket says no k.
+        trains: The softmax weights alone, or the k + 1 LoRAs too (released).
+        shared: One v for each attention block (released), for each linear layer, or for all.
+        rate: Learning rate of v; None for that of the LoRAs.
+    """
+
+    fisher: Literal["row", "batch"] = "row"
+    eps: Annotated[float, Field(ge=0)] = 0.0
+    neighbours: Annotated[int, Field(ge=1)] = 2
+    trains: Literal["weights", "weights + LoRAs"] = "weights + LoRAs"
+    shared: Literal["block", "layer", "all"] = "block"
+    rate: Positive | None = None
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return the settings of ``paper``, ``released`` or ``bank``, changed."""
+        return preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "released": {"fisher": "batch", "eps": 1e-6},
+    "bank": {},
+}
+
+
+class Interpolation(nn.Module):
+    """``softmax(v)``, v = 1 at the start; layers of one block hold the same module."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.ones(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the weights ``[k + 1]``, whatever x is."""
+        return self.v.softmax(0)
+
+
+def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: str = "row") -> dict[str, Tensor]:
+    """Estimate the Fisher information's diagonal at a LoRA's own A and B, on rows with answers.
+
+    ``F = E (d log p(y | x) / d theta)^2``; see `Config` for ``form``. Dropout is off (released: on)
+    and labels are not smoothed (released: by 0.1).
+    """
+    if lora.idle:
+        why = "has B = 0, where the gradient of A is 0"
+        refuse("E-BANK", f"'{lora.name}' {why}: take its Fisher after training")
+    at = {f"{p}.A": a for p, a in lora.down.items()} | {f"{p}.B": b for p, b in lora.up.items()}
+    device, by_row = next(model.parameters()).device, form == "row"
+
+    def nats(at: Fisher, ids: Tensor, labels: Tensor) -> Tensor:
+        down, up = ({path: at[f"{path}.{x}"] for path in lora.down} for x in "AB")
+        with attached(model, [replace(lora, down=down, up=up)]):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        reduction = "sum" if by_row else "mean"
+        return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction=reduction)
+
+    gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
+    total = {name: torch.zeros_like(t, dtype=torch.double, device=device) for name, t in at.items()}
+    # Rows are padded on the right, where a causal model needs no mask, since `vmap` knows no branch
+    # on a mask's values, and no fused attention either.
+    with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for batch in rows.select_columns(["input_ids", "labels"]).iter(BATCH):
+            pair = padded(batch["input_ids"], 0)[0], padded(batch["labels"], IGNORED)[0]
+            ids, labels = (t.to(device).unsqueeze(1) if by_row else t.to(device) for t in pair)
+            for name, value in gradient(at, ids, labels).items():
+                squared = value.double().square()
+                total[name] += squared.sum(0) if by_row else squared
+    counted = len(rows) if by_row else -(-len(rows) // BATCH)
+    if not all(t.isfinite().all() for t in total.values()):
+        refuse("E-NONFINITE", f"the Fisher of '{lora.name}' holds NaN or infinity: check its rows")
+    return {name: t / counted for name, t in total.items()}
+
+
+def fishers(
+    model: nn.Module, bank: Bank, data: Data, config: Config
+) -> dict[str, dict[str, Tensor]]:
+    """Embed every LoRA of the bank by its Fisher on its own rows: once for all targets."""
+    if missing := [name for name in bank if name not in data.sources]:
+        refuse(
+            "E-DATA", f"pi-tuning needs the rows that '{missing[0]}' was trained on: give sources"
+        )
+    return {
+        name: fisher(model, lora, data.sources[name], form=config.fisher)
+        for name, lora in bank.items()
+    }
+
+
+def similarity(one: Fisher, other: Fisher, *, eps: float = 0.0) -> float:
+    """Compare two tasks, in [0, 1]; where both entries are 0, so are their shares."""
+    cosines = []
+    for name in one:
+        pair = torch.stack([one[name].flatten(), other[name].flatten()]).double()
+        total = pair.sum(0) + eps
+        cosines.append(F.cosine_similarity(*torch.where(total > 0, pair / total, 0.0), dim=0))
+    return float(torch.stack(cosines).mean())
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
+    embeddings: Mapping[str, Fisher] | None = None, **recipe: Any,
+) -> Tuned:  # fmt: skip
+    """Train a LoRA on the target, find its neighbours, and train them side by side: one LoRA again.
+
+    Its rank is ``(k + 1) R``. The recipe is of both trainings. ``embeddings`` are the bank's
+    `fishers`, else made here.
+    """
+    check(bank)
+    mixing.check_choice(config.neighbours, bank)
+    embeddings = embeddings or fishers(model, bank, data, config)
+    first = next(iter(bank.values()))
+    start = mixing.fresh(
+        model, list(first.down), ["target"], rank=first.rank, alpha=first.alpha, seed=seed
+    )
+    alone = tuning.attach(
+        model, start, lambda *_: mixing.Fixed(torch.ones(1)), mix="outputs", learnt=True
+    )
+    alone = tuning.fit(alone, data, seed=seed, **recipe)
+    target = alone.lora("target")
+    alone.detach()
+    own = fisher(model, target, data.shots, form=config.fisher)
+    tokens = sum(map(len, data.shots["input_ids"]))
+    spent = replace(alone.cost, forward=alone.cost.forward + tokens,
+                    backward=alone.cost.backward + tokens)  # fmt: skip
+    like = {name: similarity(own, each, eps=config.eps) for name, each in embeddings.items()}
+    nearest = sorted(like, key=lambda name: -like[name])[: config.neighbours]
+    experts = {"target": target} | {name: bank[name] for name in nearest}
+    blocks: dict[str, Interpolation] = {}
+
+    def weigh(path: str, _: nn.Module) -> Interpolation:
+        block = {"block": path.rpartition(".")[0], "layer": path, "all": ""}[config.shared]
+        return blocks.setdefault(block, Interpolation(len(experts)))
+
+    learnt = config.trains == "weights + LoRAs"
+    done = tuning.attach(model, experts, weigh, mix="outputs", learnt=learnt)
+    return tuning.fit(done, data, rate=config.rate, seed=seed, spent=spent, **recipe)

@@ -1,0 +1,48 @@
+"""Every rival on four kinds of host: base untouched, same text with a cache, saved and loaded."""
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel
+
+from moebook.methods.rivals import arrow, phatgoose, pi_tuning, poly
+from moebook.methods.rivals.tuning import Data
+from moebook.models.checkpoint import fingerprint
+
+RIVALS = {
+    "poly": (poly, {"rate": 0.1}),
+    "pi_tuning": (pi_tuning, {"rate": 0.1}),
+    "arrow": (arrow, {"top_k": 2}),
+    "arrow by outputs": (arrow, {"top_k": 2, "mix": "outputs", "prototypes": "after"}),
+    "phatgoose": (phatgoose, {"steps": 2, "batch": 4}),
+}
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2"])
+def test_it_trains_generates_and_loads_and_leaves_the_base(
+    family, rival, host, batch, rows, make_bank, tmp_path
+):
+    (module, changes), model = RIVALS[rival], host(family)
+    bank, plain, before = make_bank(model, 3), model(**batch).logits, fingerprint(model)
+    few = rows.select(range(6))
+    data = Data(few, chosen=few, sources=dict.fromkeys(bank, few))
+    config = module.Config.preset("bank", **changes)
+    done = module.tuned(model, bank, data, config, steps=2, batch=4, lr=1e-2, warmup=0.0)
+    logits = model(**batch).logits
+    assert not torch.allclose(logits, plain, atol=1e-2)
+    prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
+    texts = [
+        model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cache)
+        for cache in (True, False)
+    ]
+    assert torch.equal(*texts) and texts[0].shape[1] > 9
+    folder = done.save(tmp_path / "saved")
+    assert fingerprint(done.detach()) == before and torch.equal(model(**batch).logits, plain)
+    if (folder / "adapter_config.json").exists():
+        loaded = PeftModel.from_pretrained(copy.deepcopy(model), folder)(**batch).logits
+        torch.testing.assert_close(loaded, logits, rtol=1e-4, atol=1e-4)
+    else:
+        module.load(model, folder)
+        assert torch.equal(model(**batch).logits, logits)
