@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,8 +49,8 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0, 1 when a check failed, 2 for a refusal or what the system refused (a file, the network), 130
-    after Ctrl-C, 141 when whoever reads the output has gone, as ``head`` does.
+    0, 1 when a check failed, 2 for a refusal or what the system refused (a file, the network), 3
+    for a fault of ours, 130 after Ctrl-C, 141 when whoever reads the output has gone, as ``head``.
     """
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -67,6 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(Refusal("E-OS", f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2
+    except Exception as error:
+        print(Refusal("E-INTERNAL", f"{type(error).__name__}: {error!s:.200}; this is a fault of "
+              f"moebook: please report it with {_report(arguments)}"), file=sys.stderr)  # fmt: skip
+        return 3
+
+
+def _report(arguments: Sequence[str] | None) -> Path:
+    """Write what a report of the exception at hand needs to a file of its own."""
+    handle, name = tempfile.mkstemp(prefix="moebook-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"moebook {__version__}, Python {sys.version}, {platform.platform()}\n"
+                   f"{arguments or sys.argv[1:]}\n\n{traceback.format_exc()}")  # fmt: skip
+    return Path(name)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -88,6 +104,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     if rest:
         options.parser.error(f"unrecognized arguments: {rest[0]}")
+    if empty := [name for name, value in vars(options).items() if value == ""]:
+        options.parser.error(f"{empty[0]} is empty")
     return options
 
 
@@ -195,8 +213,8 @@ def verify(options: argparse.Namespace) -> int:
     from moebook.notebook import compare
 
     findings = compare.verify(options.notebook, results.root())
-    print("\n".join(map(str, findings)) or "no runs: nothing was run yet")
-    return int(any(finding.failures for finding in findings))
+    print("\n".join(map(str, findings)) or "no runs: there is nothing to verify")
+    return int(not findings or any(finding.failures for finding in findings))
 
 
 @command(

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import NoReturn
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Spell out what steers a terminal or starts a line: controls, turned text, lone surrogates."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class Refusal(Exception):
@@ -15,7 +23,7 @@ class Refusal(Exception):
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
-        self.message = " ".join(message.split())
+        self.message = printable(" ".join(message.split()))
         super().__init__(f"{self.code}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:

@@ -48,9 +48,19 @@ def seed_everything(seed: Annotated[int, Field(ge=0, lt=2**32)]) -> None:
 
 def processes() -> tuple[int, int]:
     """Return this process's number and how many ``accelerate launch`` started, else (0, 1)."""
-    if "LOCAL_RANK" not in os.environ:
+    given = [name for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE") if name in os.environ]
+    if "LOCAL_RANK" not in given:
+        # accelerate sets an address for several processes, and with --cpu starts one of them
+        if {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
+            refuse("E-USAGE", "accelerate launch started one process of several; start them with "
+                   "torchrun --nproc-per-node N, or leave --num_processes away")  # fmt: skip
         return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        found = ", ".join(f"{name}={os.environ[name]}" for name in given)
+        refuse("E-USAGE", f"{found} is no place among processes; set LOCAL_RANK, RANK and "
+               "WORLD_SIZE to numbers, or none of them")  # fmt: skip
 
 
 def resolve_device(name: str) -> torch.device:

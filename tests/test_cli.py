@@ -44,6 +44,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("run toy -p top_k", "E-USAGE: -p top_k: expected name=value"),
     ("run toy -p tier=cpu", "E-USAGE: the parameter tier is set by the protocol (--on)"),
     ("book --only tyo", "E-NOTEBOOK: unknown notebook 'tyo'"),
+    ("book --only=", "E-USAGE: moebook book: only is empty"),
+    ("run \x1b]0;owned\x07", r"E-NOTEBOOK: unknown notebook '\x1b]0;owned\x07'"),
     ("book --tier study", "E-USAGE: moebook book: unknown 'study'"),
     ("compare mine.ipynb", "E-NOFILE: no file mine.ipynb"),
     ("audit pesk", "E-NAME"),
@@ -96,8 +98,8 @@ def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monk
 
 
 def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, monkeypatch, capsys):
-    for command, words in (("list", "--on cpu      not measured"), ("verify", "nothing was run")):
-        assert cli.main([command]) == 0
+    for command, words in (("list", "--on cpu      not measured"), ("verify", "nothing to")):
+        assert cli.main([command]) == (command == "verify")
         assert words in capsys.readouterr().out
     manifest = {"date": "2026-01-02T03:04:05+00:00"}
     for notebook, protocol in (("toy", "nano"), ("bench", "cpu")):
@@ -134,6 +136,18 @@ def test_list_says_what_a_run_cost_or_what_its_manifest_lacks(project, capsys, m
         assert errors.startswith("E-RUN: the manifest of toy, nano, seed 2 is " + told)
     else:
         assert code == 0 and f"  --on nano     seeds 0, 2, each {told}" in out
+
+
+def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, capsys):
+    monkeypatch.setattr("moebook.results.root", lambda: {}["\x1b[2J"])
+    assert cli.main(["list"]) == 3
+    told = capsys.readouterr()
+    assert told.err.startswith(r"E-INTERNAL: KeyError: '\x1b[2J'; this is a fault of moebook")
+    assert told.err.count("\n") == 1 and told.out == ""
+    report = Path(told.err.split()[-1])
+    text = report.read_text()
+    assert "['list']" in text and "Traceback" in text and f"moebook {cli.__version__}" in text
+    report.unlink()
 
 
 def test_a_book_is_executed_then_rendered_and_an_audit_printed(project, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import papers, results
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.notebook import harvest, verdicts
 from moebook.results import TIERS, Pool, Run
 
@@ -110,7 +110,7 @@ def compare(path: Path, folder: Path) -> str:
         lines += _differences(mine, other.runs[0]) or ["  none"]
     claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
     rest = _ledger(claims, mine, book) if claims else _values(mine, other)
-    return "\n".join([*lines, "", *rest])
+    return "\n".join(map(printable, [*lines, "", *rest]))
 
 
 def _differences(mine: Run, other: Run) -> list[str]:

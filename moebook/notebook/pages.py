@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 
 from moebook import results
+from moebook.errors import printable
 from moebook.notebook import findings, sources, verdicts
 from moebook.notebook.findings import SAID
 from moebook.notebook.session import VALUE
@@ -58,6 +59,9 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=jinja2.StrictUndefined,
+    finalize=lambda value: (
+        printable(value) if type(value) is str else value
+    ),  # one line of Markdown
 )
 for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, printable, refuse
 
 Scalar = bool | int | float | str
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -47,8 +47,8 @@ class Parameter:
         given = f"{where}: {self.name} = {repr(value)[:80]}"
         if type(value) is not self.type and (self.type, type(value)) != (float, int):
             refuse("E-TYPE", f"{given}: {self._expected(value)}")
-        if isinstance(value, str) and value.encode("utf-8", "ignore").decode() != value:
-            refuse("E-TYPE", f"{given}: expected text in UTF-8")
+        if isinstance(value, str) and printable(value) != value:
+            refuse("E-TYPE", f"{given}: expected one line of text without control characters")
         if not self._allows(value):
             note = f" ({self.help})" if self.help else ""
             refuse("E-RANGE", f"{given}: {self._permitted(value)}{note}")

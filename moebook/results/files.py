@@ -24,16 +24,26 @@ from moebook.errors import refuse
 
 PACKAGE = Path(__file__).parents[1]
 CODE = ("moebook", "notebooks", "requirements.lock")
+WRITTEN = ("_build", "book", "results", "runs")  # folders that commands write to
 FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
 
 
 def root(start: Path | None = None) -> Path:
-    """Find the project: the nearest folder with ``_config.yml``, from the working directory up."""
+    """Find the project: the nearest folder with ``_config.yml``, from the working directory up.
+
+    A link in it through which we would write outside of it is refused.
+    """
     begin = (start or Path.cwd()).resolve()
     for folder in (begin, *begin.parents):
         if (folder / "_config.yml").is_file():
-            return folder
-    refuse("E-PATH", f"no _config.yml in {begin} or above; run inside a checkout of moebook")
+            break
+    else:
+        refuse("E-PATH", f"no _config.yml in {begin} or above; run inside a checkout of moebook")
+    for path in (path for name in WRITTEN for below in ("", "/*", "/*/*")
+                 for path in folder.glob(name + below) if path.is_symlink()):  # fmt: skip
+        if not Path(target := os.path.realpath(path)).is_relative_to(folder):
+            refuse("E-PATH", f"{path} leads out of the project, to {target}; make it a folder")
+    return folder
 
 
 @contextmanager

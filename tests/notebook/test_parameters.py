@@ -47,7 +47,9 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
     ("share", "1e-5", r"E-TYPE.*1\.0e-5"), ("balance", float("inf"), "E-RANGE"),
     ("balance", -1, "E-RANGE"), ("width", 9, "E-RANGE"), ("quantise", 1, "E-TYPE"),
     ("quantise", "true", "E-TYPE.*-y '{quantise: true}'"), ("note", 3, "E-TYPE"),
-    ("note", "\udcff", "E-TYPE"), ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
+    ("note", "\udcff", "E-TYPE"),
+    *(("note", f"a{mark}b", "E-TYPE.*one line") for mark in "\n\r\x1b\x9b\u2028\u202e"),
+    ("tier", "cpus", "E-RANGE.*did you mean 'cpu'"),
     ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
 ])  # fmt: skip
 def test_a_wrong_parameter_is_refused(name, value, message):

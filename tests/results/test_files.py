@@ -124,6 +124,14 @@ def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_pat
         results.root(path.parent / "inner")
     results.write(path, "old")
     assert results.root(path.parent / "inner") == path.parent
+    (path.parent / "notes").symlink_to(tmp_path)
+    (path.parent / "runs").mkdir()
+    (path.parent / "runs" / "mine").symlink_to(path.parent / "notes")
+    with pytest.raises(Refusal, match=r"E-PATH: .*/runs/mine leads out of the project, to "):
+        results.root(path.parent)
+    for link in ("notes", "runs/mine"):
+        (path.parent / link).unlink()
+    (path.parent / "runs").rmdir()
     monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     with pytest.raises(OSError, match="No space"):
         results.write(path, "new")

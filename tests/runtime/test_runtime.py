@@ -111,6 +111,15 @@ def test_a_process_launched_with_others_has_a_number_and_a_gpu_of_its_own(monkey
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert runtime.processes() == (3, 4)
     assert {runtime.resolve_device(name) for name in ("cuda", "auto")} == {torch.device("cuda:1")}
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(Refusal, match="E-USAGE: LOCAL_RANK=1, RANK=3, WORLD_SIZE=many is no place"):
+        runtime.processes()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert runtime.processes() == (0, 1)  # a cluster's variables alone start nothing
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(Refusal, match="E-USAGE: accelerate launch started one process of several"):
+        runtime.processes()
 
 
 def test_a_wanted_absence_is_not_reported_and_everything_else_is(caplog):
