@@ -4,9 +4,9 @@ A rival is a module with
 
 - ``Config``: its switches; ``Config.preset("paper" | "released" | "bank", **changes)`` names sets;
 - ``tuned(model, bank, data, config, **recipe) -> Tuned``, which puts the rival on the base, in
-  place, and trains it. ``recipe`` holds settings of `training.fit` (lr, steps or epochs, batch,
-  seed), alike for all rivals; a rate of the mixing weights' own is ``config.rate``, None for that
-  of all else;
+  place, and trains it. A bank that nothing can be chosen from is refused (`bank.check_distinct`).
+  ``recipe`` holds settings of `training.fit` (lr, steps or epochs, batch, seed), alike for all
+  rivals; a rate of the mixing weights' own is ``config.rate``, None for that of all else;
 - ``load(model, folder) -> Tuned``, where the result depends on the input and is no single LoRA.
 
 A `Tuned` model answers as any other, until ``detach`` takes the rival off again; the base's values
@@ -56,6 +56,12 @@ class Data:
     def rows(self) -> Rows:
         """D_K and D_A: what is trained on."""
         return datasets.concatenate_datasets([self.shots, *([self.chosen] if self.chosen else [])])
+
+    def first(self, shots: int) -> Rows:
+        """Return so many of the K shots."""
+        if shots > len(self.shots):
+            refuse("E-KSHOT", f"have {len(self.shots)} shots, need {shots}")
+        return self.shots.select(range(shots))
 
 
 @dataclass(frozen=True)
