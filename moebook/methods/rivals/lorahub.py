@@ -30,7 +30,7 @@ from moebook import training
 from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
-from moebook.methods.rocket.bank import Bank, check_distinct
+from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import preset, settings
 
 Count = Annotated[int, Field(ge=1)]
@@ -149,7 +149,7 @@ def _cma(loss: Loss, size: int, budget: int, seed: int) -> None:
 
 
 def _drawn(bank: Bank, experts: int | None, seed: int) -> Bank:
-    check_distinct(bank)
+    check(bank)
     if experts is None:
         return bank
     if experts > len(bank):

@@ -4,7 +4,7 @@ A rival is a module with
 
 - ``Config``: its switches; ``Config.preset("paper" | "released" | "bank", **changes)`` names sets;
 - ``tuned(model, bank, data, config, **recipe) -> Tuned``, which puts the rival on the base, in
-  place, and trains it. A bank that nothing can be chosen from is refused (`bank.check_distinct`).
+  place, and trains it. A bank that nothing can be chosen from is refused (`bank.check`).
   ``recipe`` holds settings of `training.fit` (lr, steps or epochs, batch, seed), alike for all
   rivals; a rate of the mixing weights' own is ``config.rate``, None for that of all else;
 - ``load(model, folder) -> Tuned``, where the result depends on the input and is no single LoRA.

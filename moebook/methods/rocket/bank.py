@@ -74,15 +74,10 @@ def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
 
 def check(bank: Bank, *, ranks: bool = True) -> None:
     """Refuse what nothing can be chosen from: two LoRAs or more, alike, distinct and trained."""
-    check_distinct(bank)
-    check_alike(list(bank.values()), ranks=ranks)
-
-
-def check_distinct(bank: Bank) -> None:
-    """Refuse fewer than two LoRAs, one that changes nothing, and two that are the same."""
     if len(bank) < 2:
         names = ", ".join(bank) or "none"
         refuse("E-BANK", f"the bank holds {len(bank)} LoRAs ({names}); expected 2 or more")
+    check_alike(list(bank.values()), ranks=ranks)
     names_by_digest: dict[str, str] = {}
     for name, lora in bank.items():
         if lora.idle:
