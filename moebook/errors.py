@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
+LONGEST = 2000  # characters of a message
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -18,12 +19,17 @@ def printable(text: str) -> str:
 class Refusal(Exception):
     """Input that cannot be used, told in one line: what is wrong, where, and what was expected.
 
-    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary.
+    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary. What names of
+    files and values bring along does no harm: control characters are escaped, the middle of a very
+    long message is left out.
     """
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
-        self.message = printable(" ".join(message.split()))
+        line = printable(" ".join(message.split()))
+        if len(line) > LONGEST:
+            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
+        self.message = line
         super().__init__(f"{self.code}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:
@@ -42,3 +48,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     guess = f"did you mean '{close[0]}'? " if close else ""
     return f"{guess}one of: {', '.join(names)}"
+
+
+def shown(value: object) -> str:
+    """Write a value for a refusal: the beginning of its ``repr``, or its type where it has none."""
+    try:
+        return repr(value)[:200]
+    except (RecursionError, ValueError):  # nested too deeply, an int of more than 4,300 digits
+        return f"a {type(value).__name__} too large to show"

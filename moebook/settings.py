@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, dataclass_transform, get_type_hints
 from pydantic import ConfigDict, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
 
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, refuse, shown
 
 Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
@@ -46,7 +46,9 @@ def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
 
     @functools.wraps(construct)
     def __init__(self: Any, /, *args: Any, **values: Any) -> None:
-        with in_one_line([field.name for field in fields(made)]):
+        names = [field.name for field in fields(made)]
+        _check_size(names, args, values)
+        with in_one_line(names):
             construct(self, *args, **values)
 
     made.__init__ = __init__
@@ -60,10 +62,18 @@ def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
 
     @functools.wraps(function)
     def call(*args: Given.args, **values: Given.kwargs) -> Kind:
+        _check_size(names, args, values)
         with in_one_line(names):
             return validated(*args, **values)
 
     return call
+
+
+def _check_size(names: Sequence[str], args: Sequence[object], values: Mapping[str, object]) -> None:
+    """Refuse whole numbers beyond every float, which neither JSON nor a message can hold."""
+    for name, value in (*zip(names, args, strict=False), *values.items()):
+        if type(value) is int and value.bit_length() > 1024:
+            refuse("E-RANGE", f"{name} has {value.bit_length()} bits, expected at most 1024")
 
 
 @contextmanager
@@ -87,7 +97,7 @@ def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
         expected = first["msg"].replace("Input should be", "expected")
         for side in ("greater", "less"):
             expected = expected.replace(f"expected {side}", f"expected a number {side}")
-        refuse(code, f"{place}{name} is {first['input']!r:.200}, {expected}")
+        refuse(code, f"{place}{name} is {shown(first['input'])}, {expected}")
 
 
 def preset(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
+from pydantic import Field
 from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA
 from torch import Tensor
@@ -51,7 +52,9 @@ def purity(
 
 
 @checked
-def project(points: Tensor, method: Method = "umap", *, seed: int = 0) -> Plane:
+def project(
+    points: Tensor, method: Method = "umap", *, seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+) -> Plane:
     """Lay out each layer's points ``[L, S, D]`` in the plane, ``[L, S, 2]``, separately by layer.
 
     Each layer is centred and scaled to a largest coordinate of 1. Distances between far groups mean

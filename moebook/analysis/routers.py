@@ -122,8 +122,8 @@ def consistency(
     if len(checkpoints) < 2:
         refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")
     shapes = {tuple(each.shape) for each in checkpoints}
-    if len(shapes) > 1:
-        refuse("E-SHAPE", f"checkpoints differ in [L, T, E]: {sorted(shapes)}; use the same text")
+    if len(shapes) > 1 or any(len(shape) != 3 or not all(shape) for shape in shapes):
+        refuse("E-SHAPE", f"checkpoints: {sorted(shapes)}, expected one [L, T, E] of the same text")
     pairs = combinations(checkpoints, 2) if over == "pairs" else pairwise(checkpoints)
     scores = []
     for group in [checkpoints] if over == "joint" else pairs:

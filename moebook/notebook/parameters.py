@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, printable, refuse
+from moebook.errors import nearest, printable, refuse, shown
 
 Scalar = bool | int | float | str
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -44,7 +44,7 @@ class Parameter:
 
     def check(self, value: object, where: str) -> None:
         """Refuse a value of the wrong type (E-TYPE) or outside the rule (E-RANGE)."""
-        given = f"{where}: {self.name} = {repr(value)[:80]}"
+        given = f"{where}: {self.name} = {shown(value)[:80]}"
         if type(value) is not self.type and (self.type, type(value)) != (float, int):
             refuse("E-TYPE", f"{given}: {self._expected(value)}")
         if isinstance(value, str) and printable(value) != value:

@@ -201,7 +201,12 @@ def rows(
 
 
 @checked
-def mix(task: Rows, alignment: Rows, share: Annotated[float, Field(ge=0, lt=1)], seed: int) -> Rows:
+def mix(
+    task: Rows,
+    alignment: Rows,
+    share: Annotated[float, Field(ge=0, lt=1)],
+    seed: Annotated[int, Field(ge=0)],
+) -> Rows:
     """Mix a task's rows with alignment data, which keeps the general abilities (Sec. 4.3).
 
     ``share`` is that of alignment rows in the mix: 0.5 in the paper (1:1), 0 as released.

@@ -262,7 +262,7 @@ def samples(
     packed: bool = True,
     batch: Count = 4,
     pad_id: int = 0,
-    seed: int = 0,
+    seed: Annotated[int, Field(ge=0)] = 0,
 ) -> list[dict[str, Any]]:
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
@@ -270,6 +270,8 @@ def samples(
     paper: "32 concatenated samples" of 4096 tokens). Unless ``packed`` it is one whole row, and
     longer ones are passed over (as the published logs look). Too few rows make fewer samples.
     """
+    if "input_ids" not in rows.column_names:
+        refuse("E-DATA", f"rows have {rows.column_names}, expected input_ids: see data.encode")
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     drawn = (rows[place]["input_ids"] for place in order)
     texts: list[list[int]] = []

@@ -86,6 +86,8 @@ def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -
     of 0, here infinite, and negative, so least, for the most different groups; ``"ordered"`` is
     infinite from 0 downwards.
     """
+    if cosines.ndim != 1:
+        refuse("E-SHAPE", f"cosines are {cosines.shape}, expected [G], one a group")
     infinite = cosines <= 0 if form == "ordered" else cosines == 0
     return np.divide(1, cosines, out=np.full(len(cosines), np.inf), where=~infinite)
 
