@@ -1,0 +1,134 @@
+"""pi-tuning: Fishers by PEFT's gradients in a loop, similarity by hand, interpolation by `cat`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+
+from moebook.errors import Refusal
+from moebook.methods import rocket
+from moebook.methods.rivals import pi_tuning, tuning
+from moebook.methods.rivals.tuning import Data
+
+PATH = "model.layers.1.self_attn.q_proj"
+
+
+def of(*values):
+    return {"t": torch.tensor(values)}
+
+
+def test_similarity_by_hand():
+    like = pi_tuning.similarity
+    torch.manual_seed(0)
+    assert like(of(1.0, 3.0), of(3.0, 1.0)) == pytest.approx(0.6)
+    assert like(of(1.0, 0.0), of(0.0, 2.0)) == 0
+    assert like(of(1.0, 0.0, 2.0), of(1.0, 0.0, 2.0)) == pytest.approx(1)
+    a, b = ({"p": torch.rand(5), "q": torch.rand(3)} for _ in range(2))
+    shares = {name: a[name] / (a[name] + b[name]) for name in a}
+    both = [float(torch.cosine_similarity(share, 1 - share, dim=0)) for share in shares.values()]
+    assert like(a, b) == pytest.approx(like(b, a)) == pytest.approx(sum(both) / 2)
+    small = [{name: 1e-9 * t for name, t in each.items()} for each in (a, b)]
+    assert like(*small) == pytest.approx(like(a, b))
+    plain = [float(torch.cosine_similarity(a[name], b[name], dim=0)) for name in a]
+    assert like(*small, eps=1e-6) == pytest.approx(sum(plain) / 2, abs=2e-3)  # the released eps
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("form", ["row", "batch"])
+def test_fishers_are_the_squares_of_pefts_gradients(form, family, host, rows, lora, tmp_path):
+    model, few = host(family), rows.select(range(6))
+    one = lora(model, "one", 0)
+    folder = rocket.loras.write(one, tmp_path / "one")
+    peft = PeftModel.from_pretrained(host(family), folder, is_trainable=True)
+    size, total = (1 if form == "row" else 4), {}
+    for start in range(0, 6, size):
+        batch = [torch.tensor(ids) for ids in few["input_ids"][start : start + size]]
+        ids, labels = (
+            torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=fill)
+            for fill in (0, -100)
+        )
+        loss = peft(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss
+        (loss * ((labels[:, 1:] != -100).sum() if form == "row" else 1)).backward()
+        for name, p in peft.named_parameters():
+            if p.grad is not None:
+                total[name] = total.get(name, 0) + p.grad.double() ** 2 / -(-6 // size)
+        peft.zero_grad()
+    found = pi_tuning.fisher(model, one, few, form=form)
+    assert len(found) == len(total) == 8
+    for name, expected in total.items():
+        path, factor = name.removeprefix("base_model.model.").split(".lora_")
+        torch.testing.assert_close(found[f"{path}.{factor[0]}"], expected, rtol=1e-3, atol=1e-9)
+
+
+def test_interpolation_is_pefts_cat_of_the_softmax_of_v(base, batch, make_bank, tmp_path):
+    model = base()
+    bank, host = make_bank(model, 3), None
+    for name, each in bank.items():
+        folder = rocket.loras.write(each, tmp_path / name)
+        if host is None:
+            host = PeftModel.from_pretrained(base(), folder, adapter_name=name)
+        else:
+            host.load_adapter(folder, name)
+    v = torch.tensor([0.3, -1.0, 2.0])
+    host.add_weighted_adapter(list(bank), v.softmax(0).tolist(), "mean", combination_type="cat")
+    shared = pi_tuning.Interpolation(3)
+    assert shared(None).tolist() == pytest.approx([1 / 3] * 3)
+    tuning.attach(model, bank, lambda *_: shared, mix="outputs", learnt=False)
+    for values, adapter in ((v, "mean"), (torch.tensor([-80.0, 80.0, -80.0]), "b")):
+        shared.v.data = values
+        host.set_adapter(adapter)
+        theirs = host(**batch).logits
+        torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "loras"),
+    [
+        ({"trains": "weights"}, 2 * 2, 0),
+        ({"trains": "weights", "shared": "layer"}, 4 * 2, 0),
+        ({"shared": "all", "rate": 0.1}, 2, 2),
+    ],
+)
+def test_the_most_alike_neighbour_joins_and_switches_say_what_trains(
+    changes, weights, loras, model, rows, bank
+):
+    few, recipe = rows.select(range(8)), {"steps": 2, "batch": 4, "lr": 1e-3, "warmup": 0.0}
+    config = pi_tuning.Config(neighbours=1, **changes)
+    shapes = pi_tuning.fisher(model, bank["a"], few)
+    known = {name: {key: torch.zeros_like(t) for key, t in shapes.items()} for name in bank}
+    for each in known["c"].values():
+        each += 1.0  # of the others every share is 0
+    done = pi_tuning.tuned(model, bank, Data(few), config, embeddings=known, **recipe)
+    one = 4 * 2 * (64 + 48)  # numbers of a LoRA
+    assert done.origin.names == ("target", "c") and done.lora().rank == 8
+    assert done.cost.trained == one + weights + loras * one
+    kept = torch.equal(done.parts[PATH].down[1], bank["c"].down[PATH])
+    assert kept is (loras == 0)
+    learnt = {id(part.weigh) for part in done.parts.values()}
+    assert 2 * len(learnt) == weights
+    tokens = sum(map(len, few["input_ids"]))
+    assert done.cost.forward == 3 * tokens  # two trainings of an epoch, and the target's Fisher
+
+
+def test_what_has_no_fisher_is_refused(model, rows, bank, lora):
+    still = lora(model, "still", 0, size=0.0)
+    for one, message in (
+        (still, "E-BANK: 'still' has B = 0, where the gradient of A is 0"),
+        (lora(model, "huge", 0, size=1e30), "E-NONFINITE: the Fisher of 'huge' holds NaN"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            pi_tuning.fisher(model, one, rows)
+    low = bank | {"b": replace(bank["b"], name="low", rank=2)}
+    for loras, data, changes, message in (
+        (
+            bank,
+            Data(rows, sources={"a": rows}),
+            {},
+            "E-DATA: pi-tuning needs the rows that 'b' was",
+        ),
+        (bank, Data(rows), {"neighbours": 5}, "E-RANGE: k is 5, expected 1 to 4"),
+        (low, Data(rows), {}, "E-BANK: 'a' and 'low' differ in rank: 4 and 2"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            pi_tuning.tuned(model, loras, data, pi_tuning.Config(**changes), steps=1)
