@@ -6,11 +6,13 @@ import pytest
 import torch
 from peft import PeftModel
 
-from moebook.methods.rivals import arrow, phatgoose, pi_tuning, poly
+from moebook.methods.rivals import arrow, lorahub, pems, phatgoose, pi_tuning, poly
 from moebook.methods.rivals.tuning import Data
 from moebook.models.checkpoint import fingerprint
 
 RIVALS = {
+    "lorahub": (lorahub, {"budget": 6}),
+    "pems": (pems, {}),
     "poly": (poly, {"rate": 0.1}),
     "pi_tuning": (pi_tuning, {"rate": 0.1}),
     "arrow": (arrow, {"top_k": 2}),
@@ -31,7 +33,8 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
     config = module.Config.preset("bank", **changes)
     done = module.tuned(model, bank, data, config, steps=2, batch=4, lr=1e-2, warmup=0.0)
     logits = model(**batch).logits
-    assert not torch.allclose(logits, plain, atol=1e-2)
+    searched = rival == "lorahub"  # which may find nothing better than the base
+    assert searched or not torch.allclose(logits, plain, atol=1e-2)
     prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
     texts = [
         model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cache)

@@ -1,0 +1,97 @@
+"""The rows of Table 1 without a mixture: one LoRA, drawn, trained on the task, or best of the bank.
+
+Each equals PEFT's ``PeftModel.from_pretrained(..., is_trainable=True)`` and the same training.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from moebook.errors import nearest, refuse
+from moebook.methods.rivals import mixing, tuning
+from moebook.methods.rivals.tuning import Cost, Data, Tuned
+from moebook.methods.rocket.bank import Bank, check
+from moebook.settings import preset, settings
+
+
+@settings
+class Config:
+    """Which one LoRA, and whether it is tuned.
+
+    Attributes:
+        choose: Draw it by the seed, take the one ``named``, take the one with the least nats on
+            D_K, or start a fresh one of the bank's shape.
+        named: A LoRA of the bank: for Source Best, the best by accuracy on the TEST rows, which
+            makes that row an oracle and no method.
+        tune: Whether it is then tuned on D_K and D_A. For Expert LoRA the data are all of D_T.
+    """
+
+    choose: Literal["random", "named", "shots", "fresh"]
+    named: str | None = None
+    tune: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.choose == "named") != (self.named is not None):
+            refuse("E-USAGE", f"choose is '{self.choose}', named is {self.named!r}: give both")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a row's settings: ``random``, ``expert_lora``, ``source_best`` ..., changed."""
+        return preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "random": {"choose": "random"},
+    "expert_lora": {"choose": "fresh"},
+    "source_best": {"choose": "named", "tune": False},
+    "source_best_sft": {"choose": "named"},
+    "best_by_shots": {"choose": "shots", "tune": False},
+    "best_by_shots_sft": {"choose": "shots"},
+}
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+) -> Tuned:
+    """Attach one LoRA of the bank, or a fresh one, and tune it if so set."""
+    check(bank)
+    name, spent = config.named or "", Cost()
+    if config.choose == "named" and name not in bank:
+        refuse("E-NAME", f"no LoRA '{name}' in the bank; {nearest(name, bank)}")
+    if config.choose == "random":
+        name = random.Random(f"vanilla/{seed}").choice(sorted(bank))
+    if config.choose == "shots":
+        nats = by_shots(model, bank, data)
+        name = min(nats, key=nats.__getitem__)
+        spent = Cost(forward=len(bank) * sum(map(len, data.shots["input_ids"])))
+    if config.choose == "fresh":
+        first, name = next(iter(bank.values())), "fresh"
+        alpha = first.scale * first.rank
+        bank = mixing.fresh(
+            model, list(first.down), [name], rank=first.rank, alpha=alpha, seed=seed
+        )
+    result = _alone(model, bank, name, learnt=config.tune)
+    if not config.tune:
+        return replace(result, cost=spent)
+    return tuning.fit(result, data, spent=spent, seed=seed, **recipe)
+
+
+def by_shots(model: nn.Module, bank: Bank, data: Data) -> dict[str, float]:
+    """Return each LoRA's mean nats a token on D_K, alone on the base."""
+    nats = {}
+    for name in bank:
+        result = _alone(model, bank, name, learnt=False)
+        with tuning.undone(result):
+            nats[name] = tuning.nats(model, data.shots, pad_id=data.pad_id)
+        result.detach()
+    return nats
+
+
+def _alone(model: nn.Module, bank: Bank, name: str, *, learnt: bool) -> Tuned:
+    one = mixing.Fixed(torch.ones(1))
+    return tuning.attach(model, {name: bank[name]}, lambda *_: one, mix="outputs", learnt=learnt)
