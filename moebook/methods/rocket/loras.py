@@ -6,6 +6,7 @@ word or with a mere warning. Here a folder is either exactly a LoRA of this base
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.models import checkpoint
 from moebook.results import read_json
 
@@ -122,9 +124,9 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
 
     A manifest of ours ties it to its base. Nothing is fetched or run.
     """
-    facts = checkpoint.verify(folder) if (folder / checkpoint.MANIFEST).is_file() else {}
+    facts = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     settings = _settings(folder / SETTINGS)
-    checkpoint.check_base(folder, str(facts.get("base", base)), base)
+    checkpoint.check_base(folder, facts.get("base") or base, base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
@@ -163,16 +165,19 @@ def write(lora: Lora, folder: Path) -> Path:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Read ``adapter_config.json`` and refuse every field that is not plain LoRA's."""
+    """Read ``adapter_config.json`` and refuse every field that plain LoRA has no use for."""
     content, plain = read_json(path), LoraConfig().to_dict()
     for name in ("peft_type", "r", "lora_alpha", "target_modules"):
         if name not in content:
             refuse("E-CONFIG", f"{path}: field '{name}' is missing")
     for name, value in content.items():
-        if name not in plain:
-            refuse("E-CONFIG", f"{path}: unknown field '{name}'; {nearest(name, plain)}")
-        unused = value is None or value is False or value in ({}, []) or value == plain[name]
-        expected, holds = RULES.get(name, (f"{plain[name]!r}: only plain LoRA can be read", None))
+        unused = value is None or value is False or value in ({}, []) or value == plain.get(name)
+        if name not in plain and not unused:
+            guess = difflib.get_close_matches(name, plain, n=1, cutoff=0.8)
+            advice = f"did you mean '{guess[0]}'?" if guess else "expected it to be null or false"
+            refuse("E-CONFIG", f"{path}: PEFT {peft.__version__} has no field '{name}'; {advice}")
+        default = f"{plain.get(name)!r}: only plain LoRA can be read"
+        expected, holds = RULES.get(name, (default, None))
         if not (holds(value) if holds else unused):
             code = "E-RANGE" if name in ("r", "lora_alpha", "lora_dropout") else "E-CONFIG"
             refuse(code, f"{path}: {name} is {str(value)[:60]!r}, expected {expected}")

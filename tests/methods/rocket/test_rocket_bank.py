@@ -12,6 +12,7 @@ from moebook.data import tasks
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import bank, loras
+from moebook.models import checkpoint
 from moebook.models.checkpoint import fingerprint
 
 QUICK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "epochs": 2, "batch": 4, "lr": 3e-2}
@@ -78,7 +79,10 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
 
 def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
     loras.write(lora(model, "zeta", 1), tmp_path / "zeta")
-    (tmp_path / "zeta" / "MANIFEST.json").unlink()  # as from anywhere
+    (tmp_path / "zeta" / checkpoint.DIGEST).unlink()
+    with pytest.raises(Refusal, match="E-MANIFEST"):
+        bank.read(tmp_path, model)
+    (tmp_path / "zeta" / checkpoint.MANIFEST).unlink()  # as from anywhere
     loras.write(lora(model, "alpha", 0), tmp_path / "alpha")
     (tmp_path / ".stage-x").mkdir()
     with pytest.warns(UserWarning, match="W-BASE: 1 of 2 LoRAs .*zeta"):
