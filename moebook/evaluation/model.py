@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from torch import Tensor, nn
 
-from moebook.data import padded
+from moebook.data import IGNORED, padded
 from moebook.errors import refuse
 from moebook.runtime import progress
 
@@ -104,6 +104,10 @@ class InMemory(TemplateLM):
         first = min(len(before) for before, _ in pairs) - 1
         targets = ids[:, first + 1 :]
         inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
+        if any(getattr(part, "reads_prompt", False) for part in self.model.modules()):
+            inputs["labels"] = ids[:, first:-1].clone()
+            for line, (before, _) in enumerate(pairs):
+                inputs["labels"][line, : len(before) - first] = IGNORED
         logits = self.model(**inputs, logits_to_keep=targets.shape[1], use_cache=False).logits
         nats = -F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
         hits = logits.argmax(-1) == targets

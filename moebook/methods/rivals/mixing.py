@@ -104,6 +104,13 @@ def fresh(
     }  # fmt: skip
 
 
+def fresh_like(model: nn.Module, bank: Bank, *, seed: int) -> dict[str, Lora]:
+    """Make as many untrained LoRAs of the shape and scale of a bank's."""
+    first = next(iter(bank.values()))
+    at = {"rank": first.rank, "seed": seed}
+    return fresh(model, list(first.down), list(bank), alpha=first.scale * first.rank, **at)
+
+
 def halves(weights: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
     """Return the factors on A and on B that weights stand for."""
     if mix == "factors":

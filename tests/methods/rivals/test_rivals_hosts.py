@@ -1,12 +1,13 @@
 """Every rival on four kinds of host: base untouched, same text with a cache, saved and loaded."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import PeftModel
 
-from moebook.methods.rivals import arrow, lorahub, pems, phatgoose, pi_tuning, poly
+from moebook.methods.rivals import arrow, lorahub, pems, phatgoose, pi_tuning, poly, smear
 from moebook.methods.rivals.tuning import Data
 from moebook.models.checkpoint import fingerprint
 
@@ -15,6 +16,8 @@ RIVALS = {
     "pems": (pems, {}),
     "poly": (poly, {"rate": 0.1}),
     "pi_tuning": (pi_tuning, {"rate": 0.1}),
+    "smear": (smear, {"rate": 0.1}),
+    "smear as released": (smear, {"norm": "both", "pool": "all", "start": "random"}),
     "arrow": (arrow, {"top_k": 2}),
     "arrow by outputs": (arrow, {"top_k": 2, "mix": "outputs", "prototypes": "after"}),
     "phatgoose": (phatgoose, {"steps": 2, "batch": 4}),
@@ -36,10 +39,11 @@ def test_it_trains_generates_and_loads_and_leaves_the_base(
     searched = rival == "lorahub"  # which may find nothing better than the base
     assert searched or not torch.allclose(logits, plain, atol=1e-2)
     prompt = {"input_ids": batch["input_ids"][:1], "attention_mask": batch["attention_mask"][:1]}
-    texts = [
-        model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cache)
-        for cache in (True, False)
-    ]
+    with smear.prompted(done, 9) if module is smear else nullcontext():
+        texts = [
+            model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cache)
+            for cache in (True, False)
+        ]
     assert torch.equal(*texts) and texts[0].shape[1] > 9
     folder = done.save(tmp_path / "saved")
     assert fingerprint(done.detach()) == before and torch.equal(model(**batch).logits, plain)

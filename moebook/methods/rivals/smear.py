@@ -1,0 +1,234 @@
+"""SMEAR: each example has its LoRAs merged by a router that reads the mean of the layer's input.
+
+``m = mean_t x_t``, ``p = softmax(V LN(m) / T)``, ``A = sum_i p_i A_i``, ``B = sum_i p_i B_i``,
+``y = W x + s B A x``; a router per layer. Muqeeth et al. (2023), Soft Merging of Experts with
+Adaptive Routing, arXiv 2306.03745; code: r-three/smear, of bottleneck adapters in T5 alone, where
+the mean runs over padding and the decoder's routers read the encoder's output.
+
+For causal models we do as mttl's branch ``mhr_camera_ready`` does, which is not the authors' own:
+the mean is of the prompt's tokens, since that of the row would see the answer in training and not
+afterwards, and what a prompt decided holds while its answer is written.
+
+The prompt is what stands before a row's first label; without labels it is the whole row, or what
+`prompted` says. With a cache it is what began the cache, which keeps the weights, so that they
+follow rows that move or leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer
+
+from moebook.data.encoding import IGNORED
+from moebook.errors import refuse
+from moebook.methods.rivals import mixing, tuning
+from moebook.methods.rivals.tuning import Data, Removable, Tuned
+from moebook.methods.rocket.bank import Bank, check
+from moebook.settings import preset, settings
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+@settings
+class Config:
+    """How prompts are read, and what is trained. The defaults are the preset ``bank``.
+
+    Attributes:
+        start: The experts are the bank's LoRAs, or fresh ones of their shape (paper).
+        trains: The routers alone, or the LoRAs too (paper).
+        pool: m is the mean over the prompt's tokens, or over the whole row with answer and padding
+            (released).
+        norm: Of the input, with a bias on V (mttl), or of the input and of V's rows, these at a
+            scale that starts at 0.01 (released).
+        temperature: T; mttl's file for LLaMA has 0.1.
+        expert_dropout: Share of the experts whose p is set to 0 in training, the rest renormalised
+            (released: 0.1).
+        rate: Learning rate of the routers; None for that of the LoRAs.
+    """
+
+    start: Literal["bank", "random"] = "bank"
+    trains: Literal["router", "router + experts"] = "router + experts"
+    pool: Literal["prompt", "all"] = "prompt"
+    norm: Literal["input", "both"] = "input"
+    temperature: Positive = 1.0
+    expert_dropout: Share = 0.0
+    rate: Positive | None = None
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a named set of settings, with single fields changed.
+
+        ``released`` is the authors' router over fresh LoRAs, ``paper`` the same on prompts alone,
+        as the paper's encoder reads them; ``mttl`` has its file's temperature; ``bank`` starts from
+        the bank.
+        """
+        return preset(cls, PRESETS, name, changes)
+
+
+_AUTHORS = {"start": "random", "norm": "both", "expert_dropout": 0.1}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _AUTHORS,
+    "released": {**_AUTHORS, "pool": "all"},
+    "mttl": {"start": "random", "temperature": 0.1},
+    "bank": {},
+}
+
+
+@settings
+class Origin(tuning.Origin):
+    """What a model that SMEAR merges was made from."""
+
+    method: ClassVar[str] = "smear"
+    config: Config
+
+
+class Kept(DynamicLayer):
+    """Weights ``[B, 1, layers, N]`` as the last layer of a cache: they go where its rows go."""
+
+    paths: tuple[str, ...] = ()  # of the layers
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep them, however many tokens are taken back."""
+
+
+class Prompt:
+    """Where the prompts of the pass at hand stand, and what each layer made of them."""
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+        self.tokens: int | None = None  # columns that are prompts, see `prompted`
+        self.mask: Tensor | None = None  # [B, T], true where a token is a prompt's
+        self.held: dict[str, Tensor] = {}  # weights [B, N] by path, from the cache
+        self.decided: dict[str, Tensor] = {}
+
+    def follow(self, model: nn.Module) -> Sequence[Removable]:
+        """Register the two hooks on a causal language model."""
+        return (
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        )
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        cache, self.decided = given.get("past_key_values"), {}
+        if cache is not None and cache.get_seq_length():
+            if not isinstance(cache.layers[-1], Kept):
+                refuse("E-MODEL", "the cache was begun without SMEAR: begin it with its prompt")
+            weights = cache.layers[-1].keys[:, 0].unbind(1)
+            self.held = dict(zip(cache.layers[-1].paths, weights, strict=True))
+            return
+        ids = given["input_ids"] if "input_ids" in given else args[0]
+        seen = given.get("attention_mask")
+        if seen is not None and seen.dim() != 2:
+            refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
+        whole = torch.ones_like(ids, dtype=torch.bool)
+        self.mask = whole if seen is None or self.pool == "all" else seen.bool()
+        labels = given.get("labels")
+        if self.pool == "prompt" and self.tokens is not None:
+            self.mask = self.mask & (whole.cumsum(1) <= self.tokens)
+        elif self.pool == "prompt" and labels is not None:  # of the last columns alone, maybe
+            learnt = F.pad(labels != IGNORED, (ids.shape[1] - labels.shape[1], 0))
+            self.mask = self.mask & (learnt.cumsum(1) == 0)
+
+    def _end(self, model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and self.decided:
+            kept = Kept()
+            kept.paths = tuple(self.decided)
+            weights = torch.stack([each.detach() for each in self.decided.values()], 1)
+            kept.update(weights.unsqueeze(1), weights.unsqueeze(1))
+            cache.layers.append(kept)
+        self.mask, self.held = None, {}
+
+
+class Router(nn.Module):
+    """An example's weights ``[B, 1, N]``, by the mean of its prompt."""
+
+    reads_prompt = True  # evaluation then says where prompts end
+
+    def __init__(self, path: str, width: int, count: int, config: Config, prompt: Prompt) -> None:
+        super().__init__()
+        self.path, self.config, self.prompt = path, config, prompt
+        self.vectors = nn.Parameter(0.01 * torch.randn(count, width))  # V
+        self.norm = nn.LayerNorm(width)
+        if config.norm == "both":
+            self.norm_vectors = nn.LayerNorm(width, bias=False)
+            nn.init.constant_(self.norm_vectors.weight, 0.01)
+        else:
+            self.bias = nn.Parameter(torch.zeros(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, 1, N]`` for ``x [B, T, D]``."""
+        if self.path in self.prompt.held:
+            return self.prompt.held[self.path].unsqueeze(1)
+        x = x.to(self.vectors.dtype)
+        mask = x.new_ones(x.shape[:2]) if self.prompt.mask is None else self.prompt.mask.to(x)
+        mean = torch.einsum("bt,btd->bd", mask, x) / mask.sum(1, keepdim=True).clamp(min=1)
+        if self.config.norm == "both":
+            logits = F.linear(self.norm(mean), self.norm_vectors(self.vectors))
+        else:
+            logits = F.linear(self.norm(mean), self.vectors, self.bias)
+        weights = (logits / self.config.temperature).softmax(-1)
+        if self.training and self.config.expert_dropout:
+            weights = _dropped(weights, self.config.expert_dropout)
+        self.prompt.decided[self.path] = weights
+        return weights.unsqueeze(1)
+
+
+def _dropped(weights: Tensor, share: float) -> Tensor:
+    """Drop experts and renormalise; where all of an example's would go, they stay."""
+    stays = torch.rand_like(weights) >= share
+    stays = stays | ~stays.any(-1, keepdim=True)
+    return weights * stays / (weights * stays).sum(-1, keepdim=True)
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+) -> Tuned:
+    """Put the bank and its routers on the base and train them."""
+    check(bank)
+    if config.start == "random":
+        bank = mixing.fresh_like(model, bank, seed=seed)
+    prompt = Prompt(config.pool)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        result = tuning.attach(
+            model, bank,
+            lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
+            mix="factors", learnt=config.trains != "router", kind=Origin, config=config,
+        )  # fmt: skip
+    result = replace(result, hooks=prompt.follow(model))
+    return tuning.fit(result, data, rate=config.rate, seed=seed, **recipe)
+
+
+def load(model: nn.Module, folder: str | Path) -> Tuned:
+    """Restore what `Tuned.save` wrote onto its base."""
+    prompts: list[Prompt] = []
+
+    def weigh(origin: Origin) -> tuning.Weigh:
+        prompts.append(Prompt(origin.config.pool))
+        count = len(origin.names)
+        return lambda path, part: Router(path, part.in_features, count, origin.config, prompts[-1])
+
+    result = tuning.load(model, folder, Origin, weigh)
+    return replace(result, hooks=prompts[-1].follow(model))
+
+
+@contextmanager
+def prompted(result: Tuned, tokens: int) -> Iterator[None]:
+    """Take the first so many columns for the prompts in this block, whatever the labels say."""
+    prompt = next(iter(result.parts.values())).weigh.prompt
+    prompt.tokens = tokens
+    try:
+        yield
+    finally:
+        prompt.tokens = None

@@ -1,0 +1,162 @@
+"""SMEAR: p by hand, merges by functional calls, prompts alone decide, caches keep what they did."""
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch.func import functional_call
+
+from moebook.data.encoding import IGNORED
+from moebook.errors import Refusal
+from moebook.evaluation.model import InMemory
+from moebook.methods import rocket
+from moebook.methods.rivals import smear, tuning
+from moebook.models.checkpoint import fingerprint
+
+Q = "model.layers.0.self_attn.q_proj"
+RECIPE = {"steps": 2, "batch": 4, "lr": 1e-2, "warmup": 0.0}
+
+
+@pytest.fixture
+def merged(model, make_bank, rows):
+    """A model with SMEAR on it, whose routers tell prompts apart."""
+
+    def make(count=3, **changes):
+        config = smear.Config.preset("bank", rate=0.3, **changes)
+        result = smear.tuned(model, make_bank(model, count), tuning.Data(rows), config, **RECIPE)
+        for part in result.parts.values():
+            torch.nn.init.normal_(part.weigh.vectors, std=0.3)
+        return result
+
+    return make
+
+
+def prompts(batch):
+    """The batch with half of each row as its answer."""
+    length = batch["attention_mask"].sum(1, keepdim=True) // 2
+    asked = torch.arange(9) < length
+    return {**batch, "labels": batch["labels"].masked_fill(asked, IGNORED)}, asked
+
+
+def seen_by(model, batch):
+    """What the first projection reads, of the base itself."""
+    inputs = []
+    handle = model.get_submodule(Q).register_forward_pre_hook(
+        lambda _, args: inputs.append(args[0])
+    )
+    model(**batch)
+    handle.remove()
+    return inputs[0].detach().double().numpy()
+
+
+@pytest.mark.parametrize("norm", ["input", "both"])
+@pytest.mark.parametrize("pool", ["prompt", "all"])
+def test_p_is_the_softmax_over_the_normed_mean_of_the_prompt(pool, norm, base, batch, merged):
+    batch, asked = prompts(batch)
+    result = merged(pool=pool, norm=norm, temperature=0.7)
+    p = result.weights(batch)[Q].squeeze(1).numpy()
+    router, x = result.parts[Q].weigh, seen_by(base(), batch)
+    normed = lambda v: (v - v.mean(-1, keepdims=True)) / np.sqrt(v.var(-1, keepdims=True) + 1e-5)  # noqa: E731
+    numpy = {name: t.detach().double().numpy() for name, t in router.named_parameters()}
+    for row in range(3):
+        mean = x[row][asked[row]].mean(0) if pool == "prompt" else x[row].mean(0)
+        m = normed(mean) * numpy["norm.weight"] + numpy["norm.bias"]
+        v = numpy["vectors"]
+        v = normed(v) * numpy["norm_vectors.weight"] if norm == "both" else v
+        z = np.exp((v @ m + numpy.get("bias", 0)) / 0.7)
+        np.testing.assert_allclose(p[row], z / z.sum(), rtol=1e-4)
+    assert p.std(0).max() > (1e-4 if norm == "both" else 0.01)
+
+
+def test_a_row_is_the_base_with_its_own_merged_lora(base, batch, merged):
+    batch, _ = prompts(batch)
+    result, plain = merged(), base()
+    logits, p = result.model(**batch).logits, result.weights(batch)
+    for row in range(3):
+        weights = {}
+        for path, part in result.parts.items():
+            a = sum(w * each for w, each in zip(p[path][row, 0], part.down, strict=True))
+            b = sum(w * each for w, each in zip(p[path][row, 0], part.up, strict=True))
+            weights[f"{path}.weight"] = plain.get_submodule(path).weight + part.scale * b @ a
+        real = int(batch["attention_mask"][row].sum())
+        ids = batch["input_ids"][row : row + 1, :real]
+        alone = functional_call(plain, weights, kwargs={"input_ids": ids}).logits
+        torch.testing.assert_close(logits[row, :real], alone[0], rtol=1e-3, atol=1e-3)
+
+
+def test_one_hot_routers_are_that_lora_and_zero_ones_pefts_linear_by_squares(
+    base, batch, merged, make_bank, tmp_path
+):
+    result = merged(trains="router")
+    bank = make_bank(base(), 3)
+    theirs = PeftModel.from_pretrained(base(), rocket.loras.write(bank["a"], tmp_path / "a"), "a")
+    for name in "bc":
+        theirs.load_adapter(rocket.loras.write(bank[name], tmp_path / name), name)
+    theirs.add_weighted_adapter([*"abc"], [1 / 9] * 3, "uniform", combination_type="linear")
+    for name, bias in (("b", [0.0, 99.0, 0.0]), ("uniform", [0.0] * 3)):
+        for part in result.parts.values():
+            torch.nn.init.zeros_(part.weigh.vectors)
+            part.weigh.bias.data = torch.tensor(bias)
+        theirs.set_adapter(name)
+        expected = theirs(**batch).logits
+        torch.testing.assert_close(result.model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_answers_padding_and_neighbours_leave_p_and_y_as_they_are(batch, merged):
+    batch, asked = prompts(batch)
+    result = merged()
+    p, logits = result.weights(batch), result.model(**batch).logits
+    answered = {**batch, "input_ids": torch.where(asked, batch["input_ids"], 7)}
+    for path, weights in result.weights(answered).items():
+        assert torch.equal(weights, p[path])
+    wider = {name: torch.nn.functional.pad(t, (0, 4), value=0) for name, t in batch.items()}
+    wider["labels"][:, 9:] = IGNORED
+    torch.testing.assert_close(result.model(**wider).logits[:, :9], logits, rtol=1e-4, atol=1e-4)
+    for row in range(3):
+        alone = result.model(**{name: t[row : row + 1] for name, t in batch.items()}).logits
+        torch.testing.assert_close(alone[0], logits[row], rtol=1e-4, atol=1e-4)
+
+
+def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(merged, tokenizer):
+    result = merged()
+    contexts = [list(range(3, 3 + n)) for n in (5, 9, 12, 7)]
+    together, alone = InMemory(result.model, tokenizer, 4), InMemory(result.model, tokenizer, 1)
+    limits = [(12, ("a", "e", "t"))] * 4  # rows end at different steps and leave the batch
+    assert together.answer(contexts, limits) == alone.answer(contexts, limits)
+    pairs = [(ids, [40, 50, 60][: n + 1]) for n, ids in enumerate(contexts[:3])]
+    for (nats, _), (other, _) in zip(together.score(pairs), alone.score(pairs), strict=True):
+        assert nats == pytest.approx(other, rel=1e-4)
+    ids, answer = torch.tensor([contexts[0] + [40, 50]]), pairs[1][1]
+    with smear.prompted(result, 5):
+        scored = result.model(ids).logits.log_softmax(-1)[0, [4, 5], [40, 50]].sum().item()
+    assert together.score([(contexts[0], answer)])[0][0] == pytest.approx(scored, rel=1e-4)
+    beams = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False}
+    with smear.prompted(result, 9):
+        ids = torch.tensor([contexts[1]])
+        texts = [result.model.generate(ids, use_cache=cache, **beams) for cache in (True, False)]
+    assert torch.equal(*texts)
+
+
+def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
+    torch.manual_seed(0)
+    p = torch.rand(500, 4).softmax(-1)
+    left = smear._dropped(p, 0.5)
+    torch.testing.assert_close(left.sum(-1), torch.ones(500))
+    kept = left > 0
+    torch.testing.assert_close(left, (p * kept) / (p * kept).sum(-1, keepdim=True))
+    assert 0.4 < 1 - kept.double().mean() < 0.55 and kept.any(-1).all()
+    result = merged(expert_dropout=0.9)
+    part, x = result.parts[Q].train(), torch.randn(50, 4, 32)
+    assert (part.weigh(x) == 0).any() and not (part.eval().weigh(x) == 0).any()
+
+
+def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
+    before, plain = fingerprint(model), model(**batch, use_cache=True).past_key_values
+    result = merged()
+    with pytest.raises(Refusal, match="E-MODEL: the cache was begun without SMEAR"):
+        model(batch["input_ids"][:, :1], past_key_values=plain)
+    with pytest.raises(Refusal, match="E-MODEL: SMEAR reads one example a row"):
+        model(batch["input_ids"], attention_mask=torch.zeros(3, 1, 9, 9))
+    with pytest.raises(Refusal, match="E-MODEL: the weights of smear depend on the input"):
+        result.lora()
+    assert fingerprint(result.detach()) == before and not model._forward_hooks
