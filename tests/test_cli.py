@@ -86,10 +86,10 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
 
 def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monkeypatch, capsys):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    (project / "notebooks" / "02_folder.ipynb").mkdir()
+    results.write(project / "results" / "toy", "no folder")
     for words, code, message in (
         (["pretrain", "nano"], "E-NOFILE: ", "has no recipes/, which are in the repository"),
-        (["list"], "E-OS: IsADirectoryError: ", "02_folder.ipynb"),
+        (["list"], "E-OS: NotADirectoryError: ", "results/toy"),
     ):
         assert cli.main(words) == 2
         told = capsys.readouterr()

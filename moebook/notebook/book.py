@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -127,12 +126,12 @@ def _check(folder: Path, page: str, tier: str) -> None:
     """Refuse an executed copy that is missing, has no run, or holds an error."""
     copy, fix = f"book/notebooks/{page}.ipynb", f"moebook book --tier {tier} --only {page[3:]}"
     path = folder / copy
-    try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except FileNotFoundError:
+    if not path.is_file():
         refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")
-    except ValueError as error:
-        refuse("E-BOOK", f"{copy} is not JSON ({error}); remove it, then run: {fix}")
+    try:
+        cells = results.read_ipynb(path)["cells"]
+    except Refusal as refusal:
+        refuse("E-BOOK", f"{refusal.message}; remove it, then run: {fix}")
     if not path.with_suffix(".parquet").is_file():
         refuse("E-BOOK", f"{copy} has no run beside it; run: {fix}")
     for number, cell in enumerate(cells, start=1):

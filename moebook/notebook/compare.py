@@ -8,7 +8,6 @@ itself, its parameters the parameters cell with what papermill injected.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +74,9 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
     if run.manifest.get("executed") != results.digest(copy):
         yield f"the hash of the executed copy {copy.name} is not the manifest's"
     try:
-        executed = json.loads(copy.read_text(encoding="utf-8"))
-        shown = {value.name: value for value in harvest.values(executed)}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        yield f"the executed copy {copy.name} is no notebook"
+        shown = {value.name: value for value in harvest.values(results.read_ipynb(copy))}
+    except Refusal as refusal:
+        yield str(refusal)
         return
     recorded = {value.name: value for value in run.values}
     for name in sorted(recorded.keys() | shown.keys()):

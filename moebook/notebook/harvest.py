@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from moebook import results
 from moebook.errors import nearest, refuse
-from moebook.notebook import sources
+from moebook.notebook import parameters, sources
 from moebook.notebook.session import CURVE, NOTE, VALUE, injected
 from moebook.notebook.sources import Notebook
 from moebook.results import Curve, Run, Value, restored
 
-NOTES = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
+
+@with_config(ConfigDict(extra="allow"))
+class _Machine(TypedDict, total=False):
+    versions: dict[str, str]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _Notes(TypedDict, total=False):
+    environment: _Machine
+    modules: dict[Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")], str]
+    rows: dict[str, str]
+    arms: list[str]
+    known: list[str]
+
+
+NOTES = TypeAdapter(_Notes)
 
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
@@ -37,9 +54,11 @@ def notes(notebook: Any) -> dict[str, Any]:
     """Gather what a notebook notes of its run: environment, modules, arms, rows."""
     facts: dict[str, Any] = {}
     for where, content in _outputs(notebook, NOTE):
-        for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
-            if not isinstance(fact, NOTES.get(name, ())):
-                refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
+        try:
+            NOTES.validate_python(content, strict=True)
+        except ValidationError:
+            refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
+        for name, fact in content.items():
             facts[name] = facts.get(name, {}) | fact if isinstance(fact, dict) else fact
     return facts
 
@@ -67,19 +86,19 @@ def harvest(
 
     The ``manifest`` holds all ``parameters`` with the values they had, and what else is known.
     """
-    facts, parameters = notes(executed), manifest["parameters"]
+    facts, given = notes(executed), manifest["parameters"]
     lock = results.digest(folder / "requirements.lock")
     code = {"notebook": results.source(source.path), "lock": lock}
     known = {"environment": facts.get("environment", {}), "known_arms": facts.get("known", [])}
     return Run(
         notebook=source.name,
         protocol=protocol,
-        tier=str(parameters["tier"]),
-        seed=int(parameters.get("seed", 0)),
+        tier=given["tier"],
+        seed=given.get("seed", 0),
         values=values(executed),
         curves=curves(executed),
         arms=tuple(facts.get("arms", ())),
-        settings=sources.design(parameters),
+        settings=sources.design(given),
         rows=facts.get("rows", {}),
         code={**code, "modules": facts.get("modules", {})},
         manifest={**manifest, **known},
@@ -96,43 +115,30 @@ def read_notebook(path: Path, folder: Path) -> Run:
         if run.manifest.get("executed") == results.digest(path):
             return replace(run, protocol="mine")
     source = sources.read(path)
-    executed = json.loads(path.read_text(encoding="utf-8"))
-    if not all(map(_is_whole, executed["cells"])):
-        refuse("E-NOTEBOOK", f"{path.name} has a cell without outputs; open and save it in Jupyter")
+    executed = results.read_ipynb(path)
     recorded = values(executed)
     if not recorded:
         refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
     name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
     if name not in known:
         refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
+    given = _injected(executed, path.name)
+    parameters.check(source.parameters, given, path.name)
     manifest = {
-        "parameters": source.defaults | _injected(executed, path.name),
+        "parameters": source.defaults | given,
         "overrides": {},
         **seconds(executed),
         "peak_memory": None,
     }
-    if date := executed.get("metadata", {}).get("papermill", {}).get("end_time"):
+    if date := executed["metadata"].get("papermill", {}).get("end_time"):
         manifest["date"] = date
     return replace(harvest(executed, source, "mine", folder, manifest), notebook=name)
-
-
-def _is_whole(cell: Any) -> bool:
-    """Whether a cell has what a notebook's format asks of it and is read here."""
-    outputs = cell.get("outputs") if cell.get("cell_type") == "code" else []
-    return (
-        {"cell_type", "source"} <= set(cell)
-        and isinstance(outputs, list)
-        and all(isinstance(o, dict) and isinstance(o.get("data", {}), dict) for o in outputs)
-    )
 
 
 def _injected(executed: Any, where: str) -> dict[str, Any]:
     """What papermill set: its cell is tagged, also in copies whose other metadata are gone."""
     tagged = [
         cell for cell in executed["cells"]
-        if "injected-parameters" in cell.get("metadata", {}).get("tags", [])
+        if "injected-parameters" in cell["metadata"].get("tags", [])
     ]  # fmt: skip
-    try:
-        return injected("".join(tagged[-1]["source"])) if tagged else {}
-    except (SyntaxError, ValueError) as error:
-        refuse("E-PARAMETER", f"{where}: the injected cell is not name = value lines ({error})")
+    return injected(tagged[-1]["source"], where) if tagged else {}

@@ -27,7 +27,7 @@ from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import COMMITTED, LIVE, Run, since
+from moebook.results import COMMITTED, LIVE, Run, Value, restored, since
 
 TITLES = {
     "bases": "Base and tasks",
@@ -99,14 +99,14 @@ class Places:
         anchors: dict[str, str] = {}
         for path in (self.folder / "book" / "notebooks").glob("*.ipynb"):
             heading = ""
-            for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-                titles = re.findall(r"^#{2,} +(.+)$", "".join(cell["source"]), re.MULTILINE)
+            for cell in results.read_ipynb(path)["cells"]:
+                titles = re.findall(r"^#{2,} +(.+)$", cell["source"], re.MULTILINE)
                 if cell["cell_type"] == "markdown" and titles:
                     words = re.sub(r"[^a-z0-9]+", "-", titles[-1].lower())
                     heading = "#" + words.strip("-")
                 for output in cell.get("outputs", []):
                     if value := output.get("data", {}).get(VALUE):
-                        anchors.setdefault(value["name"], heading)
+                        anchors.setdefault(restored(Value, value, path.name).name, heading)
         return anchors
 
     def code(self, claim: Claim) -> str | None:

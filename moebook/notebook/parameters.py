@@ -97,17 +97,23 @@ class Parameter:
         return f"expected {kind} in {self.rule}" if self.rule else f"expected {kind}"
 
 
+def statements(source: str, where: str) -> list[ast.stmt]:
+    """Parse the source of a cell; it is refused with the line that breaks."""
+    try:
+        return ast.parse(source).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        reason = getattr(error, "msg", "") or str(error) or "nested too deeply"
+        refuse("E-NOTEBOOK", f"{where}, line {getattr(error, 'lineno', 1)}: {reason}")
+
+
 def parse(source: str, where: str) -> dict[str, Parameter]:
     """Read a parameters cell by the grammar of this module; it is refused with its line."""
-    try:
-        statements = ast.parse(source).body
-    except SyntaxError as error:
-        refuse("E-NOTEBOOK", f"{where}, parameters cell, line {error.lineno}: {error.msg}")
+    lines = statements(source, f"{where}, parameters cell")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens
                 if t.type == tokenize.COMMENT}  # fmt: skip
     declared: dict[str, Parameter] = {}
-    for statement in statements:
+    for statement in lines:
         place = f"{where}, parameters cell, line {statement.lineno}"
         comment = comments.get(statement.end_lineno or statement.lineno, "")
         parameter = _declaration(statement, comment, place)
@@ -121,7 +127,7 @@ def parse(source: str, where: str) -> dict[str, Parameter]:
 def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         refuse("E-NOTEBOOK", f"{place}: expected name: type = default  # help, unit, range")
-    name, annotation = statement.target.id, ast.unparse(statement.annotation)
+    name, annotation = statement.target.id, getattr(statement.annotation, "id", "")
     if annotation not in TYPES:
         refuse("E-NOTEBOOK", f"{place}: type of {name}: {nearest(annotation, TYPES)}")
     default = literal(statement.value, f"{place}: default of {name}")

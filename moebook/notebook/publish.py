@@ -27,7 +27,9 @@ from moebook.notebook.harvest import code_cells
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
 from moebook.results import Curve, Value, plain, restored
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_ANSI = re.compile(
+    r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"gAMA", b"sRGB", b"pHYs", b"IDAT", b"IEND")
 _METADATA = ("kernelspec", "language_info")
@@ -94,10 +96,10 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
         if output["name"] != "stdout":
             dropped[output["name"]] += 1
             return None
-        return output | {"text": _text(_joined(output["text"]), folder, dropped)}
+        return output | {"text": _text(output["text"], folder, dropped)}
     data: dict[str, Any] = {}
     for mime, content in output.get("data", {}).items():
-        allowed = _allowed(mime, _joined(content), folder, dropped)
+        allowed = _allowed(mime, content, folder, dropped)
         if allowed is None:
             dropped[mime] += 1
         else:
@@ -150,20 +152,15 @@ def _png(content: str, dropped: Counter[str]) -> str | None:
 
 def _forbid_secrets(cell: Any) -> None:
     """Refuse a cell whose source or text outputs show a secret; pictures are not read."""
-    texts = [_joined(cell["source"])]
+    texts = [cell["source"]]
     for output in cell.get("outputs", []):
-        texts.append(_joined(output.get("text", "")))
+        texts.append(output.get("text", ""))
         contents = (c for mime, c in output.get("data", {}).items() if mime != "image/png")
         texts += [c if isinstance(c, str) else json.dumps(c) for c in contents]
     kind = secret("\n".join(texts))
     if kind is not None:
         place = f"In [{cell['execution_count']}]" if cell["cell_type"] == "code" else "a text cell"
         refuse("E-SECRET", f"{place} shows {kind}; nothing was published: remove it from the cell")
-
-
-def _joined(content: Any) -> Any:
-    """Join the list of lines that the notebook format may use for a text."""
-    return "".join(content) if isinstance(content, list) else content
 
 
 def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -190,15 +190,15 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
 
 def _place(staged: Path, name: str) -> str:
     """Name the last cell that was started."""
-    cells = nbformat.read(staged, as_version=4).cells if staged.is_file() else []
-    started = [cell for cell in cells if cell.cell_type == "code"
-               and cell.metadata.get("papermill", {}).get("start_time")]  # fmt: skip
+    cells = results.read_ipynb(staged)["cells"] if staged.is_file() else []
+    started = [cell for cell in cells if cell["cell_type"] == "code"
+               and cell["metadata"].get("papermill", {}).get("start_time")]  # fmt: skip
     return f"cell In [{len(started)}] of notebooks/{name}"
 
 
 def _keep(request: Request, staged: Path, peak: int | None) -> None:
     """Filter an executed notebook, harvest its run, and write both to the store."""
-    executed = nbformat.read(staged, as_version=4)
+    executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     manifest = {

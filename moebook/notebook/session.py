@@ -114,7 +114,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     index, declared = _declared(cells)
     for source in cells[index + 1 :]:
         if source.lstrip().startswith("# Parameters"):
-            parameters.check(declared, injected(source), "injected parameters")
+            parameters.check(declared, injected(source, "notebook"), "injected parameters")
     if missing := [name for name in declared if name not in names]:
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
     parameters.check(declared, {name: names[name] for name in declared}, "parameters")
@@ -171,13 +171,14 @@ def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:
     refuse("E-NOTEBOOK", "no parameters cell was executed: lines of name: type = default  # help")
 
 
-def injected(source: str) -> dict[str, object]:
+def injected(source: str, where: str) -> dict[str, object]:
     """Read a cell that papermill injected; it may hold nothing but ``name = literal``."""
     values: dict[str, object] = {}
-    for statement in ast.parse(source).body:
+    for statement in parameters.statements(source, f"{where}, injected cell"):
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                values[name] = parameters.literal(value, f"injected {name}")
+                values[name] = parameters.literal(value, f"{where}: injected {name}")
             case _:
-                refuse("E-PARAMETER", f"injected line {statement.lineno} is not name = value")
+                refuse("E-PARAMETER", f"{where}, injected line {statement.lineno}: expected "
+                       "name = value")  # fmt: skip
     return values

@@ -8,7 +8,6 @@ belongs to. The tier that the parameters cell declares as its default needs no f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,30 +107,16 @@ def find(folder: Path, name: str) -> Notebook:
 
 def read(path: Path) -> Notebook:
     """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
-    where = f"notebooks/{path.name}"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        refuse("E-NOTEBOOK", f"{where} is not JSON ({error}); it may be cut off")
-    if not isinstance(data, dict) or data.get("nbformat") != 4:
-        refuse("E-NOTEBOOK", f"{where}: expected nbformat 4; convert it with jupyter nbconvert")
-    cells = data.get("cells")
-    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
-        refuse("E-NOTEBOOK", f"{where}: malformed cells; open and save it in Jupyter")
-    tagged = [c for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
+    where, cells = f"notebooks/{path.name}", results.read_ipynb(path)["cells"]
+    tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
         refuse("E-NOTEBOOK", f"{where}: expected one cell tagged 'parameters', found {len(tagged)}")
-    declared = parameters.parse("".join(tagged[0].get("source", "")), where)
+    declared = parameters.parse(tagged[0]["source"], where)
     if "tier" not in declared:
         refuse("E-NOTEBOOK", f'{where} must declare tier: str = "cpu"  # {{smoke, cpu, ...}}')
-    texts = ["".join(c.get("source", "")) for c in cells if c.get("cell_type") == "markdown"]
+    texts = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
     title = re.search(r"^# (.*)", "\n".join(texts), re.MULTILINE)
     return Notebook(path, title[1].strip() if title else "", declared)
-
-
-def _is_cell(cell: object) -> bool:
-    metadata = cell.get("metadata", {}) if isinstance(cell, dict) else None
-    return isinstance(metadata, dict) and isinstance(metadata.get("tags", []), list)
 
 
 def read_flat(path: Path) -> dict[str, tuple[Any, str]]:

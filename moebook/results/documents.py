@@ -1,4 +1,4 @@
-"""JSON and YAML from anywhere: one reader each, with limits, whose every fault is one line.
+"""JSON, YAML and notebooks from anywhere: a reader each, with limits; every fault is one line.
 
 Of YAML only what versions 1.1 (PyYAML, papermill) and 1.2 take alike is read: ``1:30``, ``on``,
 ``012``, ``1e-5``, ``1_000`` and dates are refused, and so are tags, anchors and repeated keys.
@@ -10,14 +10,17 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import yaml
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
 
-from moebook.errors import refuse
+from moebook.errors import Refusal, refuse
+from moebook.settings import in_one_line
 
 LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file
-LARGEST_YAML = 2**20  # bytes
+LARGEST_YAML, LARGEST_NOTEBOOK = 2**20, 2**28  # bytes
 _ALIKE = re.compile(
     r"|~|null|Null|NULL|true|True|TRUE|false|False|FALSE|[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+"
     r"|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -79,6 +82,90 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     return value if isinstance(value, list) else ()
+
+
+Lines = str | list[str]
+
+
+def _texts(data: dict[str, Any]) -> dict[str, Any]:
+    for mime, content in data.items():
+        if not mime.endswith("json") and not isinstance(content, str | list):
+            raise ValueError(f"{mime} as text")
+    return data
+
+
+class _Papermill(TypedDict, total=False):
+    duration: Annotated[float, Field(ge=0)] | None
+    start_time: str | None
+    end_time: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d")] | None
+
+
+class _Metadata(TypedDict, total=False):
+    tags: list[str]
+    papermill: _Papermill
+
+
+class _Stream(TypedDict):
+    output_type: Literal["stream"]
+    name: str
+    text: Lines
+
+
+class _Shown(TypedDict):
+    output_type: Literal["display_data", "execute_result"]
+    data: Annotated[dict[str, Any], AfterValidator(_texts)]
+    metadata: NotRequired[dict[str, Any]]
+
+
+class _Error(TypedDict):
+    output_type: Literal["error"]
+    ename: str
+    evalue: str
+
+
+class _Cell(TypedDict):
+    cell_type: Literal["code", "markdown", "raw"]
+    source: Lines
+    metadata: NotRequired[_Metadata]
+    outputs: NotRequired[
+        list[Annotated[_Stream | _Shown | _Error, Field(discriminator="output_type")]]
+    ]
+
+
+class _Notebook(TypedDict):
+    nbformat: Literal[4]
+    cells: list[_Cell]
+    metadata: NotRequired[_Metadata]
+
+
+_NOTEBOOK = TypeAdapter(_Notebook)
+
+
+def read_ipynb(path: Path) -> dict[str, Any]:
+    """Read a notebook, checked to have what is read of one; lists of lines are joined (E-NOTEBOOK).
+
+    Every cell has metadata, every code cell outputs, as the format asks, be they empty.
+    """
+    notebook = read_json(path, limit=LARGEST_NOTEBOOK)
+    try:
+        with in_one_line([], path.name):
+            _NOTEBOOK.validate_python(notebook, strict=True)
+    except Refusal as refusal:
+        refuse("E-NOTEBOOK", f"{refusal.message}; open and save it in Jupyter")
+    notebook.setdefault("metadata", {})
+    for cell in notebook["cells"]:
+        cell.setdefault("metadata", {})
+        _join(cell, "source")
+        for output in cell.setdefault("outputs", []) if cell["cell_type"] == "code" else ():
+            _join(output, "text")
+            for mime in [mime for mime in output.get("data", ()) if not mime.endswith("json")]:
+                _join(output["data"], mime)
+    return notebook
+
+
+def _join(content: dict[str, Any], name: str) -> None:
+    if isinstance(content.get(name), list):
+        content[name] = "".join(map(str, content[name]))
 
 
 class _Loader(yaml.SafeLoader):

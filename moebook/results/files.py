@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook.errors import refuse
+from moebook.results.documents import read_ipynb
 
 PACKAGE = Path(__file__).parents[1]
 CODE = ("moebook", "notebooks", "requirements.lock")
@@ -82,12 +82,11 @@ def source(notebook: Path) -> str | None:
     """Hash the code cells of a notebook, without the cell that papermill injected."""
     if not notebook.is_file():
         return None
-    cells = json.loads(notebook.read_text(encoding="utf-8")).get("cells", [])
     code = [
-        "".join(cell["source"])
-        for cell in cells
+        cell["source"]
+        for cell in read_ipynb(notebook)["cells"]
         if cell["cell_type"] == "code"
-        and "injected-parameters" not in cell.get("metadata", {}).get("tags", [])
+        and "injected-parameters" not in cell["metadata"].get("tags", [])
     ]
     return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
 

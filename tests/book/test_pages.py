@@ -40,10 +40,15 @@ def _row(name, *pools, claim=CLAIM):
 def folder(tmp_path):
     """A project whose page of pesc records what the claim is about."""
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
-    value = {"application/vnd.moebook.value+json": {"name": CLAIM.value, "value": 1, "unit": "x"}}
+    content = {"name": CLAIM.value, "value": 1, "unit": "count"}
+    data = {"application/vnd.moebook.value+json": content}
+    value = {"output_type": "display_data", "data": data}
     text = {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]}
-    cells = [text, {"cell_type": "code", "source": "1", "outputs": [{"data": value}]}]
-    write(tmp_path / "book" / "notebooks" / "01_pesc.ipynb", json.dumps({"cells": cells}))
+    cells = [text, {"cell_type": "code", "source": "1", "outputs": [value]}]
+    write(
+        tmp_path / "book" / "notebooks" / "01_pesc.ipynb",
+        json.dumps({"nbformat": 4, "cells": cells}),
+    )
     return tmp_path
 
 
@@ -76,7 +81,7 @@ def test_every_scale_has_its_column_smallest_first(folder):
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
     module = folder / "moebook" / "methods" / "pesc" / "crafting.py"
     write(module, "\n\ndef craft(model):\n    pass\n")
-    write(folder / "book" / "notebooks" / "01_pesc_findings.ipynb", '{"cells": []}')
+    write(folder / "book" / "notebooks" / "01_pesc_findings.ipynb", '{"nbformat": 4, "cells": []}')
     for pool, committed in ((_pool(0.8, tier="cpu"), False), (_pool(0.8), True)):
         page = pages.ledger([verdicts.row(CLAIM, [pool])], pages.Places(folder))
         assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
