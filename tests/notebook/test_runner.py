@@ -264,7 +264,7 @@ def test_verify_agrees_with_what_was_just_run(book):
     ("book/notebooks/01_toy.ipynb", b'"value": 0.5', b'"value": 0.25', "E-VALUE"),
     ("book/notebooks/01_toy.ipynb", b'"value": 1.0', b'"value": 2.0', "is 1.0 in the run and"),
     ("book/notebooks/01_toy.ipynb", b'"toy/here"', b'"toy/h"', "run and absent in"),
-    ("book/notebooks/01_toy.ipynb", b"{", b"", "is no notebook"),
+    ("book/notebooks/01_toy.ipynb", b"{", b"", "is no JSON"),
     ("book/notebooks/01_toy.ipynb", b"", b"", "is missing"),
 ])  # fmt: skip
 def test_verify_detects_a_change(book, file, old, new, failure):
