@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moebook.errors import refuse
 from moebook.kernels import Routing
@@ -117,10 +118,10 @@ class Trace:
         """Copy as an empty trace: a copied model has not run yet."""
         return (Trace, ())
 
-    def follow(self, decoder: nn.Module) -> None:
-        """Register the two hooks on a model's decoder."""
-        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        decoder.register_forward_hook(self._end, always_call=True)
+    def follow(self, decoder: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Register the two hooks on a model's decoder; what takes them off again is returned."""
+        begin = decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        return begin, decoder.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)

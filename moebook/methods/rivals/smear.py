@@ -26,12 +26,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicLayer
 
 from moebook.data.encoding import IGNORED
 from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
-from moebook.methods.rivals.tuning import Data, Removable, Tuned
+from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.settings import preset, settings
 
@@ -111,7 +112,7 @@ class Prompt:
         self.held: dict[str, Tensor] = {}  # weights [B, N] by path, from the cache
         self.decided: dict[str, Tensor] = {}
 
-    def follow(self, model: nn.Module) -> Sequence[Removable]:
+    def follow(self, model: nn.Module) -> Sequence[RemovableHandle]:
         """Register the two hooks on a causal language model."""
         return (
             model.register_forward_pre_hook(self._begin, with_kwargs=True),

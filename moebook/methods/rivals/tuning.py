@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
 import torch
 from datasets import Dataset as Rows
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moebook import training
 from moebook.errors import refuse
@@ -88,13 +89,6 @@ class Origin(checkpoint.Origin):
     paths: tuple[str, ...]  # of the modules that were replaced
 
 
-class Removable(Protocol):
-    """A hook's handle."""
-
-    def remove(self) -> None:
-        """Take the hook off."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tuned:
     """A base with what a rival put into it: parts that keep the base's own as ``base_layer``."""
@@ -103,7 +97,7 @@ class Tuned:
     origin: Origin
     cost: Cost = Cost()
     history: training.History | None = None  # of the training, if any
-    hooks: Sequence[Removable] = ()
+    hooks: Sequence[RemovableHandle] = ()
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -7,13 +7,24 @@ import pytest
 import torch
 from peft import PeftModel
 
-from moebook.methods.rivals import arrow, lorahub, pems, phatgoose, pi_tuning, poly, smear
+from moebook.methods.rivals import (
+    arrow,
+    lorahub,
+    mixlora,
+    pems,
+    phatgoose,
+    pi_tuning,
+    poly,
+    smear,
+)  # fmt: skip
 from moebook.methods.rivals.tuning import Data
 from moebook.models.checkpoint import fingerprint
 
 RIVALS = {
     "lorahub": (lorahub, {"budget": 6}),
     "pems": (pems, {}),
+    "mixlora": (mixlora, {"rate": 0.1}),
+    "mixlora in the FFN": (mixlora, {"placement": "ffn", "balance": "pooled"}),
     "poly": (poly, {"rate": 0.1}),
     "pi_tuning": (pi_tuning, {"rate": 0.1}),
     "smear": (smear, {"rate": 0.1}),

@@ -1,0 +1,240 @@
+"""MixLoRA: no bank; every FFN becomes a mixture of E experts that share it, and differ by LoRAs.
+
+``p = softmax(G h)`` over E, the K largest divided by their sum are the gates g, and
+``y = sum_e g_e (W_d + s B_e^d A_e^d)[act((W_g + s B_e^g A_e^g) h) * (W_u + s B_e^u A_e^u) h]``.
+Attention gets plain LoRAs on q, k, v and o. All of it is trained from scratch on the target's rows,
+with ``c E sum_{slot, e} f_{slot e} P_e`` added to the loss: f the share of the tokens whose slot-th
+choice is e, P the mean probability, padding left out; its least value is c K. Li et al. (2024),
+arXiv 2404.15159; code: TUDB-Labs/MixLoRA and TUDB-Labs/MoE-PEFT.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moebook import kernels
+from moebook import nn as mnn
+from moebook.errors import refuse
+from moebook.kernels.lora_mixture import lora_mixture
+from moebook.methods.rivals import tuning
+from moebook.methods.rivals.mixing import Fixed, Mixed
+from moebook.methods.rivals.tuning import Data, Tuned
+from moebook.methods.rocket.bank import Bank
+from moebook.methods.rocket.loras import linears
+from moebook.models import checkpoint
+from moebook.models.anatomy import GATED, anatomy, dense_layers
+from moebook.settings import preset, settings
+from moebook.training.loop import Penalty
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Factors = tuple[nn.Parameter, nn.Parameter]
+ATTENTION, TABLE_12 = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj")
+
+
+@settings
+class Config:
+    """The mixture's shape and balance. The defaults are the preset ``released``, but for balance.
+
+    Attributes:
+        placement: Experts in the FFN and LoRAs on attention (code), or experts on q and v, each
+            with a router of its own (what Rocket's Table 12 says of all methods).
+        experts, top_k: E and K.
+        rank, alpha, dropout: Of every LoRA; s = alpha / rank.
+        coefficient: c; README 1e-2, the code's default 1e-3.
+        balance: Each layer's own term, their mean; or one term over the tokens of all layers
+            (released), to which layers that each use half of the experts look balanced.
+        rate: Learning rate of the routers; None for that of the LoRAs.
+    """
+
+    placement: Literal["ffn", "projections"] = "ffn"
+    experts: Count = 8
+    top_k: Count = 2
+    rank: Count = 16
+    alpha: Positive = 32.0
+    dropout: Share = 0.05
+    coefficient: Annotated[float, Field(ge=0)] = 1e-3
+    balance: Literal["layer", "pooled"] = "layer"
+    rate: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, E)")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Config:
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` has the README's c and a term a layer (unverified in the paper's text);
+        ``released`` pools the layers; ``bank`` is what Table 12 leaves: four experts on q and v.
+        """
+        return preset(cls, PRESETS, name, changes)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"coefficient": 1e-2},
+    "released": {"balance": "pooled"},
+    "bank": {"placement": "projections", "experts": 4, "alpha": 16.0},
+}
+
+
+@settings
+class Origin(tuning.Origin):
+    """What a MixLoRA model was made from."""
+
+    method: ClassVar[str] = "mixlora"
+    config: Config
+
+
+class Gate(nn.Module):
+    """A token's gates ``[.., E]``: 0 but for the K chosen experts', which sum to 1."""
+
+    def __init__(self, router: mnn.Router) -> None:
+        super().__init__()
+        self.router = router
+        nn.init.normal_(router.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[.., E]`` for ``x [.., D]``."""
+        routing = self.router(x)
+        gates = routing.weights.new_zeros(len(routing.ids), len(self.router.weight))
+        return gates.scatter(1, routing.ids, routing.weights).unflatten(0, x.shape[:-1])
+
+
+class FFN(nn.Module):
+    """Stands in for a gated MLP: E experts that are the MLP with LoRAs, K of them a token.
+
+    Each runs on the MLP's own gate and up, computed once. What its down makes of them is linear, so
+    it too runs once, on their weighted sum (released: once for each chosen expert).
+    """
+
+    def __init__(self, mlp: nn.Module, weigh: Gate, parts: dict[str, Factors], made: Config):
+        super().__init__()
+        self.base_layer, self.weigh = mlp, weigh
+        self.downs = nn.ParameterDict({name: down for name, (down, _) in parts.items()})
+        self.ups = nn.ParameterDict({name: up for name, (_, up) in parts.items()})
+        self.scale, self.dropout, self.top_k = made.alpha / made.rank, made.dropout, made.top_k
+
+    @property
+    def down(self) -> Tensor:
+        """A of the experts' first projection, ``[E, R, D]``."""
+        return self.downs["gate_proj"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, T, D]`` for ``x [B, T, D]``."""
+        mlp = self.base_layer
+        weights, ids = self.weigh(x).topk(self.top_k)
+        slots = F.one_hot(ids, len(self.down)).to(weights).unbind(-2)
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        hidden = [
+            mlp.act_fn(self._add("gate_proj", x, gate, slot)) * self._add("up_proj", x, up, slot)
+            for slot in slots
+        ]
+        shares = weights.unsqueeze(-1).unbind(-2)
+        y = mlp.down_proj(sum(w.to(h) * h for w, h in zip(shares, hidden, strict=True)))
+        for share, slot, h in zip(shares, slots, hidden, strict=True):
+            y = self._add("down_proj", h, y, share * slot)
+        return y
+
+    def _add(self, name: str, x: Tensor, base: Tensor, gates: Tensor) -> Tensor:
+        down, up = self.downs[name], self.ups[name]
+        source = x.to(down.dtype)
+        if self.training and self.dropout:
+            source = F.dropout(source, self.dropout)
+        return lora_mixture(source, base, gates, down, up, self.scale)
+
+
+def tuned(
+    model: nn.Module, bank: Bank | None, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+) -> Tuned:
+    """Put fresh experts, routers and LoRAs on the base and train them; the bank goes unused."""
+    tuning.refuse_second(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        result = _install(model, _origin(model, config))
+    more = {"penalty": penalty(config), "seed": seed, **recipe}
+    return tuning.fit(result, data, rate=config.rate, names=("router",), **more)
+
+
+def load(model: nn.Module, folder: str | Path) -> Tuned:
+    """Restore what `Tuned.save` wrote onto its base."""
+    made: list[Tuned] = []
+
+    def empty(host: nn.Module, origin: Origin) -> dict[str, Tensor]:
+        made.append(_install(host, origin))
+        return tuning.tensors(host, origin)
+
+    tuning.refuse_second(model)
+    checkpoint.load(model, folder, Origin, empty)
+    return made[-1]
+
+
+def penalty(config: Config) -> Penalty:
+    """Return the balance loss of the last pass, ``c K`` where routing is uniform."""
+
+    def balance(model: nn.Module) -> Tensor:
+        found = mnn.routers(model)
+        if config.balance == "layer":
+            return config.coefficient * config.top_k * mnn.balance(found) / len(found)
+        trace = found[0].trace
+        decisions = [trace.decisions[router.layer] for router in found] if trace else []
+        mask = trace.padding(len(decisions[0].ids)) if trace else None
+        logits, ids = (torch.cat(parts) for parts in list(zip(*decisions, strict=True))[:2])
+        mask = None if mask is None else mask.repeat(len(found))
+        return config.coefficient * config.top_k * kernels.balance_loss(logits, ids, mask=mask)
+
+    return balance
+
+
+def _origin(model: nn.Module, config: Config) -> Origin:
+    paths = list(linears(model, ATTENTION if config.placement == "ffn" else TABLE_12))
+    if config.placement == "ffn":
+        mlps = {layer.mlp for layer in dense_layers(anatomy(model), None, "MixLoRA")}
+        paths += [path for path, part in model.named_modules() if part in mlps]
+    return Origin(
+        base=checkpoint.fingerprint(model), config=config, paths=tuple(paths), mix="outputs",
+        names=tuple(f"expert {n}" for n in range(config.experts)), rank=config.rank,
+        scale=config.alpha / config.rank,
+    )  # fmt: skip
+
+
+def _install(model: nn.Module, origin: Origin) -> Tuned:
+    trace, host = mnn.Trace(), anatomy(model)
+    model.requires_grad_(False)
+    for number, path in enumerate(origin.paths):
+        old = model.get_submodule(path)
+        part = _part(old, origin.config, {"layer": number, "trace": trace})
+        model.set_submodule(path, part.train(old.training))
+    setattr(model, origin.method, origin)
+    return Tuned(model, origin, hooks=trace.follow(host.decoder))
+
+
+def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
+    """Make what stands in for an MLP, or for a linear layer: its experts, or its one LoRA."""
+    weight = next(old.parameters())
+    dtype = torch.promote_types(torch.float32, weight.dtype)
+    at = {"dtype": dtype, "device": weight.device}
+
+    def factors(linear: nn.Module, count: int) -> Factors:
+        bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5
+        down = torch.empty(count, config.rank, linear.in_features, **at).uniform_(-bound, bound)
+        up = torch.zeros(count, linear.out_features, config.rank, **at)
+        return nn.Parameter(down), nn.Parameter(up)
+
+    def gate(width: int) -> Gate:
+        return Gate(mnn.Router(width, config.experts, config.top_k, **traced, **at))
+
+    if not hasattr(old, "in_features"):
+        parts = {name: factors(getattr(old, name), config.experts) for name in GATED}
+        return FFN(old, gate(old.gate_proj.in_features), parts, config)
+    routed, scale = config.placement == "projections", config.alpha / config.rank
+    down, up = factors(old, config.experts if routed else 1)
+    weigh = gate(old.in_features) if routed else Fixed(torch.ones(1, **at))
+    return Mixed(old, down, up, scale, weigh, mix="outputs", dropout=config.dropout)
