@@ -58,8 +58,9 @@ def _by_peft(model: Any, names: dict[str, Lora], items: list[Item], size: int) -
             labels, _ = padded([item["labels"] for item in batch], fill=IGNORED)
             ids, mask, targets = (part.to(model.device) for part in (ids, mask, labels[:, 1:]))
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            losses = cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none")
-            nats.append(losses.double().sum(1) / (targets != IGNORED).sum(1))
+            losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            sums = losses.view_as(targets).double().sum(1)
+            nats.append(sums / (targets != IGNORED).sum(1))
     return torch.cat(nats).view(len(names), -1).cpu().numpy()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moebook.data import IGNORED, padded
 from moebook.errors import refuse
+from moebook.kernels.bank_scoring import token_nats
 from moebook.runtime import progress
 
 Pair = tuple[list[int], list[int]]
@@ -109,7 +110,7 @@ class InMemory(TemplateLM):
             for line, (before, _) in enumerate(pairs):
                 inputs["labels"][line, : len(before) - first] = IGNORED
         logits = self.model(**inputs, logits_to_keep=targets.shape[1], use_cache=False).logits
-        nats = -F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+        nats = -token_nats(logits, targets)
         hits = logits.argmax(-1) == targets
         scores = []
         for line, (before, scored) in enumerate(pairs):

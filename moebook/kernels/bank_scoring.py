@@ -59,6 +59,18 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
         return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True).T
 
 
+def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return ``-log softmax(logits)[target]`` of each token, in float32 or wider, without blocks.
+
+    ``logits [..., V]``, ``targets [...]``; 0 where a target is below 0 (-100: not asked for). Where
+    logits spread by 4 and V is 49,152, a CPU's cross-entropy is off by 4e-6 nats, and by 7e-5 with
+    the classes not last: it adds up a row's exponentials one by one, which this does pairwise.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(targets < 0, 0.0, wide.logsumexp(-1) - chosen)
+
+
 def reference(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
     """Return each token's nats ``[N, A]`` from all logits at once."""
     logits = F.linear(hidden, head)

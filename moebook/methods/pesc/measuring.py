@@ -16,6 +16,7 @@ from moebook import nn as mnn
 from moebook.analysis.memory import step_memory
 from moebook.data import IGNORED
 from moebook.errors import nearest, refuse
+from moebook.kernels.bank_scoring import token_nats
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, craftable, install
 from moebook.models import checkpoint
@@ -97,9 +98,8 @@ def approximation_error(
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean nats per labelled token of each row ``[B]``."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits, labels = model(**inputs).logits[:, :-1].float(), batch["labels"][:, 1:]
-    nats = nn.functional.cross_entropy(logits.mT, labels, ignore_index=IGNORED, reduction="none")
-    return nats.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    return token_nats(logits, labels).double().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
 def _squared_distances(models: list[nn.Module], batch: Mapping[str, Any]) -> Tensor:

@@ -16,11 +16,11 @@ import torch
 from datasets import Dataset
 from pydantic import Field, SkipValidation
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from moebook.data import IGNORED, padded
 from moebook.errors import refuse
+from moebook.kernels.bank_scoring import token_nats
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import evaluating, hooked
@@ -62,8 +62,8 @@ def perplexities(
             if of == "all":
                 targets = batch["input_ids"].where(batch["attention_mask"].bool(), IGNORED)
             logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
-            predicted, actual = logits[:, :-1].float().mT, targets[:, 1:].to(device)
-            nats = cross_entropy(predicted, actual, ignore_index=IGNORED, reduction="none")
+            actual = targets[:, 1:].to(device)
+            nats = token_nats(logits[:, :-1], actual)
             means.append((nats.double().sum(1) / (actual != IGNORED).sum(1)).cpu())
     mean_nats = torch.cat(means)
     for row in (~mean_nats.isfinite()).nonzero().flatten().tolist():
