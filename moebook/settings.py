@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, ParamSpec, TypeVar, dataclass_transform, get_type_hints
 
-from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic import AfterValidator, ConfigDict, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from moebook.errors import nearest, refuse, shown
 
@@ -18,8 +20,19 @@ Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
 # Strict: True is no number, "3" neither. A whole number serves as a float.
 CHECKS = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
-CODES = {"literal_error": "E-CHOICE", "unexpected_keyword_argument": "E-CHOICE"}
+CODES = {"literal_error": "E-CHOICE", "unexpected_keyword_argument": "E-CHOICE",
+         "not_finite": "E-NONFINITE"}  # fmt: skip
 RANGES = ("greater_than", "less_than", "too_", "finite_number")
+
+
+def _finite(values: Any) -> Any:
+    if not (abs(values) < math.inf).all():
+        raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
+    return values
+
+
+FINITE = AfterValidator(_finite)
+"""Stands in the annotation of a tensor or an array without NaN and infinity."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

@@ -67,15 +67,33 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights. No
     ``.grad`` is written; the model runs in evaluation mode, without dropout.
     """
-    layers, device = routed(model), next(model.parameters()).device
+    layers = routed(model)
+    norms = _gradients(model, batch, [layer.router.weight for layer in layers])
+    return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
+
+
+def reach(model: nn.Module, batch: Mapping[str, Any]) -> float:
+    """Return the norm of all routers' gradient over that of all experts' (see `gradients`).
+
+    Routers that learn have 0.001 or more. About 0 on a first step, equal experts have yet to drift
+    apart; about 0 later too, the loss moves experts alone: their weights are constant or cancel.
+    """
+    layers = routed(model)
     weights = [layer.router.weight for layer in layers]
+    trained = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
+    norms = _gradients(model, batch, [*weights, *trained])
+    return math.hypot(*norms[: len(weights)]) / math.hypot(*norms[len(weights) :])
+
+
+def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:
+    """Return the norms of the loss's gradient at some parameters, which must ask for one."""
     if not all(weight.requires_grad for weight in weights):
         refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
+    device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     with evaluating(model), torch.enable_grad():
         grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)
-    norms = [0.0 if grad is None else float(grad.norm()) for grad in grads]
-    return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
+    return [0.0 if grad is None else float(grad.norm()) for grad in grads]
 
 
 def summary(

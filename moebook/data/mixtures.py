@@ -59,7 +59,10 @@ def hold_out(rows: Sequence[Row], size: int) -> tuple[list[Row], list[Row]]:
     """
     held_out = list(rows[:size])
     asked = hashes(held_out)
-    return [row for row in rows[size:] if not hashes([row]) & asked], held_out
+    train = [row for row in rows[size:] if not hashes([row]) & asked]
+    if not train:
+        refuse("E-DATA", f"{size} of {len(rows)} rows held out leave none to train on: lower size")
+    return train, held_out
 
 
 def refuse_leak(

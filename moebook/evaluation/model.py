@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from moebook.data import IGNORED, padded
 from moebook.errors import refuse
 from moebook.kernels.bank_scoring import token_nats
+from moebook.models.anatomy import longest
 from moebook.runtime import progress
 
 Pair = tuple[list[int], list[int]]
@@ -38,7 +38,7 @@ class InMemory(TemplateLM):
             refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
         self.model, self.tokenizer, self.batch = model, tokenizer, batch
         self._device = next(model.parameters()).device
-        self.longest: int = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        self.longest = longest(model)
 
     @property
     def eot_token_id(self) -> int:

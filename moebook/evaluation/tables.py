@@ -170,10 +170,16 @@ def _benchmarks(names: list[str]) -> dict[str, Task]:
             refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
         try:
             loaded |= _index().load([name])["tasks"]
+        except ImportError as error:
+            refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-            refuse("E-OFFLINE", f"benchmark '{name}': its data are not here ({reason}); connect")
+            lacks = "metric is" if "module script" in reason else "data are"  # evaluate's scripts
+            refuse("E-OFFLINE", f"benchmark '{name}': its {lacks} not here ({reason}); connect")
     for name, task in loaded.items():
+        metrics = {} if task.config.process_results else task._metric_fn_list
+        if lost := [metric for metric, function in metrics.items() if function is None]:
+            refuse("E-OFFLINE", f"benchmark '{name}': its metric '{lost[0]}' is not here; connect")
         if getattr(task, "UNSAFE_CODE", False):
             refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote; not done here")
         task.set_fewshot_seed(seed=1234)  # lm-eval's default: the same examples as there

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from peft.tuners.lora import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from moebook.errors import refuse
+from moebook.nn import evaluating, hooked
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -62,6 +65,11 @@ def anatomy(model: nn.Module) -> Anatomy:
     return Anatomy(decoder, layers, decoder.config.hidden_size)
 
 
+def longest(model: nn.Module) -> int:
+    """Return how many tokens a row may have by the model's configuration, if that says it."""
+    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+
+
 def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
     """Return the layers of these numbers, or all, of a host that must be dense for a method."""
     for layer in host.layers:
@@ -72,6 +80,32 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
     if wanted[-1] > last:
         refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
     return [host.layers[index] for index in wanted]
+
+
+@torch.no_grad()
+def normed(host: Anatomy) -> list[int]:
+    """Return the layers that norm what their FFN puts out, so that a factor on it changes nothing.
+
+    So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. It is seen in a pass over one token, whatever
+    the norm is called: a part of the block takes that very output, and gives the same for twice it.
+    """
+    parts = {(layer.index, name): part for layer in host.layers
+             for name, part in layer.block.named_children()}  # fmt: skip
+    put_out: dict[int, Tensor] = {}
+    found = []
+
+    def see(key: tuple[int, str], given: tuple[Any, ...], output: Any) -> None:
+        if key[1] == host.layers[key[0]].slot:
+            put_out[key[0]] = output
+        elif given and given[0] is put_out.get(key[0]):
+            once = torch.linspace(1, 2, host.hidden).to(given[0])
+            if torch.allclose(parts[key](2 * once), parts[key](once), rtol=0.01):
+                found.append(key[0])
+
+    device = next(host.decoder.parameters()).device
+    with evaluating(host.decoder), hooked(parts, see):
+        host.decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    return found
 
 
 def _layer(index: int, block: nn.Module) -> Layer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,17 @@ class Batches:
                 refuse("E-DATA", f"row {row}: {len(ids)} input_ids but {len(labels)} labels")
             if all(label == IGNORED for label in labels[1:]):
                 refuse("E-DATA", f"row {row}: every label is masked (-100), nothing can be learnt")
+
+    def check(self, vocabulary: int, longest: int) -> None:
+        """Refuse rows that a model of so many token ids, and tokens a row, cannot take."""
+        if (length := self.lengths.max()) > longest:
+            where = f"row {self.lengths.argmax()} has {length} tokens"
+            refuse("E-RANGE", f"{where}, the model takes {longest}: lower max_length")
+        ids, labels = {*chain(*self.row_ids)}, {*chain(*self.row_labels)} - {IGNORED}
+        for name, used in (("input_ids", ids), ("pad_id", {self.pad_id}), ("labels", labels)):
+            if odd := used - {*range(vocabulary)}:
+                known = f"the model knows 0 to {vocabulary - 1}: use its own tokenizer"
+                refuse("E-VOCAB", f"{name}: {min(odd)} is no token, {known}")
 
     @property
     def per_epoch(self) -> int:

@@ -25,6 +25,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from moebook import runtime
 from moebook.errors import refuse
 from moebook.models import fingerprint
+from moebook.models.anatomy import longest
 from moebook.settings import settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
@@ -130,6 +131,7 @@ def fit(
     """
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
+    batches.check(len(model.get_input_embeddings().weight), longest(model))
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
     rank, processes = runtime.processes()
     device = next(model.parameters()).device

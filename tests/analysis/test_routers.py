@@ -71,6 +71,9 @@ def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model
     assert min(norms) > 0
     assert frame.gradient.tolist() == pytest.approx(norms, rel=1e-5)
     assert means.pop("gradient") == pytest.approx(math.hypot(*norms), rel=1e-5)
+    banks = [p.grad.norm().item() for n, p in model.named_parameters() if ".experts." in n]
+    share = math.hypot(*norms) / math.hypot(*banks)
+    assert routers.reach(model, batch) == pytest.approx(share, rel=1e-5)
     assert list(means) == ["scale", "entropy", "load_entropy"]
     layers = routers.statistics(model, [batch])
     for name, mean in means.items():

@@ -89,6 +89,8 @@ def test_held_out_prompts_that_were_answered_several_times_leave_the_training_ro
     assert [row["answer"] for row in held_out] == ["0", "1"]
     assert [row["answer"] for row in train] == ["3"]
     data.refuse_leak(train, held_out)
+    with pytest.raises(Refusal, match="E-DATA: 4 of 4 rows held out leave none to train on"):
+        data.hold_out(rows, 4)
     leaked = [{"prompt": "What  is\n1 + 1?"}, {"prompt": "b"}]
     with pytest.raises(Refusal, match="E-LEAK: 1 of 2 evaluation prompts"):
         data.refuse_leak(leaked, [{"prompt": "what is 1 + 1?"}, {"prompt": "c"}])

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import lm_eval.tasks
@@ -275,6 +276,24 @@ def test_what_does_not_exist_or_is_not_there_is_refused_in_one_line(
     with pytest.raises(Refusal, match=words) as caught:
         evaluation.evaluate(llama, tokenizer, names, **given)
     assert "\n" not in str(caught.value)
+
+
+def test_a_benchmark_that_lacks_a_package_or_a_metric_is_refused_as_such(
+    llama, tokenizer, index, monkeypatch
+):
+    script = "Couldn't find a module script at code_eval.py. Module 'code_eval' doesn't exist"
+    splits = datasets.Dataset.from_dict(ARC)
+    hub = Mock(return_value=datasets.DatasetDict(train=splits, test=splits))
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(lm_eval.api.task, "get_metric", lambda *_: None)  # as it does offline
+    for error, words in (
+        (None, "E-OFFLINE: .* metric 'acc' is not here"),
+        (FileNotFoundError(script), "E-OFFLINE: .* its metric is not here .*code_eval"),
+        (ModuleNotFoundError("No module named 'langdetect'"), "E-DEP: .*a package: .*langdetect"),
+    ):
+        hub.side_effect = error
+        with pytest.raises(Refusal, match=words):
+            evaluation.evaluate(llama, tokenizer, "arc_easy")
 
 
 DOMAINS = {"gsm8k": "mathematics", "hendrycks_math": "mathematics", "mmlu": "mmlu"}

@@ -1,5 +1,7 @@
 """The arms of ESFT: names, arguments, data, costs, baselines; the tables of them and of tasks."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -118,8 +120,9 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
         for arm in (esft.full, esft.lora):
             with pytest.raises(Refusal, match=message):
                 arm(model)
-    with pytest.raises(Refusal, match="E-RANGE: rank is 0"):
-        esft.lora(mixture("Mixtral"), rank=0)
+    for changes, message in (({"rank": 0}, "rank is 0"), ({"scale": math.nan}, "scale is nan")):
+        with pytest.raises(Refusal, match=f"E-RANGE: {message}"):
+            esft.lora(mixture("Mixtral"), **changes)
 
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
@@ -168,7 +171,7 @@ def scores(*rows):
 def test_half_mass_concentration_overlap_and_switches_of_scores_worked_by_hand():
     given = scores([0.6, 0.2, 0.1, 0.1], [0.25] * 4, [0.1, 0.4, 0.2, 0.3])
     assert esft.half_mass(given) == {0: 0.25, 1: 0.5, 2: 0.5}
-    shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 3.0]))
+    shares = esft.concentration(scores([0.1, 0.2, 0.1, 0.0], [0.0, 0.0, 0.0, 1.0]))
     assert shares == pytest.approx([0.75, 0.125, 0.125, 0])  # each layer ranked by itself
     both = {"a": scores([0.4, 0.3, 0.2, 0.1]), "b": scores([0.1, 0.2, 0.3, 0.4])}
     table = esft.overlap(both, both, 2)

@@ -92,6 +92,8 @@ def test_damaged_published_routing_is_refused(tmp_path):
     for name, (content, message) in {
         "1.txt": (good + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
         "2.txt": (good + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
+        "9.txt": (good + b"1\t0\t0\t1\t\t7\t.5", r":2: a gate is outside \[0, 1\]"),
+        "10.txt": (good + b"1\t0\t1\t1\t\t.5\t.5", ":2: a token has an expert twice"),
         "3.txt": (good + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
         "4.txt": (good + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
         "5.txt": (good + b"\xff\xfe", ":.*can't decode"),
@@ -185,7 +187,7 @@ def test_whole_groups_are_taken_by_their_sums_and_random_experts_by_the_seed():
     assert drawn[0].shared_experts
 
 
-def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_refused():
+def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_refused(tmp_path):
     paper, released = esft.Config.preset("paper"), esft.Config.preset("released")
     assert (paper.pooling, paper.normalised, paper.decimals) == ("samples", True, None)
     assert (released.pooling, released.normalised, released.decimals) == ("tokens", False, 4)
@@ -195,6 +197,17 @@ def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_ref
             esft.Config(**{field: value})
     with pytest.raises(Refusal, match="E-DATA: layer 1: its experts were never used"):
         esft.select(scores([0.5, 0.5], [0.0, 0.0]), esft.Config())
+    rows = {"1": {"0": 0.25, "1": 0.75}, "46": {"0": 0.0, "1": 0.0}}
+    path = tmp_path / "scores.json"
+    path.write_text(json.dumps({"token_scores": rows, "gate_scores": rows}))
+    with pytest.raises(Refusal, match=r"E-DATA: layer 46: .*Scores.load\(path, without=\[46\]\)"):
+        esft.select(esft.Scores.load(path), esft.Config())
+    with pytest.raises(Refusal, match=r"E-KEYS: .* has no layer 45 to leave out"):
+        esft.Scores.load(path, without=[45])
+    chosen = esft.select(esft.Scores.load(path, without=[46]), esft.Config())
+    path.write_text(json.dumps(chosen.published()))
+    want = esft.Selection(experts={1: (1,)}, left_out=(46,))
+    assert esft.Selection.load(path) == chosen == want
     low = scores([0.5, 0.5], gate=[0.1, 0.2])
     with pytest.raises(Refusal, match=r"E-RANGE: layer 0: all gate scores .* 0.3000"):
         esft.select(low, esft.Config(score="gate", threshold=0.4))
@@ -207,6 +220,7 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
         (lambda both: both["token_scores"]["1"].pop("0"), "E-KEYS: .*layer 1"),
         (lambda both: both["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
         (lambda both: both["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
+        (lambda both: both["token_scores"]["2"].update({"0": 49.25}), "layer 2: .* sum to 50, exp"),
         (lambda both: both["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
         (lambda both: both.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
         (lambda both: both["gate_scores"]["1"].update({"0": 10**400}), "E-FORMAT"),

@@ -221,7 +221,7 @@ def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refuse
     assert read == [("zero", 512, "live"), ("kaiming", 64, "constant"), ("kaiming", 512, "live")]
     assert (released.adapter_scale, released.served_scale, fixed) == (1.0, 0.25, pesc.Config())
     assert pesc.Config.preset("released", adapter_width=8).adapter_width == 8
-    sizes = {"experts": 4, "top_k": 1, "adapter_width": 6, "host": "lora", "lora_rank": 3}
+    sizes = {"experts": 4, "top_k": 3, "adapter_width": 6, "host": "lora", "lora_rank": 3}
     other = pesc.Config(**sizes, served_scale=0.5, adapter_scale=2.0, balance_weight=0.3)
     for name in ("paper", "released", "fixed"):  # a reading keeps sizes and host of another
         assert replace(other, **pesc.reading(name)) == pesc.Config.preset(name, **sizes)
@@ -240,3 +240,5 @@ def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refuse
         assert "\n" not in str(refusal.value)
     with pytest.raises(FrozenInstanceError):
         pesc.Config().top_k = 9
+    with pytest.warns(UserWarning, match="W-ROUTER: top_k is 1: .*; take top_k=2"):
+        pesc.Config(top_k=1)

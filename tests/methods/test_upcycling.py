@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from moebook.analysis.routers import gradients
+from moebook.analysis.routers import reach as routers_reached
 from moebook.errors import Refusal
 from moebook.methods import pesc, upcycling
 from moebook.methods.upcycling import exporting
@@ -18,6 +20,7 @@ from moebook.methods.upcycling.starts import Start
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import routers
+from moebook.training import fit
 
 MIXED, RAW = {"combine": "renormalised"}, {"combine": "probability"}
 
@@ -28,6 +31,7 @@ def sparse(model, start=None, **changes):
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
 @pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.filterwarnings("ignore:W-ROUTER")  # K = 1 in Gemma 2
 def test_renormalised_model_equals_the_dense_one_at_step_0(family, top_k, host, batch):
     model = sparse(host(family, torch.float64), combine="renormalised", top_k=top_k)
     assert {layer.kind for layer in anatomy(model).layers} == {"sparse"}
@@ -87,6 +91,41 @@ def test_router_gradients_at_step_0_are_those_of_the_fact_sheet(host, batch):
     assert largest(combine="renormalised", top_k=1, noise=0.1) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("family", "normed"),
+    [*dict.fromkeys(["Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4"], True).items(),
+     *dict.fromkeys(["Llama", "Qwen3", "Gemma", "Olmo", "Cohere", "Granite"], False).items()],
+)  # fmt: skip
+def test_routers_whose_weight_a_norm_cancels_are_told_of_and_their_gradient_shows_it(
+    family, normed, host, batch
+):
+    def reach(**changes):
+        model = sparse(host(family, torch.float64).requires_grad_(True), **changes)
+        return routers_reached(model, batch)
+
+    told = pytest.warns(UserWarning, match=r"W-ROUTER: .* \[0, 1\], .* take top_k=2")
+    with told if normed else nullcontext():
+        alone = reach()
+    assert alone < 1e-4 if normed else alone > 0.1
+    assert (reach(top_k=2) < 1e-4) == normed  # equal experts: only their sum counts
+    assert reach(top_k=2, noise=0.1) > 0.05
+    # Crafted routers learn in all hosts, once the adapters are off their start at zero.
+    crafted = pesc.craft(host(family).requires_grad_(True), pesc.Config(adapter_width=4))
+    for layer in anatomy(crafted).layers:
+        torch.nn.init.normal_(layer.experts.up)
+    assert routers_reached(crafted, batch) > 0.01
+
+
+@pytest.mark.parametrize("family", ["Llama", "Olmo2"])
+def test_equal_experts_drift_apart_and_their_routers_learn_from_the_second_step(
+    family, host, batch, rows
+):
+    model = sparse(host(family).requires_grad_(True), combine="renormalised", top_k=2)
+    assert routers_reached(model, batch) < 1e-6
+    fit(model, rows, steps=2, batch=8, lr=1e-3, warmup=0.0)
+    assert routers_reached(model, batch) > 1e-3
+
+
 def test_balance_loss_is_eq_3_and_4_over_real_tokens_with_a_term_a_layer(host, batch, apart):
     model = apart(sparse(host(), top_k=2, balance_weight=0.5)).train()
     inputs = {}
@@ -130,6 +169,7 @@ def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouch
     for act, given, changes, code in (
         (sparse, model, {"combine": "probabilty"}, "E-CHOICE: combine is 'probabilty'"),
         (sparse, model, {"top_k": 5}, "E-RANGE: top_k is 5, expected 1 to 4"),
+        (sparse, model, {"noise": 1e308}, "E-RANGE: noise is 1e.308, expected .* 1000"),
         (sparse, model, {"layers": (0, 0)}, "E-RANGE: layers names a layer twice"),
         (sparse, model, {"layers": (2,)}, "E-RANGE: layers names layer 2, the host has 0 to 1"),
         (sparse, model, {"start": Start(torch.zeros(2, 4, 32), "0" * 64)}, "E-BASE: .*0000000"),

@@ -173,6 +173,21 @@ def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
     assert torch.equal(weights(model), weights(lora()))
 
 
+def test_rows_that_the_model_cannot_take_are_refused_before_the_first_step(tiny):
+    for ids, labels, words in (
+        ([[3, 300]], [[3, 4]], "E-VOCAB: input_ids: 300 is no token, the model knows 0 to 299"),
+        ([[3, -1]], [[3, 4]], "E-VOCAB: input_ids: -1"),
+        ([[3, 4]], [[-100, 999]], "E-VOCAB: labels: 999"),
+        ([[3, 4, 5]], [[-100, -5, 5]], "E-VOCAB: labels: -5"),
+        ([[3] * 513], [[3] * 513], "E-RANGE: row 0 has 513 tokens, the model takes 512"),
+    ):
+        train = Dataset.from_dict({"input_ids": ids, "labels": labels})
+        with pytest.raises(Refusal, match=words):
+            fit(tiny(), train, steps=1)
+    with pytest.raises(Refusal, match="E-VOCAB: pad_id: 300"):
+        fit(tiny(), Dataset.from_dict({"input_ids": [[3, 4]], "labels": [[3, 4]]}), pad_id=300)
+
+
 def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import combinations, product
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.scoring import Group, decisions, sparse_layers
 from moebook.methods.esft.specialising import Origin
 from moebook.models.checkpoint import origin_or_none
+from moebook.settings import FINITE, checked
 
 UNIT = 2**40  # similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties
 MOST = 2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8
@@ -45,7 +47,8 @@ def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
     return np.maximum(alike, alike.T)  # the product may differ across the diagonal by rounding
 
 
-def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
+@checked
+def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group, ...]:
     """Split experts into groups, greedily the most alike first (Appendix C).
 
     Two experts are as alike as the cosine of their rows in the co-occurrence matrix. Of all groups
@@ -53,8 +56,9 @@ def partition(cooccurrence: Tensor, size: int) -> tuple[Group, ...]:
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
     is looked at, as the paper says; more than `MOST` are refused. An unused expert is like none.
     """
-    _check_size(size, len(cooccurrence))
-    alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
+    experts = shapes("partition", {"cooccurrence": (cooccurrence, "E E", "real")})["E"]
+    _check_size(size, experts)
+    alike, left, groups = similarity(cooccurrence), np.arange(experts), []
     while len(left):
         candidates = np.array(list(combinations(left.tolist(), size)))
         pairs = combinations(candidates.T, 2)

@@ -6,8 +6,9 @@ import gzip
 import os
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,7 @@ Group = tuple[int, ...]
 Expert = Annotated[int, Field(ge=0)]
 Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
 FLAGS = ("shared_experts", "non_expert_modules", "router")
+MOST = 1.1  # what a layer's token scores may sum to: they are rounded, some to two places
 SLACK = 1e-9  # what sums of decimal scores may lack by rounding, and still count as p
 Count = Annotated[int, Field(ge=1)]
 ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
@@ -105,10 +107,12 @@ class Scores:
     """Scores of all routed experts: finite, none negative, E alike in all decoder layers.
 
     By layer ``[E]`` float64: token is the share of its slots (Eq. 7), gate the mean gate (Eq. 6).
+    Layers that were ``left_out`` on reading have neither.
     """
 
     token: dict[int, Tensor]
     gate: dict[int, Tensor]
+    left_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.token.keys() != self.gate.keys() or not self.token:
@@ -119,6 +123,10 @@ class Scores:
                 refuse("E-SHAPE", f"layer {layer}: {len(row)} experts, others have {self.experts}")
             if not (row.isfinite() & (row >= 0)).all():
                 refuse("E-RANGE", f"layer {layer} has a score that is negative or not finite")
+        for layer, row in self.token.items():
+            if (total := float(row.sum())) > MOST:
+                told = f"layer {layer}: token scores sum to {total:.4g}"
+                refuse("E-RANGE", f"{told}, expected shares of the slots, which sum to 1")
 
     @property
     def experts(self) -> int:
@@ -126,10 +134,14 @@ class Scores:
         return len(next(iter(self.token.values())))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Scores:
-        """Read the published JSON form."""
+    def load(cls, path: str | os.PathLike[str], *, without: Collection[int] = ()) -> Scores:
+        """Read the published JSON form, ``without`` some layers, such as those that never ran."""
         published = from_json(_Published, path)
-        return cls(*map(_tensors, (published.token_scores, published.gate_scores)))
+        token, gate = map(_tensors, (published.token_scores, published.gate_scores))
+        for layer, rows in product(sorted(without), (token, gate)):
+            if rows.pop(layer, None) is None:
+                refuse("E-KEYS", f"{path} has no layer {layer} to leave out: {sorted(rows)}")
+        return cls(token, gate, tuple(sorted(without)))
 
 
 @settings
@@ -231,14 +243,15 @@ def _scores(tallies: Mapping[int, Tally], pooling: Pooling) -> Scores:
     if not any(tally.tokens for tally in tallies.values()):
         refuse("E-DATA", "no real token was counted: the scores would be 0/0")
     pairs = {layer: tally.scores(pooling) for layer, tally in tallies.items()}
-    return Scores(*({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1)))
+    token, gate = ({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1))
+    return Scores(token, gate)
 
 
 def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield layer, ids and gates ``[1, T, K]`` of each line."""
     if not path.is_file():
         refuse("E-NOFILE", f"{path} is missing: expected the published routing of a task")
-    number, wanted = 0, f"{top_k} experts a token, from 0 to {experts - 1}, and as many gates"
+    number, wanted = 0, f"{top_k} experts a token of 0 to {experts - 1}, and as many gates"
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for line in lines:
@@ -248,7 +261,12 @@ def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, Tensor, 
                 gates = torch.tensor([*map(float, tail.split("\t"))], dtype=torch.float64)
                 if len(ids) != len(gates) or len(ids) % top_k or not {*ids} <= {*range(experts)}:
                     raise ValueError(f"{len(ids)} experts and {len(gates)} gates")
-                yield layer, torch.tensor(ids).view(1, -1, top_k), gates.view(1, -1, top_k)
+                if not ((gates >= 0) & (gates <= 1.01)).all():  # which may be rounded
+                    raise ValueError("a gate is outside [0, 1]")
+                chosen = torch.tensor(ids).view(1, -1, top_k)
+                if (chosen.sort().values.diff() == 0).any():
+                    raise ValueError("a token has an expert twice")
+                yield layer, chosen, gates.view(1, -1, top_k)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         refuse("E-FORMAT", f"{path}:{number}: {error}; expected {wanted}")
 
@@ -291,12 +309,16 @@ def samples(
 
 @settings
 class Selection:
-    """Which experts of each layer train, the best first, at least one a layer; and what beside."""
+    """Which experts of each layer train, the best first, at least one a layer; and what beside.
+
+    ``left_out`` are layers of the published scores that were passed over.
+    """
 
     experts: Annotated[dict[int, Experts], Field(min_length=1)]
     shared_experts: bool = False
     non_expert_modules: bool = False
     router: bool = False
+    left_out: Annotated[tuple[Expert, ...], Field(strict=False)] = ()
 
     def __post_init__(self) -> None:
         for layer, ids in self.experts.items():
@@ -309,9 +331,9 @@ class Selection:
         return sum(map(len, self.experts.values()))
 
     def published(self) -> dict[str, object]:
-        """Return the published JSON form; ``router`` is our own key and stands only when true."""
-        flags = {name: getattr(self, name) for name in FLAGS if name != "router" or self.router}
-        return {"experts": {str(n): list(ids) for n, ids in self.experts.items()}, **flags}
+        """Return the published JSON form; our own keys, the last two, stand only when needed."""
+        values = {**vars(self), "experts": {str(n): list(ids) for n, ids in self.experts.items()}}
+        return {k: v for k, v in values.items() if v or k not in ("router", "left_out")}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Selection:
@@ -333,7 +355,8 @@ def select(
     for layer, row in getattr(scores, config.score).items():
         units = [(expert,) for expert in range(len(row))] if groups is None else groups[layer]
         experts[layer] = tuple(e for unit in _taken(row, units, config, layer) for e in unit)
-    return Selection(experts=experts, **{name: getattr(config, name) for name in FLAGS})
+    flags = {name: getattr(config, name) for name in FLAGS}
+    return Selection(experts=experts, left_out=scores.left_out, **flags)
 
 
 def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
@@ -348,7 +371,8 @@ def _taken(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> l
     """Return the best units of a layer whose scores ``row [E]`` reach p together."""
     total = float(row.sum())
     if total <= 0:
-        refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0")
+        hint = f"leave it out: Scores.load(path, without=[{layer}])"
+        refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0; {hint}")
     values = row / total if config.normalised else row
     slack = SLACK
     if config.decimals is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -24,7 +25,8 @@ class Config:
 
     Attributes:
         experts: E, adapters a layer.
-        top_k: K, experts per token, 1 to E (2 in the paper).
+        top_k: K, experts per token, 1 to E (2 in the paper). With 1 a token's gate is always 1, and
+            nothing but the balance loss reaches the routers (a warning, W-ROUTER, tells).
         adapter_width: R, 1 to D. 512 is what the printed sizes imply; the released code trains 64.
         adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
         served_scale: The same in evaluation mode. The released code trains with 1 and merges with
@@ -59,6 +61,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts)")
+        if self.top_k == 1 < self.experts:
+            why = "top_k is 1: each token's gate is 1, only the balance loss reaches the routers"
+            warnings.warn(f"W-ROUTER: {why}; take top_k=2", stacklevel=5)
         if self.layers and len(set(self.layers)) < len(self.layers):
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 

@@ -43,7 +43,8 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
     In each chosen layer the MLP stays, runs once a token, and is joined by a router that reads the
     MLP's input and E adapters that read its output. Since a token's gates sum to 1 this is Eq. 7,
     and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
-    norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm.
+    norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm,
+    in which their gates do not cancel: they weigh a part of what is normed.
     Adapters and routers are float32 or wider; what trains is set by `prepare`. Hosts are causal
     language models with gated MLPs (Llama, Mistral, Qwen, Yi ...); refused ones are left untouched.
     """

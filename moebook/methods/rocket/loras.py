@@ -14,37 +14,46 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import peft
 import torch
 from peft import LoraConfig
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.models import checkpoint
 from moebook.results import read_json
+from moebook.settings import FINITE, record
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
 PROVENANCE = ("data", "prompts", "training", "losses")  # what a folder's manifest keeps of it
 
 
-@dataclass(frozen=True, eq=False)
+def _wide(factor: Tensor) -> Tensor:
+    return factor.to(torch.promote_types(factor.dtype, torch.float32))
+
+
+Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
+
+
+@record
 class Lora:
-    """A LoRA ``W + scale * B A`` over linear layers of one base.
+    """A LoRA ``W + scale * B A`` over linear layers of one base, in float32 or wider, as PEFT's.
 
     ``provenance`` tells how it was made, where known: ``data`` (name), ``prompts`` (hashes),
     ``training`` (settings), ``losses`` (nats a token, one a step), ``base`` (as PEFT noted it).
     """
 
     name: str
-    rank: int  # R
+    rank: Annotated[int, Field(ge=1)]  # R
     alpha: float
-    down: dict[str, Tensor]  # A [R, D] by path of the linear layer, in order
-    up: dict[str, Tensor]  # B [O, R] by the same paths
+    down: Factors  # A [R, D] by path of the linear layer, in order
+    up: Factors  # B [O, R] by the same paths
     base: str | None = None  # fingerprint of the base, None where it is not known
     rank_stabilised: bool = False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -88,18 +97,24 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     return layers
 
 
+def place(linear: nn.Module) -> dict[str, Any]:
+    """Return device and dtype of a linear layer's LoRAs: its own, but float32 at least (PEFT)."""
+    dtype = torch.promote_types(torch.float32, linear.weight.dtype)
+    return {"dtype": dtype, "device": linear.weight.device}
+
+
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
 
-    Equals PEFT's LoRA, its factors' dtype included, without LoRA's own dropout. The base's weights
-    are in memory once and its modules are untouched: forward hooks, removed at the end.
+    Equals PEFT's LoRA, and a mixture of one, without LoRA's own dropout. The base's weights are in
+    memory once and its modules are untouched: forward hooks, removed at the end.
     """
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
-            down = torch.stack([lora.down[path] for lora in loras]).mT.to(linear.weight.device)
-            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down.device)
+            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**place(linear))
+            up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down)
             hooks.enter_context(linear.register_forward_hook(_adding(down, up)))
         yield
 

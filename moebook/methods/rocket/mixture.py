@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket.bank import check_alike
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora, linears
+from moebook.methods.rocket.loras import Lora, linears, place
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import Router
@@ -73,11 +73,10 @@ def install(
     model.requires_grad_(False)
     for path in made_from.paths:
         linear = model.get_submodule(path)
-        dtype = torch.promote_types(torch.float32, linear.weight.dtype)
-        place = {"dtype": dtype, "device": linear.weight.device}
+        own = place(linear)
         width = linear.in_features if config.gate_input == "layer" else linear.out_features
-        router = Router(width, config.experts, config.top_k, layer=layers[linear], **place)
-        factors = down[path].to(**place), up[path].to(**place)
+        router = Router(width, config.experts, config.top_k, layer=layers[linear], **own)
+        factors = down[path].to(**own), up[path].to(**own)
         mixed = LoraMixture(
             linear, router, *factors, made_from.scales,
             reads=config.gate_input, dropout=config.lora_dropout,

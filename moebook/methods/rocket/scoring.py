@@ -31,8 +31,9 @@ from moebook.evaluation.model import InMemory
 from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.matmul import product
 from moebook.methods.rocket.bank import SOURCES, check_alike
+from moebook.methods.rocket.config import Count
 from moebook.methods.rocket.loras import Lora, attached
-from moebook.models.anatomy import Anatomy, anatomy
+from moebook.models.anatomy import Anatomy, anatomy, longest
 from moebook.nn import evaluating
 from moebook.runtime import progress
 from moebook.settings import checked
@@ -84,7 +85,7 @@ def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[s
 @checked
 def write_rationales(
     rows: Sequence[Row], model: nn.Module, tokenizer: Any,
-    *, order: Order = "answer_first", limit: int = 200,
+    *, order: Order = "answer_first", limit: Count = 200,
 ) -> list[dict[str, str]]:  # fmt: skip
     """Have a chat model write each row's ``rationale``, of so many tokens, by Fig. 3's prompt.
 
@@ -120,7 +121,7 @@ def generate(
 @checked
 def log_perplexity(
     model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
-    *, reduction: Literal["mean", "sum"] = "mean", tokens: int | None = None,
+    *, reduction: Literal["mean", "sum"] = "mean", tokens: Count | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """Measure the log-perplexity of each shot's answer under each LoRA (Eq. 1, 2), in nats.
 
@@ -148,9 +149,10 @@ def log_perplexity(
     return pd.DataFrame(nats, index=list(bank))
 
 
+@checked
 def accuracy(
     model: nn.Module, tokenizer: Any, bank: Bank, shots: Sequence[Row],
-    *, post: Callable[[str], str] | None = None, limit: int | None = None,
+    *, post: Callable[[str], str] | None = None, limit: Count | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
@@ -210,8 +212,7 @@ def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> li
     if not shots:
         refuse("E-KSHOT", "have 0 annotated rows, need at least K = 1")
     items = list(encode(shots, tokenizer, max_length=sys.maxsize))
-    limits = ("max_position_embeddings", "sliding_window")
-    most = min(getattr(model.config, name, None) or sys.maxsize for name in limits)
+    most = min(longest(model), getattr(model.config, "sliding_window", None) or sys.maxsize)
     lengths = [item["length"] for item in items]
     if max(lengths) > most:
         line = lengths.index(max(lengths))

@@ -19,7 +19,7 @@ from moebook.errors import refuse
 from moebook.kernels.groups import groups as best_groups
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
-from moebook.settings import checked
+from moebook.settings import FINITE, checked
 
 Ranking = Literal["perplexity", "accuracy", "diversity"]
 RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
@@ -78,7 +78,9 @@ def _cosines(gram: Tensor) -> Tensor:
 
 
 @checked
-def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -> Array:
+def diversity(
+    cosines: Annotated[Array, FINITE], form: Literal["ordered", "inverse"] = "ordered"
+) -> Array:
     """Return Omega (Eq. 6) of groups, the inverse of their members' mean pairwise cosine ``[G]``.
 
     Eq. 6 multiplies the sum over ordered pairs by ``2 / (N (N - 1))``, so that as printed it is
@@ -113,8 +115,11 @@ def select(
         refuse("E-BANK", f"{have}: lower M or widen the bank")
     if not np.isfinite(scores.to_numpy(dtype=np.float64)).all():
         refuse("E-NONFINITE", "the scores hold NaN or infinity: see scoring.scores")
-    if unknown := sorted(set(scores.index) - set(similarities.index)):
-        refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")
+    for names in (scores.index, similarities.index, similarities.columns):
+        if twice := sorted(names[names.duplicated()]):
+            refuse("E-BANK", f"'{twice[0]}' stands twice in the tables: score each LoRA once")
+        if unknown := sorted(set(scores.index) - set(names)):
+            refuse("E-BANK", f"no similarity is known for {unknown[:3]}: compare the same bank")
     table = scores.sort_index()[["log_perplexity", "accuracy"]].copy()
     table["R_P"] = rankdata(table["log_perplexity"], method="min").astype(np.int64)
     table["R_A"] = rankdata(-table["accuracy"], method="min").astype(np.int64)

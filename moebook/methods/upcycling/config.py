@@ -22,9 +22,11 @@ class Config:
         top_k: K, experts per token (1 in the paper).
         combine: ``"probability"`` (Eq. 2 as printed): at step 0 a layer's output is the dense FFN's
             times the sum of the token's K largest probabilities, between K/E and 1: NOT the dense
-            model, but the router has a gradient, even with K = 1. ``"renormalised"`` (Mixtral,
-            mergekit): the weights sum to 1, so the model is the dense one; but with K = 1, or with
-            equal experts, the language-model loss gives the router no gradient.
+            model, but the router has a gradient, even with K = 1, unless the host norms what its
+            FFN puts out (Gemma 2, OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral,
+            mergekit): the weights sum to 1, so the model is the dense one. Where the sum is 1 or
+            cancels, K = 1 never gives the router a gradient of the language-model loss, and K > 1
+            none until the experts differ: with ``noise`` at once, else after the first step.
         noise: Standard deviation of Gaussian noise on each expert's weights, as a share of the
             dense tensor's; 0 in the paper.
         layers: Decoder layers to upcycle; None for all of them (the paper's).
@@ -35,7 +37,7 @@ class Config:
     experts: Annotated[int, Field(ge=1)] = 4
     top_k: Annotated[int, Field(ge=1)] = 1
     combine: Rule = "probability"
-    noise: Annotated[float, Field(ge=0)] = 0.0
+    noise: Annotated[float, Field(ge=0, le=1000)] = 0.0
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
     seed: Annotated[int, Field(ge=0)] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -22,7 +23,7 @@ from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start, same_base, su
 from moebook.models import checkpoint
-from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
+from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers, normed
 from moebook.nn import balance
 from moebook.settings import settings
 
@@ -41,7 +42,8 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
     replace it, behind a linear router that reads its (normed) input in float32 or wider. Without a
     ``start`` the routers are SU's, N(0, 0.02^2). What is new requires a gradient; the rest is left
-    as it was (the paper trains it all).
+    as it was (the paper trains it all). A warning (W-ROUTER) tells of layers that norm what their
+    FFN puts out, where with K = 1 the routers never learn from the language-model loss.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
@@ -53,6 +55,8 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
         refuse("E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}")
     if not start.weights.isfinite().all():
         refuse("E-NONFINITE", "the router start holds NaN or infinity")
+    if config.top_k == 1 < config.experts:
+        _warn_of_norms(sorted({layer.index for layer in layers} & {*normed(host)}))
     _install(host, layers, start.weights, config)
     model.upcycling = Origin(config=config, base=base)
     return model
@@ -128,6 +132,14 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
     for layer, block in zip(layers, blocks, strict=True):
         layer.replace(block)
     trace.follow(host.decoder)
+
+
+def _warn_of_norms(layers: list[int]) -> None:
+    if layers:
+        why = f"norms follow the FFNs of layers {layers}, by which a token's only weight cancels"
+        hint = "take top_k=2, and noise for a gradient from the first step on"
+        text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"
+        warnings.warn(text, stacklevel=3)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from moebook.errors import Refusal
+from moebook.methods import rocket
 from moebook.methods.rocket import loras
 from moebook.models.checkpoint import fingerprint
 
@@ -103,6 +104,24 @@ def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, bas
         assert loras.read(folder, model, ANY).rank == 4
 
 
+@pytest.mark.parametrize("hosted", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_loras_stored_in_16_bits_compute_in_float32_as_with_peft_and_in_a_mixture(
+    stored, hosted, foreign, base, batch
+):
+    _, folder = foreign
+    tensors(lambda factors: {name: factor.to(stored) for name, factor in factors.items()})(folder)
+    model, lora = base(dtype=hosted), loras.read(folder, base(dtype=hosted), ANY)
+    peft = PeftModel.from_pretrained(base(dtype=hosted), folder).eval()
+    alone = rocket.Config(candidates=1, experts=1, top_k=1)
+    mixed = rocket.mixture.build(base(dtype=hosted), [lora], alone)
+    with torch.no_grad(), loras.attached(model, [lora]):
+        scored, want, served = (each(**batch).logits for each in (model, peft, mixed))
+    bound = {torch.bfloat16: 0.0, torch.float32: 2e-6, torch.float64: 1e-13}[hosted]
+    assert (scored - want).abs().max() <= bound * want.abs().max()
+    assert (served - want).abs().max() <= bound * want.abs().max()
+
+
 def test_a_written_lora_is_the_same_for_us_and_peft_and_bound_to_its_base_and_bytes(
     model, base, batch, lora, tmp_path
 ):
@@ -131,3 +150,14 @@ def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
     for lora, logits in zip(bank.values(), parts, strict=True):
         with loras.attached(model, [lora]), torch.no_grad():
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"size": math.nan}, r"E-NONFINITE: down\.model\.layers.*q_proj is .*neither NaN"),
+     ({"size": 1e39}, "E-NONFINITE: down"), ({"alpha": math.inf}, "E-RANGE: alpha is inf"),
+     ({"rank": 0}, "E-RANGE: rank is 0")],
+)  # fmt: skip
+def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(changes, message, model, lora):
+    with pytest.raises(Refusal, match=message):
+        lora(model, "one", 0, **changes)

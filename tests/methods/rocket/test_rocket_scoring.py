@@ -105,6 +105,8 @@ def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
         "E-BANK: the bank is empty": lambda: score(members={}),
         "E-KSHOT: shot 0 has .* the model takes 256": lambda: score(bare),
         "E-CHOICE: reduction is 'max'": lambda: score(reduction="max"),
+        "E-RANGE: tokens is 0": lambda: score(tokens=0),
+        "E-RANGE: limit is 0": lambda: scoring.accuracy(*host, bank, shots, limit=0),
         "E-CHOICE: order is 'both'": lambda: scoring.expand(shots, order="both"),
         "E-DATA: row 0 has no rationale": lambda: scoring.expand(bare),
         "E-KSHOT: have 4 annotated rows": lambda: scoring.draw(shots, 5, 0),

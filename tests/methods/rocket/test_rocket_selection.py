@@ -142,6 +142,9 @@ def test_what_cannot_be_selected_from_is_refused():
         (scores, cosines, Config(), None, r"E-BANK: .* 6 scored LoRAs, candidates \(M\) is 8"),
         (scores, cosines, six, ["loss"], "E-CHOICE: rankings.0 is 'loss'"),
         (scores, cosines.iloc[1:, 1:], six, None, "E-BANK: no similarity is known for"),
+        (scores, cosines.rename(columns={"m01": "x"}), six, None, r"E-BANK: no .*\['m01'\]"),
+        (scores.rename({"m01": "m02"}), cosines, six, None, "E-BANK: 'm02' stands twice"),
+        (scores, cosines.loc[[*cosines.index, "m01"]], six, None, "E-BANK: 'm01' stands twice"),
         (bad, cosines, six, None, "E-NONFINITE"),
         (*tables(0, 40), dataclasses.replace(big, experts=20), None, "137,846,528,820 groups"),
         (*tables(0, 40), dataclasses.replace(big, ranking="normalised"), None, "76,904,685 groups"),
@@ -149,3 +152,5 @@ def test_what_cannot_be_selected_from_is_refused():
     ):
         with pytest.raises(Refusal, match=message):
             selection.select(table, alike, config, rankings=rankings or list(selection.RANKINGS))
+    with pytest.raises(Refusal, match="E-NONFINITE: cosines is"):
+        selection.diversity(np.array([0.5, math.nan]))
