@@ -50,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
     0, 1 when a check failed, 2 for a refusal or what the system refused (a file, the network), 3
-    for a fault of ours, 130 after Ctrl-C, 141 when whoever reads the output has gone, as ``head``.
+    for a fault of ours, 129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads
+    the output has gone, as ``head``.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _terminate)
     try:
         options = _parse(arguments)
         code: int = options.command(options)
@@ -61,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         print(refusal, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted; nothing half-written was left", file=sys.stderr)
-        return 130
+        return 128 + (*interrupt.args, signal.SIGINT)[0]
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -86,8 +89,8 @@ def _report(arguments: Sequence[str] | None) -> Path:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    """End as after SIGTERM, but through the clean-up of every open block."""
-    sys.exit(128 + number)
+    """End as after Ctrl-C, through the clean-up of every open block."""
+    raise KeyboardInterrupt(number)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 QUIET = "MOEBOOK_QUIET"  # set to 1 where notebooks are executed for the book
+RESUME = "MOEBOOK_RESUME"  # set there too: the folder of the run's checkpoints
+FOUND = "found.json"  # in a training's folder there: its seconds when the run was taken up again
 PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "datasets",
     "lm-eval", "numpy", "scipy", "pandas", "scikit-learn", "triton", "papermill", "ipykernel",

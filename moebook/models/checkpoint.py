@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from moebook import __version__
 from moebook.errors import refuse
-from moebook.results import digest, read_json
+from moebook.results import digest, locked, read_json
 from moebook.settings import restored, settings
 
 MANIFEST, DIGEST, TENSORS = "MANIFEST.json", "MANIFEST.sha256", "trained.safetensors"
@@ -197,16 +197,17 @@ def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
 @contextmanager
 def building(target: Path, **facts: Any) -> Iterator[Path]:
     """Give a folder to fill, then seal it with the facts and commit it; drop it on failure."""
-    stage = target.with_name(f".stage-{target.name}-{os.getpid()}")
-    shutil.rmtree(stage, ignore_errors=True)
-    stage.mkdir(parents=True)
-    try:
-        yield stage
-        seal(stage, **facts)
-        commit(stage, target)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
+    stage = target.with_name(f".stage-{target.name}")
+    with locked(target.with_name(f".{target.name}.lock"), wait=True):
+        shutil.rmtree(stage, ignore_errors=True)  # of one that was killed
+        stage.mkdir()
+        try:
+            yield stage
+            seal(stage, **facts)
+            commit(stage, target)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
 
 
 def seal(folder: Path, **facts: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, refuse
-from moebook.notebook import findings, pages, sources, study, verdicts
+from moebook.notebook import findings, pages, runner, sources, study, verdicts
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
 
@@ -59,11 +58,12 @@ def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
 
 
 def _publish(executed: Path, stem: str, folder: Path) -> None:
-    """Copy a run to where the book reads it; the run's file, which is checked, comes last."""
+    """Copy a run to where the book reads it, one process at a time."""
     target = folder / "book" / "notebooks" / f"{stem}.ipynb"
-    results.write(target, executed.read_text(encoding="utf-8"))
-    with results.replacing(target.with_suffix(".parquet")) as temporary:
-        shutil.copyfile(executed.with_suffix(".parquet"), temporary)
+    run = results.read_run(executed.with_suffix(".parquet"))
+    with results.locked(target.with_suffix(".lock"), wait=True):
+        results.sweep(target.parent)
+        runner.put(target, executed.read_text(encoding="utf-8"), run)
 
 
 def build(tier: str, folder: Path) -> Path:

@@ -4,20 +4,28 @@ Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook (
 run (``.parquet``). One that is there already and that nothing has changed since is not repeated.
 A failed copy goes to ``runs/failed/<name>/`` and nowhere else. Nothing here touches the book:
 `moebook.notebook.book` publishes, `moebook.notebook.study` adds runs to pools.
+
+Meanwhile each `training.fit` keeps checkpoints below ``runs/resume/<name>/<protocol>-<key>``. A run
+that was killed, or failed, goes on from them with the same bits, unless parameters, notebook, code
+or machine have changed; all but training runs again. Its ``seconds`` count the training it found
+done (``resumed``), so that they are about those of a run that nobody killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
 import os
+import secrets
+import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -42,6 +50,7 @@ from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
+ROOM = 2**24  # bytes that a run's files may take
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 
 
@@ -62,6 +71,8 @@ class Outcome:
         """Say in one line what was done, with paths relative to the project."""
         run, page = self.run, self.notebook.relative_to(folder)
         spent = f"executed in {run.manifest['seconds']:.1f} s"
+        if (found := run.manifest.get("resumed", 0)) and self.fresh:
+            spent += f", {found:.1f} s of training among them before it was interrupted"
         done = spent if self.fresh else "unchanged, not executed again"
         values = f"{len(run.values)} values in {self.path.name} beside it"
         return f"{run.notebook} at {run.protocol}: {done}; {page}, {values}"
@@ -97,6 +108,12 @@ class Request:
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
         mine = self.folder / "runs" / "mine"
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
+
+    @cached_property
+    def resume(self) -> Path:
+        """Where its trainings keep checkpoints: named by all that, and by the package's code."""
+        place = self.folder / "runs" / "resume" / self.notebook.name
+        return place / f"{self.store.stem}-{results.package()[:12]}"
 
 
 def run_notebook(
@@ -141,26 +158,72 @@ def _kept(store: Path, folder: Path) -> Run | None:
 def _execute(request: Request, limit: float | None) -> None:
     """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
-    with tempfile.TemporaryDirectory(prefix="moebook-") as directory:
-        staged = Path(directory) / "staged.ipynb"
+    with _place(request) if first else nullcontext(), _staging() as directory:
+        staged = directory / "staged.ipynb"
         try:
             peak = _papermill(request, staged, limit)
             if first:
                 _keep(request, staged, peak)
-        except Refusal as refusal:
+                shutil.rmtree(request.resume, ignore_errors=True)
+        except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
-            aside = request.folder / "runs" / "failed" / request.notebook.name / request.store.name
-            results.write(aside, staged.read_text(encoding="utf-8"))
-            place = aside.relative_to(request.folder)
-            refuse(refusal.code, f"{refusal.message}; the failed copy is {place}")
+            if not isinstance(error, Refusal):
+                error = Refusal("E-OS", f"not kept: {type(error).__name__}: {error}")
+            copy = _aside(request, staged)
+            raise Refusal(error.code, f"{error.message}; the failed copy is {copy}") from error
+
+
+@contextmanager
+def _place(request: Request) -> Iterator[None]:
+    """Hold the run's place in the store, where there must be room; sweep what killed runs left."""
+    store, resume = request.store, request.resume
+    with ExitStack() as held:
+        try:
+            held.enter_context(results.locked(store.with_suffix(".lock")))
+            with tempfile.TemporaryFile(dir=store.parent) as probe:
+                probe.write(bytes(ROOM))
+        except OSError as error:
+            code = "E-DISK" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "E-PERM"
+            refuse(code, f"a run could not be kept in {store.parent} ({error}): nothing was run")
+        results.sweep(store.parent)
+        for other in set(resume.parent.glob(f"{store.stem}-*")) - {resume}:  # of other code
+            shutil.rmtree(other, ignore_errors=True)
+        yield
+
+
+@contextmanager
+def _staging() -> Iterator[Path]:
+    """Give a private folder with a short name, and sweep those of processes that were killed."""
+    place = Path(tempfile.gettempdir())
+    for lock in place.glob("moebook-*.lock"):
+        with suppress(Refusal, OSError), results.locked(lock):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    folder = place / f"moebook-{secrets.token_hex(4)}"
+    with results.locked(folder.with_suffix(".lock")):
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _aside(request: Request, staged: Path) -> Path:
+    """Put a failed copy aside; where that fails too, it stays in a folder that is not swept."""
+    aside = request.folder / "runs" / "failed" / request.notebook.name / request.store.name
+    try:
+        results.write(aside, staged.read_text(encoding="utf-8"))
+        return aside.relative_to(request.folder)
+    except OSError:
+        kept = staged.parent.with_name(staged.parent.name.replace("moebook-", "moebook-kept-"))
+        return staged.parent.rename(kept) / staged.name
 
 
 def _papermill(request: Request, staged: Path, limit: float | None) -> int | None:
     """Execute into the staged copy; return the kernel's peak memory in bytes."""
     logging.getLogger("papermill").addHandler(logging.NullHandler())
     notebook, folder = request.notebook, request.folder
-    with kernel(folder, staged.parent) as manager:
+    with kernel(folder, staged.parent, request.resume) as manager:
         try:
             papermill.execute_notebook(
                 nbformat.read(notebook.path, as_version=4),
@@ -180,15 +243,15 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
             where = f"cell In [{error.exec_count}] of notebooks/{notebook.path.name}"
             refuse(code, f"{where}: {text[:400]}")
         except CellTimeoutError:
-            place = _place(staged, notebook.path.name)
+            place = _cell(staged, notebook.path.name)
             refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
         except (DeadKernelError, RuntimeError):
-            place = _place(staged, notebook.path.name)
+            place = _cell(staged, notebook.path.name)
             refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
     return manager.peak
 
 
-def _place(staged: Path, name: str) -> str:
+def _cell(staged: Path, name: str) -> str:
     """Name the last cell that was started."""
     cells = results.read_ipynb(staged)["cells"] if staged.is_file() else []
     started = [cell for cell in cells if cell["cell_type"] == "code"
@@ -201,20 +264,35 @@ def _keep(request: Request, staged: Path, peak: int | None) -> None:
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
+    spent = seconds(executed)
+    if found := [
+        json.loads(path.read_text()) for path in request.resume.glob(f"*/{runtime.FOUND}")
+    ]:
+        spent |= {"seconds": spent["seconds"] + sum(found), "resumed": sum(found)}
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": request.notebook.defaults | request.settings,
         "overrides": dict(request.overrides),
         "peak_memory": peak,
-        **seconds(executed),
+        **spent,
         "commit": results.commit(request.folder),
         "stripped": stripped,
         "executed": hashlib.sha256(text.encode()).hexdigest(),
     }
     run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
-    path = request.store.with_suffix(".parquet")
+    put(request.store, text, run)
+
+
+def put(page: Path, text: str, run: Run) -> None:
+    """Write an executed notebook and its run, which comes last, in place of older ones.
+
+    Whoever calls it holds the place; a page without a run counts as missing.
+    """
+    if run.manifest["executed"] != hashlib.sha256(text.encode()).hexdigest():
+        refuse("E-RUN", f"{run.notebook} at {run.protocol}: run and page disagree; run it again")
+    path = page.with_suffix(".parquet")
     path.unlink(missing_ok=True)
-    results.write(request.store, text)
+    results.write(page, text)
     results.write_run(path, run)
 
 
@@ -250,17 +328,17 @@ class Kernel(AsyncKernelManager):
 
 
 @contextmanager
-def kernel(folder: Path, directory: Path) -> Iterator[Kernel]:
+def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
     """Run a kernel in a project for the length of the block; it is gone afterwards.
 
     Its Unix sockets lie in a private, short-lived ``directory``: no other user and no network can
-    reach it.
+    reach it. Its trainings keep checkpoints in ``resume``.
     """
     if len(os.fsencode(directory)) > LONGEST:
         refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
     connection = str(directory / "kernel.json")
     manager = Kernel(kernel_name="python3", transport="ipc", connection_file=connection)
-    environment = publish.environment() | {runtime.QUIET: "1"}
+    environment = publish.environment() | {runtime.QUIET: "1", runtime.RESUME: str(resume)}
     quiet = ["--HistoryManager.hist_file=:memory:"]
     run_sync(manager.start_kernel)(extra_arguments=quiet, env=environment, cwd=str(folder))
     stop = threading.Event()

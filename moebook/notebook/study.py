@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,7 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
             raise outcome
         run = results.read_run(outcome.with_suffix(".parquet"))
         path = add(run, folder)
-    except Refusal as refusal:
+    except (Refusal, OSError) as refusal:
         here = str(copy.relative_to(folder) / "runs" / "failed")
         return f"failed: {str(refusal).replace('runs/failed', here)}", False
     spent = run.manifest["seconds"]
@@ -236,12 +236,14 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
 
 def add(run: Run, folder: Path) -> Path:
     """Put a run into its pool and return its file; one that does not belong there is refused."""
-    pool = results.pool(run.notebook, run.protocol, folder)
-    Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
     place = folder / "results" / run.notebook / run.protocol
-    names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
-    path = next(place / name for name in names if not (place / name).exists())
-    results.write_run(path, run)
+    with results.locked(folder / "runs" / f"{run.notebook}-{run.protocol}.lock", wait=True):
+        results.sweep(place)
+        pool = results.pool(run.notebook, run.protocol, folder)
+        Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
+        names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
+        path = next(place / name for name in names if not (place / name).exists())
+        results.write_run(path, run)
     return path
 
 
@@ -271,18 +273,19 @@ def freeze(folder: Path) -> Path:
     if commit["dirty"]:
         print("uncommitted changes of the code are not part of this study", flush=True)
     place: Path = folder / "runs" / "frozen" / commit["id"][:12]
-    if place.is_dir():
-        return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
-        archive, code = Path(temporary) / "code.tar", Path(temporary) / "code"
-        names = [name for name in CODE if (folder / name).exists()]
-        command = ["git", "-C", str(folder), "archive", "-o", str(archive), commit["id"], "--"]
-        done = subprocess.run([*command, *names], capture_output=True, check=False)
-        if done.returncode:
-            refuse("E-GIT", f"git archive: {done.stderr.decode().strip()}")
-        shutil.unpack_archive(archive, code, filter="data")
-        results.write(code / results.FROZEN, commit["id"])
-        with suppress(OSError):  # another study of this commit was faster
-            os.rename(code, place)
+    with results.locked(place.with_name("frozen.lock"), wait=True):
+        for left in place.parent.glob(".stage-*"):  # by a study that was killed
+            shutil.rmtree(left)
+        if place.is_dir():
+            return place
+        with tempfile.TemporaryDirectory(prefix=".stage-", dir=place.parent) as temporary:
+            archive, code = Path(temporary) / "code.tar", Path(temporary) / "code"
+            names = [name for name in CODE if (folder / name).exists()]
+            command = ["git", "-C", str(folder), "archive", "-o", str(archive), commit["id"], "--"]
+            done = subprocess.run([*command, *names], capture_output=True, check=False)
+            if done.returncode:
+                refuse("E-GIT", f"git archive: {done.stderr.decode().strip()}")
+            shutil.unpack_archive(archive, code, filter="data")
+            results.write(code / results.FROZEN, commit["id"])
+            code.rename(place)
     return place

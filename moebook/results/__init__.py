@@ -1,7 +1,19 @@
 """Results of executed notebooks: values, runs, pools of runs, and the code that made them."""
 
 from moebook.results.documents import json_object, read_ipynb, read_json, read_places, read_yaml
-from moebook.results.files import FROZEN, commit, digest, loaded, replacing, root, source, write
+from moebook.results.files import (
+    FROZEN,
+    commit,
+    digest,
+    loaded,
+    locked,
+    package,
+    replacing,
+    root,
+    source,
+    sweep,
+    write,
+)
 from moebook.results.pools import COMMITTED, LIVE, Pool, live, pool, pools
 from moebook.results.runs import (
     TIERS,

@@ -8,18 +8,18 @@ papers print, since no run is made of it.
 from __future__ import annotations
 
 import ast
+import fcntl
 import functools
 import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from moebook.errors import refuse
+from moebook.errors import Refusal, refuse
 from moebook.results.documents import read_ipynb
 
 PACKAGE = Path(__file__).parents[1]
@@ -47,21 +47,62 @@ def root(start: Path | None = None) -> Path:
 
 
 @contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file for the length of the block: whoever else asks is refused, or waits.
+
+    A process that is killed lets go of it. The file tells who holds it, and goes with the lock.
+    """
+    with _held(path, wait) as file:
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def _held(path: Path, wait: bool) -> Iterator[TextIO]:
+    """Open and empty a file that no other process holds; it is gone afterwards, unless renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait for it")
+            if not _names(path, file):
+                continue  # its last holder has removed or renamed it meanwhile
+            file.truncate(0)
+            try:
+                yield file
+            finally:
+                if _names(path, file):
+                    path.unlink()
+            return
+
+
+def _names(path: Path, file: TextIO) -> bool:
+    """Whether an open file still bears this name."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
+    return False
+
+
+def sweep(folder: Path) -> None:
+    """Remove the locks and half-written files that killed processes left in a folder."""
+    for left in (*folder.glob("*.lock"), *folder.glob(".*.part")):
+        with suppress(Refusal, OSError), _held(left, wait=False):
+            pass
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside a file, which takes its place when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    temporary = path.with_name(f".{path.name}.part")
+    with _held(temporary, wait=True):
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write(path: Path, text: str) -> None:
@@ -113,6 +154,13 @@ def _data(package: Path) -> tuple[Path, ...]:
         elif path.is_file():
             files.append(path)
     return tuple(path for path in files if path.suffix not in (".py", ".pyc", ".md"))
+
+
+def package() -> str:
+    """Hash all files of the package, whatever a process has loaded."""
+    files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix != ".pyc"]
+    names = [(path.relative_to(PACKAGE).as_posix(), digest(path)) for path in files]
+    return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
 def code_digest(path: Path) -> str:

@@ -93,7 +93,10 @@ class Batches:
 
     def digest(self) -> str:
         """Hash of all rows (sha256, hex)."""
-        return sha256(json.dumps([self.row_ids, self.row_labels]).encode()).hexdigest()
+        total = sha256()
+        for row in zip(self.row_ids, self.row_labels, strict=True):
+            total.update(json.dumps(row).encode())
+        return total.hexdigest()
 
     def collate(self, rows: np.ndarray) -> dict[str, Any]:
         """Pad rows on the right to ``[B, T]``; keep the last columns of labels, and of logits.

@@ -2,17 +2,23 @@
 
 A folder holds ``step-N`` folders and a lock. No states of random generators are kept: what is
 random in a step of training is a function of the seed and the step.
+
+Under `moebook run` the folder `runtime.RESUME` holds a folder of each training of the run, told by
+its number in the run and by what decides it, the machine included: a run that was killed goes on in
+them with the same bits. Its runner names that folder by parameters and code, and removes it in the
+end.
 """
 
 from __future__ import annotations
 
-import fcntl
+import itertools
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,82 +28,123 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moebook.errors import refuse
+from moebook import results
+from moebook.errors import Refusal, refuse
 from moebook.models import checkpoint
-from moebook.runtime import versions
+from moebook.runtime import FOUND, RESUME, environment, versions
 from moebook.settings import settings
 
 KEPT = 2
+PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
+_numbers = itertools.count(1)  # of this process's trainings
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder of checkpoints for this process and sweep what killed ones left behind."""
-    if folder.exists() and not folder.is_dir():
-        refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            refuse("E-LOCKED", f"{folder} is in use by process {lock.read() or '?'}; wait for it")
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        for leftover in (*folder.glob(".stage-*"), *folder.glob(".trash-*")):
-            shutil.rmtree(leftover)
-        yield
+def place(model: nn.Module, run: Any) -> Path | None:
+    """Name the folder of the next training in a run of `moebook run`; None elsewhere.
+
+    There is none either, but a warning, where a checkpoint might not fit into memory.
+    """
+    if not (folder := os.environ.get(RESUME)):
+        return None
+    known = [run, machine := environment()]
+    name = sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    if 6 * size(model) > machine["memory"]:
+        warnings.warn(
+            "W-MEMORY: too large for checkpoints; if killed, it begins anew", stacklevel=3
+        )
+        return None
+    return Path(folder) / f"{next(_numbers):03d}-{name}"
+
+
+def size(model: nn.Module) -> int:
+    """Bytes of a checkpoint, about: what trains, and AdamW's two moments of it."""
+    return 3 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 @settings
 class Store:
-    """The checkpoints of one run, told from others by JSON values, in a `locked` folder."""
+    """The checkpoints of one training, told from others by JSON values.
+
+    ``marks`` are steps whose checkpoints stay. One that is not ``asked`` for warns where it cannot
+    save, and the training goes on.
+    """
 
     folder: Path
     run: dict[str, Any]
     every: Annotated[int, Field(ge=1)]
+    marks: frozenset[int] = frozenset()
+    asked: bool = True
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process and sweep what killed ones left behind."""
+        folder = self.folder
+        if folder.exists() and not folder.is_dir():
+            refuse("E-PATH", f"{folder} is a file; expected a folder for checkpoints")
+        # In a run nobody else can be there but the kernel of a killed one, about to end.
+        with results.locked(folder / ".lock", wait=not self.asked):
+            results.sweep(folder)
+            for leftover in (*folder.glob(".stage-*"), *folder.glob(".trash-*")):
+                shutil.rmtree(leftover)
+            yield
+
+    def due(self, seconds: list[float], total: int, model: nn.Module) -> bool:
+        """Whether to save now, at a step that ended after the last of so many ``seconds``.
+
+        At marks, at the end, after ``every`` steps, and when a long time has passed; but never
+        where a mark before it is missing, without which it could not be gone on from.
+        """
+        step, there = len(seconds), self.steps()
+        if {mark for mark in self.marks if 0 < mark < step} - {*there}:
+            return False
+        if step % self.every == 0 or step in {total, *self.marks}:
+            return True
+        waited = seconds[-1] - (seconds[there[-1] - 1] if there else 0.0)
+        return waited > PAUSE and waited > PAUSE + size(model) / RATE
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, history: dict[str, Any]
     ) -> None:
-        """Commit ``step-<steps done>`` and drop all but the newest `KEPT`.
+        """Commit ``step-<steps done>`` and drop all but marks and the newest `KEPT`.
 
         A tensor that is not finite (E-NONFINITE) or a full disk leaves the earlier ones untouched.
         """
         facts = {"settings": self.run, "scheduler": rates.state_dict(), "history": history}
-        content = checkpoint.packed(capture(model, optimizer))
-        files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
         step = len(history["step"])
         try:
+            content = checkpoint.packed(capture(model, optimizer))
+            files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
             checkpoint.write(self.folder / f"step-{step}", files, step=step, **machine)
-        except OSError as error:
-            sizes = f"{len(content)} bytes needed, {shutil.disk_usage(self.folder).free} free"
-            refuse(
-                "E-DISK", f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
-            )
-        for old in self.committed()[:-KEPT]:
-            shutil.rmtree(old.rename(old.with_name(f".trash-{old.name}")))
+        except (OSError, Refusal) as error:
+            if isinstance(error, OSError):
+                sizes = f"{size(model)} bytes needed, {shutil.disk_usage(self.folder).free} free"
+                reason = f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
+                error = Refusal("E-DISK", reason)
+            if self.asked:
+                raise error from None
+            warnings.warn(f"W-CHECKPOINT: {error}", stacklevel=2)
+        for old in self.steps()[:-KEPT]:
+            if old not in self.marks:
+                path = self.folder / f"step-{old}"
+                shutil.rmtree(path.rename(path.with_name(f".trash-{path.name}")))
 
     def restore(
-        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler
+        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, step: int
     ) -> dict[str, list[Any]]:
-        """Go back to the newest checkpoint and return its history; nothing where there is none.
+        """Go back to the checkpoint of a step and return its history.
 
         A damaged one is refused (delete it to go back further), and so is another run's.
         """
-        if not (paths := self.committed()):
-            return {}
-        newest = paths[-1]
-        sealed = checkpoint.verify(newest)
+        path = self.folder / f"step-{step}"
+        sealed = checkpoint.verify(path)
         there = f"torch {sealed['versions']['torch']} on {sealed['threads']} threads"
         here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
         if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
-            warnings.warn(f"W-REPRO: {newest} is from {there}, this is {here}", stacklevel=2)
-        tensors = checkpoint.unpacked(newest / TENSORS)
-        facts = json.loads((newest / FACTS).read_text())
+            warnings.warn(f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2)
+        tensors = checkpoint.unpacked(path / TENSORS)
+        facts = json.loads((path / FACTS).read_text())
         old = facts["settings"]
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
@@ -110,10 +157,15 @@ class Store:
             group["lr"] = rate
         return facts["history"]
 
-    def committed(self) -> list[Path]:
-        """The committed checkpoints, oldest first."""
-        paths = [path for path in self.folder.glob("step-*") if path.name[5:].isdecimal()]
-        return sorted(paths, key=lambda path: int(path.name[5:]))
+    def found(self, seconds: float) -> None:
+        """Leave word of the training that a run found done: it adds to the run's time."""
+        if not self.asked:
+            results.write(self.folder / FOUND, json.dumps(seconds))
+
+    def steps(self) -> list[int]:
+        """The steps after which there is a checkpoint, in order."""
+        names = (path.name[5:] for path in self.folder.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset as Rows
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -125,42 +128,39 @@ def fit(
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers
     of steps done, from 0, each with what to call with the model then; it must leave the parameters
-    alone. A folder ``output`` keeps checkpoints, every so many steps and at the end, and training
-    goes on from the newest of the same run. ``recipe`` holds fields of `Recipe`. A step whose loss
-    or gradient is not finite is refused (E-NONFINITE) before it moves a parameter.
+    alone. A folder ``output`` keeps checkpoints (every so many steps, every five minutes or more,
+    at milestones and at the end), and training goes on from the newest of the same run; a notebook
+    that `moebook run` executes has a folder without asking (`training.checkpoints`). ``recipe``
+    holds fields of `Recipe`. A step whose loss or gradient is not finite is refused (E-NONFINITE)
+    before it moves a parameter.
     """
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(len(model.get_input_embeddings().weight), longest(model))
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
-    rank, processes = runtime.processes()
+    rank, _ = runtime.processes()
     device = next(model.parameters()).device
     with ExitStack() as cleanup:
         cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         cleanup.callback(model.train, model.training)
-        store = None
-        if output is not None:
-            cleanup.enter_context(checkpoints.locked(Path(output)) if rank == 0 else nullcontext())
-            run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "processes": processes}
-            run |= {"data": batches.digest(), "model": fingerprint(model), "epochs": None}
-            store = checkpoints.Store(folder=Path(output), run=run, every=every)
+        marks = frozenset(step for steps, _ in milestones for step in steps)
         accelerator = _accelerator(model, plan)
+        store = _store(model, plan, batches, total, output, every, marks)
+        cleanup.enter_context(store.locked() if store and rank == 0 else nullcontext())
+        accelerator.wait_for_everyone()  # whoever held the folder has gone
         wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
         warmup = math.ceil(plan.warmup * total)
         rates = get_scheduler(SCHEDULES[plan.schedule], adamw, warmup, total)
-        history = History(**(store.restore(model, adamw, rates) if store else {}))
+        history = _resumed(store, (model, adamw, rates), milestones, marks, total)
         left = range(len(history.step), total)
-        history.milestones.extend({} for _ in milestones)
-        if missed := {step for steps, _ in milestones for step in steps} - {*left, total}:
-            reason = f"the training goes from step {left.start} to {total}"
-            refuse("E-RANGE", f"milestone at step {min(missed)}: {reason}")
         began = time.perf_counter() - (history.seconds or [0.0])[-1]
         for step in runtime.progress(left, label, len(left)):
             _measure(model, milestones, step, history)
             loss, extra, norm = _gradient(accelerator, wrapped, batches, plan, step, penalty)
             if not math.isfinite(loss + extra + norm):
                 model.zero_grad()
-                saved = f"last checkpoint: step {step - step % store.every}" if store else "unsaved"
+                last = max(store.steps(), default=0) if store else None
+                saved = f"last checkpoint: step {last}" if store else "unsaved"
                 text = (
                     f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm} on rows"
                 )
@@ -173,10 +173,48 @@ def fit(
             line = (step + 1, loss, extra, norm, time.perf_counter() - began, tokens)
             for column, value in zip(history.columns().values(), line, strict=True):
                 column.append(value)
-            if store and rank == 0 and ((step + 1) % store.every == 0 or step + 1 == total):
+            if store and rank == 0 and store.due(history.seconds, total, model):
                 store.save(model, adamw, rates, history.columns())
         accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
         _measure(model, milestones, total, history)
+    return history
+
+
+def _store(
+    model: nn.Module, plan: Recipe, batches: Batches, total: int, output: str | Path | None,
+    every: int, marks: frozenset[int],
+) -> checkpoints.Store | None:  # fmt: skip
+    """Name the folder that was asked for, or that of a notebook's run; else there is none."""
+    asked = output is not None
+    if not asked and runtime.RESUME not in os.environ:
+        return None
+    run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "epochs": None}
+    run |= {"processes": runtime.processes()[1], "data": batches.digest()}
+    run |= {"model": fingerprint(model)}
+    places = [Path(output) if output is not None else checkpoints.place(model, run)]
+    (folder,) = broadcast_object_list(places)  # others may be on another machine
+    if folder is None:
+        return None
+    return checkpoints.Store(folder=folder, run=run, every=every, marks=marks, asked=asked)
+
+
+def _resumed(
+    store: checkpoints.Store | None, state: tuple[nn.Module, Optimizer, LRScheduler],
+    milestones: Milestones, marks: frozenset[int], total: int,
+) -> History:  # fmt: skip
+    """Go to the newest checkpoint; what was measured before it is measured anew, from its mark."""
+    history, steps = History(milestones=[{} for _ in milestones]), store.steps() if store else []
+    newest = max(steps, default=0)
+    if missed := marks - {0, *steps, *range(newest, total + 1)}:
+        reason = f"the training goes from step {newest} to {total}"
+        refuse("E-RANGE", f"milestone at step {min(missed)}: {reason}")
+    for mark in sorted(mark for mark in marks if mark < newest):
+        if store and mark:
+            store.restore(*state, mark)
+        _measure(state[0], milestones, mark, history)
+    if store and newest:
+        history = replace(history, **store.restore(*state, newest))
+        store.found(history.seconds[-1])
     return history
 
 
@@ -222,7 +260,7 @@ def _gradient(
     return loss, extra, norm
 
 
-def _optimizer(model: nn.Module, plan: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
     """Make AdamW over what requires a gradient; biases and normalisations do not decay."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], UNDECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -259,4 +297,5 @@ def _measure(model: nn.Module, milestones: Milestones, step: int, history: Histo
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
         if step in steps:
             with torch.random.fork_rng():
+                torch.manual_seed(step)  # whether the steps before it were done just now or not
                 measured[step] = measure(model)

@@ -114,7 +114,7 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
         fit(lora(), rows(), **SETTINGS, output=tmp_path, every=2)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert committed(tmp_path)[0].startswith(".stage-step-4-")
+    assert committed(tmp_path)[:2] == [".stage-step-4", ".step-4.lock"]
     ends_as_uninterrupted(tmp_path)
 
 
@@ -139,7 +139,8 @@ def test_a_folder_of_another_run_or_in_use_and_a_file_in_its_place_are_refused(
     ]:  # fmt: skip
         with pytest.raises(Refusal, match=f"E-CONFIGDIFF: .*{words}"):
             fit(lora(seed), rows(data), **{**SETTINGS, "lr": lr}, output=once_interrupted)
-    with checkpoints.locked(tmp_path), pytest.raises(Refusal, match=f"process {os.getpid()}"):
+    held = Store(folder=tmp_path, run={}, every=1).locked()
+    with held, pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)
     (tmp_path / "run").touch()
     with pytest.raises(Refusal, match="E-PATH"):
