@@ -164,7 +164,7 @@ def _execute(request: Request, limit: float | None) -> None:
             peak = _papermill(request, staged, limit)
             if first:
                 _keep(request, staged, peak)
-                shutil.rmtree(request.resume, ignore_errors=True)
+                _drop(request)
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
@@ -177,7 +177,7 @@ def _execute(request: Request, limit: float | None) -> None:
 @contextmanager
 def _place(request: Request) -> Iterator[None]:
     """Hold the run's place in the store, where there must be room; sweep what killed runs left."""
-    store, resume = request.store, request.resume
+    store = request.store
     with ExitStack() as held:
         try:
             held.enter_context(results.locked(store.with_suffix(".lock")))
@@ -187,9 +187,17 @@ def _place(request: Request) -> Iterator[None]:
             code = "E-DISK" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "E-PERM"
             refuse(code, f"a run could not be kept in {store.parent} ({error}): nothing was run")
         results.sweep(store.parent)
-        for other in set(resume.parent.glob(f"{store.stem}-*")) - {resume}:  # of other code
-            shutil.rmtree(other, ignore_errors=True)
+        _drop(request, but=request.resume)
         yield
+
+
+def _drop(request: Request, but: Path | None = None) -> None:
+    """Remove the checkpoints of a run, whatever the code; a kill leaves no part of any there."""
+    place, stem = request.resume.parent, request.store.stem
+    for old in set(place.glob(f"{stem}-*")) - {but}:
+        old.rename(old.with_name(f".{old.name}.{secrets.token_hex(4)}"))
+    for gone in place.glob(f".{stem}-*"):
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextmanager

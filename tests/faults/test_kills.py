@@ -1,0 +1,190 @@
+"""Runs of a notebook are killed at any moment until they end: nothing is lost, no bit differs.
+
+The processes that are killed are forks of one that has imported everything, kernels included: an
+import takes longer than the run. MOEBOOK_FAULTS=10 kills 300 times.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from moebook import results
+from tests.notebook.conftest import REPOSITORY, make_project
+
+pytestmark = pytest.mark.timeout(600)
+KILLS = 30
+FORKS = """
+import json, os, sys, jupyter_client.launcher, ipykernel.ipkernel, ipykernel.kernelapp, datasets
+from moebook import cli, results
+from moebook.notebook import runner
+from moebook.training import fit
+results.loaded()  # what a notebook hashes is hashed once
+
+class Fork:
+    stdout = stderr = returncode = None
+
+    def __init__(self, command, *, env, cwd, **_):
+        with os.fdopen(write, "w") as pipe:
+            json.dump([command[command.index("-m") + 2:], env, cwd], pipe)
+        self.pid, self.stdin = kernel, open(os.devnull)
+
+    def poll(self):
+        if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(done[1])
+        return self.returncode
+
+    def wait(self, timeout=None):
+        while self.poll() is None:
+            os.sched_yield()
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+jupyter_client.launcher.Popen = Fork
+for line in sys.stdin:
+    folder, temporary, errors, *words = json.loads(line)
+    if not (run := os.fork()):
+        os.chdir(folder)
+        os.environ["TMPDIR"] = temporary
+        sys.path.insert(0, folder)
+        told = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(told, 1), os.dup2(told, 2)
+        read, write = os.pipe()
+        if not (kernel := os.fork()):
+            os.setsid()
+            os.close(write)
+            with os.fdopen(read) as pipe:
+                text = pipe.read() or os._exit(0)
+            arguments, environment, place = json.loads(text)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(place)
+            ipykernel.kernelapp.launch_new_instance(argv=arguments)
+            os._exit(0)
+        os.close(read)
+        os._exit(cli.main(words))
+    print(run, flush=True)
+    sys.stdin.readline()
+    print(os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]), flush=True)
+"""
+
+IMPORTS = """\
+from types import SimpleNamespace
+import torch
+from datasets import Dataset
+from moebook import notebook
+from moebook.training import fit"""
+PARAMETERS = """\
+tier: str = "smoke"  # scale {smoke, study}
+seed: int = 0  # of everything random [0, 1000]"""
+MODEL = """\
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = torch.nn.Embedding(32, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 32)
+        self.body = torch.nn.Sequential(*layers)
+    def forward(self, input_ids, labels, logits_to_keep, **_):
+        found = self.body(input_ids)[:, -logits_to_keep:-1].reshape(-1, 32)
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(found, labels[:, 1:].ravel()))
+rows = torch.randint(32, (20, 9)).tolist()
+rows = Dataset.from_dict({"input_ids": rows, "labels": rows})"""
+TRAIN = """\
+for arm in ("left", "right"):
+    model, marks = Tiny(), [((0, 8, 20, 24), lambda m: float(torch.rand(()) + m.body[2].bias[0]))]
+    history = fit(model, rows, steps=24, batch=4, lr=0.1, every=1, milestones=marks, seed=seed)
+    run.record(f"toy/{arm}", sum(float(p.detach().sum()) for p in model.parameters()), "number")
+    run.curve(f"toy/{arm}/loss", history.loss, "nats")
+    run.curve(f"toy/{arm}/measured", history.milestones[0].values(), "number")
+run.record("toy/drawn", float(torch.rand(())), "share")"""
+
+
+class Forks:
+    """Starts commands of `moebook` in a project by forking; kills them and tells how they ended."""
+
+    def __init__(self, folder):
+        self.folder, self.temporary = folder / "toy", folder / "temporary"
+        self.errors, self.draw = folder / "errors", random.Random(0)
+        self.temporary.mkdir()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", FORKS], **pipes)
+
+    def run(self, moment=None):
+        """Run the toy; kill it after so many seconds, half the time without its kernel."""
+        places = [str(self.folder), str(self.temporary), str(self.errors)]
+        print(
+            json.dumps([*places, "run", "toy", "--on=smoke"]), file=self.process.stdin, flush=True
+        )
+        pid = self.process.stdout.readline().strip()
+        if moment is not None:
+            time.sleep(moment)
+            kernels = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for one in (pid, *(kernels if self.draw.random() < 0.5 else ())):
+                os.kill(int(one), signal.SIGKILL)
+        print(file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def steps(self):
+        """The newest checkpoint of each training, and whether one was being saved."""
+        newest = Counter()
+        for path in self.folder.glob("runs/resume/toy/[!.]*/*/step-*"):
+            number = path.parent.name[:3]
+            newest[number] = max(newest[number], int(path.name[5:]))
+        return newest, any(self.folder.glob("runs/resume/toy/*/*/.stage-*"))
+
+    def kept(self):
+        """The run in the store with its page, if there is one, and how many other files."""
+        files = [*self.folder.glob("runs/**/*"), *self.temporary.glob("**/*")]
+        rest = sum(path.is_file() for path in files)
+        for path in self.folder.glob("runs/mine/toy/*.parquet"):
+            run = results.read_run(path)
+            assert run.manifest["executed"] == results.digest(path.with_suffix(".ipynb"))
+            return run, rest - 2
+        return None, rest
+
+
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (MODEL, TRAIN), {"smoke": "tier: smoke\n"})
+    made = Forks(tmp_path)
+    with made.process:
+        yield made
+
+
+def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(forks, times, figures):
+    assert forks.run() == 0, forks.errors.read_text()
+    whole, rest = forks.kept()
+    assert whole.values and whole.curves and "resumed" not in whole.manifest and not rest
+    shutil.rmtree(forks.folder / "runs")
+    draw, count, before = random.Random(1), Counter(killed=0, saving=0, lost=0, ended=0), Counter()
+    spent = []
+    while count["killed"] < KILLS * times or before:
+        last = count["killed"] >= KILLS * times
+        code = forks.run(None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"]))
+        assert code in (0, -signal.SIGKILL), forks.errors.read_text()
+        newest, saving = forks.steps()
+        run, rest = forks.kept()
+        count.update(killed=code != 0, saving=saving, ended=run is not None)
+        if run is None:
+            count["lost"] += any(newest[name] < step for name, step in before.items())
+            before = newest
+            continue
+        for part in ("values", "curves", "arms", "settings", "rows", "code"):
+            assert getattr(run, part) == getattr(whole, part), part
+        if not code:
+            assert not rest
+            spent.append(run.manifest.get("resumed", 0))
+        before = Counter()
+        shutil.rmtree(forks.folder / "runs")
+    figures("kills", "notebook run", **count)
+    assert not count["lost"] and count["ended"] and any(spent)
