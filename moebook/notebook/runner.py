@@ -169,7 +169,8 @@ def _execute(request: Request, limit: float | None) -> None:
             if not staged.is_file() or not first:
                 raise
             if not isinstance(error, Refusal):
-                error = Refusal("E-OS", f"not kept: {type(error).__name__}: {error}")
+                code = "E-OS" if isinstance(error, OSError) else "E-INTERNAL"
+                error = Refusal(code, f"not kept: {type(error).__name__}: {error}")
             copy = _aside(request, staged)
             raise Refusal(error.code, f"{error.message}; the failed copy is {copy}") from error
 
@@ -195,7 +196,8 @@ def _drop(request: Request, but: Path | None = None) -> None:
     """Remove the checkpoints of a run, whatever the code; a kill leaves no part of any there."""
     place, stem = request.resume.parent, request.store.stem
     for old in set(place.glob(f"{stem}-*")) - {but}:
-        old.rename(old.with_name(f".{old.name}.{secrets.token_hex(4)}"))
+        with suppress(OSError):
+            old.rename(old.with_name(f".{old.name}.{secrets.token_hex(4)}"))
     for gone in place.glob(f".{stem}-*"):
         shutil.rmtree(gone, ignore_errors=True)
 
