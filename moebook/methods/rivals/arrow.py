@@ -128,8 +128,7 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
 
     def weigh(origin: Origin) -> tuning.Weigh:
-        return lambda _, part: Arrow(
-            torch.zeros(len(origin.names), part.in_features), origin.config
-        )
+        count, config = len(origin.names), origin.config
+        return lambda _, part: Arrow(torch.zeros(count, part.in_features), config)
 
     return tuning.load(model, folder, Origin, weigh)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -125,23 +126,17 @@ def gates(
     model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0
 ) -> dict[str, Learnt]:
     """Learn each LoRA's gates, alone on the base: on its own rows, once for all targets."""
-    of_target = config.rows == "target"
-    if missing := [name for name in bank if not of_target and name not in data.sources]:
-        refuse(
-            "E-DATA", f"PHATGOOSE needs the rows that '{missing[0]}' was trained on: give sources"
-        )
+    sets = {n: data.rows if config.rows == "target" else data.source(n) for n in bank}
+    plan: dict[str, Any] = {"steps": config.steps, "lr": config.lr, "batch": config.batch}
     found = {}
-    for name, lora in bank.items():
-        rows = data.rows if of_target else data.sources[name]
+    for name, rows in sets.items():
         alone = tuning.attach(
-            model, {name: lora}, lambda _, part: Gate(part.in_features), mix="outputs", learnt=False
-        )
+            model, {name: bank[name]}, lambda _, part: Gate(part.in_features), mix="outputs",
+            learnt=False,
+        )  # fmt: skip
         with tuning.undone(alone):
             before = tuning.nats(model, rows, pad_id=data.pad_id)
-        alone = tuning.fit(
-            alone, data, rows=rows, steps=config.steps, lr=config.lr, batch=config.batch,
-            warmup=0.06, seed=seed,
-        )  # fmt: skip
+        alone = tuning.fit(alone, data, rows=rows, warmup=0.06, seed=seed, **plan)
         with tuning.undone(alone):
             after = tuning.nats(model, rows, pad_id=data.pad_id)
         vectors = {path: part.weigh.v.detach().clone() for path, part in alone.parts.items()}
@@ -154,34 +149,39 @@ def tuned(
     model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
     learnt: Mapping[str, Learnt] | None = None, **recipe: Any,
 ) -> Tuned:  # fmt: skip
-    """Put the bank on the base, routed by its gates: ``learnt`` by `gates`, else learnt here.
+    """Put the bank on the base, routed by its gates: of ``learnt`` (see `gates`), or learnt here.
 
-    Nothing else is trained, so the ``recipe`` goes unused. The gates' cost is the bank's makers',
-    unless they learn on the target's rows.
+    Nothing else is trained, so the ``recipe`` goes unused. The cost is that of gates learnt on the
+    target's rows; on their own rows it is the bank's makers'.
     """
     check(bank, ranks=False)
     mixing.check_choice(config.top_k, bank)
     for path, down in next(iter(bank.values())).down.items():
         if down.shape[1] < 3:
             refuse(
-                "E-RANGE", f"{path} has D = {down.shape[1]}, where LayerNorm leaves signs: D > 2"
+                "E-RANGE", f"{path} has D = {down.shape[1]}, where LayerNorm leaves a sign: D > 2"
             )
-    known = learnt or gates(model, bank, data, config, seed=seed)
+    known = dict(learnt or {})
+    new = {name: lora for name, lora in bank.items() if name not in known}
+    known |= gates(model, new, data, config, seed=seed)
 
     def weigh(path: str, _: nn.Module) -> Gates:
         return Gates(torch.stack([known[name].vectors[path] for name in bank]), config)
 
-    return tuning.attach(
+    done = tuning.attach(
         model, bank, weigh, mix="outputs", learnt=False, kind=Origin, config=config
     )
+    if config.rows == "sources":
+        return done
+    each = [astuple(known[name].cost) for name in bank]
+    return replace(done, cost=tuning.Cost(*map(sum, zip(*each, strict=True))))
 
 
 def load(model: nn.Module, folder: str | Path) -> Tuned:
     """Restore what `Tuned.save` wrote onto its base."""
 
     def weigh(origin: Origin) -> tuning.Weigh:
-        return lambda _, part: Gates(
-            torch.zeros(len(origin.names), part.in_features), origin.config
-        )
+        count, config = len(origin.names), origin.config
+        return lambda _, part: Gates(torch.zeros(count, part.in_features), config)
 
     return tuning.load(model, folder, Origin, weigh)

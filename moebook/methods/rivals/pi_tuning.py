@@ -122,14 +122,8 @@ def fishers(
     model: nn.Module, bank: Bank, data: Data, config: Config
 ) -> dict[str, dict[str, Tensor]]:
     """Embed every LoRA of the bank by its Fisher on its own rows: once for all targets."""
-    if missing := [name for name in bank if name not in data.sources]:
-        refuse(
-            "E-DATA", f"pi-tuning needs the rows that '{missing[0]}' was trained on: give sources"
-        )
-    return {
-        name: fisher(model, lora, data.sources[name], form=config.fisher)
-        for name, lora in bank.items()
-    }
+    sets = {name: data.source(name) for name in bank}
+    return {n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()}
 
 
 def similarity(one: Fisher, other: Fisher, *, eps: float = 0.0) -> float:
@@ -148,16 +142,15 @@ def tuned(
 ) -> Tuned:  # fmt: skip
     """Train a LoRA on the target, find its neighbours, and train them side by side: one LoRA again.
 
-    Its rank is ``(k + 1) R``. The recipe is of both trainings. ``embeddings`` are the bank's
-    `fishers`, else made here.
+    Its rank is ``(k + 1) R``. The recipe is of both trainings. ``embeddings`` are `fishers` of the
+    bank; those that lack are made here, at their makers' cost.
     """
     check(bank)
     mixing.check_choice(config.neighbours, bank)
-    embeddings = embeddings or fishers(model, bank, data, config)
-    first = next(iter(bank.values()))
-    start = mixing.fresh(
-        model, list(first.down), ["target"], rank=first.rank, alpha=first.alpha, seed=seed
-    )
+    known = dict(embeddings or {})
+    new = {name: lora for name, lora in bank.items() if name not in known}
+    known |= fishers(model, new, data, config)
+    start = mixing.fresh_like(model, {"target": next(iter(bank.values()))}, seed=seed)
     alone = tuning.attach(
         model, start, lambda *_: mixing.Fixed(torch.ones(1)), mix="outputs", learnt=True
     )
@@ -168,7 +161,7 @@ def tuned(
     tokens = sum(map(len, data.shots["input_ids"]))
     spent = replace(alone.cost, forward=alone.cost.forward + tokens,
                     backward=alone.cost.backward + tokens)  # fmt: skip
-    like = {name: similarity(own, each, eps=config.eps) for name, each in embeddings.items()}
+    like = {name: similarity(own, known[name], eps=config.eps) for name in bank}
     nearest = sorted(like, key=lambda name: -like[name])[: config.neighbours]
     experts = {"target": target} | {name: bank[name] for name in nearest}
     blocks: dict[str, Interpolation] = {}

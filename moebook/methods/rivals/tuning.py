@@ -64,6 +64,14 @@ class Data:
             refuse("E-KSHOT", f"have {len(self.shots)} shots, need {shots}")
         return self.shots.select(range(shots))
 
+    def source(self, name: str) -> Rows:
+        """Return the rows that a LoRA was trained on, or refuse their lack."""
+        if name not in self.sources:
+            refuse(
+                "E-DATA", f"the rows that '{name}' was trained on are needed: give them in sources"
+            )
+        return self.sources[name]
+
 
 @dataclass(frozen=True)
 class Cost:

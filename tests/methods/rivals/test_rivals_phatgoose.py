@@ -101,7 +101,7 @@ def test_what_cannot_be_gated_is_refused(host, model, rows, bank, make_bank):
         host(hidden_size=2, num_attention_heads=1, num_key_value_heads=1),
     )
     for base, loras, changes, message in (
-        (model, bank, {}, "E-DATA: PHATGOOSE needs the rows that 'b' was trained on"),
+        (model, bank, {}, "E-DATA: the rows that 'b' was trained on are needed"),
         (model, bank, {"top_k": 5}, "E-RANGE: k is 5, expected 1 to 4"),
         (model, {"a": bank["a"]}, {"top_k": 1}, "E-BANK: the bank holds 1 LoRAs"),
         (tiny, make_bank(tiny), {}, r"E-RANGE: model.layers.0.self_attn.q_proj has D = 2"),

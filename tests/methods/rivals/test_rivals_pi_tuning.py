@@ -125,7 +125,7 @@ def test_what_has_no_fisher_is_refused(model, rows, bank, lora):
             bank,
             Data(rows, sources={"a": rows}),
             {},
-            "E-DATA: pi-tuning needs the rows that 'b' was",
+            "E-DATA: the rows that 'b' was trained",
         ),
         (bank, Data(rows), {"neighbours": 5}, "E-RANGE: k is 5, expected 1 to 4"),
         (low, Data(rows), {}, "E-BANK: 'a' and 'low' differ in rank: 4 and 2"),
