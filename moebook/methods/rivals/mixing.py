@@ -28,7 +28,7 @@ from moebook.errors import refuse
 from moebook.kernels import route
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rocket.bank import Bank, check_alike
-from moebook.methods.rocket.loras import Lora, linears
+from moebook.methods.rocket.loras import Lora
 
 Mix = Literal["factors", "outputs", "root"]
 
@@ -82,33 +82,20 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
     return [filled(lora) for lora in loras]
 
 
-def fresh(
-    model: nn.Module, targets: Sequence[str], names: Sequence[str], *, rank: int, alpha: float,
-    seed: int,
-) -> dict[str, Lora]:  # fmt: skip
-    """Make untrained LoRAs as PEFT starts them: A Kaiming-uniform with a = sqrt 5, B zero."""
-    generator, layers = torch.Generator().manual_seed(seed), linears(model, targets)
+def fresh_like(bank: Bank, *, seed: int) -> dict[str, Lora]:
+    """Make untrained LoRAs of a bank's shapes: A Kaiming-uniform with a = sqrt 5, B zero (PEFT)."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def start(width: int) -> Tensor:
-        return nn.init.kaiming_uniform_(
-            torch.empty(rank, width), a=math.sqrt(5), generator=generator
-        )
+    def started(lora: Lora) -> Lora:
+        widths = {path: a.shape[1] ** -0.5 for path, a in lora.down.items()}
+        down = {
+            path: torch.empty(a.shape).uniform_(-widths[path], widths[path], generator=generator)
+            for path, a in lora.down.items()
+        }
+        up = {path: torch.zeros(b.shape) for path, b in lora.up.items()}
+        return replace(lora, down=down, up=up, provenance={})
 
-    return {
-        name: Lora(
-            name, rank, alpha,
-            down={path: start(layer.in_features) for path, layer in layers.items()},
-            up={path: torch.zeros(layer.out_features, rank) for path, layer in layers.items()},
-        )
-        for name in names
-    }  # fmt: skip
-
-
-def fresh_like(model: nn.Module, bank: Bank, *, seed: int) -> dict[str, Lora]:
-    """Make as many untrained LoRAs of the shape and scale of a bank's."""
-    first = next(iter(bank.values()))
-    at = {"rank": first.rank, "seed": seed}
-    return fresh(model, list(first.down), list(bank), alpha=first.scale * first.rank, **at)
+    return {name: started(lora) for name, lora in bank.items()}
 
 
 def halves(weights: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
@@ -209,8 +196,9 @@ class Mixed(nn.Module):
         if self.mix == "outputs":
             gates = weights.expand(*x.shape[:-1], -1)
             return lora_mixture(source, base, gates, self.down, self.up, self.scale)
-        delta = self._by_token(source, weights) if _of_tokens(weights, x) else None
-        if delta is None:
+        if weights.dim() > 1 and weights.shape[-2] == x.shape[-2]:
+            delta = self._by_token(source, weights)
+        else:
             of_example = weights.squeeze(-2) if weights.dim() > 1 else weights
             down, up = joined(self.down, self.up, of_example, self.mix)
             delta = source @ down.mT @ up.mT
@@ -223,8 +211,3 @@ class Mixed(nn.Module):
         low = (on_down.unsqueeze(-1) * low).sum(-2, keepdim=True)  # [..., 1, R]
         columns = self.up.transpose(0, 1).flatten(1)  # [O, N R]
         return F.linear((on_up.unsqueeze(-1) * low).flatten(-2), columns)
-
-
-def _of_tokens(weights: Tensor, x: Tensor) -> bool:
-    """Whether there are weights for each token."""
-    return weights.dim() > 1 and weights.shape[-2] == x.shape[-2]

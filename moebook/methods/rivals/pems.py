@@ -11,9 +11,9 @@ operations, negation and analogy, have no place in Rocket's table.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
@@ -22,6 +22,7 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
+from moebook.methods.rocket.loras import Lora, attached
 from moebook.settings import preset, settings
 
 
@@ -62,33 +63,21 @@ PRESETS: dict[str, dict[str, Any]] = {
 def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:
     """Attach the merged LoRA, tuned if so set; its one weight is 1."""
     check(bank, ranks=config.mix == "factors")
-    best, spent = torch.full((len(bank),), 1 / len(bank)), Cost()
+    shares, spent = [torch.full((len(bank),), 1 / len(bank))], Cost()
     if config.coefficients == "validation":
-        best, spent = _validated(model, bank, data, config)
-    result = _attached(model, bank, best, config)
+        if len(bank) != 2:
+            refuse("E-CHOICE", f"coefficients by validation are of 2 LoRAs, not of {len(bank)}")
+        grid = torch.linspace(0, 1, round(1 / config.grid) + 1)
+        shares = [torch.stack([share, 1 - share]) for share in grid]
+        spent = Cost(1, len(shares) * sum(map(len, data.shots["input_ids"])))
+    tried = [mixing.merged(bank, weights, mix=config.mix) for weights in shares]
+    best = tried[0] if len(tried) == 1 else min(tried, key=partial(_nats, model, data))
+    result = tuning.alone(model, best, learnt=config.tune == "merged")
     if config.tune == "none":
         return replace(result, cost=spent)
     return tuning.fit(result, data, spent=spent, **recipe)
 
 
-def _attached(model: nn.Module, bank: Bank, weights: torch.Tensor, config: Config) -> Tuned:
-    merged = mixing.merged(bank, weights, mix=config.mix)
-    one, learnt = mixing.Fixed(torch.ones(1)), config.tune == "merged"
-    return tuning.attach(model, {"merged": merged}, lambda *_: one, mix="outputs", learnt=learnt)
-
-
-def _validated(
-    model: nn.Module, bank: Bank, data: Data, config: Config
-) -> tuple[torch.Tensor, Cost]:
-    """Return the best (l, 1 - l) of the grid on D_K, and what looking for it took."""
-    if len(bank) != 2:
-        refuse("E-CHOICE", f"coefficients by validation are of 2 LoRAs, the bank has {len(bank)}")
-    tried = {}
-    for share in np.linspace(0, 1, round(1 / config.grid) + 1):
-        weights = torch.tensor([share, 1 - share], dtype=torch.float32)
-        result = _attached(model, bank, weights, config)
-        with tuning.undone(result):
-            tried[tuning.nats(model, data.shots, pad_id=data.pad_id)] = weights
-        result.detach()
-    tokens = len(tried) * sum(map(len, data.shots["input_ids"]))
-    return tried[min(tried)], Cost(1, tokens)
+def _nats(model: nn.Module, data: Data, lora: Lora) -> float:
+    with attached(model, [lora]):
+        return tuning.nats(model, data.shots, pad_id=data.pad_id)

@@ -150,10 +150,8 @@ def tuned(
     known = dict(embeddings or {})
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= fishers(model, new, data, config)
-    start = mixing.fresh_like(model, {"target": next(iter(bank.values()))}, seed=seed)
-    alone = tuning.attach(
-        model, start, lambda *_: mixing.Fixed(torch.ones(1)), mix="outputs", learnt=True
-    )
+    start = mixing.fresh_like({"target": next(iter(bank.values()))}, seed=seed)
+    alone = tuning.alone(model, start["target"], learnt=True)
     alone = tuning.fit(alone, data, seed=seed, **recipe)
     target = alone.lora("target")
     alone.detach()

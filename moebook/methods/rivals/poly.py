@@ -89,7 +89,7 @@ def tuned(
     """Put the skills on the base and train Z, and the skills if so set; the result is one LoRA."""
     check(bank)
     if config.start == "random":
-        bank = mixing.fresh_like(model, bank, seed=seed)
+        bank = mixing.fresh_like(bank, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         done = tuning.attach(

@@ -180,16 +180,11 @@ class Router(nn.Module):
             logits = F.linear(self.norm(mean), self.vectors, self.bias)
         weights = (logits / self.config.temperature).softmax(-1)
         if self.training and self.config.expert_dropout:
-            weights = _dropped(weights, self.config.expert_dropout)
+            stays = torch.rand_like(weights) >= self.config.expert_dropout
+            stays = stays | ~stays.any(-1, keepdim=True)  # where all would go, they stay
+            weights = weights * stays / (weights * stays).sum(-1, keepdim=True)
         self.prompt.decided[self.path] = weights
         return weights.unsqueeze(1)
-
-
-def _dropped(weights: Tensor, share: float) -> Tensor:
-    """Drop experts and renormalise; where all of an example's would go, they stay."""
-    stays = torch.rand_like(weights) >= share
-    stays = stays | ~stays.any(-1, keepdim=True)
-    return weights * stays / (weights * stays).sum(-1, keepdim=True)
 
 
 def tuned(
@@ -198,7 +193,7 @@ def tuned(
     """Put the bank and its routers on the base and train them."""
     check(bank)
     if config.start == "random":
-        bank = mixing.fresh_like(model, bank, seed=seed)
+        bank = mixing.fresh_like(bank, seed=seed)
     prompt = Prompt(config.pool)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -195,6 +195,12 @@ def attach(
     return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt, dropout=dropout)
 
 
+def alone(model: nn.Module, lora: Lora, *, learnt: bool) -> Tuned:
+    """Put one LoRA on the base, at its full strength."""
+    one = mixing.Fixed(torch.ones(1))
+    return attach(model, {lora.name: lora}, lambda *_: one, mix="outputs", learnt=learnt)
+
+
 def _install(
     model: nn.Module, origin: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor],
     weigh: Weigh, *, learnt: bool, dropout: float = 0.0,

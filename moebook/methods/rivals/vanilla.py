@@ -9,13 +9,13 @@ import random
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from moebook.errors import nearest, refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
+from moebook.methods.rocket.loras import attached
 from moebook.settings import preset, settings
 
 
@@ -70,12 +70,9 @@ def tuned(
         name = min(nats, key=nats.__getitem__)
         spent = Cost(forward=len(bank) * sum(map(len, data.shots["input_ids"])))
     if config.choose == "fresh":
-        first, name = next(iter(bank.values())), "fresh"
-        alpha = first.scale * first.rank
-        bank = mixing.fresh(
-            model, list(first.down), [name], rank=first.rank, alpha=alpha, seed=seed
-        )
-    result = _alone(model, bank, name, learnt=config.tune)
+        name = next(iter(bank))
+        bank = mixing.fresh_like({name: bank[name]}, seed=seed)
+    result = tuning.alone(model, bank[name], learnt=config.tune)
     if not config.tune:
         return replace(result, cost=spent)
     return tuning.fit(result, data, spent=spent, seed=seed, **recipe)
@@ -84,14 +81,7 @@ def tuned(
 def by_shots(model: nn.Module, bank: Bank, data: Data) -> dict[str, float]:
     """Return each LoRA's mean nats a token on D_K, alone on the base."""
     nats = {}
-    for name in bank:
-        result = _alone(model, bank, name, learnt=False)
-        with tuning.undone(result):
+    for name, lora in bank.items():
+        with attached(model, [lora]):
             nats[name] = tuning.nats(model, data.shots, pad_id=data.pad_id)
-        result.detach()
     return nats
-
-
-def _alone(model: nn.Module, bank: Bank, name: str, *, learnt: bool) -> Tuned:
-    one = mixing.Fixed(torch.ones(1))
-    return tuning.attach(model, {name: bank[name]}, lambda *_: one, mix="outputs", learnt=learnt)

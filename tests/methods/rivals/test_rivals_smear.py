@@ -138,16 +138,13 @@ def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(merged,
 
 
 def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
-    torch.manual_seed(0)
-    p = torch.rand(500, 4).softmax(-1)
-    left = smear._dropped(p, 0.5)
-    torch.testing.assert_close(left.sum(-1), torch.ones(500))
+    result = merged(expert_dropout=0.5)
+    part, x = result.parts[Q], torch.randn(500, 4, 32)
+    p, left = part.weigh(x), part.train().weigh(x)
     kept = left > 0
     torch.testing.assert_close(left, (p * kept) / (p * kept).sum(-1, keepdim=True))
-    assert 0.4 < 1 - kept.double().mean() < 0.55 and kept.any(-1).all()
-    result = merged(expert_dropout=0.9)
-    part, x = result.parts[Q].train(), torch.randn(50, 4, 32)
-    assert (part.weigh(x) == 0).any() and not (part.eval().weigh(x) == 0).any()
+    # Half stay, and all three in the eighth of the rows where all would go.
+    assert kept.double().mean() == pytest.approx(5 / 8, abs=0.04) and kept.any(-1).all()
 
 
 def test_bad_input_is_one_line_and_the_base_comes_back(model, batch, merged):
