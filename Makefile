@@ -6,7 +6,7 @@ ARGS   ?=
 # All tests run on every core (each worker holds torch, hence a limit), some of them in one process.
 WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
 
-LOCKS   := requirements.lock requirements.nodeps.lock pyproject.toml
+LOCKS   := requirements.lock requirements.nodeps.lock requirements.hashes.lock pyproject.toml
 STAMP   := .venv/installed-$(shell cat $(LOCKS) | cksum | tr -d ' ')
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
@@ -43,13 +43,20 @@ clean: ## Remove what `book` and `test` wrote (keeps .venv, runs/ and results/)
 	@rm -rf _build book/notebooks book/_generated build .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
 
 # The stamp is named by what the locks and pyproject.toml hold, so that .venv is renewed when that changes.
+# With HASHES=1 only files that requirements.hashes.lock lists are installed.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "set-up: needs Python 3.11 or newer, '$(PYTHON) -V' says: $$($(PYTHON) -V 2>&1); name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "set-up: installing requirements.lock into .venv (a few minutes the first time)"
 	@rm -f .venv/installed-*
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+ifdef HASHES
+	@awk '/^(setuptools|wheel)==/,!/\\$$/' requirements.hashes.lock > .venv/build.lock
+	@$(PIP) --no-deps --require-hashes -r .venv/build.lock
+	@$(PIP) --no-deps --require-hashes --no-build-isolation -r requirements.hashes.lock
+else
 	@$(PIP) -r requirements.lock
 	@$(PIP) --no-deps -r requirements.nodeps.lock
+endif
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -104,7 +104,8 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     manifest = {"date": "2026-01-02T03:04:05+00:00"}
     for notebook, protocol in (("toy", "nano"), ("bench", "cpu")):
         run = Run(notebook, protocol, "study", 0, (), manifest=manifest)
-        results.write_run(project / "results" / notebook / protocol / "0.parquet", run)
+        place = project / "results" / notebook / protocol
+        results.keep(run, place / "0.parquet", project)
     assert cli.main(["verify"]) == 0
     assert capsys.readouterr().out == (
         "ok    results/bench/cpu: seeds 0 agree; of 2026-01-02; code unchanged\n"
@@ -113,7 +114,10 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     (project / "results" / "toy" / "nano" / "0.parquet").write_bytes(b"PAR1")
     assert cli.main(["verify", "bench"]) == 0
     assert cli.main(["verify"]) == 1
-    assert "\nFAILS results/toy/nano: E-RUN" in capsys.readouterr().out
+    assert (
+        "\nFAILS results/toy/nano: 0.parquet was altered; bring it back; E-RUN"
+        in capsys.readouterr().out
+    )
     monkeypatch.chdir(project.parent)
     assert cli.main(["list"]) == 2
     assert "E-PATH: no _config.yml" in capsys.readouterr().err

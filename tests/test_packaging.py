@@ -99,6 +99,21 @@ def test_packages_without_their_needs_are_pinned_apart():
     assert set(apart).isdisjoint(pins("requirements.lock"))
 
 
+def test_the_workflows_install_locked_files_by_hash_and_run_actions_by_commit():
+    lock = (ROOT / "requirements.hashes.lock").read_text()
+    pattern = r"^([\w.-]+)==([\w.]+)(?: ;[^\\]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
+    entries = re.findall(pattern, lock, re.MULTILINE)
+    hashed = {canonicalize_name(name): Version(version) for name, version in entries}
+    assert len(hashed) == len(entries) == len(re.findall(r"^\w", lock, re.MULTILINE))
+    locked = pins("requirements.lock") | pins("requirements.nodeps.lock")
+    assert locked.items() <= hashed.items()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = path.read_text()
+        for action in re.findall(r"uses: (.*)", workflow):
+            assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+        assert "HASHES: " in workflow or path.name == "newest.yml"
+
+
 def test_environment_yml_installs_the_ranges_of_pyproject():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["channels"] == ["conda-forge"]
@@ -153,8 +168,8 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run this project's Makefile in another folder, without the variables of an outer make."""
-    for name in ("Makefile", "pyproject.toml", "requirements.lock", "requirements.nodeps.lock"):
-        shutil.copy(ROOT / name, folder)
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("requirements*.lock")):
+        shutil.copy(path, folder)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
     return run(["make", *arguments], cwd=folder, env=environment)
 

@@ -17,9 +17,8 @@ import pandas as pd
 from moebook import results, runtime
 from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
 from moebook.errors import Refusal
-from moebook.results import Run, Value
+from moebook.results import BENCH, Run, Value
 
-BENCH = "bench"  # folder of the runs of all ops, one a machine
 UNITS = {
     "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
 }  # fmt: skip
@@ -151,7 +150,7 @@ def write(
         },
     )
     path = folder / "results" / BENCH / run.protocol / "0.parquet"
-    results.write_run(path, run)
+    results.keep(run, path, folder)
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
-from moebook.notebook import harvest, verdicts
+from moebook.notebook import harvest, sources, verdicts
 from moebook.results import TIERS, Pool, Run
 
 UNKNOWN = "unknown"
@@ -41,29 +41,35 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
     Values are harvested again from the executed copies of live runs. A run that is merely behind
     the code does not fail.
     """
-    pools = sorted(path for path in (folder / "results").glob("*/*") if path.is_dir())
-    pages = sorted((folder / "book" / "notebooks").glob("*.parquet"))
-    names = {path: path.parent.name for path in pools} | {path: path.stem[3:] for path in pages}
+    faults, shown = results.unsealed(folder), folder / "book" / "notebooks"
+    pools = {path for path in (folder / "results").glob("*/*") if path.is_dir()} | faults.keys()
+    pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
+             for path in shown.glob(f"*.{kind}")}  # fmt: skip
+    names = {path: path.parent.name for path in sorted(pools)}
+    names |= {path: path.stem[3:] for path in sorted(pages)}
     chosen = [path for path in names if name in (None, names[path])]
     if name is not None and not chosen:
         refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, set(names.values()))}")
-    return [_finding(path, folder) for path in chosen]
+    return [_finding(path, faults.get(path, []), folder) for path in chosen]
 
 
-def _finding(path: Path, folder: Path) -> Finding:
+def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
     place = str(path.relative_to(folder))
     try:
-        if path.is_dir():
-            pool = results.pool(path.parent.name, path.name, folder)
-            if pool is None:
-                return Finding(place, ("it holds no run",))
-            seeds = ", ".join(map(str, pool.seeds))
-            return Finding(place, (), f"seeds {seeds} agree; {results.since(pool.last, folder)}")
-        run = results.read_run(path)
-        failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
-        return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+        if path.suffix == ".parquet":
+            run = results.read_run(path)
+            failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
+            return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+        pool = results.pool(path.parent.name, path.name, folder)
+        if pool is None:
+            return Finding(place, (*faults, "it holds no run"))
+        if pool.notebook != results.BENCH:
+            sources.find(folder, pool.notebook).agrees(pool)
+        seeds = ", ".join(map(str, pool.seeds))
+        since = results.since(pool.last, folder)
+        return Finding(place, tuple(faults), f"seeds {seeds} agree; {since}")
     except Refusal as refusal:
-        return Finding(place, (str(refusal),))
+        return Finding(place, (*faults, str(refusal)))
 
 
 def _against_copy(copy: Path, run: Run) -> Iterator[str]:

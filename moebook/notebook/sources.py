@@ -18,7 +18,7 @@ from moebook import results
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
-from moebook.results import COMMITTED, TIERS, Run
+from moebook.results import COMMITTED, TIERS, Pool, Run
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
@@ -73,6 +73,14 @@ class Notebook:
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
+
+    def agrees(self, pool: Pool) -> None:
+        """Refuse a pool that was made with other parameters than its protocol has (E-POOL)."""
+        then, now = pool.last.settings, self.design(pool.protocol)
+        for key in sorted(then.keys() & now.keys()):
+            if then[key] != now[key]:
+                pair = f"{key} = {now[key]!r}, its runs were made with {then[key]!r}"
+                refuse("E-POOL", f"protocol {pool.protocol} says {pair}; give it another name")
 
 
 def design(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,12 +139,8 @@ def study(
     if tier not in COMMITTED:
         known = [p for p in notebook.protocols if notebook.settings(p)["tier"] in COMMITTED]
         refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(known)}")
-    pool, design = results.pool(name, protocol, folder), notebook.design(protocol)
-    then = pool.last.settings if pool else {}
-    for key in sorted(then.keys() & design.keys()):
-        if then[key] != design[key]:
-            pair = f"{key} = {design[key]!r}, its runs were made with {then[key]!r}"
-            refuse("E-POOL", f"protocol {protocol} says {pair}; give it another name")
+    if pool := results.pool(name, protocol, folder):
+        notebook.agrees(pool)
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")
     if arms and default is None:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
@@ -243,7 +239,7 @@ def add(run: Run, folder: Path) -> Path:
         Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
         names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
         path = next(place / name for name in names if not (place / name).exists())
-        results.write_run(path, run)
+        results.keep(run, path, folder)
     return path
 
 

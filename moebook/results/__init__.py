@@ -14,7 +14,7 @@ from moebook.results.files import (
     sweep,
     write,
 )
-from moebook.results.pools import COMMITTED, LIVE, Pool, live, pool, pools
+from moebook.results.pools import BENCH, COMMITTED, LIVE, Pool, keep, live, pool, pools, unsealed
 from moebook.results.runs import (
     TIERS,
     UNITS,

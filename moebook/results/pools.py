@@ -1,11 +1,13 @@
 """A pool is all runs of one protocol; verdicts, intervals and figures over seeds come from pools.
 
 ``results/<notebook>/<protocol>/*.parquet`` holds the committed runs, a file each. One more file
-adds a seed, or arms to a seed, and changes nothing else.
+adds a seed, or arms to a seed, and changes nothing else but the list of what is there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from moebook.errors import refuse
+from moebook.results import files
 from moebook.results.files import root
-from moebook.results.runs import TIERS, Curve, Run, Value, read_run
+from moebook.results.runs import TIERS, Curve, Run, Value, packed, read_run
 
+SEALS = "SHA256SUMS"  # in results/: the hashes of all committed runs, as sha256sum writes them
+BENCH = "bench"  # folder of the runs of all ops, one a machine
 COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 BASES = ("nano", "nano-moe", "smollm2")  # known by name, smallest first; others are larger
@@ -149,6 +154,42 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
         runs.append(run)
     ordered = tuple(sorted(runs, key=lambda run: run.seed))
     return Pool(notebook, protocol, ordered) if runs else None
+
+
+def keep(run: Run, path: Path, folder: Path) -> None:
+    """Commit a run to a file below ``results/`` and to the list there, from which it may not go."""
+    content, sums = packed(run), folder / "results" / SEALS
+    name = path.relative_to(sums.parent).as_posix()
+    with files.locked(folder / "runs" / "results.lock", wait=True):
+        seals = sealed(folder) | {name: hashlib.sha256(content).hexdigest()}
+        files.write(sums, "".join(f"{seals[name]}  {name}\n" for name in sorted(seals)))
+        with files.replacing(path) as temporary:
+            temporary.write_bytes(content)
+
+
+def sealed(folder: Path) -> dict[str, str]:
+    """Read the list of committed runs: file below ``results/`` to hash; E-FORMAT if it is none."""
+    path = folder / "results" / SEALS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    pairs = [re.fullmatch(r"([0-9a-f]{64})  (\S+\.parquet)", line) for line in lines]
+    if not all(pairs) or len({pair[2] for pair in pairs if pair}) < len(lines):
+        refuse("E-FORMAT", f"results/{SEALS}: expected a hash and a file a line, each file once")
+    return {pair[2]: pair[1] for pair in pairs if pair}
+
+
+def unsealed(folder: Path) -> dict[Path, list[str]]:
+    """Say by folder what of the committed runs is altered, gone, or not on the list."""
+    seals, place, faults = sealed(folder), folder / "results", dict[Path, list[str]]()
+    for name in sorted(
+        seals.keys() | {p.relative_to(place).as_posix() for p in place.rglob("*.parquet")}
+    ):
+        path = place / name
+        found, wanted = files.digest(path), seals.get(name)
+        if found != wanted:
+            fault = "was altered; bring it back" if found else "is gone; bring it back"
+            fault = fault if wanted else f"is not in {SEALS}; take it away, or add its line"
+            faults.setdefault(path.parent, []).append(f"{path.name} {fault}")
+    return faults
 
 
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:

@@ -7,6 +7,7 @@ metadata who ran what, where and when. A digest over all of it is checked when i
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from pydantic import Field
 
 from moebook.errors import Refusal, nearest, refuse
 from moebook.results import files
+from moebook.results.documents import json_object
 from moebook.settings import record
 
 TIERS = ("smoke", "cpu", "study", "gpu", "paper")
@@ -154,25 +156,35 @@ def restored(kind: type[Part], data: object, where: str) -> Part:
         refuse("E-VALUE", f"{where}: {refusal.message}")
 
 
-def write_run(path: Path, run: Run) -> None:
-    """Write a run's file, whole or not at all."""
+def packed(run: Run) -> bytes:
+    """Return what a run's file holds."""
     lines = [
         *({"name": v.name, "unit": v.unit, "value": v.value, "items": v.items} for v in run.values),
         *({"name": c.name, "unit": c.unit, "items": c.y, "x": c.x} for c in run.curves),
     ]
     text = json.dumps(_head(run) | {"format": FORMAT, "digest": _digest(run)})
     table = pa.Table.from_pylist(lines, COLUMNS.with_metadata({HEAD: text.encode()}))
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd", compression_level=19)
+    return content.getvalue()
+
+
+def write_run(path: Path, run: Run) -> None:
+    """Write a run's file, whole or not at all."""
+    content = packed(run)
     with files.replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", compression_level=19)
+        temporary.write_bytes(content)
 
 
 def read_run(path: Path) -> Run:
     """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN)."""
     try:
         table = pq.read_table(path)
-        head = dict(json.loads((table.schema.metadata or {})[HEAD]))
+        if not table.schema.equals(COLUMNS) or list(table.schema.metadata) != [HEAD]:
+            raise ValueError("other columns or metadata than a run has")
+        head = json_object(table.schema.metadata[HEAD], path.name)
         digest, version = head.pop("digest"), head.pop("format")
-        lines = table.select(COLUMNS.names).to_pylist()
+        lines = table.to_pylist()
         run = _from_lines(head, lines) if version == FORMAT else None
     except FileNotFoundError:
         refuse("E-NOFILE", f"no file {path}")

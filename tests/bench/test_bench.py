@@ -242,7 +242,7 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     ("arguments", "message"),
     [
         (["expert"], "E-NAME: unknown op 'expert'; did you mean 'experts'?"),
-        ([""], "E-NAME: unknown op ''; one of: adapters"),
+        ([""], "E-USAGE: moebook bench: op is empty"),
         (["route", "--threads", "0"], "E-RANGE: --threads is 0"),
         (["route", "--rounds", "0"], "E-RANGE: rounds is 0"),
         (["route", "--scale", "big"], "E-CHOICE: unknown scale 'big'; one of: full, model"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -237,7 +238,9 @@ def book(ran, project, tmp_path):
     shutil.copyfile(ran.notebook, page)
     shutil.copyfile(ran.path, page.with_suffix(".parquet"))
     for seed in (0, 1):
-        study.add(replace(ran.run, protocol="nano", tier="study", seed=seed), folder)
+        settings = {**ran.run.settings, "tier": "study", "top_k": 4}
+        made = replace(ran.run, protocol="nano", tier="study", seed=seed, settings=settings)
+        study.add(made, folder)
     return folder
 
 
@@ -253,6 +256,31 @@ def test_verify_agrees_with_what_was_just_run(book):
         verify("tyo", book)
 
 
+def _dated(path):
+    """Change the day of a run by the book's own code, digest and all."""
+    run = results.read_run(path)
+    results.write_run(path, replace(run, manifest={**run.manifest, "date": "2020-01-01"}))
+
+
+GONE, ALTERED, UNLISTED = "1.parquet is gone", "1.parquet was altered", "1.parquet is not in SHA256"
+
+
+@pytest.mark.parametrize(("change", "failure"), [
+    (_dated, ALTERED), (lambda path: path.write_bytes(path.read_bytes() + b" "), ALTERED),
+    (Path.unlink, GONE), (lambda path: shutil.rmtree(path.parents[1]), f"{GONE}.*holds no run"),
+    (lambda path: (path.parents[2] / "SHA256SUMS").unlink(), UNLISTED),
+    (lambda path: path.rename(path.parents[2] / path.name), f"results: {UNLISTED}"),
+    (lambda path: path.parent.rename(path.parent.with_name("nona")), f"nona: .*{UNLISTED}"),
+    (lambda path: (path.parents[3] / "notebooks" / "01_toy.nano.yaml").unlink(), "E-PROTOCOL"),
+    (lambda path: results.write(path.parents[3] / "notebooks" / "01_toy.nano.yaml",
+                                "tier: study\ntop_k: 5\n"), "E-POOL: protocol nano says top_k = 5"),
+])  # fmt: skip
+def test_verify_sees_what_a_runs_own_digest_cannot(book, change, failure):
+    change(book / "results" / "toy" / "nano" / "1.parquet")
+    failed = "\n".join(str(finding) for finding in verify(None, book) if finding.failures)
+    assert re.search(failure, failed), failed
+
+
 @pytest.mark.parametrize(("file", "old", "new", "failure"), [
     ("results/toy/nano/0.parquet", b"toy", b"tay", "E-RUN"),
     ("results/toy/nano/0.parquet", b"", b"", "E-POOL"),
@@ -264,6 +292,7 @@ def test_verify_agrees_with_what_was_just_run(book):
     ("book/notebooks/01_toy.ipynb", b'"toy/here"', b'"toy/h"', "run and absent in"),
     ("book/notebooks/01_toy.ipynb", b"{", b"", "is no JSON"),
     ("book/notebooks/01_toy.ipynb", b"", b"", "is missing"),
+    ("book/notebooks/02_toy.ipynb", b"", b"", "02_toy.parquet: E-NOFILE"),
 ])  # fmt: skip
 def test_verify_detects_a_change(book, file, old, new, failure):
     path = book / file
@@ -271,7 +300,7 @@ def test_verify_detects_a_change(book, file, old, new, failure):
         assert old in path.read_bytes()
         path.write_bytes(path.read_bytes().replace(old, new, 1))
     elif path.suffix == ".ipynb":
-        path.unlink()
+        path.unlink() if path.is_file() else path.touch()
     elif path.suffix == ".parquet":
         shutil.copyfile(path, path.with_name("copy.parquet"))
     else:

@@ -116,6 +116,10 @@ def _value(table: pa.Table) -> pa.Table:
     (_head({"digest": None}), NO_RUN), (_head({"tier": None}), NO_RUN),
     (_head({"more": 1}), NO_RUN), (_head({"arms": 3}), NO_RUN),
     (lambda table: table.drop_columns(["items"]), NO_RUN),
+    (lambda table: table.append_column("note", [["x"] * len(table)]), "other columns or metadata"),
+    (lambda table: table.replace_schema_metadata({**table.schema.metadata, "note": "x"}), "other"),
+    (lambda table: table.replace_schema_metadata(
+        {HEAD: table.schema.metadata[HEAD].replace(b"{", b'{"tier": "gpu", ', 1)}), "twice"),
     (lambda table: table.replace_schema_metadata({}), NO_RUN),
     (lambda table: table.replace_schema_metadata({HEAD: b"[1]"}), NO_RUN),
 ])  # fmt: skip
