@@ -36,6 +36,7 @@ from moebook.methods.rocket import loras
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
+from moebook.models.anatomy import beside
 from moebook.nn.observe import evaluating, hooked
 from moebook.settings import settings
 from moebook.training.batches import Batches
@@ -208,8 +209,7 @@ def _install(
     model.requires_grad_(False)
     for path in origin.paths:
         linear = model.get_submodule(path)
-        dtype = torch.promote_types(torch.float32, linear.weight.dtype)
-        at = {"dtype": dtype, "device": linear.weight.device}
+        at = beside(linear.weight)
         reader = weigh(path, linear).to(**at)
         factors = down[path].to(**at), up[path].to(**at)
         part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix, dropout=dropout)
