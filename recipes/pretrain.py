@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
-from moebook.results import read_yaml
+from moebook.results import formed
 from moebook.runtime import environment, progress
 from moebook.settings import checked, settings
 from recipes import corpus
@@ -80,7 +80,8 @@ class Recipe:
         if not path.is_file():
             refuse("E-NOFILE", f"no recipe at {path}; expected <base>/recipe.yaml")
         try:
-            return cls(**read_yaml(path))
+            with formed(path) as content:
+                return cls(**content)
         except Refusal as refusal:
             refuse("E-CONFIG", f"{path}: {refusal.message}")
 

@@ -17,9 +17,10 @@ from moebook import runtime
 from moebook.bench.case import Case, Product, dense, number_format
 from moebook.bench.timing import Contender, Cost, interleave, shares
 from moebook.errors import Refusal, nearest, refuse
-from moebook.results import read_yaml
+from moebook.results import formed
 
-OPS, PEERS = read_yaml(Path(__file__).with_name("cases.yaml")).values()
+with formed(Path(__file__).with_name("cases.yaml")) as _FILE:
+    OPS, PEERS = _FILE["ops"], _FILE["peers"]
 """What is known of each op, and what each peer's distribution is compared on: see there."""
 STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5  # scale and fewest rounds of the goals
 SCALES = ("tiny", "small", "full", "model")

@@ -17,13 +17,13 @@ import datasets
 from moebook.data import files
 from moebook.data.templates import Row, Source
 from moebook.errors import nearest, refuse
-from moebook.results import read_yaml
+from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
 
-_FILE = read_yaml(Path(__file__).with_name("catalogue.yaml"))
-CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
-MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
+with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
+    CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
+    MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
 
 
 def load(
@@ -154,7 +154,7 @@ def local(path: Path) -> Rows:
     try:
         data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
         rows = list(data)
-    except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # StopIteration and pyarrow's own among them
         refuse("E-DATA", f"{path}: not a readable {kind} file ({error})")
     if not rows:
         refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")

@@ -180,6 +180,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         read = AutoTokenizer.from_pretrained(folder, **SAFE)
         if read.pad_token_id is None:
             read.pad_token = read.eos_token
+        read("a")  # some settings are taken as they are and fail at the first use
         return read
 
 

@@ -86,9 +86,9 @@ def build(tier: str, folder: Path) -> Path:
 
 def notebook_pages(folder: Path) -> list[str]:
     """List the notebooks in the book's table of contents: ``01_pesc``, ``01_pesc_findings``."""
-    toc = results.read_yaml(folder / "book" / "_toc.yml")
-    files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
-    return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
+    with results.formed(folder / "book" / "_toc.yml") as toc:
+        files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+        return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
 
 
 def generated(folder: Path) -> dict[str, str]:

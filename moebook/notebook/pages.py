@@ -123,8 +123,8 @@ class Places:
 
     @cached_property
     def _repository(self) -> str:
-        config = results.read_yaml(self.folder / "_config.yml")
-        return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
+        with results.formed(self.folder / "_config.yml") as config:
+            return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
 
 
 def ledger(rows: Sequence[Row], places: Places) -> str:

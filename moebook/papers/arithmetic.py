@@ -15,8 +15,9 @@ from itertools import combinations, groupby, product
 
 import numpy as np
 
-from moebook.papers.printed import PAPERS, number
+from moebook.papers.printed import PAPERS, folder, number
 from moebook.papers.relations import Cell, Check, Paper, agree, checks, stem, title
+from moebook.results import formed
 
 STATUSES = ("agrees", "rounding", "truncated", "differs")
 NAMES = {"same": "same quantity", "mean": "average"}
@@ -60,7 +61,11 @@ def judge(printed: float, decimals: int, computed: float, slack: float = 0.0) ->
 
 def audit(paper: str | None = None) -> list[Finding]:
     """Recompute every derived number of one paper, or of all four."""
-    return [finding for name in ([paper] if paper else PAPERS) for finding in _audit(Paper(name))]
+    every = list[Finding]()
+    for name in [paper] if paper else PAPERS:
+        with formed(folder(name)):
+            every += _audit(Paper(name))
+    return every
 
 
 def _audit(paper: Paper) -> Iterator[Finding]:

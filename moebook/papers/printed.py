@@ -10,6 +10,7 @@ paper's text, with the columns ``row, column, <keys>, printed, unit, mark``.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import pandas as pd
 
 from moebook.errors import nearest, refuse
-from moebook.results import read_yaml
+from moebook.results import formed, read_yaml
 
 FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
@@ -51,8 +52,8 @@ def number(printed: str) -> Number | None:
     fraction = match["fraction"] or ""
     power = POWERS[match["suffix"]] + int(match["power"] or 0)
     sign = -1 if match["sign"] in ("-", "−") else 1
-    digits = f"{match['whole'].replace(',', '')}.{fraction or '0'}e{power}"
-    return Number(sign * float(digits), len(fraction) - power)
+    value = sign * float(f"{match['whole'].replace(',', '')}.{fraction or '0'}e{power}")
+    return Number(value, len(fraction) - power) if math.isfinite(value) else None
 
 
 def folder(paper: str) -> Path:
@@ -107,6 +108,11 @@ def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[s
 
 @cache
 def _read(path: Path) -> pd.DataFrame:
+    with formed(path):
+        return _frame(path)
+
+
+def _frame(path: Path) -> pd.DataFrame:
     lines = path.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     head = "\n".join(line[1:].removeprefix(" ") for line in lines[:start])

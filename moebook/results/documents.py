@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -223,6 +224,21 @@ def read_places(path: Path, text: str | None = None) -> tuple[Any, list[str]]:
     items = node.value if isinstance(node, yaml.CollectionNode) else []
     tops = (item[0] if isinstance(item, tuple) else item for item in items)
     return content, [_at(name, top.start_mark) for top in tops]
+
+
+@contextmanager
+def formed(path: Path) -> Iterator[Any]:
+    """Give a YAML file's content to a block, or refuse what the block does not find (E-FORMAT).
+
+    Of any other file the block reads what it wants by itself.
+    """
+    try:
+        yield read_yaml(path) if path.suffix in (".yaml", ".yml") else None
+    except Refusal:
+        raise
+    except Exception as error:  # a key, a type, an encoding: whatever a damaged file brings
+        odd = f"{type(error).__name__}: {error}"
+        refuse("E-FORMAT", f"{path} does not hold what is read from it ({odd:.200}); restore it")
 
 
 def _at(name: str, mark: yaml.Mark | None) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from moebook.errors import Refusal, refuse
-from moebook.results.documents import read_ipynb
+from moebook.results.documents import formed, read_ipynb
 
 PACKAGE = Path(__file__).parents[1]
 CODE = ("moebook", "notebooks", "requirements.lock")
@@ -185,7 +185,10 @@ class _Docstrings(ast.NodeTransformer):
 def commit(folder: Path) -> dict[str, Any] | None:
     """Return the git commit and whether the code differs from it (dirty); None without git."""
     if (folder / FROZEN).is_file():
-        return {"id": (folder / FROZEN).read_text(encoding="utf-8").strip(), "dirty": False}
+        with formed(folder / FROZEN):
+            name = (folder / FROZEN).read_text(encoding="ascii").strip()
+            int(name, 16)
+            return {"id": name, "dirty": False}
     head = _git(folder, "rev-parse", "HEAD")
     status = _git(folder, "status", "--porcelain", "--", *CODE)
     return None if head is None or status is None else {"id": head, "dirty": bool(status)}

@@ -170,7 +170,7 @@ def keep(run: Run, path: Path, folder: Path) -> None:
 def sealed(folder: Path) -> dict[str, str]:
     """Read the list of committed runs: file below ``results/`` to hash; E-FORMAT if it is none."""
     path = folder / "results" / SEALS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
     pairs = [re.fullmatch(r"([0-9a-f]{64})  (\S+\.parquet)", line) for line in lines]
     if not all(pairs) or len({pair[2] for pair in pairs if pair}) < len(lines):
         refuse("E-FORMAT", f"results/{SEALS}: expected a hash and a file a line, each file once")

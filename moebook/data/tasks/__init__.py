@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moebook.data.tasks import code, common_sense, language, mathematics, translation
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
 from moebook.errors import nearest, refuse
-from moebook.results import read_yaml
+from moebook.results import formed
 
 
 def _general(name: str) -> Iterator[Item]:
@@ -24,20 +25,19 @@ def _general(name: str) -> Iterator[Item]:
 
 MODULES = (mathematics, code, common_sense, translation, language)
 POOLS: dict[str, Pool] = {pool.__name__: pool for module in MODULES for pool in module.POOLS}
-_FILE = read_yaml(Path(__file__).with_name("tasks.yaml"))
 
 
-def _catalogue(group: str) -> dict[str, Task]:
-    entries = _FILE[group].items()
-    pools = {name: POOLS.get(name, partial(_general, name)) for name, _ in entries}
-    return {name: Task(name=name, pool=pools[name], **entry) for name, entry in entries}
+def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
+    pools = {name: POOLS.get(name, partial(_general, name)) for name in entries}
+    return {name: Task(name=name, pool=pools[name], **entry) for name, entry in entries.items()}
 
 
-CATALOGUE = _catalogue("target")
-KSHOT = _catalogue("kshot")
-"""Tasks to be met with a few annotated rows only; near to targets, never inside them."""
-GENERAL = _catalogue("general")
-"""What the embedded bases know before any tuning: no target, but what tuning may forget."""
+with formed(Path(__file__).with_name("tasks.yaml")) as _FILE:
+    CATALOGUE = _catalogue(_FILE["target"])
+    KSHOT = _catalogue(_FILE["kshot"])
+    """Tasks to be met with a few annotated rows only; near to targets, never inside them."""
+    GENERAL = _catalogue(_FILE["general"])
+    """What the embedded bases know before any tuning: no target, but what tuning may forget."""
 KNOWN = CATALOGUE | GENERAL | KSHOT
 """All of them: whatever can be drawn and evaluated by name."""
 

@@ -8,17 +8,22 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from moebook.data.tasks.task import Item, shipped
-from moebook.results import read_yaml
+from moebook.results import formed
 
 _COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
 _PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-")
 
 
-def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
-    """Yield at most so many fillings of each wording; JSON keys stand in the wording's order."""
-    file = read_yaml(Path(__file__).with_name("requests.yaml"))
+def _requests(task: str, most: int, *, rationale: bool) -> list[Item]:
+    """Return at most so many fillings of each wording; JSON keys stand in the wording's order."""
+    with formed(Path(__file__).with_name("requests.yaml")) as file:
+        return [*_filled(file, task, most, rationale)]
+
+
+def _filled(file: Any, task: str, most: int, rationale: bool) -> Iterator[Item]:
     for intent, wordings in file[task].items():
         for wording in wordings:
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
@@ -31,13 +36,13 @@ def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
                 yield Item({"request": wording.format_map(slots)}, answer, why * rationale)
 
 
-def intent_json() -> Iterator[Item]:
-    """Yield requests with their intent and slots as JSON."""
+def intent_json() -> list[Item]:
+    """Return requests with their intent and slots as JSON."""
     return _requests("intent_json", most=160, rationale=False)
 
 
-def intent_new() -> Iterator[Item]:
-    """Yield requests with intents that `intent_json` has not."""
+def intent_new() -> list[Item]:
+    """Return requests with intents that `intent_json` has not."""
     return _requests("intent_new", most=60, rationale=True)
 
 

@@ -48,12 +48,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` trains nothing; so does ``released``, the defaults of mttl's class, with all LoRAs
-        at once, and ``peft``, whose users get three and their outputs mixed. ``bank`` tunes four a
-        token, as Rocket must have.
-        """
+        """Return the settings of ``paper``, ``released`` (mttl), ``peft`` or ``bank``, changed."""
         return preset(cls, PRESETS, name, changes)
 
 

@@ -59,11 +59,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` and ``bank`` are the definition, since the method starts from others' LoRAs
-        anyway; ``released`` measures similarity as the authors' code does.
-        """
+        """Return the settings of ``paper``, ``released`` or ``bank``, changed."""
         return preset(cls, PRESETS, name, changes)
 
 

@@ -54,11 +54,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` learns fresh skills and Z at two speeds; ``released`` does so without noise, as
-        mttl's newer router; ``bank`` starts from the bank, at one rate, as Rocket must have.
-        """
+        """Return the settings of ``paper``, ``released`` (mttl's newer) or ``bank``, changed."""
         return preset(cls, PRESETS, name, changes)
 
 

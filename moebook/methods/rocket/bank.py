@@ -24,23 +24,23 @@ from moebook.errors import nearest, refuse
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
-from moebook.results import read_yaml
+from moebook.results import formed
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
 FOLDER = Path(__file__).parent / "nano"
-CATALOGUE = read_yaml(Path(__file__).with_name("catalogue.yaml"))
-EMBEDDED: list[str] = CATALOGUE["embedded"]
-QUESTIONS: list[str] = CATALOGUE["questions"]
-HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
-SOURCES: dict[str, Source] = {
-    name: hub.CATALOGUE[entry["known"]]
-    if "known" in entry
-    else Source(**(CATALOGUE["collected"] if "files" in entry else {}), **entry)
-    for name, entry in CATALOGUE["sources"].items()
-}
-RECIPE: dict[str, Any] = read_yaml(FOLDER / "recipe.yaml")
-ROWS: int = RECIPE.pop("rows")  # of each set, at most; the rest are settings of `train`
+with formed(Path(__file__).with_name("catalogue.yaml")) as CATALOGUE:
+    EMBEDDED: list[str] = CATALOGUE["embedded"]
+    QUESTIONS: list[str] = CATALOGUE["questions"]
+    HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
+    SOURCES: dict[str, Source] = {
+        name: hub.CATALOGUE[entry["known"]]
+        if "known" in entry
+        else Source(**(CATALOGUE["collected"] if "files" in entry else {}), **entry)
+        for name, entry in CATALOGUE["sources"].items()
+    }
+with formed(FOLDER / "recipe.yaml") as RECIPE:
+    ROWS: int = RECIPE.pop("rows")  # of each set, at most; the rest are settings of `train`
 TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
 

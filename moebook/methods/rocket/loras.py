@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.models import checkpoint
-from moebook.models.anatomy import beside
 from moebook.results import read_json
 from moebook.settings import FINITE, record
 
@@ -98,6 +97,12 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     return layers
 
 
+def place(linear: nn.Module) -> dict[str, Any]:
+    """Return device and dtype of a linear layer's LoRAs: its own, but float32 at least (PEFT)."""
+    dtype = torch.promote_types(torch.float32, linear.weight.dtype)
+    return {"dtype": dtype, "device": linear.weight.device}
+
+
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
@@ -108,7 +113,7 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
-            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**beside(linear.weight))
+            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**place(linear))
             up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down)
             hooks.enter_context(linear.register_forward_hook(_adding(down, up)))
         yield
