@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, Required
 
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from moebook.errors import Refusal, refuse
@@ -85,19 +85,23 @@ def _parts(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-Lines = str | list[str]
+Text = Annotated[str | list[str], AfterValidator("".join)]  # of lines, as notebooks may have it
+_TEXT = TypeAdapter(Text)
 
 
-def _texts(data: dict[str, Any]) -> dict[str, Any]:
-    for mime, content in data.items():
-        if not mime.endswith("json") and not isinstance(content, str | list):
-            raise ValueError(f"{mime} as text")
-    return data
+def _bundle(data: dict[str, Any]) -> dict[str, Any]:
+    """Join the lines of all representations but those in JSON."""
+    text = _TEXT.validate_python
+    return {mime: part if mime.endswith("json") else text(part) for mime, part in data.items()}
+
+
+def _described(part: Any) -> Any:
+    """Give a notebook or cell the metadata that the format asks for, be they empty."""
+    return {"metadata": {}, **part} if isinstance(part, dict) else part
 
 
 class _Papermill(TypedDict, total=False):
     duration: Annotated[float, Field(ge=0)] | None
-    start_time: str | None
     end_time: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d")] | None
 
 
@@ -106,67 +110,41 @@ class _Metadata(TypedDict, total=False):
     papermill: _Papermill
 
 
-class _Stream(TypedDict):
-    output_type: Literal["stream"]
+class _Output(TypedDict, total=False):
+    output_type: Required[Literal["stream", "display_data", "execute_result", "error"]]
     name: str
-    text: Lines
-
-
-class _Shown(TypedDict):
-    output_type: Literal["display_data", "execute_result"]
-    data: Annotated[dict[str, Any], AfterValidator(_texts)]
-    metadata: NotRequired[dict[str, Any]]
-
-
-class _Error(TypedDict):
-    output_type: Literal["error"]
+    text: Text
     ename: str
     evalue: str
+    data: Annotated[dict[str, Any], AfterValidator(_bundle)]
+    metadata: dict[str, Any]
 
 
-class _Cell(TypedDict):
-    cell_type: Literal["code", "markdown", "raw"]
-    source: Lines
-    metadata: NotRequired[_Metadata]
-    outputs: NotRequired[
-        list[Annotated[_Stream | _Shown | _Error, Field(discriminator="output_type")]]
-    ]
+class _Cell(TypedDict, total=False):
+    cell_type: Required[Literal["code", "markdown", "raw"]]
+    source: Required[Text]
+    metadata: Required[_Metadata]
+    outputs: list[_Output]
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
 class _Notebook(TypedDict):
     nbformat: Literal[4]
-    cells: list[_Cell]
-    metadata: NotRequired[_Metadata]
+    metadata: _Metadata
+    cells: list[Annotated[_Cell, BeforeValidator(_described)]]
 
 
 _NOTEBOOK = TypeAdapter(_Notebook)
 
 
 def read_ipynb(path: Path) -> dict[str, Any]:
-    """Read a notebook, checked to have what is read of one; lists of lines are joined (E-NOTEBOOK).
-
-    Every cell has metadata, every code cell outputs, as the format asks, be they empty.
-    """
+    """Read a notebook, checked in all that is read of one, with its lines joined (E-NOTEBOOK)."""
     notebook = read_json(path, limit=LARGEST_NOTEBOOK)
     try:
         with in_one_line([], path.name):
-            _NOTEBOOK.validate_python(notebook, strict=True)
+            return dict(_NOTEBOOK.validate_python(_described(notebook)))
     except Refusal as refusal:
         refuse("E-NOTEBOOK", f"{refusal.message}; open and save it in Jupyter")
-    notebook.setdefault("metadata", {})
-    for cell in notebook["cells"]:
-        cell.setdefault("metadata", {})
-        _join(cell, "source")
-        for output in cell.setdefault("outputs", []) if cell["cell_type"] == "code" else ():
-            _join(output, "text")
-            for mime in [mime for mime in output.get("data", ()) if not mime.endswith("json")]:
-                _join(output["data"], mime)
-    return notebook
-
-
-def _join(content: dict[str, Any], name: str) -> None:
-    if isinstance(content.get(name), list):
-        content[name] = "".join(map(str, content[name]))
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,7 +7,6 @@ adds a seed, or arms to a seed, and changes nothing else but the list of what is
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,34 +156,30 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:
-    """Commit a run to a file below ``results/`` and to the list there, from which it may not go."""
-    content, sums = packed(run), folder / "results" / SEALS
-    name = path.relative_to(sums.parent).as_posix()
+    """Commit a run to a file below ``results/``, and its hash to the list there."""
+    place, content = folder / "results", packed(run)
     with files.locked(folder / "runs" / "results.lock", wait=True):
-        seals = sealed(folder) | {name: hashlib.sha256(content).hexdigest()}
-        files.write(sums, "".join(f"{seals[name]}  {name}\n" for name in sorted(seals)))
+        seals = _sealed(place)
+        seals[path.relative_to(place).as_posix()] = hashlib.sha256(content).hexdigest()
+        lines = (f"{seals[name]}  {name}\n" for name in sorted(seals))
+        files.write(place / SEALS, "".join(lines))
         with files.replacing(path) as temporary:
             temporary.write_bytes(content)
 
 
-def sealed(folder: Path) -> dict[str, str]:
-    """Read the list of committed runs: file below ``results/`` to hash; E-FORMAT if it is none."""
-    path = folder / "results" / SEALS
+def _sealed(place: Path) -> dict[str, str]:
+    """Read the list of committed runs: file to hash."""
+    path = place / SEALS
     lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-    pairs = [re.fullmatch(r"([0-9a-f]{64})  (\S+\.parquet)", line) for line in lines]
-    if not all(pairs) or len({pair[2] for pair in pairs if pair}) < len(lines):
-        refuse("E-FORMAT", f"results/{SEALS}: expected a hash and a file a line, each file once")
-    return {pair[2]: pair[1] for pair in pairs if pair}
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def unsealed(folder: Path) -> dict[Path, list[str]]:
-    """Say by folder what of the committed runs is altered, gone, or not on the list."""
-    seals, place, faults = sealed(folder), folder / "results", dict[Path, list[str]]()
-    for name in sorted(
-        seals.keys() | {p.relative_to(place).as_posix() for p in place.rglob("*.parquet")}
-    ):
-        path = place / name
-        found, wanted = files.digest(path), seals.get(name)
+    """Say by folder which committed runs are altered, gone, or not on the list."""
+    place, faults = folder / "results", dict[Path, list[str]]()
+    seals = _sealed(place)
+    for path in sorted({*place.rglob("*.parquet"), *(place / name for name in seals)}):
+        found, wanted = files.digest(path), seals.get(path.relative_to(place).as_posix())
         if found != wanted:
             fault = "was altered; bring it back" if found else "is gone; bring it back"
             fault = fault if wanted else f"is not in {SEALS}; take it away, or add its line"
