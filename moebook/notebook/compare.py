@@ -31,7 +31,7 @@ class Finding:
 
     def __str__(self) -> str:
         if self.failures:
-            return f"FAILS {self.path}: {'; '.join(self.failures)}"
+            return printable(f"FAILS {self.path}: {'; '.join(self.failures)}")
         return f"ok    {self.path}: {self.right}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import results
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, printable, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import COMMITTED, TIERS, Pool, Run
@@ -161,7 +161,7 @@ def _block(notebook: Notebook, folder: Path) -> str:
             seeds = f"seeds {', '.join(map(str, pool.seeds))}, each " * (len(pool.seeds) > 1)
             measured = seeds + cost(pool.last)
         lines.append(f"  --on {protocol:<8} {measured}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def cost(run: Run) -> str:
