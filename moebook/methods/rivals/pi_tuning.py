@@ -102,7 +102,7 @@ def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: str = "row") -> di
         return F.cross_entropy(logits.float(), labels[:, 1:].flatten(), reduction=reduction)
 
     gradient = vmap(grad(nats), (None, 0, 0)) if by_row else grad(nats)
-    total = {name: torch.zeros_like(t, dtype=torch.double, device=device) for name, t in at.items()}
+    total = {name: torch.zeros_like(t, dtype=torch.double) for name, t in at.items()}
     # Rows are padded on the right, where a causal model needs no mask, since `vmap` knows no branch
     # on a mask's values, and no fused attention either.
     with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
