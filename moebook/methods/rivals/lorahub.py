@@ -7,8 +7,8 @@ are means over the answers' tokens of a causal model.
 
 The released search asks nevergrad's NGOpt, which for this box and budget is COBYLA: deterministic,
 and it goes through w = 0 and one coordinate after another by 0.5 before its model takes a step, so
-that 40 evaluations of 38 LoRAs leave one. The paper names CMA-ES ("Shiwa", says one summary; the
-paper's text was not at hand, nor for its penalty: unverified).
+that 40 evaluations of 38 LoRAs leave one. The paper has CMA-ES and an L1 penalty, as three
+summaries agree; its text was not at hand, and that its penalty is a sum is unverified.
 """
 
 from __future__ import annotations
@@ -94,11 +94,9 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
         fixed.weights.copy_(torch.from_numpy(weights))
         nats = tuning.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
         size = np.abs(weights).mean() if config.penalty == "mean" else np.abs(weights).sum()
-        value = float(nats / (config.batch if config.loss == "over_batch" else 1) + STRENGTH * size)
-        if not np.isfinite(value):
-            refuse("E-NONFINITE", f"evaluation {len(values) + 1}: loss {value} at w = {weights}")
-        values.append(value)
-        return value
+        nats /= config.batch if config.loss == "over_batch" else 1
+        values.append(float(nats + STRENGTH * size))
+        return values[-1]
 
     with tuning.undone(result), torch.no_grad():
         best = search(loss, len(bank), config, seed=seed)

@@ -15,6 +15,7 @@ never move.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -288,4 +289,6 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
             inputs = batches.collate(chosen)
             inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
             total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()
+    if not math.isfinite(total):
+        refuse("E-NONFINITE", f"the loss on {len(rows)} rows is {total}: a LoRA is far too large")
     return total

@@ -223,7 +223,7 @@ BOOLEAN = "true or false", lambda flag: type(flag) is bool
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "peft_type": ("'LORA'", lambda kind: kind == "LORA"),
     "task_type": ("'CAUSAL_LM'", lambda task: task in (None, "CAUSAL_LM")),
-    "r": ("a whole number from 1 to 512", lambda r: type(r) is int and 1 <= r <= 512),
+    "r": ("a whole number from 1 to 4096", lambda r: type(r) is int and 1 <= r <= 4096),
     "lora_alpha": ("a number above 0, at most 65536", lambda a: _is_number(a) and 0 < a <= 2**16),
     "lora_dropout": ("a number in [0, 1)", lambda share: _is_number(share) and 0 <= share < 1),
     "target_modules": ("a list of names (no regular expression)", _are_names),

@@ -106,7 +106,7 @@ def test_bad_input_is_one_line_and_leaves_the_base(model, rows, make_bank, monke
     for loras, changes, message in (
         (bank, {"budget": 5}, "E-RANGE: budget is 5, COBYLA needs 6 for 4 LoRAs"),
         (bank, {"experts": 5}, "E-RANGE: experts is 5, expected 1 to 4"),
-        (huge, {}, "E-NONFINITE: evaluation 2: loss nan"),
+        (huge, {}, "E-NONFINITE: the loss on 24 rows is nan"),
         (bank, {"shots": 25}, "E-KSHOT: have 24 shots, need 25"),
         ({"a": bank["a"]}, {}, "E-BANK: the bank holds 1 LoRAs"),
         (bank | {"e": bank["b"]}, {}, "E-BANK: 'b' and 'e' are the same LoRA"),
