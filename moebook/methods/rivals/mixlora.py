@@ -10,6 +10,7 @@ arXiv 2404.15159; code: TUDB-Labs/MixLoRA and TUDB-Labs/MoE-PEFT.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -206,21 +207,17 @@ def _origin(model: nn.Module, config: Config) -> Origin:
 
 
 def _install(model: nn.Module, origin: Origin) -> Tuned:
-    trace, host = mnn.Trace(), anatomy(model)
-    model.requires_grad_(False)
+    trace, made = mnn.Trace(), {}
     for number, path in enumerate(origin.paths):
-        old = model.get_submodule(path)
-        part = _part(old, origin.config, {"layer": number, "trace": trace})
-        model.set_submodule(path, part.train(old.training))
-    setattr(model, origin.method, origin)
-    return Tuned(model, origin, hooks=trace.follow(host.decoder))
+        traced = {"layer": number, "trace": trace}
+        made[path] = _part(model.get_submodule(path), origin.config, traced)
+    hooks = trace.follow(anatomy(model).decoder)
+    return replace(tuning.put(model, origin, made), hooks=hooks)
 
 
 def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     """Make what stands in for an MLP, or for a linear layer: its experts, or its one LoRA."""
-    weight = next(old.parameters())
-    dtype = torch.promote_types(torch.float32, weight.dtype)
-    at = {"dtype": dtype, "device": weight.device}
+    at = tuning.beside(next(old.parameters()))
 
     def factors(linear: nn.Module, count: int) -> Factors:
         bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5

@@ -206,17 +206,28 @@ def _install(
     model: nn.Module, origin: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor],
     weigh: Weigh, *, learnt: bool, dropout: float = 0.0,
 ) -> Tuned:  # fmt: skip
-    model.requires_grad_(False)
+    made = {}
     for path in origin.paths:
         linear = model.get_submodule(path)
-        dtype = torch.promote_types(torch.float32, linear.weight.dtype)
-        at = {"dtype": dtype, "device": linear.weight.device}
-        reader = weigh(path, linear).to(**at)
-        factors = down[path].to(**at), up[path].to(**at)
+        at = beside(linear.weight)
+        reader, factors = weigh(path, linear).to(**at), (down[path].to(**at), up[path].to(**at))
         part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix, dropout=dropout)
         part.down.requires_grad_(learnt)
         part.up.requires_grad_(learnt)
-        model.set_submodule(path, part.train(linear.training))
+        made[path] = part
+    return put(model, origin, made)
+
+
+def beside(weight: Tensor) -> dict[str, Any]:
+    """Say where parameters beside a weight are: its device, float32 or its wider dtype."""
+    return {"device": weight.device, "dtype": torch.promote_types(torch.float32, weight.dtype)}
+
+
+def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:
+    """Freeze the base, and put in what was made of each of its modules, by path."""
+    model.requires_grad_(False)
+    for path, part in made.items():
+        model.set_submodule(path, part.train(part.base_layer.training))
     setattr(model, origin.method, origin)
     return Tuned(model, origin)
 
