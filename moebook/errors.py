@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 LONGEST = 2000  # characters of a message
@@ -40,6 +41,15 @@ class Refusal(Exception):
 def refuse(code: str, message: str) -> NoReturn:
     """Raise a `Refusal` with this code and message."""
     raise Refusal(code, message)
+
+
+@contextmanager
+def located(where: object) -> Iterator[None]:
+    """Say in each refusal of this block where the refused values come from, such as a file."""
+    try:
+        yield
+    except Refusal as problem:
+        refuse(problem.code, f"{where}: {problem.message}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from moebook.errors import nearest, refuse, shown
+from moebook.errors import located, nearest, refuse, shown
 
 Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
@@ -140,4 +140,5 @@ def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind
             given[name] = tuple(value)
         elif isinstance(value, dict) and is_dataclass(hints[name]):
             given[name] = restored(hints[name], value, where)
-    return kind(**given)
+    with located(where):
+        return kind(**given)

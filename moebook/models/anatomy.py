@@ -58,6 +58,8 @@ def anatomy(model: nn.Module) -> Anatomy:
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
+    if not hasattr(decoder, "layers"):  # Llama 4 calls itself its decoder
+        decoder = getattr(decoder, "model", decoder)
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         refuse("E-MODEL", f"no decoder layers found in {type(host).__name__}: {_seen(decoder)}")

@@ -98,7 +98,9 @@ def load(
     source = restored(kind, {**stored, **given}, folder)
     before = origin_or_none(model, kind)
     check_base(folder, source.base, before.base if before else fingerprint(model))
-    content = read(folder / TENSORS, restore(hollow(model), source))
+    with torch.device("meta"):  # sizes that the file does not hold are told before they are made
+        wanted = restore(hollow(model), source)
+    content = read(folder / TENSORS, wanted)
     with torch.no_grad():
         for name, tensor in restore(model, source).items():
             tensor.copy_(content[name])

@@ -46,6 +46,12 @@ def test_dense_families_show_their_mlps(family):
     assert isinstance(model.model.layers[0].mlp, nn.Identity)
 
 
+def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
+    model = build("llama4_text", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1])
+    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
+    assert model.get_decoder() is model and anatomy(model).decoder is model.model
+
+
 @pytest.mark.parametrize("family", SPARSE)
 def test_sparse_families_show_router_and_fused_experts(family):
     first, layer = anatomy(build(family)).layers

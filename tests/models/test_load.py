@@ -121,6 +121,15 @@ def saved(change):
     return damage
 
 
+def index(*names):
+    def damage(folder):
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        content = {"metadata": {}, "weight_map": {f"{n}.weight": n for n in names}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return damage
+
+
 DAMAGE = {
     "code of an own class": (config(**EVIL, model_type="evil"), "E-REMOTECODE: .*config.json"),
     "code deep inside": (config(text_config=EVIL), "E-REMOTECODE"),
@@ -134,6 +143,20 @@ DAMAGE = {
     "an unknown architecture": (config(model_type="lama"), "E-MODEL: .*llama"),
     "pickled weights": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "E-PICKLE: .*_model"),
+    "pickled shards": (index("pytorch_model.bin"), "E-PICKLE: .*pytorch_model.bin"),
+    "shards elsewhere": (index("../tiny/model.safetensors"), "E-NOFILE: .*[.][.]/tiny"),
+    "no shards": (index(), "E-NOFILE"),
+    "a pickle by name": (
+        config(transformers_weights="adapter_model.bin"), "E-NOFILE: .*adapter_model.bin"),
+    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "E-MODEL: .*adapter_co"),
+    "endless layers": (config(num_hidden_layers=10**12), "E-RANGE: .*num_hidden_layers 10{12}"),
+    "many layers": (config(num_hidden_layers=9999), "E-MODEL: .*promises over 1\\d{3} tensors"),
+    "a wide model": (config(vocab_size=10**9), "E-MODEL: .*promises over .*elements"),
+    "no heads": (config(num_attention_heads=0), "E-MODEL: .*ZeroDivisionError"),
+    "a list as a size": (config(hidden_size=[1]), "E-MODEL: .*hidden_size"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("[]"), "E-MODEL: .*tokenizer"),
+    "a broken seal": (
+        lambda f: [checkpoint.seal(f), edit(f / "config.json", use_cache=False)], "E-HASH"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "E-NOFILE"),
     "no model": (lambda f: [path.unlink() for path in f.iterdir()], "E-NOFILE"),
     "broken JSON": (lambda f: (f / "config.json").write_text("\ufeff{"), "E-FORMAT"),

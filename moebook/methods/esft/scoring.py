@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.data import padded
-from moebook.errors import Refusal, refuse
+from moebook.errors import located, refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, observe
 from moebook.results import read_json
@@ -153,10 +153,8 @@ class _Published:
 def from_json(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
     """Make settings from a JSON object in a file; keys that are numbers become numbers."""
     content = read_json(Path(path))
-    try:
+    with located(path):
         return kind(**{name: _numbered(value) for name, value in content.items()})
-    except Refusal as problem:
-        refuse(problem.code, f"{path}: {problem.message}")
 
 
 def _numbered(value: Any) -> Any:

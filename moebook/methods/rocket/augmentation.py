@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from moebook.errors import nearest, refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models.load import built, on_hub, read_tokenizer
+from moebook.models.load import built, on_hub, read_tokenizer, telling
 from moebook.results import read_json
 from moebook.settings import checked
 
@@ -96,12 +96,12 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     modes = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on}
     if modes not in ({MEAN}, {CLS}, set()):
         refuse("E-MODEL", f"{folder}: pools by {sorted(modes)}, expected one of {MEAN} and {CLS}")
-    kind, longest = "cls" if modes == {CLS} else "mean", limits.get("max_seq_length")
-    most = longest or tokenizer.model_max_length
-    if type(most) not in (int, float) or not most >= 1:
-        refuse("E-RANGE", f"{folder}: reads at most {most!r:.50} tokens, expected 1 or more")
-    longest = int(most if longest else min(most, 512))
-    return Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
+    kind = "cls" if modes == {CLS} else "mean"
+    with telling(folder, "encoder"):
+        longest = int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512))
+        found = Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
+        found.encode(["a text"])  # whether the parts belong together shows when they run
+    return found
 
 
 def _folder(name: str) -> Path:

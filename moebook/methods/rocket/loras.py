@@ -24,14 +24,13 @@ from peft import LoraConfig
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
-from moebook.errors import refuse
+from moebook.errors import located, refuse
 from moebook.models import checkpoint
 from moebook.results import read_json
 from moebook.settings import FINITE, record
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
-PROVENANCE = ("data", "prompts", "training", "losses")  # what a folder's manifest keeps of it
 
 
 def _wide(factor: Tensor) -> Tensor:
@@ -39,6 +38,17 @@ def _wide(factor: Tensor) -> Tensor:
 
 
 Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
+
+
+@record
+class Facts:
+    """What the manifest of a LoRA's folder keeps of it, where known."""
+
+    base: str | None = None
+    data: str | None = None
+    prompts: list[str] | None = None
+    training: dict[str, Any] | None = None
+    losses: list[float] | None = None
 
 
 @record
@@ -139,9 +149,11 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
 
     A manifest of ours ties it to its base. Nothing is fetched or run.
     """
-    facts = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
+    manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
+    with located(folder):
+        facts = Facts(**{key: manifest[key] for key in Facts.__annotations__ if key in manifest})
     settings = _settings(folder / SETTINGS)
-    checkpoint.check_base(folder, facts.get("base") or base, base)
+    checkpoint.check_base(folder, facts.base or base, base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
@@ -151,17 +163,18 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     shapes |= {KEY.format(path, "B"): (part.out_features, rank) for path, part in layers.items()}
     expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
-    noted = settings.get("base_model_name_or_path")
-    provenance = {key: facts[key] for key in PROVENANCE if key in facts}
+    provenance = {key: v for key, v in vars(facts).items() if key != "base" and v is not None}
+    if (noted := settings.get("base_model_name_or_path")) and not manifest:
+        provenance["base"] = noted
     return Lora(
         folder.name,
         rank,
         float(settings["lora_alpha"]),
         down={path: tensors[KEY.format(path, "A")] for path in layers},
         up={path: tensors[KEY.format(path, "B")] for path in layers},
-        base=facts.get("base"),
+        base=facts.base,
         rank_stabilised=settings.get("use_rslora") is True,
-        provenance={"base": noted} if noted and not facts else provenance,
+        provenance=provenance,
     )
 
 

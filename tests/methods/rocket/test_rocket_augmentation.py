@@ -158,12 +158,21 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
     ):
         with pytest.raises(Refusal, match=message):
             augmentation.encoder(name)
-    (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
-    with pytest.raises(Refusal, match="E-PICKLE"):
-        augmentation.encoder(str(encoder))
-    (encoder / "config.json").write_text('{"auto_map": {"AutoModel": "code.Model"}}')
-    with pytest.raises(Refusal, match="E-REMOTECODE"):
-        augmentation.encoder(str(encoder))
+    index = '{"weight_map": {"a": "pytorch_model.bin"}}'
+    for name, content, message in (
+        ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "E-MODEL: .*max_tokens"),
+        ("1_Pooling/config.json", "{}", ""),
+        ("sentence_bert_config.json", '{"max_seq_length": 1e30}', "E-MODEL: .*Overflow"),
+        ("sentence_bert_config.json", "{}", ""),
+        ("model.safetensors.index.json", index, "E-PICKLE"),
+        ("config.json", '{"auto_map": {"AutoModel": "code.Model"}}', "E-REMOTECODE"),
+    ):
+        (encoder / name).write_text(content)
+        if name.endswith("index.json"):
+            (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
+        if message:
+            with pytest.raises(Refusal, match=message):
+                augmentation.encoder(str(encoder))
 
 
 def test_the_embedded_encoder_knows_what_is_alike():

@@ -67,6 +67,7 @@ def tensors(change):
         (settings(init_lora_weights="pissa"), "E-CONFIG"),  # changes the base's own weights
         (settings(peft_type="IA3"), "E-CONFIG: .*expected 'LORA'"),
         (settings(lora_alpa=3), "E-CONFIG: .*did you mean 'lora_alpha'"),
+        (settings(use_lora_fa=True), "E-CONFIG: .*'use_lora_fa'; expected it to be null"),
         (settings(auto_mapping={"parent_library": "os"}), "E-CONFIG"),
         (tensors(lambda t: {f"x.{k}": v for k, v in t.items()}), "E-KEYS: .*8 tensors.*8 surplus"),
         (tensors(lambda t: dict(list(t.items())[::2])), "E-KEYS: .*4 tensors missing"),
@@ -93,6 +94,7 @@ def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, forei
 
 def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, base, batch):
     (peft, folder), model = foreign, base()
+    settings(of_a_newer_peft=None, merge_weights=False)(folder)
     lora = loras.read(folder, model, ANY)
     assert lora.scale == 8 / 2  # alpha / sqrt r
     with loras.attached(model, [lora]), torch.no_grad():
