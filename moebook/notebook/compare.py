@@ -130,8 +130,9 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     yield from ((f"parameter {name}", value) for name, value in run.settings.items())
     if run.arms:
         yield "arms", ", ".join(run.arms)
-    versions = environment.pop("versions", {})
-    yield from ((f"version of {name}", value) for name, value in versions.items())
+    versions = environment.pop("versions", None)
+    every = versions.items() if isinstance(versions, dict) else ()
+    yield from ((f"version of {name}", value) for name, value in every)
     yield from environment.items()
     for name in ("notebook", "lock"):
         yield f"hash of the {name}", str(run.code.get(name))[:12]

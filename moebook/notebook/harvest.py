@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from typing import Any
 
 from moebook import results
 from moebook.errors import nearest, refuse
@@ -17,22 +14,7 @@ from moebook.notebook.session import CURVE, NOTE, VALUE, injected
 from moebook.notebook.sources import Notebook
 from moebook.results import Curve, Run, Value, restored
 
-
-@with_config(ConfigDict(extra="allow"))
-class _Machine(TypedDict, total=False):
-    versions: dict[str, str]
-
-
-@with_config(ConfigDict(extra="forbid"))
-class _Notes(TypedDict, total=False):
-    environment: _Machine
-    modules: dict[Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")], str]
-    rows: dict[str, str]
-    arms: list[str]
-    known: list[str]
-
-
-NOTES = TypeAdapter(_Notes)
+NOTES = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
 
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
@@ -54,11 +36,9 @@ def notes(notebook: Any) -> dict[str, Any]:
     """Gather what a notebook notes of its run: environment, modules, arms, rows."""
     facts: dict[str, Any] = {}
     for where, content in _outputs(notebook, NOTE):
-        try:
-            NOTES.validate_python(content, strict=True)
-        except ValidationError:
-            refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
-        for name, fact in content.items():
+        for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
+            if not isinstance(fact, NOTES.get(name, ())):
+                refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
             facts[name] = facts.get(name, {}) | fact if isinstance(fact, dict) else fact
     return facts
 

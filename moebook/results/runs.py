@@ -54,6 +54,7 @@ COLUMNS = pa.schema([
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"
 Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]  # such as pesc/sparse/accuracy
+Module = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]  # below the package
 Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
 
 
@@ -125,7 +126,7 @@ class Run:
     arms: tuple[str, ...] = ()  # that ran; empty where the notebook has none
     settings: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, str] = field(default_factory=dict)
-    code: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, str | Mapping[Module, str] | None] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)  # date, commit, machine, cost
 
     def __post_init__(self) -> None:
@@ -229,7 +230,8 @@ def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
     (path, *_) = [*sorted((folder / "notebooks").glob(f"[0-9][0-9]_{run.notebook}.ipynb")), Path()]
     now = {"notebook": files.source(path), "lock": files.digest(folder / "requirements.lock")}
     parts = [part for part in now if part in run.code and run.code[part] != now[part]]
-    for name, value in run.code.get("modules", {}).items():
+    modules = run.code.get("modules")
+    for name, value in modules.items() if isinstance(modules, Mapping) else ():
         file = files.PACKAGE / name
         if not file.is_file() or files.code_digest(file) != value:
             parts.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
