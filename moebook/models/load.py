@@ -41,6 +41,7 @@ PACKAGED = ("nano", "nano-moe")
 LAYERS = 10_000  # at most, of any kind, before transformers makes a list of them
 INDEX = "model.safetensors.index.json"
 SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # misfits are told, by name
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
@@ -170,14 +171,7 @@ def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tu
         count = sum(len(safe_open(folder / name, "pt").keys()) for name in files)
         size = sum((folder / name).stat().st_size for name in files)
         with _at_most(10 * count + 1000, 4 * size + 2**26):
-            return kind.from_pretrained(
-                folder,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **SAFE,
-                **options,
-            )
+            return kind.from_pretrained(folder, use_safetensors=True, **SAFE, **REPORT, **options)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -198,8 +192,7 @@ def telling(folder: Path, what: str) -> Iterator[None]:
     except Refusal:
         raise
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        told = f"{type(error).__name__}: {' '.join(lines[:2]):.300}"
+        told = f"{type(error).__name__}: {error!s:.300}"
         refuse("E-MODEL", f"{folder}: no {what} that transformers can read ({told}); restore it")
 
 

@@ -10,13 +10,12 @@ import difflib
 import hashlib
 import json
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import peft
 import torch
@@ -24,10 +23,10 @@ from peft import LoraConfig
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
-from moebook.errors import located, refuse
+from moebook.errors import located, refuse, shown
 from moebook.models import checkpoint
 from moebook.results import read_json
-from moebook.settings import FINITE, record
+from moebook.settings import FINITE, record, settings
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
@@ -38,6 +37,33 @@ def _wide(factor: Tensor) -> Tensor:
 
 
 Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
+
+
+Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_]\w*(\.\w+)*$")]
+Text = Annotated[str, Field(max_length=1000)] | None
+
+
+@settings
+class Plain:
+    """The fields of ``adapter_config.json`` that plain LoRA has; any other must be unused."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Field(ge=1, le=4096)]
+    lora_alpha: Annotated[float, Field(gt=0, le=2**16)]
+    target_modules: Annotated[list[Name], Field(min_length=1, max_length=100)]
+    task_type: Literal["CAUSAL_LM", None] = None
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    inference_mode: bool = False
+    # Other starts alter the base's own weights.
+    init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal"] = True
+    # The base's class and module, which PEFT notes: one of transformers, never imported here.
+    auto_mapping: dict[str, Annotated[str, Field(pattern=r"^transformers\.|^[A-Z]\w*$")]] | None = (
+        None
+    )
+    base_model_name_or_path: Text = None
+    revision: Text = None
+    peft_version: Text = None
 
 
 @record
@@ -152,28 +178,28 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     with located(folder):
         facts = Facts(**{key: manifest[key] for key in Facts.__annotations__ if key in manifest})
-    settings = _settings(folder / SETTINGS)
+    plain = _plain(folder / SETTINGS)
     checkpoint.check_base(folder, facts.base or base, base)
     if (folder / PICKLE).is_file():
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
-    rank, layers = settings["r"], linears(model, settings["target_modules"])
+    rank, layers = plain.r, linears(model, plain.target_modules)
     shapes = {KEY.format(path, "A"): (rank, part.in_features) for path, part in layers.items()}
     shapes |= {KEY.format(path, "B"): (part.out_features, rank) for path, part in layers.items()}
     expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
     provenance = {key: v for key, v in vars(facts).items() if key != "base" and v is not None}
-    if (noted := settings.get("base_model_name_or_path")) and not manifest:
-        provenance["base"] = noted
+    if plain.base_model_name_or_path and not manifest:
+        provenance["base"] = plain.base_model_name_or_path
     return Lora(
         folder.name,
         rank,
-        float(settings["lora_alpha"]),
+        plain.lora_alpha,
         down={path: tensors[KEY.format(path, "A")] for path in layers},
         up={path: tensors[KEY.format(path, "B")] for path in layers},
         base=facts.base,
-        rank_stabilised=settings.get("use_rslora") is True,
+        rank_stabilised=plain.use_rslora,
         provenance=provenance,
     )
 
@@ -192,60 +218,18 @@ def write(lora: Lora, folder: Path) -> Path:
     return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _plain(path: Path) -> Plain:
     """Read ``adapter_config.json`` and refuse every field that plain LoRA has no use for."""
-    content, plain = read_json(path), LoraConfig().to_dict()
-    for name in ("peft_type", "r", "lora_alpha", "target_modules"):
-        if name not in content:
-            refuse("E-CONFIG", f"{path}: field '{name}' is missing")
+    content, every, known = read_json(path), LoraConfig().to_dict(), Plain.__annotations__
     for name, value in content.items():
-        unused = value is None or value is False or value in ({}, []) or value == plain.get(name)
-        if name not in plain and not unused:
-            guess = difflib.get_close_matches(name, plain, n=1, cutoff=0.8)
-            advice = f"did you mean '{guess[0]}'?" if guess else "expected it to be null or false"
-            refuse("E-CONFIG", f"{path}: PEFT {peft.__version__} has no field '{name}'; {advice}")
-        default = f"{plain.get(name)!r}: only plain LoRA can be read"
-        expected, holds = RULES.get(name, (default, None))
-        if not (holds(value) if holds else unused):
-            code = "E-RANGE" if name in ("r", "lora_alpha", "lora_dropout") else "E-CONFIG"
-            refuse(code, f"{path}: {name} is {str(value)[:60]!r}, expected {expected}")
-    return content
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_names(value: Any) -> bool:
-    """Whether these are at most a hundred names, none of them a regular expression."""
-    name = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-    named = isinstance(value, list) and 0 < len(value) <= 100
-    return named and all(isinstance(n, str) and len(n) < 200 and name.fullmatch(n) for n in value)
-
-
-def _is_known_class(value: Any) -> bool:
-    """Whether this names no class, or one of transformers (PEFT notes it; it is never imported)."""
-    if value is None:
-        return True
-    fits = isinstance(value, dict) and set(value) == {"base_model_class", "parent_library"}
-    return fits and str(value["parent_library"]).startswith("transformers.")
-
-
-TEXT = "a short text or null", lambda text: text is None or (type(text) is str and len(text) < 1000)
-BOOLEAN = "true or false", lambda flag: type(flag) is bool
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "peft_type": ("'LORA'", lambda kind: kind == "LORA"),
-    "task_type": ("'CAUSAL_LM'", lambda task: task in (None, "CAUSAL_LM")),
-    "r": ("a whole number from 1 to 4096", lambda r: type(r) is int and 1 <= r <= 4096),
-    "lora_alpha": ("a number above 0, at most 65536", lambda a: _is_number(a) and 0 < a <= 2**16),
-    "lora_dropout": ("a number in [0, 1)", lambda share: _is_number(share) and 0 <= share < 1),
-    "target_modules": ("a list of names (no regular expression)", _are_names),
-    "auto_mapping": ("transformers'", _is_known_class),
-    "init_lora_weights": (
-        "a start that leaves the base's own weights alone",
-        lambda start: start is None or type(start) is bool or start in ("gaussian", "orthogonal"),
-    ),
-    **dict.fromkeys(("use_rslora", "inference_mode"), BOOLEAN),
-    **dict.fromkeys(("base_model_name_or_path", "revision", "peft_version"), TEXT),
-}
-"""What must hold of a field of ``adapter_config.json``; any other must be empty or PEFT's own."""
+        unused = value is None or value is False or value in ({}, []) or value == every.get(name)
+        if name in known or unused:
+            continue
+        guess = difflib.get_close_matches(name, every, n=1, cutoff=0.8)
+        expected = f"{every.get(name)!r}, as plain LoRA has it"
+        if name not in every:
+            unknown = f"which PEFT {peft.__version__} does not know"
+            expected = f"{unknown}: did you mean '{guess[0]}'?" if guess else f"none, {unknown}"
+        refuse("E-CONFIG", f"{path}: {name} is {shown(value)}, expected {expected}")
+    with located(path):
+        return Plain(**{name: content[name] for name in known if name in content})
