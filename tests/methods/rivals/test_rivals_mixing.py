@@ -27,7 +27,7 @@ def product(lora, path):
     [
         ((0.5, 0.5), {"factors": 6.0, "outputs": 7.0, "root": 12.0}),
         ((0.25, 0.75), {"factors": 8.75, "outputs": 9.5}),
-        ((0.5, -1.0), {"factors": 7.5, "outputs": -11.0}),
+        ((0.5, -1.0), {"factors": 7.5, "outputs": -11.0, "root": (0.5**0.5 - 3) * (2**0.5 + 4)}),
     ],
 )
 def test_the_three_ways_by_hand(weights, by_hand):
