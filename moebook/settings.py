@@ -26,9 +26,9 @@ RANGES = ("greater_than", "less_than", "too_", "finite_number")
 
 
 def _finite(values: Any) -> Any:
-    if not (abs(values) < math.inf).all():
-        raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
-    return values
+    if (abs(values) < math.inf).all():
+        return values
+    raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
 
 
 FINITE = AfterValidator(_finite)

@@ -16,15 +16,16 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from moebook.errors import refuse
-from moebook.settings import checked
+from moebook.settings import FINITE, checked
 
 NEIGHBOURS = 15  # umap-learn's own default
 Plane = npt.NDArray[np.float32]
 Method = Literal["umap", "pca"]
 
 
+@checked
 def purity(
-    points: Tensor, labels: Tensor, *, clusters: int | None = None, seed: int = 0
+    points: Annotated[Tensor, FINITE], labels: Tensor, *, clusters: int | None = None, seed: int = 0
 ) -> pd.DataFrame:
     """Cluster each layer's points without their labels and count how well the clusters are domains.
 
@@ -44,7 +45,7 @@ def purity(
     if not 1 <= wanted <= len(labels):
         refuse("E-DATA", f"purity: {wanted} clusters of {len(labels)} points, expected 1 to that")
     largest, rows = float(domains.bincount().max()) / len(labels), []
-    for layer, part in enumerate(_finite(points)):
+    for layer, part in enumerate(points.float().numpy()):
         assigned = KMeans(wanted, n_init=4, random_state=seed).fit_predict(part)
         table = pd.crosstab(assigned, domains.numpy())
         rows.append((layer, float(table.max(axis=1).sum()) / len(labels), largest))
@@ -53,8 +54,9 @@ def purity(
 
 @checked
 def project(
-    points: Tensor, method: Method = "umap", *, seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-) -> Plane:
+    points: Annotated[Tensor, FINITE], method: Method = "umap", *,
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
+) -> Plane:  # fmt: skip
     """Lay out each layer's points ``[L, S, D]`` in the plane, ``[L, S, 2]``, separately by layer.
 
     Each layer is centred and scaled to a largest coordinate of 1. Distances between far groups mean
@@ -67,7 +69,7 @@ def project(
     if points.dim() != 3 or points.shape[1] < fewest or points.shape[2] < 2:
         shape = tuple(points.shape)
         refuse("E-SHAPE", f"{method}: points is {shape}, expected [L, S >= {fewest}, D >= 2]")
-    layers, threads = _finite(points), torch.get_num_threads()
+    layers, threads = points.float().numpy(), torch.get_num_threads()
     fit = _umap(seed) if method == "umap" else PCA(2, random_state=seed).fit_transform
     try:
         planes = [fit(layer) for layer in layers]
@@ -92,13 +94,6 @@ def panels(
         f"layer {layer}": {name: plane[labels.numpy() == i] for i, name in enumerate(names)}
         for layer, plane in zip(layers, planes, strict=True)
     }
-
-
-def _finite(points: Tensor) -> Plane:
-    """Return the points as numbers in float32, or refuse NaN and infinity."""
-    if not points.isfinite().all():
-        refuse("E-NONFINITE", "points hold NaN or infinity")
-    return points.float().numpy()
 
 
 def _umap(seed: int) -> Callable[[Plane], Plane]:

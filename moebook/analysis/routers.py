@@ -75,14 +75,13 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
 def reach(model: nn.Module, batch: Mapping[str, Any]) -> float:
     """Return the norm of all routers' gradient over that of all experts' (see `gradients`).
 
-    Routers that learn have 0.001 or more. About 0 on a first step, equal experts have yet to drift
-    apart; about 0 later too, the loss moves experts alone: their weights are constant or cancel.
+    Routers that learn have 0.001 or more. Equal experts give 0 until a first step parts them.
     """
     layers = routed(model)
-    weights = [layer.router.weight for layer in layers]
     trained = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
-    norms = _gradients(model, batch, [*weights, *trained])
-    return math.hypot(*norms[: len(weights)]) / math.hypot(*norms[len(weights) :])
+    parts = [layer.router.weight for layer in layers], trained
+    routers, experts = (math.hypot(*_gradients(model, batch, part)) for part in parts)
+    return routers / experts
 
 
 def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:

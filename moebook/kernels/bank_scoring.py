@@ -73,9 +73,8 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 def reference(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
     """Return each token's nats ``[N, A]`` from all logits at once."""
-    logits = F.linear(hidden, head)
-    shares = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return -shares[:, readers, targets]
+    logits = F.linear(hidden, head)[:, readers]
+    return token_nats(logits, targets.expand(len(hidden), -1))
 
 
 def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moebook.errors import nearest, refuse
-from moebook.kernels.dispatch import implementation, natural, shapes
+from moebook.errors import refuse
+from moebook.kernels.dispatch import choice, implementation, natural, shapes
 
 MASKS = {"ordered": -1, "inverse": 2**62 - 1}
 """By diversity, what a sum of similarities is masked with: the second puts negative sums last."""
@@ -66,8 +66,7 @@ def groups(
     count = shapes("groups", tensors, valued=True)["M"]
     natural("groups", "size", size, count, "the candidates")
     natural("groups", "best", best)
-    if diversity not in MASKS:
-        refuse("E-CHOICE", f"groups: unknown diversity '{diversity}'; {nearest(diversity, MASKS)}")
+    choice("groups", "diversity", diversity, MASKS)
     if (number := math.comb(count, size)) > MOST:
         have = f"{count} candidates have {number:,} groups of {size}"
         refuse("E-RANGE", f"groups: {have}, at most {MOST:,} are searched: fewer candidates")

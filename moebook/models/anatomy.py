@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,6 +72,11 @@ def longest(model: nn.Module) -> int:
     return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
 
+def beside(weight: Tensor) -> dict[str, Any]:
+    """Return device and dtype of what trains beside a weight: its own, but float32 at least."""
+    return {"device": weight.device, "dtype": torch.promote_types(torch.float32, weight.dtype)}
+
+
 def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
     """Return the layers of these numbers, or all, of a host that must be dense for a method."""
     for layer in host.layers:
@@ -85,28 +90,28 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
 
 
 @torch.no_grad()
-def normed(host: Anatomy) -> list[int]:
+def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
     """Return the layers that norm what their FFN puts out, so that a factor on it changes nothing.
 
     So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. It is seen in a pass over one token, whatever
     the norm is called: a part of the block takes that very output, and gives the same for twice it.
     """
-    parts = {(layer.index, name): part for layer in host.layers
-             for name, part in layer.block.named_children()}  # fmt: skip
-    put_out: dict[int, Tensor] = {}
+    parts = {(layer, part): part for layer in layers for part in layer.block.children()}
+    put_out: dict[Layer, Tensor] = {}
     found = []
 
-    def see(key: tuple[int, str], given: tuple[Any, ...], output: Any) -> None:
-        if key[1] == host.layers[key[0]].slot:
-            put_out[key[0]] = output
-        elif given and given[0] is put_out.get(key[0]):
+    def see(key: tuple[Layer, nn.Module], given: tuple[Any, ...], output: Any) -> None:
+        layer, part = key
+        if part is layer.mlp:
+            put_out[layer] = output
+        elif given and given[0] is put_out.get(layer):
             once = torch.linspace(1, 2, host.hidden).to(given[0])
-            if torch.allclose(parts[key](2 * once), parts[key](once), rtol=0.01):
-                found.append(key[0])
+            if torch.allclose(part(2 * once), part(once), rtol=0.01):
+                found.append(layer.index)
 
-    device = next(host.decoder.parameters()).device
     with evaluating(host.decoder), hooked(parts, see):
-        host.decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+        token = torch.zeros(1, 1).long().to(next(host.decoder.parameters()).device)
+        host.decoder(input_ids=token, use_cache=False)
     return found
 
 

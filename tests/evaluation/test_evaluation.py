@@ -104,35 +104,30 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_greedy_ones_are_recog
     assert [greedy for _, greedy in got] == [True, False]
 
 
-class Spread(nn.Module):
-    """Gives every place logits of a wide spread over a large vocabulary, the same each time."""
+def test_likelihoods_over_a_large_vocabulary_are_without_bias_wherever_they_are_taken(
+    llama, tokenizer, monkeypatch
+):
+    draw = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(2, 41, 49_152, generator=draw)
+    ids = torch.randint(0, 49_152, (2, 41), generator=draw)
 
-    def __init__(self, vocabulary=49_152):
-        super().__init__()
-        self.weight, self.config = nn.Parameter(torch.zeros(())), LlamaConfig()
-        self.vocabulary = vocabulary
+    def forward(input_ids, logits_to_keep=0, **_):
+        kept = logits[:, : input_ids.shape[1]][:, -logits_to_keep:]
+        return CausalLMOutputWithPast(logits=kept)
 
-    def forward(self, input_ids, logits_to_keep=0, **_):
-        draw = torch.Generator().manual_seed(0)
-        logits = 4 * torch.randn(2, 41, self.vocabulary, generator=draw)
-        logits = logits[:, : input_ids.shape[1]][:, -logits_to_keep:]
-        return CausalLMOutputWithPast(logits=logits)
-
-
-def test_likelihoods_over_a_large_vocabulary_are_without_bias_wherever_they_are_taken(tokenizer):
-    model, ids = Spread(), torch.randint(0, 49_152, (2, 41), generator=torch.manual_seed(1))
-    labels = ids.clone()
-    labels[:, :5] = -100  # what is not asked for adds nothing
-    logits = model(ids).logits[:, :-1].double()
-    mean = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
-    rows = datasets.Dataset.from_dict({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    monkeypatch.setattr(llama, "forward", forward)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, :5] = -100  # what is not asked for adds nothing
+    flat = logits[:, :-1].double().flatten(0, 1), batch["labels"][:, 1:].flatten()
+    rows = datasets.Dataset.from_dict({name: part.tolist() for name, part in batch.items()})
     pairs = [(row[:5], row[5:]) for row in ids.tolist()]
     taken = {
-        "evaluation": -np.mean([n for n, _ in InMemory(model, tokenizer, 2).score(pairs)]) / 36,
-        "upcycling": perplexities(model, rows).log().mean().item(),
-        "pesc": _row_losses(model, {"input_ids": ids, "labels": labels}).mean().item(),
+        "evaluation": -np.mean([n for n, _ in InMemory(llama, tokenizer, 2).score(pairs)]) / 36,
+        "upcycling": perplexities(llama, rows).log().mean().item(),
+        "pesc": _row_losses(llama, batch).mean().item(),
     }
-    assert taken == {name: pytest.approx(mean, rel=0, abs=1e-6) for name in taken}
+    exact = nn.functional.cross_entropy(*flat).item()
+    assert taken == pytest.approx(dict.fromkeys(taken, exact), rel=0, abs=1e-6)
 
 
 def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):

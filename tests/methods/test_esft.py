@@ -262,7 +262,6 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
         **{no_divisor.format(n): lambda n=n: esft.partition(together[1], n) for n in (0, 3, 5)},
         "E-RANGE: .* size is 2, no divisor of 8 experts and of 3": lambda: check(model, [1, 2]),
         "E-NONFINITE: cooccurrence is": lambda: esft.partition(torch.nan * wide, 2),
-        "E-SHAPE: partition: expected": lambda: esft.partition(wide[:4], 2),
         "E-RANGE: 4,426,165,368 groups of 8, at most": lambda: esft.partition(wide, 8),
         "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(correcting, [1]),
         "E-MODEL: the model is specialised": lambda: esft.group(special, together, 1),

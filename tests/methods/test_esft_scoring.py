@@ -92,8 +92,8 @@ def test_damaged_published_routing_is_refused(tmp_path):
     for name, (content, message) in {
         "1.txt": (good + b"1\t0\t0\tx\t\t.5\t.5", ":2: invalid literal"),
         "2.txt": (good + b"1\t0\t0\t3\t\t.5\t.5", ":2: 2 experts and 2 gates"),
-        "9.txt": (good + b"1\t0\t0\t1\t\t7\t.5", r":2: a gate is outside \[0, 1\]"),
-        "10.txt": (good + b"1\t0\t1\t1\t\t.5\t.5", ":2: a token has an expert twice"),
+        "9.txt": (good + b"1\t0\t0\t1\t\t7\t.5", r":2: .*gate outside \[0, 1\]"),
+        "10.txt": (good + b"1\t0\t1\t1\t\t.5\t.5", ":2: an expert twice for a token"),
         "3.txt": (good + b"1\t0\t0\t1\t\t.5", ":2: 2 experts and 1 gates"),
         "4.txt": (good + b"1\t0\t0\t1\t2\t\t.5\t.5\t.5", ":2: 3 experts and 3 gates"),
         "5.txt": (good + b"\xff\xfe", ":.*can't decode"),

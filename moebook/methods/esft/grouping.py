@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moebook.errors import refuse
-from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.scoring import Group, decisions, sparse_layers
 from moebook.methods.esft.specialising import Origin
 from moebook.models.checkpoint import origin_or_none
@@ -56,9 +55,8 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     taken, until none is left; among equal ones the first in the order of their numbers. Every group
     is looked at, as the paper says; more than `MOST` are refused. An unused expert is like none.
     """
-    experts = shapes("partition", {"cooccurrence": (cooccurrence, "E E", "real")})["E"]
-    _check_size(size, experts)
-    alike, left, groups = similarity(cooccurrence), np.arange(experts), []
+    _check_size(size, len(cooccurrence))
+    alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
     while len(left):
         candidates = np.array(list(combinations(left.tolist(), size)))
         pairs = combinations(candidates.T, 2)

@@ -107,12 +107,11 @@ class Scores:
     """Scores of all routed experts: finite, none negative, E alike in all decoder layers.
 
     By layer ``[E]`` float64: token is the share of its slots (Eq. 7), gate the mean gate (Eq. 6).
-    Layers that were ``left_out`` on reading have neither.
     """
 
     token: dict[int, Tensor]
     gate: dict[int, Tensor]
-    left_out: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()  # layers passed over on reading
 
     def __post_init__(self) -> None:
         if self.token.keys() != self.gate.keys() or not self.token:
@@ -125,8 +124,7 @@ class Scores:
                 refuse("E-RANGE", f"layer {layer} has a score that is negative or not finite")
         for layer, row in self.token.items():
             if (total := float(row.sum())) > MOST:
-                told = f"layer {layer}: token scores sum to {total:.4g}"
-                refuse("E-RANGE", f"{told}, expected shares of the slots, which sum to 1")
+                refuse("E-RANGE", f"layer {layer}: token scores sum to {total:.4g}, expected 1")
 
     @property
     def experts(self) -> int:
@@ -259,11 +257,10 @@ def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, Tensor, 
                 gates = torch.tensor([*map(float, tail.split("\t"))], dtype=torch.float64)
                 if len(ids) != len(gates) or len(ids) % top_k or not {*ids} <= {*range(experts)}:
                     raise ValueError(f"{len(ids)} experts and {len(gates)} gates")
-                if not ((gates >= 0) & (gates <= 1.01)).all():  # which may be rounded
-                    raise ValueError("a gate is outside [0, 1]")
                 chosen = torch.tensor(ids).view(1, -1, top_k)
-                if (chosen.sort().values.diff() == 0).any():
-                    raise ValueError("a token has an expert twice")
+                twice = (chosen.sort().values.diff() == 0).any()
+                if twice or not ((gates >= 0) & (gates <= 1.01)).all():  # which may be rounded
+                    raise ValueError("an expert twice for a token, or a gate outside [0, 1]")
                 yield layer, chosen, gates.view(1, -1, top_k)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         refuse("E-FORMAT", f"{path}:{number}: {error}; expected {wanted}")
@@ -307,16 +304,13 @@ def samples(
 
 @settings
 class Selection:
-    """Which experts of each layer train, the best first, at least one a layer; and what beside.
-
-    ``left_out`` are layers of the published scores that were passed over.
-    """
+    """Which experts of each layer train, the best first, at least one a layer; and what beside."""
 
     experts: Annotated[dict[int, Experts], Field(min_length=1)]
     shared_experts: bool = False
     non_expert_modules: bool = False
     router: bool = False
-    left_out: Annotated[tuple[Expert, ...], Field(strict=False)] = ()
+    left_out: Annotated[tuple[Expert, ...], Field(strict=False)] = ()  # of the scores' layers
 
     def __post_init__(self) -> None:
         for layer, ids in self.experts.items():

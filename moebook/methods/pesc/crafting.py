@@ -22,7 +22,7 @@ from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
-from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers
+from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers
 from moebook.settings import settings
 
 Chosen = tuple[Anatomy, list[Layer]]
@@ -115,8 +115,7 @@ def graft(chosen: Chosen, config: Config, build: Callable[[Layer, mnn.Router], n
     trace, modules = mnn.Trace(), []
     for layer in layers:
         weight = next(p for p in layer.block.parameters() if p.is_floating_point())
-        dtype = torch.promote_types(torch.float32, weight.dtype)
-        where = {"layer": layer.index, "trace": trace, "dtype": dtype, "device": weight.device}
+        where = {"layer": layer.index, "trace": trace, **beside(weight)}
         router = mnn.Router(host.hidden, config.experts, config.top_k, **where)
         modules.append(build(layer, router).train(layer.block.training))
     for layer, module in zip(layers, modules, strict=True):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from moebook.errors import located, refuse, shown
 from moebook.models import checkpoint
+from moebook.models.anatomy import beside
 from moebook.results import read_json
 from moebook.settings import FINITE, record, settings
 
@@ -133,12 +134,6 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     return layers
 
 
-def place(linear: nn.Module) -> dict[str, Any]:
-    """Return device and dtype of a linear layer's LoRAs: its own, but float32 at least (PEFT)."""
-    dtype = torch.promote_types(torch.float32, linear.weight.dtype)
-    return {"dtype": dtype, "device": linear.weight.device}
-
-
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
@@ -149,7 +144,7 @@ def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
-            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**place(linear))
+            down = torch.stack([lora.down[path] for lora in loras]).mT.to(**beside(linear.weight))
             up = torch.stack([lora.up[path] * lora.scale for lora in loras]).mT.to(down)
             hooks.enter_context(linear.register_forward_hook(_adding(down, up)))
         yield

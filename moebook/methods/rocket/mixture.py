@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from moebook.errors import nearest, refuse
 from moebook.methods.rocket.bank import check_alike
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora, linears, place
+from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
-from moebook.models.anatomy import anatomy
+from moebook.models.anatomy import anatomy, beside
 from moebook.nn import Router
 from moebook.nn.lora_mixture import LoraMixture
 from moebook.settings import settings
@@ -73,7 +73,7 @@ def install(
     model.requires_grad_(False)
     for path in made_from.paths:
         linear = model.get_submodule(path)
-        own = place(linear)
+        own = beside(linear.weight)
         width = linear.in_features if config.gate_input == "layer" else linear.out_features
         router = Router(width, config.experts, config.top_k, layer=layers[linear], **own)
         factors = down[path].to(**own), up[path].to(**own)

@@ -19,7 +19,7 @@ from moebook.errors import refuse
 from moebook.kernels.groups import groups as best_groups
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
-from moebook.settings import FINITE, checked
+from moebook.settings import checked
 
 Ranking = Literal["perplexity", "accuracy", "diversity"]
 RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
@@ -78,9 +78,7 @@ def _cosines(gram: Tensor) -> Tensor:
 
 
 @checked
-def diversity(
-    cosines: Annotated[Array, FINITE], form: Literal["ordered", "inverse"] = "ordered"
-) -> Array:
+def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -> Array:
     """Return Omega (Eq. 6) of groups, the inverse of their members' mean pairwise cosine ``[G]``.
 
     Eq. 6 multiplies the sum over ordered pairs by ``2 / (N (N - 1))``, so that as printed it is

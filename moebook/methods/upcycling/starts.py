@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -23,7 +23,7 @@ from moebook.kernels.clusters import clusters
 from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
 from moebook.models.anatomy import anatomy
 from moebook.models.checkpoint import fingerprint
-from moebook.settings import checked
+from moebook.settings import FINITE, checked, record
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
 Kind = Literal["normal", "kaiming", "wide"]
@@ -31,11 +31,11 @@ Mode = Literal["hidden", "hidden_avg", "cheap_embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-@dataclass(frozen=True)
+@record
 class Start:
     """First weights of the routers of all L layers; a layer's rows are its experts' (Eq. 1)."""
 
-    weights: Tensor  # [L, E, D] float32
+    weights: Annotated[Tensor, FINITE]  # [L, E, D] float32
     base: str | None = None  # fingerprint of the model they were taken from; None fits any
 
 

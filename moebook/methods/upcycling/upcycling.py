@@ -23,7 +23,7 @@ from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start, same_base, su
 from moebook.models import checkpoint
-from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers, normed
+from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, normed
 from moebook.nn import balance
 from moebook.settings import settings
 
@@ -53,10 +53,11 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     shape, expected = tuple(start.weights.shape), (len(host.layers), config.experts, host.hidden)
     if shape != expected:
         refuse("E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}")
-    if not start.weights.isfinite().all():
-        refuse("E-NONFINITE", "the router start holds NaN or infinity")
-    if config.top_k == 1 < config.experts:
-        _warn_of_norms(sorted({layer.index for layer in layers} & {*normed(host)}))
+    if config.top_k == 1 < config.experts and (cancelling := normed(host, layers)):
+        why = f"norms follow the FFNs of layers {cancelling}, so that a token's only weight cancels"
+        hint = "take top_k=2, and noise for a gradient from the first step on"
+        text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"
+        warnings.warn(text, stacklevel=2)
     _install(host, layers, start.weights, config)
     model.upcycling = Origin(config=config, base=base)
     return model
@@ -122,9 +123,7 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
-        like = experts.down_proj
-        kind = {"device": like.device, "dtype": torch.promote_types(torch.float32, like.dtype)}
-        sizes = (host.hidden, config.experts, config.top_k)
+        sizes, kind = (host.hidden, config.experts, config.top_k), beside(experts.down_proj)
         router = mnn.Router(*sizes, layer=layer.index, trace=trace, combine=config.combine, **kind)
         with torch.no_grad():
             router.weight.copy_(weights[layer.index])
@@ -132,14 +131,6 @@ def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config
     for layer, block in zip(layers, blocks, strict=True):
         layer.replace(block)
     trace.follow(host.decoder)
-
-
-def _warn_of_norms(layers: list[int]) -> None:
-    if layers:
-        why = f"norms follow the FFNs of layers {layers}, by which a token's only weight cancels"
-        hint = "take top_k=2, and noise for a gradient from the first step on"
-        text = f"W-ROUTER: {why}: only the balance loss reaches their routers; {hint}"
-        warnings.warn(text, stacklevel=3)
 
 
 @torch.no_grad()

@@ -152,5 +152,3 @@ def test_what_cannot_be_selected_from_is_refused():
     ):
         with pytest.raises(Refusal, match=message):
             selection.select(table, alike, config, rankings=rankings or list(selection.RANKINGS))
-    with pytest.raises(Refusal, match="E-NONFINITE: cosines is"):
-        selection.diversity(np.array([0.5, math.nan]))
