@@ -80,7 +80,7 @@ def test_outputs_and_gradients_equal_a_loop_over_tokens(host, apart):
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Olmo2", "Olmo3", "Exaone4",
-                                    "Llama", "Qwen3", "Gemma", "Olmo", "Granite"])  # fmt: skip
+                                    "Llama", "Qwen3", "Gemma", "Olmo", "StableLm"])  # fmt: skip
 def test_routers_whose_weight_is_constant_or_cancels_are_told_of_and_have_no_gradient(
     family, host, batch, rows
 ):

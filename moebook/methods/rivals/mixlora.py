@@ -29,7 +29,7 @@ from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import linears
 from moebook.models import checkpoint
-from moebook.models.anatomy import GATED, anatomy, dense_layers
+from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
 from moebook.settings import preset, settings
 from moebook.training.loop import Penalty
 
@@ -217,7 +217,7 @@ def _install(model: nn.Module, origin: Origin) -> Tuned:
 
 def _part(old: nn.Module, config: Config, traced: dict[str, Any]) -> nn.Module:
     """Make what stands in for an MLP, or for a linear layer: its experts, or its one LoRA."""
-    at = tuning.beside(next(old.parameters()))
+    at = beside(next(old.parameters()))
 
     def factors(linear: nn.Module, count: int) -> Factors:
         bound = linear.in_features**-0.5  # of PEFT's start: Kaiming with a = sqrt 5

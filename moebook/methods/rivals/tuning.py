@@ -37,6 +37,7 @@ from moebook.methods.rocket import loras
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
+from moebook.models.anatomy import beside
 from moebook.nn.observe import evaluating, hooked
 from moebook.settings import settings
 from moebook.training.batches import Batches
@@ -216,11 +217,6 @@ def _install(
         part.up.requires_grad_(learnt)
         made[path] = part
     return put(model, origin, made)
-
-
-def beside(weight: Tensor) -> dict[str, Any]:
-    """Say where parameters beside a weight are: its device, float32 or its wider dtype."""
-    return {"device": weight.device, "dtype": torch.promote_types(torch.float32, weight.dtype)}
 
 
 def put(model: nn.Module, origin: Origin, made: Mapping[str, Any]) -> Tuned:

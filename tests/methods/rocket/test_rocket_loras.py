@@ -115,6 +115,7 @@ def test_loras_stored_in_16_bits_compute_in_float32_as_with_peft_and_in_a_mixtur
     stored, hosted, foreign, base, batch
 ):
     _, folder = foreign
+    settings(lora_alpha=7)(folder)  # in 16 bits a factor of 3.5 would round
     tensors(lambda factors: {name: factor.to(stored) for name, factor in factors.items()})(folder)
     model, lora = base(dtype=hosted), loras.read(folder, base(dtype=hosted), ANY)
     peft = PeftModel.from_pretrained(base(dtype=hosted), folder).eval()
@@ -122,7 +123,7 @@ def test_loras_stored_in_16_bits_compute_in_float32_as_with_peft_and_in_a_mixtur
     mixed = rocket.mixture.build(base(dtype=hosted), [lora], alone)
     with torch.no_grad(), loras.attached(model, [lora]):
         scored, want, served = (each(**batch).logits for each in (model, peft, mixed))
-    bound = {torch.bfloat16: 0.0, torch.float32: 2e-6, torch.float64: 1e-13}[hosted]
+    bound = {torch.bfloat16: 0.0, torch.float32: 1e-5, torch.float64: 1e-13}[hosted]
     assert (scored - want).abs().max() <= bound * want.abs().max()
     assert (served - want).abs().max() <= bound * want.abs().max()
 
