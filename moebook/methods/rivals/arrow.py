@@ -48,7 +48,12 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return the settings of ``paper``, ``released`` (mttl), ``peft`` or ``bank``, changed."""
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` trains nothing; so does ``released``, the defaults of mttl's class, with all LoRAs
+        at once, and ``peft``, whose users get three and their outputs mixed. ``bank`` tunes four a
+        token, as Rocket must have.
+        """
         return preset(cls, PRESETS, name, changes)
 
 

@@ -123,16 +123,12 @@ class FFN(nn.Module):
         self.ups = nn.ParameterDict({name: up for name, (_, up) in parts.items()})
         self.scale, self.dropout, self.top_k = made.alpha / made.rank, made.dropout, made.top_k
 
-    @property
-    def down(self) -> Tensor:
-        """A of the experts' first projection, ``[E, R, D]``."""
-        return self.downs["gate_proj"]
-
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, T, D]`` for ``x [B, T, D]``."""
         mlp = self.base_layer
-        weights, ids = self.weigh(x).topk(self.top_k)
-        slots = F.one_hot(ids, len(self.down)).to(weights).unbind(-2)
+        gates = self.weigh(x)
+        weights, ids = gates.topk(self.top_k)
+        slots = F.one_hot(ids, gates.shape[-1]).to(gates).unbind(-2)
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         hidden = [
             mlp.act_fn(self._add("gate_proj", x, gate, slot)) * self._add("up_proj", x, up, slot)

@@ -59,7 +59,11 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return the settings of ``paper``, ``released`` or ``bank``, changed."""
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` and ``bank`` are the definition, since the method starts from others' LoRAs
+        anyway; ``released`` measures similarity as the authors' code does.
+        """
         return preset(cls, PRESETS, name, changes)
 
 

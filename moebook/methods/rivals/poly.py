@@ -54,7 +54,11 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
-        """Return the settings of ``paper``, ``released`` (mttl's newer) or ``bank``, changed."""
+        """Return a named set of settings, with single fields changed.
+
+        ``paper`` learns fresh skills and Z at two speeds; ``released`` does so without noise, as
+        mttl's newer router; ``bank`` starts from the bank, at one rate, as Rocket must have.
+        """
         return preset(cls, PRESETS, name, changes)
 
 

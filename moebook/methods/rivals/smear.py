@@ -103,12 +103,15 @@ class Kept(DynamicLayer):
 
 
 class Prompt:
-    """Where the prompts of the pass at hand stand, and what each layer made of them."""
+    """Where the prompts of the last pass stand, and what each layer made of them.
+
+    It stays after the pass: gradient checkpointing runs layers once more.
+    """
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
         self.tokens: int | None = None  # columns that are prompts, see `prompted`
-        self.mask: Tensor | None = None  # [B, T], true where a token is a prompt's
+        self.mask = torch.zeros(0)  # [B, T], true where a token is a prompt's
         self.held: dict[str, Tensor] = {}  # weights [B, N] by path, from the cache
         self.decided: dict[str, Tensor] = {}
 
@@ -120,7 +123,8 @@ class Prompt:
         )
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        cache, self.decided = given.get("past_key_values"), {}
+        cache = given.get("past_key_values")
+        self.decided, self.held = {}, {}
         if cache is not None and cache.get_seq_length():
             if not isinstance(cache.layers[-1], Kept):
                 refuse("E-MODEL", "the cache was begun without SMEAR: begin it with its prompt")
@@ -128,12 +132,11 @@ class Prompt:
             self.held = dict(zip(cache.layers[-1].paths, weights, strict=True))
             return
         ids = given["input_ids"] if "input_ids" in given else args[0]
-        seen = given.get("attention_mask")
+        seen, labels = given.get("attention_mask"), given.get("labels")
         if seen is not None and seen.dim() != 2:
             refuse("E-MODEL", "SMEAR reads one example a row: an attention mask [B, T]")
         whole = torch.ones_like(ids, dtype=torch.bool)
         self.mask = whole if seen is None or self.pool == "all" else seen.bool()
-        labels = given.get("labels")
         if self.pool == "prompt" and self.tokens is not None:
             self.mask = self.mask & (whole.cumsum(1) <= self.tokens)
         elif self.pool == "prompt" and labels is not None:  # of the last columns alone, maybe
@@ -148,7 +151,6 @@ class Prompt:
             weights = torch.stack([each.detach() for each in self.decided.values()], 1)
             kept.update(weights.unsqueeze(1), weights.unsqueeze(1))
             cache.layers.append(kept)
-        self.mask, self.held = None, {}
 
 
 class Router(nn.Module):
@@ -172,7 +174,7 @@ class Router(nn.Module):
         if self.path in self.prompt.held:
             return self.prompt.held[self.path].unsqueeze(1)
         x = x.to(self.vectors.dtype)
-        mask = x.new_ones(x.shape[:2]) if self.prompt.mask is None else self.prompt.mask.to(x)
+        mask = self.prompt.mask.to(x)
         mean = torch.einsum("bt,btd->bd", mask, x) / mask.sum(1, keepdim=True).clamp(min=1)
         if self.config.norm == "both":
             logits = F.linear(self.norm(mean), self.norm_vectors(self.vectors))

@@ -114,21 +114,24 @@ class Tuned:
         """The modules put in, by path."""
         return {path: self.model.get_submodule(path) for path in self.origin.paths}
 
+    @property
+    def merges(self) -> bool:
+        """Whether it is one LoRA: weights that read no input."""
+        return type(self.origin) is Origin
+
     @torch.no_grad()
     def weights(self, batch: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return the weights ``[.., N]`` by path: a task's ``[N]``, or those that a batch gets."""
-        found: dict[str, Tensor] = {}
-        readers = {path: part.weigh for path, part in self.parts.items()}
-        with evaluating(self.model):
-            if batch is not None:
-                with hooked(readers, lambda path, _, output: found.update({path: output})):
-                    self.model(**batch, use_cache=False)
-                return found
-            for path, part in self.parts.items():
-                found[path] = readers[path](part.down.new_zeros(1, 2, part.down.shape[-1]))
-        if any(weights.dim() > 1 for weights in found.values()):
+        if batch is None and not self.merges:
             what = f"the weights of {self.origin.method} depend on the input"
             refuse("E-MODEL", f"{what}: give a batch to see them, keep the model by save")
+        parts, found = self.parts, dict[str, Tensor]()
+        with evaluating(self.model):
+            if batch is None:
+                return {path: part.weigh(part.down) for path, part in parts.items()}
+            readers = {path: part.weigh for path, part in parts.items()}
+            with hooked(readers, lambda path, _, output: found.update({path: output})):
+                self.model(**batch, use_cache=False)
         return found
 
     @torch.no_grad()
@@ -143,19 +146,16 @@ class Tuned:
 
     def save(self, folder: str | Path) -> Path:
         """Write a new folder: a plain PEFT adapter if it is one LoRA, else our checkpoint."""
-        if type(self.origin) is Origin:
+        if self.merges:
             return loras.write(self.lora(Path(folder).name), Path(folder))
         return checkpoint.save(folder, self.origin, tensors(self.model, self.origin))
 
     @property
     def stored(self) -> int:
         """Bytes of the tensors that `save` writes."""
-        if type(self.origin) is Origin:
-            lora = self.lora()
-            kept: list[Tensor] = [*lora.down.values(), *lora.up.values()]
-        else:
-            kept = list(tensors(self.model, self.origin).values())
-        return sum(tensor.nbytes for tensor in kept)
+        lora = self.lora() if self.merges else None
+        kept = [lora.down, lora.up] if lora else [tensors(self.model, self.origin)]
+        return sum(tensor.nbytes for part in kept for tensor in part.values())
 
     def detach(self) -> nn.Module:
         """Take the rival off again, in place: the base as it was, bit for bit."""

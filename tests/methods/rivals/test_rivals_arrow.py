@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from peft import ArrowConfig, PeftModel, create_arrow_model
+from peft import ArrowConfig, create_arrow_model
 from peft.tuners.lora.arrow import ArrowLoraLinearLayer
 
 from moebook.errors import Refusal
@@ -82,22 +82,6 @@ def test_outputs_equal_pefts_arrow_with_its_prototypes(top_k, base, batch, make_
     torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-4, atol=1e-4)
     weights = done.weights(batch)[PATH]
     assert (weights > 0).sum(-1).eq(top_k).all() and weights.shape == (3, 9, 4)
-
-
-def test_all_experts_at_an_infinite_temperature_are_pefts_cat(base, batch, make_bank, tmp_path):
-    model = base()
-    bank = make_bank(model, 3)
-    arrow.tuned(model, bank, None, arrow.Config.preset("peft", top_k=None, temperature=1e9))
-    host = None
-    for name, lora in bank.items():
-        folder = rocket.loras.write(lora, tmp_path / name)
-        if host is None:
-            host = PeftModel.from_pretrained(base(), folder, adapter_name=name)
-        else:
-            host.load_adapter(folder, name)
-    host.add_weighted_adapter(list(bank), [1 / 3] * 3, "mean", combination_type="cat")
-    host.set_adapter("mean")
-    torch.testing.assert_close(model(**batch).logits, host(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_tuning_moves_experts_alone_and_prototypes_only_if_taken_again(model, rows, bank):

@@ -41,7 +41,7 @@ def named(result):
         if path.endswith("mlp"):
             weights[f"{place}.moe_gate.weight"] = part.weigh.router.weight
             for name in SEVEN[4:]:
-                for e in range(len(part.down)):
+                for e in range(4):
                     weights[f"{place}.{name}.experts.{e}.lora_A.weight"] = part.downs[name][e]
                     weights[f"{place}.{name}.experts.{e}.lora_B.weight"] = part.ups[name][e]
         else:

@@ -1,4 +1,4 @@
-"""pi-tuning: Fishers by PEFT's gradients in a loop, similarity by hand, interpolation by `cat`."""
+"""pi-tuning: Fishers by PEFT's gradients in a loop, similarity by hand, what joins and trains."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from peft import PeftModel
 
 from moebook.errors import Refusal
 from moebook.methods import rocket
-from moebook.methods.rivals import pi_tuning, tuning
+from moebook.methods.rivals import pi_tuning
 from moebook.methods.rivals.tuning import Data
 
 PATH = "model.layers.1.self_attn.q_proj"
@@ -61,25 +61,12 @@ def test_fishers_are_the_squares_of_pefts_gradients(form, family, host, rows, lo
         torch.testing.assert_close(found[f"{path}.{factor[0]}"], expected, rtol=1e-3, atol=1e-9)
 
 
-def test_interpolation_is_pefts_cat_of_the_softmax_of_v(base, batch, make_bank, tmp_path):
-    model = base()
-    bank, host = make_bank(model, 3), None
-    for name, each in bank.items():
-        folder = rocket.loras.write(each, tmp_path / name)
-        if host is None:
-            host = PeftModel.from_pretrained(base(), folder, adapter_name=name)
-        else:
-            host.load_adapter(folder, name)
-    v = torch.tensor([0.3, -1.0, 2.0])
-    host.add_weighted_adapter(list(bank), v.softmax(0).tolist(), "mean", combination_type="cat")
-    shared = pi_tuning.Interpolation(3)
-    assert shared(None).tolist() == pytest.approx([1 / 3] * 3)
-    tuning.attach(model, bank, lambda *_: shared, mix="outputs", learnt=False)
-    for values, adapter in ((v, "mean"), (torch.tensor([-80.0, 80.0, -80.0]), "b")):
-        shared.v.data = values
-        host.set_adapter(adapter)
-        theirs = host(**batch).logits
-        torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=1e-4)
+def test_v_starts_uniform_and_far_apart_it_is_one_lora():
+    """That fixed weights are PEFT's `cat` is tested with `mixing`."""
+    part = pi_tuning.Interpolation(3)
+    assert part(None).tolist() == pytest.approx([1 / 3] * 3)
+    part.v.data = torch.tensor([-80.0, 80.0, -80.0])
+    assert part(None).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

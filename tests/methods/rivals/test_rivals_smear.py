@@ -137,9 +137,23 @@ def test_answers_do_not_depend_on_who_shares_the_batch_or_how_many_beams(merged,
     assert torch.equal(*texts)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_gradients_are_the_same_when_layers_run_once_more(batch, merged):
+    batch, _ = prompts(batch)
+    result, gradients = merged(), []
+    for once_more in (False, True):
+        if once_more:
+            result.model.gradient_checkpointing_enable({"use_reentrant": False})
+        result.model.zero_grad()
+        result.model.train()(**batch, use_cache=False).loss.backward()
+        gradients.append(result.parts[Q].weigh.vectors.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
 def test_dropped_experts_weigh_nothing_and_the_rest_sums_to_one(merged):
     result = merged(expert_dropout=0.5)
     part, x = result.parts[Q], torch.randn(500, 4, 32)
+    part.weigh.prompt.mask = torch.ones(500, 4)
     p, left = part.weigh(x), part.train().weigh(x)
     kept = left > 0
     torch.testing.assert_close(left, (p * kept) / (p * kept).sum(-1, keepdim=True))
