@@ -164,6 +164,8 @@ def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, mon
     [({"steps": 2, "epochs": 1}, "E-USAGE: steps"), ({"lr": math.nan}, "E-RANGE: lr"),
      ({"betas": (0.9, 1.0)}, "E-RANGE: betas"), ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
      ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
+     ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
+     ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
      ({"milestones": [((1, 3), id)], "steps": 2}, "E-RANGE: milestone at step 3: .* step 0")],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
