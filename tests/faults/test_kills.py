@@ -93,6 +93,8 @@ class Tiny(torch.nn.Module):
         super().__init__()
         layers = torch.nn.Embedding(32, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 32)
         self.body = torch.nn.Sequential(*layers)
+    def get_input_embeddings(self):
+        return self.body[0]
     def forward(self, input_ids, labels, logits_to_keep, **_):
         found = self.body(input_ids)[:, -logits_to_keep:-1].reshape(-1, 32)
         return SimpleNamespace(loss=torch.nn.functional.cross_entropy(found, labels[:, 1:].ravel()))
