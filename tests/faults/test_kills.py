@@ -27,6 +27,7 @@ import json, os, sys, jupyter_client.launcher, ipykernel.ipkernel, ipykernel.ker
 from moebook import cli, results
 from moebook.notebook import runner
 from moebook.training import fit
+from transformers import LlamaForCausalLM
 results.loaded()  # what a notebook hashes is hashed once
 
 class Fork:
@@ -79,30 +80,22 @@ for line in sys.stdin:
 """
 
 IMPORTS = """\
-from types import SimpleNamespace
 import torch
 from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 from moebook import notebook
 from moebook.training import fit"""
 PARAMETERS = """\
 tier: str = "smoke"  # scale {smoke, study}
 seed: int = 0  # of everything random [0, 1000]"""
-MODEL = """\
-class Tiny(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = torch.nn.Embedding(32, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 32)
-        self.body = torch.nn.Sequential(*layers)
-    def get_input_embeddings(self):
-        return self.body[0]
-    def forward(self, input_ids, labels, logits_to_keep, **_):
-        found = self.body(input_ids)[:, -logits_to_keep:-1].reshape(-1, 32)
-        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(found, labels[:, 1:].ravel()))
-rows = torch.randint(32, (20, 9)).tolist()
-rows = Dataset.from_dict({"input_ids": rows, "labels": rows})"""
 TRAIN = """\
+shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 32}
+shape |= {"num_attention_heads": 1, "attention_dropout": 0.1}
+rows = torch.randint(3, 32, (20, 9)).tolist()
+rows, steps = Dataset.from_dict({"input_ids": rows, "labels": rows}), (0, 8, 20, 24)
 for arm in ("left", "right"):
-    model, marks = Tiny(), [((0, 8, 20, 24), lambda m: float(torch.rand(()) + m.body[2].bias[0]))]
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    marks = [(steps, lambda model: float(torch.rand(()) + model.lm_head.weight[0, 0]))]
     history = fit(model, rows, steps=24, batch=4, lr=0.1, every=1, milestones=marks, seed=seed)
     run.record(f"toy/{arm}", sum(float(p.detach().sum()) for p in model.parameters()), "number")
     run.curve(f"toy/{arm}/loss", history.loss, "nats")
@@ -157,7 +150,7 @@ class Forks:
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (MODEL, TRAIN), {"smoke": "tier: smoke\n"})
+    make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"})
     made = Forks(tmp_path)
     with made.process:
         yield made

@@ -1,0 +1,172 @@
+"""Two and eight processes write to one store at the same instant: nothing is torn, none crashes."""
+
+import errno
+import json
+import multiprocessing
+import os
+import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
+
+import nbformat
+import pytest
+from nbformat.v4 import output_from_msg
+
+from moebook import results
+from moebook.errors import Refusal
+from moebook.notebook import book, runner, sources, study
+from moebook.notebook.compare import verify
+from moebook.notebook.session import VALUE
+from moebook.results import Value, plain
+from tests.notebook.conftest import make_project
+
+PARAMETERS = """\
+tier: str = "smoke"  # scale {smoke, study}
+seed: int = 0  # of everything random [0, 1000]
+arms: str = "all"  # names with commas between them, or all"""
+ROUNDS = 5
+
+
+def executed(request, staged, limit):
+    """Stand in for papermill: the notebook with one value, which tells the process."""
+    notebook = nbformat.read(request.notebook.path, as_version=4)
+    value = plain(Value("toy/process", float(os.getpid()), "number"))
+    content = {"data": {VALUE: value}, "metadata": {}, "transient": {}}
+    message = {"header": {"msg_type": "display_data"}, "content": content}
+    notebook.cells[-1].outputs.append(output_from_msg(message))
+    nbformat.write(notebook, staged)
+
+
+def outcome(call, *given, **named):
+    """The code of a refusal, the exception, or what it did."""
+    try:
+        return call(*given, **named)
+    except Refusal as refusal:
+        return refusal.code
+    except BaseException as error:
+        return repr(error)
+
+
+def write(number, processes, folder, meet, told):
+    """Run, publish and add to a pool, each time at once with the others; tell what became of it."""
+    runner._papermill = executed
+    for turn in range(ROUNDS):
+        for seed in (0, turn * processes + number + 1):  # all runs of one key, then of its own
+            meet.wait(60)
+            done = outcome(
+                runner.run_notebook, "toy", "smoke", {"seed": seed}, folder=folder, force=True
+            )
+            told.put(done if isinstance(done, str) else "kept")
+        meet.wait(60)
+        told.put(outcome(book._publish, done.notebook, "01_toy", folder) or "published")
+        run = replace(done.run, protocol="nano", tier="study", seed=turn, arms=(f"a{number}",),
+                      settings={"tier": "study"}, values=())  # fmt: skip
+        added = outcome(study.add, run, folder)
+        told.put("added" if isinstance(added, Path) else added)
+
+
+def project(place):
+    protocols = {"smoke": "tier: smoke\n", "nano": "tier: study\n"}
+    return make_project(place, "import moebook", PARAMETERS, (), protocols)
+
+
+@pytest.mark.parametrize("processes", [2, 8])
+def test_aligned_writers_tear_nothing(tmp_path, processes, times, figures):
+    count = Counter(torn=0)
+    for number in range(times):
+        folder, fork = project(tmp_path / f"{number}"), multiprocessing.get_context("fork")
+        meet, told = fork.Barrier(processes), fork.SimpleQueue()
+        every = [fork.Process(target=write, args=(one, processes, folder, meet, told))
+                 for one in range(processes)]  # fmt: skip
+        for process in every:
+            process.start()
+        count.update(told.get() for _ in range(4 * ROUNDS * processes))
+        for process in every:
+            process.join()
+        for path in (folder / "runs" / "mine" / "toy").glob("*.ipynb"):
+            run, cells = (
+                results.read_run(path.with_suffix(".parquet")),
+                json.loads(path.read_text()),
+            )
+            shown = cells["cells"][-1]["outputs"][0]["data"][VALUE]
+            hashes = run.manifest["executed"], results.digest(path)
+            count["torn"] += len({*hashes}) > 1 or shown != plain(run.values[0])
+        findings = verify(None, folder)
+        assert len(findings) == 2 and not any(finding.failures for finding in findings), findings
+        assert {*results.pool("toy", "nano", folder).arms.values()} == {tuple(range(ROUNDS))}
+        left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
+        assert left == {"requirements.lock"}
+    figures("store", f"{processes} processes", **count)
+    done = times * ROUNDS * processes
+    assert count.pop("torn") == 0 and count.pop("published") == count.pop("added") == done
+    assert count["kept"] > done and count.keys() == {"kept", "E-LOCKED"}, count
+    assert count.total() == 2 * done
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of a project that takes no time, with a folder for temporary files, and its request."""
+    monkeypatch.setattr(runner, "_papermill", executed)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    folder = project(tmp_path / "toy")
+    request = runner.Request(sources.find(folder, "toy"), "smoke", folder)
+    return partial(runner.run_notebook, "toy", "smoke", folder=folder), request
+
+
+@pytest.mark.parametrize(("number", "message"), [
+    (errno.ENOSPC, "E-DISK: a run could not be kept in .*: nothing was run"),
+    (errno.EDQUOT, "E-DISK: "), (errno.EROFS, "E-PERM: "),
+    (None, rf"E-LOCKED: .*/smoke-\w+.lock is held by process {os.getpid()}; wait for it"),
+])  # fmt: skip
+def test_a_place_that_cannot_take_a_run_is_refused_before_it_runs(
+    run, monkeypatch, number, message
+):
+    (begin, request), place = run, nullcontext()
+    monkeypatch.setattr(runner, "_papermill", None)
+    if number:
+        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(number, "no")))
+    else:
+        place = runner._place(request)
+    with place, pytest.raises(Refusal, match=message):
+        begin()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyError("a fault")])
+@pytest.mark.parametrize("full", [False, True])
+def test_whatever_fails_while_a_run_is_kept_its_copy_stays_and_is_named(
+    run, monkeypatch, error, full
+):
+    begin, request = run
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="copy is ") as refusal:
+        patch.setattr(results, "write_run", Mock(side_effect=error))
+        if full:
+            patch.setattr(results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space")))
+        begin()
+    copy = request.folder / str(refusal.value).rpartition("copy is ")[2]
+    assert copy.is_relative_to(request.folder) != full
+    begin()  # sweeps what is left, but no copy
+    assert nbformat.read(copy, as_version=4).cells[-1].outputs
+
+
+def test_the_next_run_sweeps_what_killed_ones_left_and_nothing_that_lives(run):
+    (begin, request), temporary = run, Path(tempfile.gettempdir())
+    store, resume = request.store, request.resume
+    dead = [temporary / "moebook-dead/kernel.json", temporary / "moebook-dead.lock",
+            store.with_name(".other.ipynb.part"), store.with_name("other.lock"),
+            resume.with_name(f"{store.stem}-code") / "001/step-1/facts.json",
+            resume / "001/step-1/facts.json"]  # fmt: skip
+    live = [temporary / "moebook-live/kernel.json", store.with_name(".more.ipynb.part"),
+            resume.with_name("smoke-other-code") / "001/step-1/facts.json"]  # fmt: skip
+    for path in dead + live:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with results.locked(temporary / "moebook-live.lock"), results.locked(live[1]):
+        begin()
+        assert all(path.exists() for path in live)
+    assert not any(path.exists() for path in dead)
+    assert set(temporary.iterdir()) == {live[0].parent}
