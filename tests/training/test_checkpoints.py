@@ -1,5 +1,8 @@
 """An interrupted run goes on bit for bit, and damage is told by file."""
 
+import itertools
+import json
+import math
 import os
 import shutil
 import signal
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load, load_file, save
 from torch import nn
 
+from moebook import runtime
 from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.training import checkpoints, fit
@@ -173,3 +177,59 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(t
         with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight"):
             checkpoints.restore(model, optimizer, misfit)
     assert same(weights(model), before)
+
+
+@pytest.fixture
+def process(lora, rows, tmp_path, monkeypatch):
+    """Train twice as a new process of one run of a notebook does; measure with random numbers."""
+    monkeypatch.setenv(runtime.RESUME, str(tmp_path))
+
+    def begin(*penalties, **more):
+        monkeypatch.setattr(checkpoints, "_numbers", itertools.count(1))
+        ends, draw = [], [((0, 2, 3, 8), lambda model: float(torch.rand(())))]
+        for penalty in penalties or (None, None):
+            model = lora()
+            history = fit(model, rows(), **SETTINGS, **more, milestones=draw, penalty=penalty)
+            ends.append((history.loss, history.milestones, weights(model)))
+        return ends
+
+    return begin
+
+
+def found(folder):
+    return {path.parent.name[:3]: json.loads(path.read_text()) for path in folder.glob("*/found*")}
+
+
+def test_trainings_of_a_run_go_on_where_they_were_and_tell_the_time_that_was_found(
+    process, interrupt, tmp_path, monkeypatch
+):
+    monkeypatch.delenv(runtime.RESUME)
+    whole = process()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(runtime.RESUME, str(tmp_path))
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.0)
+    monkeypatch.setattr(checkpoints, "RATE", math.inf)
+    with pytest.raises(KeyboardInterrupt):
+        process(None, interrupt(6))
+    one, two = sorted(tmp_path.iterdir())
+    assert committed(one) == ["step-2", "step-3", "step-7", "step-8"], "marks and the newest two"
+    assert committed(two) == ["step-2", "step-3", "step-4", "step-5"], "a long time after each"
+    assert found(tmp_path) == {}
+    for (loss, measured, end), (loss_, measured_, end_) in zip(whole, process(), strict=True):
+        assert (loss, measured) == (loss_, measured_) and same(end, end_)
+    assert found(tmp_path).keys() == {"001", "002"} and min(found(tmp_path).values()) > 0
+    monkeypatch.setattr(checkpoints, "environment", lambda: {"cpu": "another", "memory": 2**40})
+    process()
+    assert len(list(tmp_path.iterdir())) == 4, "another machine begins anew"
+
+
+def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(process, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "seal", Mock(side_effect=OSError(28, "No space left")))
+    with pytest.warns(UserWarning, match="W-CHECKPOINT: E-DISK: step 2 not saved") as told:
+        assert len(process()) == 2
+    skipped = [one for one in told if str(one.message).startswith("W-")]
+    assert len(skipped) == 2, "one without a milestone before it would be of no use"
+    monkeypatch.setattr(checkpoints, "environment", lambda: {"memory": 1000})
+    with pytest.warns(UserWarning, match="W-MEMORY: too large"):
+        process()
+    assert not list(tmp_path.glob("*/step-*"))
