@@ -23,7 +23,8 @@ from tests.notebook.conftest import REPOSITORY, make_project
 pytestmark = pytest.mark.timeout(600 * int(os.environ.get("MOEBOOK_FAULTS", "1")))
 KILLS = 30
 FORKS = """
-import json, os, sys, jupyter_client.launcher, ipykernel.ipkernel, ipykernel.kernelapp, datasets
+import json, os, sys, tempfile, datasets, ipykernel.ipkernel, ipykernel.kernelapp
+import jupyter_client.launcher
 from moebook import cli, results
 from moebook.notebook import runner
 from moebook.training import fit
@@ -56,7 +57,7 @@ for line in sys.stdin:
     folder, temporary, errors, *words = json.loads(line)
     if not (run := os.fork()):
         os.chdir(folder)
-        os.environ["TMPDIR"] = temporary
+        tempfile.tempdir = temporary
         sys.path.insert(0, folder)
         told = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(told, 1), os.dup2(told, 2)

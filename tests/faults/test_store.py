@@ -75,7 +75,8 @@ def project(place):
 
 
 @pytest.mark.parametrize("processes", [2, 8])
-def test_aligned_writers_tear_nothing(tmp_path, processes, times, figures):
+def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, figures):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     count = Counter(torn=0)
     for number in range(times):
         folder, fork = project(tmp_path / f"{number}"), multiprocessing.get_context("fork")
