@@ -7,21 +7,25 @@ import takes longer than the run. MOEBOOK_FAULTS=10 kills 300 times.
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moebook import results
-from tests.notebook.conftest import REPOSITORY, make_project
+from tests.notebook import test_study
+from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
 
 pytestmark = pytest.mark.timeout(600 * int(os.environ.get("MOEBOOK_FAULTS", "1")))
-KILLS = 30
+KILLS, STUDIES = 24, 6
 FORKS = """
 import json, os, sys, tempfile, datasets, ipykernel.ipkernel, ipykernel.kernelapp
 import jupyter_client.launcher
@@ -107,10 +111,9 @@ run.record("toy/drawn", float(torch.rand(())), "share")"""
 class Forks:
     """Starts commands of `moebook` in a project by forking; kills them and tells how they ended."""
 
-    def __init__(self, folder):
-        self.folder, self.temporary = folder / "toy", folder / "temporary"
+    def __init__(self, folder, temporary):
+        self.folder, self.temporary = folder / "toy", temporary
         self.errors, self.draw = folder / "errors", random.Random(0)
-        self.temporary.mkdir()
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-c", FORKS], **pipes)
 
@@ -149,10 +152,17 @@ class Forks:
 
 
 @pytest.fixture
-def forks(tmp_path, monkeypatch):
+def temporary():
+    """A folder with a name short enough for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def forks(tmp_path, temporary, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"})
-    made = Forks(tmp_path)
+    made = Forks(tmp_path, temporary)
     with made.process:
         yield made
 
@@ -184,3 +194,38 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(forks
         shutil.rmtree(forks.folder / "runs")
     figures("kills", "notebook run", **count)
     assert not count["lost"] and count["ended"] and any(spent)
+
+
+def test_killed_studies_keep_what_they_told_and_end_with_the_same_bits(
+    tmp_path, temporary, monkeypatch, times, figures
+):
+    (tmp_path / "torch.py").write_text(TORCH)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
+    folder = test_study.commit(make_project(tmp_path / "toy", *TOY))
+    begin = partial(test_study.start, folder, str(temporary), "--seeds", "0-1")
+    count, draw, done, whole = Counter(killed=0, lost=0, ended=0), random.Random(2), set(), ()
+    took = 0.0
+    while count["killed"] < STUDIES * times or done:
+        started, process = time.monotonic(), begin()
+        if whole and count["killed"] < STUDIES * times:
+            time.sleep(draw.uniform(0, took))
+            process.kill()
+        out, errors = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL) and test_study.ended(folder), out + errors
+        runs = test_study.stored(folder)
+        told = {int(match[1]) for match in re.finditer(r"^seed (\d+): \d", out, re.MULTILINE)}
+        count.update(
+            killed=process.returncode != 0, lost=len((done | told) - {r.seed for r in runs})
+        )
+        done = {run.seed for run in runs}
+        if process.returncode == 0:
+            whole, took = whole or runs, time.monotonic() - started
+            for one, other in zip(runs, whole, strict=True):
+                test_study.same_bits(one, other)
+            count["ended"], done = count["ended"] + 1, set()
+            assert not list(temporary.iterdir())
+            left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
+            assert left == {"requirements.lock"}
+            shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
+    figures("kills", "study", **count)
+    assert not count["lost"] and count["ended"]

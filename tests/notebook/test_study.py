@@ -1,7 +1,6 @@
 """A study of the toy: what it runs, from which code, and what survives whatever ends it."""
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -204,30 +203,6 @@ def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(studied
     assert ended(cloned, 1.0) and os.listdir(staging) == []
     (alone,) = stored(cloned)
     same_bits(alone, stored(studied[0])[0])
-
-
-def test_a_study_that_is_killed_loses_at_most_what_was_running(cloned, staging):
-    draw, done = random.Random(0), set()
-    for moment in (draw.uniform(0, 3), None):
-        process = start(cloned, staging, "--seeds", "0-2", "--jobs", "2")
-        try:  # at any time, then as soon as one more was told
-            lines = [process.stdout.readline() for _ in range(2)] if moment is None else []
-            time.sleep(moment or draw.uniform(0, 0.5))
-        finally:
-            process.kill()
-        lines += process.communicate()[0].splitlines()
-        assert process.returncode == -signal.SIGKILL
-        assert ended(cloned), "its children end by themselves"
-        said = {int(match[1]) for line in lines if (match := re.match(r"seed (\d+): \d", line))}
-        now = {run.seed for run in stored(cloned)}
-        assert done | said <= now
-        done = now
-    assert done
-    process = start(cloned, staging, "--seeds", "0-2", "--jobs", "2")
-    out, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
-    assert out.startswith(f"toy at nano: 3 seeds, {3 - len(done)} to run\n")
-    assert [run.seed for run in stored(cloned)] == [0, 1, 2]
 
 
 def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
