@@ -14,7 +14,6 @@ done (``resumed``), so that they are about those of a run that nobody killed.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -178,16 +177,15 @@ def _execute(request: Request, limit: float | None) -> None:
 @contextmanager
 def _place(request: Request) -> Iterator[None]:
     """Hold the run's place in the store, where there must be room; sweep what killed runs left."""
-    store = request.store
-    with ExitStack() as held:
-        try:
-            held.enter_context(results.locked(store.with_suffix(".lock")))
-            with tempfile.TemporaryFile(dir=store.parent) as probe:
-                probe.write(bytes(ROOM))
-        except OSError as error:
-            code = "E-DISK" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "E-PERM"
-            refuse(code, f"a run could not be kept in {store.parent} ({error}): nothing was run")
-        results.sweep(store.parent)
+    folder = request.store.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(ROOM))
+    except OSError as error:
+        refuse("E-DISK", f"a run could not be kept in {folder} ({error}): nothing was run")
+    with results.locked(request.store.with_suffix(".lock")):
+        results.sweep(folder)
         _drop(request, but=request.resume)
         yield
 

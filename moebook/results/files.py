@@ -17,7 +17,7 @@ import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from moebook.errors import Refusal, refuse
 from moebook.results.documents import formed, read_ipynb
@@ -50,36 +50,29 @@ def root(start: Path | None = None) -> Path:
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file for the length of the block: whoever else asks is refused, or waits.
 
-    A process that is killed lets go of it. The file tells who holds it, and goes with the lock.
+    The file tells who holds it, and goes with the lock unless it was renamed. A process that is
+    killed lets go of it, but the file stays.
     """
-    with _held(path, wait) as file:
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-@contextmanager
-def _held(path: Path, wait: bool) -> Iterator[TextIO]:
-    """Open and empty a file that no other process holds; it is gone afterwards, unless renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait for it")
-            if not _names(path, file):
-                continue  # its last holder has removed or renamed it meanwhile
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait for it")
+        if _names(path, file):
             file.truncate(0)
+            print(os.getpid(), end="", file=file, flush=True)
             try:
-                yield file
+                yield
             finally:
                 if _names(path, file):
                     path.unlink()
             return
+    with locked(path, wait=wait):  # its last holder has removed or renamed it meanwhile
+        yield
 
 
-def _names(path: Path, file: TextIO) -> bool:
+def _names(path: Path, file: IO[str]) -> bool:
     """Whether an open file still bears this name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
@@ -89,7 +82,7 @@ def _names(path: Path, file: TextIO) -> bool:
 def sweep(folder: Path) -> None:
     """Remove the locks and half-written files that killed processes left in a folder."""
     for left in (*folder.glob("*.lock"), *folder.glob(".*.part")):
-        with suppress(Refusal, OSError), _held(left, wait=False):
+        with suppress(Refusal, OSError), locked(left):
             pass
 
 
@@ -97,7 +90,7 @@ def sweep(folder: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside a file, which takes its place when the block ends well."""
     temporary = path.with_name(f".{path.name}.part")
-    with _held(temporary, wait=True):
+    with locked(temporary, wait=True):
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())

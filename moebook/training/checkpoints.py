@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moebook import results
-from moebook.errors import Refusal, refuse
+from moebook.errors import refuse
 from moebook.models import checkpoint
-from moebook.runtime import FOUND, RESUME, environment, versions
+from moebook.runtime import RESUME, environment, versions
 from moebook.settings import settings
 
 KEPT = 2
@@ -41,20 +41,11 @@ _numbers = itertools.count(1)  # of this process's trainings
 
 
 def place(model: nn.Module, run: Any) -> Path | None:
-    """Name the folder of the next training in a run of `moebook run`; None elsewhere.
-
-    There is none either, but a warning, where a checkpoint might not fit into memory.
-    """
-    if not (folder := os.environ.get(RESUME)):
-        return None
-    known = [run, machine := environment()]
-    name = sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-    if 6 * size(model) > machine["memory"]:
-        warnings.warn(
-            "W-MEMORY: too large for checkpoints; if killed, it begins anew", stacklevel=3
-        )
-        return None
-    return Path(folder) / f"{next(_numbers):03d}-{name}"
+    """Name the folder of the next training in a notebook's run; None where memory is short."""
+    machine, number = environment(), next(_numbers)
+    name = sha256(json.dumps([run, machine], sort_keys=True).encode()).hexdigest()[:12]
+    small = 6 * size(model) <= machine["memory"]
+    return Path(os.environ[RESUME], f"{number:03d}-{name}") if small else None
 
 
 def size(model: nn.Module) -> int:
@@ -66,8 +57,7 @@ def size(model: nn.Module) -> int:
 class Store:
     """The checkpoints of one training, told from others by JSON values.
 
-    ``marks`` are steps whose checkpoints stay. One that is not ``asked`` for warns where it cannot
-    save, and the training goes on.
+    ``marks`` are steps whose checkpoints stay. Those of a notebook's run nobody ``asked`` for.
     """
 
     folder: Path
@@ -101,7 +91,7 @@ class Store:
         if step % self.every == 0 or step in {total, *self.marks}:
             return True
         waited = seconds[-1] - (seconds[there[-1] - 1] if there else 0.0)
-        return waited > PAUSE and waited > PAUSE + size(model) / RATE
+        return waited > PAUSE + size(model) / RATE
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, history: dict[str, Any]
@@ -113,18 +103,15 @@ class Store:
         facts = {"settings": self.run, "scheduler": rates.state_dict(), "history": history}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
         step = len(history["step"])
+        content = checkpoint.packed(capture(model, optimizer))
+        files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
         try:
-            content = checkpoint.packed(capture(model, optimizer))
-            files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
             checkpoint.write(self.folder / f"step-{step}", files, step=step, **machine)
-        except (OSError, Refusal) as error:
-            if isinstance(error, OSError):
-                sizes = f"{size(model)} bytes needed, {shutil.disk_usage(self.folder).free} free"
-                reason = f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
-                error = Refusal("E-DISK", reason)
-            if self.asked:
-                raise error from None
-            warnings.warn(f"W-CHECKPOINT: {error}", stacklevel=2)
+        except OSError as error:
+            sizes = f"{len(content)} bytes needed, {shutil.disk_usage(self.folder).free} free"
+            refuse(
+                "E-DISK", f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
+            )
         for old in self.steps()[:-KEPT]:
             if old not in self.marks:
                 path = self.folder / f"step-{old}"
@@ -156,11 +143,6 @@ class Store:
         for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
             group["lr"] = rate
         return facts["history"]
-
-    def found(self, seconds: float) -> None:
-        """Leave word of the training that a run found done: it adds to the run's time."""
-        if not self.asked:
-            results.write(self.folder / FOUND, json.dumps(seconds))
 
     def steps(self) -> list[int]:
         """The steps after which there is a checkpoint, in order."""

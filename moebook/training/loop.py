@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from moebook import runtime
-from moebook.errors import refuse
+from moebook import results, runtime
+from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest
 from moebook.settings import settings
@@ -174,7 +174,9 @@ def fit(
             for column, value in zip(history.columns().values(), line, strict=True):
                 column.append(value)
             if store and rank == 0 and store.due(history.seconds, total, model):
-                store.save(model, adamw, rates, history.columns())
+                # A disk may be full: that ends no training that was not asked to save.
+                with nullcontext() if store.asked else suppress(Refusal):
+                    store.save(model, adamw, rates, history.columns())
         accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
         _measure(model, milestones, total, history)
     return history
@@ -214,7 +216,8 @@ def _resumed(
         _measure(state[0], milestones, mark, history)
     if store and newest:
         history = replace(history, **store.restore(*state, newest))
-        store.found(history.seconds[-1])
+        if not store.asked:  # what the run's time counts in
+            results.write(store.folder / runtime.FOUND, str(history.seconds[-1]))
     return history
 
 
