@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from moebook import results
+from moebook.notebook.compare import verify
 from tests.notebook import test_study
 from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
 
@@ -224,7 +225,7 @@ def test_killed_studies_keep_what_they_told_and_end_with_the_same_bits(
             for one, other in zip(runs, whole, strict=True):
                 test_study.same_bits(one, other)
             count["ended"], done = count["ended"] + 1, set()
-            assert not list(temporary.iterdir())
+            assert not list(temporary.iterdir()) and not verify(None, folder)[0].failures
             left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
             assert left == {"requirements.lock"}
             shutil.rmtree(folder / "results"), shutil.rmtree(folder / "runs")
