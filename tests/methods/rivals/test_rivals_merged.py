@@ -17,15 +17,10 @@ RECIPE = {"steps": 3, "batch": 4, "lr": 1e-2, "seed": 5}
 
 
 def test_the_sum_is_pefts_linear_by_squares_and_a_lone_kind_is_itself(
-    model, base, batch, rows, make_bank, tmp_path
+    model, batch, rows, make_bank, peft
 ):
     bank, data = make_bank(model, 3), tuning.Data(rows)
-    folders = {name: rocket.loras.write(lora, tmp_path / name) for name, lora in bank.items()}
-    theirs = PeftModel.from_pretrained(base(), folders["a"], adapter_name="a")
-    for name in "bc":
-        theirs.load_adapter(folders[name], name)
-    theirs.add_weighted_adapter([*"abc"], [1 / 9] * 3, "sum", combination_type="linear")
-    theirs.set_adapter("sum")
+    theirs = peft(bank, "linear", [1 / 9] * 3)
     tuned = pems.tuned(model, bank, data, pems.Config.preset("paper"))
     torch.testing.assert_close(model(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
     assert tuned.cost == tuning.Cost() and tuned.detach()

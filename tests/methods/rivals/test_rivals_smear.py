@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from torch.func import functional_call
 
 from moebook.data.encoding import IGNORED
 from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
-from moebook.methods import rocket
 from moebook.methods.rivals import smear, tuning
 from moebook.models.checkpoint import fingerprint
 
@@ -85,15 +83,11 @@ def test_a_row_is_the_base_with_its_own_merged_lora(base, batch, merged):
 
 
 def test_one_hot_routers_are_that_lora_and_zero_ones_pefts_linear_by_squares(
-    base, batch, merged, make_bank, tmp_path
+    base, batch, merged, make_bank, peft
 ):
     result = merged(trains="router")
-    bank = make_bank(base(), 3)
-    theirs = PeftModel.from_pretrained(base(), rocket.loras.write(bank["a"], tmp_path / "a"), "a")
-    for name in "bc":
-        theirs.load_adapter(rocket.loras.write(bank[name], tmp_path / name), name)
-    theirs.add_weighted_adapter([*"abc"], [1 / 9] * 3, "uniform", combination_type="linear")
-    for name, bias in (("b", [0.0, 99.0, 0.0]), ("uniform", [0.0] * 3)):
+    theirs = peft(make_bank(base(), 3), "linear", [1 / 9] * 3)
+    for name, bias in (("b", [0.0, 99.0, 0.0]), ("mixed", [0.0] * 3)):
         for part in result.parts.values():
             torch.nn.init.zeros_(part.weigh.vectors)
             part.weigh.bias.data = torch.tensor(bias)
