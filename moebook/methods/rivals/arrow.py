@@ -46,6 +46,10 @@ class Config:
     tune: Literal["none", "experts"] = "experts"
     prototypes: Literal["before", "after"] = "before"
 
+    def __post_init__(self) -> None:
+        if (self.tune, self.prototypes) == ("none", "after"):
+            refuse("E-CHOICE", "prototypes is 'after', but tune is 'none': set it to 'experts'")
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Config:
         """Return a named set of settings, with single fields changed.

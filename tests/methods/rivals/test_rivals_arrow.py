@@ -116,3 +116,5 @@ def test_ranks_may_differ_for_outputs_alone_and_what_has_no_direction_is_refused
         with pytest.raises(Refusal, match=message):
             arrow.tuned(model, loras, None, arrow.Config.preset("paper", **changes))
         assert not hasattr(model, "arrow")
+    with pytest.raises(Refusal, match="E-CHOICE: prototypes is 'after', but tune is 'none'"):
+        arrow.Config.preset("paper", prototypes="after")
