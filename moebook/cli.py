@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook import __version__
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        print(Refusal("E-OS", f"{type(error).__name__}: {error}"), file=sys.stderr)
+        print(told(error), file=sys.stderr)
         return 2
     except Exception as error:
         print(Refusal("E-INTERNAL", f"{type(error).__name__}: {error!s:.200}; this is a fault of "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 LONGEST = 2000  # characters of a message
+SYSTEM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO), "E-DISK")
+SYSTEM |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "E-PERM")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -50,6 +53,12 @@ def located(where: object) -> Iterator[None]:
         yield
     except Refusal as problem:
         refuse(problem.code, f"{where}: {problem.message}")
+
+
+def told(error: OSError, what: str = "") -> Refusal:
+    """Tell what the system refuses, after ``what`` came of it: E-DISK, E-PERM, or E-OS."""
+    reason = f"{type(error).__name__}: {error}"
+    return Refusal(SYSTEM.get(error.errno or 0, "E-OS"), f"{what}: {reason}" if what else reason)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

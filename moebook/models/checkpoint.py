@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from moebook import __version__
-from moebook.errors import refuse
+from moebook.errors import refuse, told
 from moebook.results import digest, locked, read_json
 from moebook.settings import restored, settings
 
@@ -72,7 +72,10 @@ def save(
     """Write a model's origin, what a method changed in it, and more files into a new folder."""
     facts = TypeAdapter(type(source)).dump_python(source, mode="json")
     content = {TENSORS: packed(tensors), **(files or {})}
-    return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
+    try:
+        return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
+    except OSError as error:
+        raise told(error, f"{folder} is not saved") from None
 
 
 def load(

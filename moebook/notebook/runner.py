@@ -41,7 +41,7 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from moebook import results, runtime
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, refuse, told
 from moebook.notebook import parameters, publish, sources
 from moebook.notebook.harvest import harvest, seconds
 from moebook.notebook.parameters import Scalar
@@ -167,9 +167,10 @@ def _execute(request: Request, limit: float | None) -> None:
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
-            if not isinstance(error, Refusal):
-                code = "E-OS" if isinstance(error, OSError) else "E-INTERNAL"
-                error = Refusal(code, f"not kept: {type(error).__name__}: {error}")
+            if isinstance(error, OSError):
+                error = told(error, "not kept")
+            elif not isinstance(error, Refusal):
+                error = Refusal("E-INTERNAL", f"not kept: {type(error).__name__}: {error}")
             copy = _aside(request, staged)
             raise Refusal(error.code, f"{error.message}; the failed copy is {copy}") from error
 
@@ -183,7 +184,7 @@ def _place(request: Request) -> Iterator[None]:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(ROOM))
     except OSError as error:
-        refuse("E-DISK", f"a run could not be kept in {folder} ({error}): nothing was run")
+        raise told(error, f"nothing was run, {folder} could not keep it") from None
     with results.locked(request.store.with_suffix(".lock")):
         results.sweep(folder)
         _drop(request, but=request.resume)
@@ -299,9 +300,10 @@ def put(page: Path, text: str, run: Run) -> None:
     if run.manifest["executed"] != hashlib.sha256(text.encode()).hexdigest():
         refuse("E-RUN", f"{run.notebook} at {run.protocol}: run and page disagree; run it again")
     path = page.with_suffix(".parquet")
-    path.unlink(missing_ok=True)
-    results.write(page, text)
-    results.write_run(path, run)
+    with results.replacing(path) as last, results.replacing(page) as first:
+        first.write_text(text, encoding="utf-8")
+        last.write_bytes(results.packed(run))
+        path.unlink(missing_ok=True)
 
 
 class Kernel(AsyncKernelManager):

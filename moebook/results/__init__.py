@@ -30,6 +30,7 @@ from moebook.results.runs import (
     Value,
     changed,
     day,
+    packed,
     plain,
     read_run,
     restored,

@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, refuse, told
 from moebook.settings import in_one_line
 
 LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file
@@ -41,7 +41,7 @@ def _content(path: Path, limit: int) -> bytes:
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except OSError as error:
-        refuse("E-PERM", f"{path} cannot be read ({error.strerror}); change its permissions")
+        raise told(error, f"{path} cannot be read") from None
     if len(content) > limit:
         refuse("E-LIMIT", f"{path} has more than {limit:,} bytes, the most that is read")
     return content

@@ -162,9 +162,9 @@ def keep(run: Run, path: Path, folder: Path) -> None:
         seals = _sealed(place)
         seals[path.relative_to(place).as_posix()] = hashlib.sha256(content).hexdigest()
         lines = (f"{seals[name]}  {name}\n" for name in sorted(seals))
-        files.write(place / SEALS, "".join(lines))
-        with files.replacing(path) as temporary:
-            temporary.write_bytes(content)
+        with files.replacing(path) as last, files.replacing(place / SEALS) as first:
+            first.write_text("".join(lines), encoding="utf-8")
+            last.write_bytes(content)
 
 
 def _sealed(place: Path) -> dict[str, str]:

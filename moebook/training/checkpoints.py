@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moebook import results
-from moebook.errors import refuse
+from moebook.errors import refuse, told
 from moebook.models import checkpoint
 from moebook.runtime import RESUME, environment, versions
 from moebook.settings import settings
@@ -109,9 +109,8 @@ class Store:
             checkpoint.write(self.folder / f"step-{step}", files, step=step, **machine)
         except OSError as error:
             sizes = f"{len(content)} bytes needed, {shutil.disk_usage(self.folder).free} free"
-            refuse(
-                "E-DISK", f"step {step} not saved ({error}): {sizes}; earlier ones are untouched"
-            )
+            kept = f"step {step} not saved, {sizes}; earlier ones are untouched"
+            raise told(error, kept) from None
         for old in self.steps()[:-KEPT]:
             if old not in self.marks:
                 path = self.folder / f"step-{old}"

@@ -1,0 +1,192 @@
+"""The disk fails at every call of a save and of a publication: what was there stays, or is new."""
+
+import builtins
+import errno
+import hashlib
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kinds import training
+
+from moebook import results
+from moebook.errors import Refusal
+from moebook.models import checkpoint
+from moebook.notebook import book
+from moebook.results import Run, Value
+from moebook.training.checkpoints import Store
+
+FREEING = ("unlink", "rmdir", "rename", "replace")
+CALLS = (*FREEING, "open", "fsync", "mkdir", "chmod")
+ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
+
+
+class Disk:
+    """Counts the calls that write; the call ``at`` fails, and on a full disk all after it."""
+
+    def __init__(self, at: int = 0, number: int = 0) -> None:
+        self.at, self.number, self.calls = at, number, 0
+
+    def step(self, frees: bool = False) -> None:
+        self.calls += 1
+        full = self.number == errno.ENOSPC and 0 < self.at < self.calls and not frees
+        if self.calls == self.at or full:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if name != "open" or args[1] & (os.O_WRONLY | os.O_RDWR):
+                self.step(frees=name in FREEING)
+            return None if name == "fsync" else real(*args, **more)
+
+        return call
+
+    def opened(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
+            if not set("wax+") & set(mode):
+                return real(file, mode, *args, **more)
+            self.step()
+            return Writer(real(file, mode, *args, **more), self)
+
+        return call
+
+    def __enter__(self) -> "Disk":
+        self.patch = pytest.MonkeyPatch()
+        for name in CALLS:
+            self.patch.setattr(os, name, self.watched(name, getattr(os, name)))
+        for module in (io, builtins):
+            self.patch.setattr(module, "open", self.opened(module.open))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.patch.undo()
+
+
+class Writer:
+    """A file each of whose writes is counted."""
+
+    def __init__(self, file: Any, disk: Disk) -> None:
+        self.file, self.disk = file, disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, content: Any) -> int:
+        self.disk.step()
+        return self.file.write(content)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+
+def run(value: float, text: str = "") -> Run:
+    manifest = {"date": "2026-11-01", "seconds": 1.0, "peak_memory": None, "environment": {}}
+    manifest["executed"] = hashlib.sha256(text.encode()).hexdigest()
+    return Run(
+        "toy", "nano", "study", int(value), (Value("toy/x", value, "count"),), manifest=manifest
+    )
+
+
+PAGE = '{"nbformat": 4, "cells": [], "metadata": {}, "x": %d}'
+
+
+def save(folder: Path, value: int) -> None:
+    """A checkpoint of a model."""
+    tensors = checkpoint.packed({"x": torch.full((3,), float(value))})
+    checkpoint.write(folder / f"model-{value}", {checkpoint.TENSORS: tensors}, value=value)
+
+
+def saved(folder: Path) -> Any:
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    return [checkpoint.verify(path)["value"] for path in paths]
+
+
+def train(folder: Path, value: int) -> None:
+    """A checkpoint of a training, the second of which drops none."""
+    parts, store = training(), Store(folder=folder, run={"seed": 0}, every=1)
+    with store.locked():
+        store.save(*parts, {"step": list(range(1, value + 1)), "loss": [0.5] * value})
+
+
+def trained(folder: Path) -> Any:
+    store = Store(folder=folder, run={"seed": 0}, every=1)
+    return [store.restore(*training(), step) for step in store.steps()]
+
+
+def publish(folder: Path, value: int) -> None:
+    """A page of the book and its run."""
+    text = PAGE % value
+    executed = folder / "executed.ipynb"
+    executed.write_text(text)
+    results.write_run(executed.with_suffix(".parquet"), run(value, text))
+    book._publish(executed, "01_toy", folder)
+
+
+def published(folder: Path) -> Any:
+    page = folder / "book" / "notebooks" / "01_toy.ipynb"
+    if not page.with_suffix(".parquet").is_file():
+        return None  # counts as missing, and is executed again
+    told = results.read_run(page.with_suffix(".parquet"))
+    assert told.manifest["executed"] == results.digest(page)
+    return told.values[0].value
+
+
+def keep(folder: Path, value: int) -> None:
+    """A run of a study in its pool."""
+    results.keep(run(value), folder / "results" / "toy" / "nano" / f"{value}.parquet", folder)
+
+
+def kept(folder: Path) -> Any:
+    pools = results.pools("toy", folder)
+    return [one.values[0].value for one in pools["nano"].runs] if pools else []
+
+
+def left(folder: Path) -> list[str]:
+    """What a later success should not find: stages, locks and parts."""
+    names = (str(path) for path in folder.rglob("*"))
+    return [name for name in names if re.search(r"/\.(stage|trash)|\.(lock|part)$", name)]
+
+
+@pytest.mark.parametrize(
+    "act, state", [(save, saved), (train, trained), (publish, published), (keep, kept)]
+)
+def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times, figures):
+    folder, old = tmp_path / "now", tmp_path / "old"
+    folder.mkdir()
+    act(folder, 1)
+    shutil.copytree(folder, old)
+    before = state(folder)
+    with Disk() as disk:
+        act(folder, 2)
+    after, told = state(folder), 0
+    assert disk.calls > 5 and before != after and not left(folder)
+    every = [(at, number) for at in range(1, disk.calls + 1) for number in ERRORS]
+    for at, number in every if times > 1 else [every[3 * n + n % 3] for n in range(disk.calls)]:
+        shutil.rmtree(folder)
+        shutil.copytree(old, folder)
+        try:
+            with Disk(at, number):
+                act(folder, 2)
+        except (OSError, Refusal) as error:
+            told += 1
+            assert "\n" not in str(error)
+        found = state(folder)
+        assert found in (before, after, None), f"call {at}: {found}"
+        if found != after:
+            act(folder, 2)
+        word = "old" if found == before else "new" if found == after else "missing"
+        figures("disk", f"{act.__name__}, {errno.errorcode[number]}", faults=1, **{word: 1})
+        # Where all is new, a lock may be left that could not be removed, until the next sweep.
+        rest = [name for name in left(folder) if found != after or not name.endswith(".lock")]
+        assert state(folder) == after and not rest, f"call {at}: {rest}"
+        assert not results.unsealed(folder)
+    assert told > len(every) / 6
