@@ -6,6 +6,7 @@ record holds it. Local copies in the hub's own files (parquet, JSONL) can stand 
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import datasets
 
 from moebook.data import files
 from moebook.data.templates import Row, Source
-from moebook.errors import nearest, refuse
+from moebook.errors import Refusal, nearest, refuse
 from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
@@ -146,16 +147,38 @@ def pinned(source: Source, revision: str | None, split: str) -> Rows:
 def local(path: Path) -> Rows:
     """Open a JSONL, JSON or parquet file in the hub's own form."""
     files.refuse_scripts(path)
-    kind = path.suffix[1:]
-    if kind not in ("parquet", "json"):
+    if path.suffix not in (".parquet", ".json"):
         return list(files.objects(path))
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
     try:
-        data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        rows = list(data)
-    except Exception as error:  # StopIteration and pyarrow's own among them
-        refuse("E-DATA", f"{path}: not a readable {kind} file ({error})")
+        rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
+    except Refusal:
+        raise
+    except Exception as error:  # StopIteration, RecursionError and pyarrow's own among them
+        refuse("E-DATA", f"{path}: not a readable {path.suffix[1:]} file ({error!s:.200})")
     if not rows:
         refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
     return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _parquet(path: Path) -> list[Any]:
+    return list(datasets.load_dataset("parquet", data_files=str(path), streaming=True)["train"])
+
+
+def _json(path: Path) -> list[Any]:
+    """Read a list of objects, an object of columns, or one object a line.
+
+    Not by datasets, whose reader of JSON ends the process at a mere ``null``.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return [row for _, row in files.objects(path)]
+    if isinstance(content, dict):
+        columns = all(isinstance(column, list) for column in content.values())
+        lines = zip(*content.values(), strict=True) if columns else [content.values()]
+        content = [dict(zip(content, line, strict=True)) for line in lines]
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise TypeError("expected objects")
+    return content
