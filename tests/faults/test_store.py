@@ -120,8 +120,8 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    (errno.ENOSPC, "E-DISK: a run could not be kept in .*: nothing was run"),
-    (errno.EROFS, "E-DISK: "),
+    (errno.ENOSPC, "E-DISK: nothing was run, .* could not keep it"),
+    (errno.EROFS, "E-PERM: "),
     (None, rf"E-LOCKED: .*/smoke-\w+.lock is held by process {os.getpid()}; wait for it"),
 ])  # fmt: skip
 def test_a_place_that_cannot_take_a_run_is_refused_before_it_runs(
