@@ -30,9 +30,10 @@ class Finding:
     right: str = ""
 
     def __str__(self) -> str:
-        if self.failures:
-            return printable(f"FAILS {self.path}: {'; '.join(self.failures)}")
-        return f"ok    {self.path}: {self.right}"
+        said = f"ok    {self.path}: {self.right}"
+        return printable(
+            f"FAILS {self.path}: {'; '.join(self.failures)}" if self.failures else said
+        )
 
 
 def verify(name: str | None, folder: Path) -> list[Finding]:

@@ -7,6 +7,7 @@ adds a seed, or arms to a seed, and changes nothing else but the list of what is
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,6 +172,9 @@ def _sealed(place: Path) -> dict[str, str]:
     """Read the list of committed runs: file to hash."""
     path = place / SEALS
     lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    for line in lines:
+        if not re.fullmatch(r"[0-9a-f]{64}  [\w.-]+(/[\w.-]+)*", line, re.ASCII):
+            refuse("E-FORMAT", f"results/{SEALS}: '{line:.80}' is no hash and file; bring it back")
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
