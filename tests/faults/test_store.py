@@ -144,7 +144,7 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_stays_and_is_named(
 ):
     begin, request = run
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="copy is ") as refusal:
-        patch.setattr(results, "write_run", Mock(side_effect=error))
+        patch.setattr(results, "packed", Mock(side_effect=error))
         if full:
             patch.setattr(results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space")))
         begin()
