@@ -39,6 +39,13 @@ TITLES = {
 }
 KINDS = {label: label.removeprefix("direction ").replace(" ", "") for label in verdicts.LABELS}
 """Label to the badge's class in ``_static/moebook.css``: holds, fails, inconclusive, notrun ..."""
+FAULTS = {
+    "values": "Generated values",
+    "mutations": "Changed files",
+    "disk": "Calls at which the disk failed",
+    "kills": "Killed runs and studies",
+    "store": "Processes on one store",
+}
 
 
 def commit(run: Run) -> str:
@@ -65,7 +72,9 @@ ENVIRONMENT = jinja2.Environment(
 )
 for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing
-ENVIRONMENT.globals.update(TITLES=TITLES, KINDS=KINDS, SAID=SAID, STATUSES=STATUSES, LIVE=LIVE)
+ENVIRONMENT.globals.update(
+    TITLES=TITLES, KINDS=KINDS, SAID=SAID, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
+)
 
 
 def _page(name: str, **parts: Any) -> str:
@@ -185,6 +194,13 @@ def records(folder: Path) -> str:
     pools = [pool for name in names for pool in results.pools(name, folder).values()]
     pools += [pool for name in names if (pool := results.live(name, folder))]
     return _page("records", pools=pools, folder=folder)
+
+
+def tested(folder: Path) -> str:
+    """Return the figures of the tests in ``tests/faults`` from their record, and what it lacks."""
+    path = folder / "results" / "faults.json"
+    with results.formed(path):
+        return _page("tested", record=results.read_json(path) if path.is_file() else {})
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moebook import papers
+from moebook.errors import Refusal
 from moebook.notebook import pages, verdicts
 from moebook.papers.arithmetic import Finding
 from moebook.results import LIVE, Pool, Run, Value, write, write_run
@@ -182,6 +183,23 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     for fact in ("this build (smoke, on its page)", "1 seed: 0<", "of 2026-01-02; "):
         assert fact in live
     assert pages.records(project / "empty") == "No run has been recorded yet.\n"
+
+
+def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
+    told = {"date": "2026-01-02T03", "times": 10, "seconds": 60, "versions": {},
+            "commit": {"id": "abcdef0123", "dirty": True},
+            "kinds": {"b": {"kills": 3, "lost": 1}, "a": {"kills": 4}}}  # fmt: skip
+    write(tmp_path / "results" / "faults.json", json.dumps({"kills": told}))
+    page = pages.tested(tmp_path)
+    cells = (f'>{kind}</td><td data-label="kills">{n}</td><td data-label="lost">{lost}</td>'
+             for kind, n, lost in (("all", 7, 1), ("a", 4, 0), ("b", 3, 1)))  # fmt: skip
+    run = "(MOEBOOK_FAULTS=10, 60 s, 2026-01-02, commit abcdef0 with changes)"
+    for fact in (run, *cells, "- Not recorded: Changed files."):
+        assert fact in page
+    assert "Not recorded: Killed" not in page
+    write(tmp_path / "results" / "faults.json", json.dumps({"kills": {}}))
+    with pytest.raises(Refusal, match=r"faults.json does not hold what is read"):
+        pages.tested(tmp_path)
 
 
 def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(project):
