@@ -34,6 +34,7 @@ TITLES = {
     "pesc": "PESC",
     "router_init": "Router initialisation",
     "rocket": "Rocket",
+    "rivals": "Rocket's rivals",
     "esft": "ESFT",
     "kernels": "Kernels",
 }

@@ -176,11 +176,15 @@ def test_every_number_that_the_text_is_said_to_state_stands_in_it(paper, shared)
     assert [one["printed"] for one in entries if tokens(one["printed"])[0] not in known] == []
 
 
-def test_each_paper_has_a_dozen_claims_or_more_for_one_notebook_under_ids_of_their_own():
+def test_each_paper_has_a_dozen_claims_or_more_for_its_notebooks_under_ids_of_their_own():
     for paper in papers.PAPERS:
         claims = papers.claims(paper)
         assert len(claims) >= 12
-        assert {claim.run for claim in claims} == {claim.paper for claim in claims} == {paper}
+        assert {claim.paper for claim in claims} == {paper}
+        assert {claim.run for claim in claims} == {
+            paper,
+            *(["rivals"] if paper == "rocket" else []),
+        }
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     nowhere = {claim.id for claim in CLAIMS if "paper" not in claim.scales}
     assert nowhere == {"pesc.gain-code"}  # its benchmarks run code that the model wrote

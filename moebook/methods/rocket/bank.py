@@ -45,10 +45,12 @@ TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_
 """The paper's training of one LoRA: 2 rows x 16 accumulated are 32 a step."""
 
 
-def load(model: nn.Module, tokenizer: Any, folder: str | Path = "") -> dict[str, Lora]:
+def load(
+    model: nn.Module, tokenizer: Any, folder: str | Path = "", *, own_starts: bool = False
+) -> dict[str, Lora]:
     """Load the shipped bank, which is of ``nano``, or a folder's; made there if it has none."""
     if folder and not list(Path(folder).glob(f"[!.]*/{loras.SETTINGS}")):
-        return make(model, tokenizer, EMBEDDED, folder)
+        return make(model, tokenizer, EMBEDDED, folder, own_starts=own_starts)
     return read(folder or FOLDER, model)
 
 
@@ -109,7 +111,7 @@ def train(
     model: nn.Module, tokenizer: Any, sets: Mapping[str, Sequence[Row]],
     folder: str | Path | None = None, *, rank: int = 16, alpha: float = 16.0,
     targets: Sequence[str] = ("q_proj", "v_proj"), dropout: float = 0.05, format: str = "camel",
-    max_length: int = 1024, seed: int = 0, **settings: Any,
+    max_length: int = 1024, seed: int = 0, own_starts: bool = False, **settings: Any,
 ) -> dict[str, Lora]:  # fmt: skip
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
@@ -117,29 +119,31 @@ def train(
     folder nothing is kept. The base is given back as it was. Rank and targets are the paper's,
     dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are left out
     and reported (as released; the paper cuts them). The seed is of the start and of the rows'
-    order; ``settings`` are for `training.fit`, by default those of `TABLE_12`.
+    order, so all LoRAs share their first A, unless ``own_starts`` has each add its place in
+    ``sets``. ``settings`` are for `training.fit`, by default those of `TABLE_12`.
     """
     plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
-    facts = {**shape, "format": format, "max_length": max_length, "seed": seed, **plan}
+    facts = {**shape, "format": format, "max_length": max_length, **plan}
     paths = list(loras.linears(model, targets))
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths)
     base, bank = fingerprint(model), {}
-    for name, rows in sets.items():
-        known = {"data": name, "prompts": hashes(rows), "training": facts}
-        place = Path(folder, name) if folder else None
-        if place and place.is_dir():
-            bank[name] = loras.read(place, model, base)
+    for place, (name, rows) in enumerate(sets.items()):
+        start = seed + place * own_starts
+        known = {"data": name, "prompts": hashes(rows), "training": {**facts, "seed": start}}
+        path = Path(folder, name) if folder else None
+        if path and path.is_dir():
+            bank[name] = loras.read(path, model, base)
             if any(bank[name].provenance.get(key) != value for key, value in known.items()):
-                refuse("E-EXISTS", f"{place} was trained on other rows or settings: remove it")
+                refuse("E-EXISTS", f"{path} was trained on other rows or settings: remove it")
             continue
         encoded = encode(rows, tokenizer, format=format, max_length=max_length)
-        plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": seed, "label": name}
+        plan |= {"pad_id": tokenizer.pad_token_id or 0, "seed": start, "label": name}
         bank[name] = tune(model, encoded, config, name=name, base=base, **plan)
         bank[name].provenance.update(known)
-        if place:
-            loras.write(bank[name], place)
+        if path:
+            loras.write(bank[name], path)
     check(bank)
     return bank
 
@@ -172,11 +176,12 @@ def tune(
 
 
 def make(
-    model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None
-) -> dict[str, Lora]:
+    model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None,
+    *, own_starts: bool = False,
+) -> dict[str, Lora]:  # fmt: skip
     """Train two or more of `EMBEDDED` by the recipe, or what the folder lacks of them."""
     sets = embedded(ROWS, seed=RECIPE["seed"], names=names)
-    return train(model, tokenizer, sets, folder, **RECIPE)
+    return train(model, tokenizer, sets, folder, own_starts=own_starts, **RECIPE)
 
 
 def hashes(rows: Iterable[Row]) -> list[str]:

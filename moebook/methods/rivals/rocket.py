@@ -1,0 +1,26 @@
+"""Rocket's own row in its rivals' form: the chosen LoRAs, routed token by token, all trained."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from moebook.methods.rivals import tuning
+from moebook.methods.rivals.tuning import Data, Tuned
+from moebook.methods.rocket import mixture
+from moebook.methods.rocket.bank import Bank
+from moebook.methods.rocket.config import Config
+
+__all__ = ["Config", "tuned"]
+
+
+def tuned(
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+) -> Tuned:
+    """Put the mixture of a bank's N LoRAs on the base, and train its experts and gates."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        mixture.build(model, list(bank.values()), config)
+    return tuning.fit(Tuned(model, cast(Any, mixture.origin(model))), data, seed=seed, **recipe)

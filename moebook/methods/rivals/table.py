@@ -1,0 +1,132 @@
+"""Table 1 on one bank: each row an arm, and all arms tuned by one call (Rocket, Sec. 4.3).
+
+Beside the paper's rows stand those that it leaves open: each rival on Rocket's own experts
+(``_chosen``), which tells routing from selection; mixing weights at the rate that Rocket gave to
+all parameters (``_slow``); what trains nothing as its own paper has it (``_untuned``). No row has
+dropout, where Rocket and MixLoRA have 0.05 and most rivals none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from moebook.methods.rivals import (
+    arrow,
+    lorahub,
+    mixlora,
+    pems,
+    phatgoose,
+    pi_tuning,
+    poly,
+    rocket,
+    smear,
+    vanilla,
+)  # fmt: skip
+from moebook.methods.rivals.phatgoose import Learnt
+from moebook.methods.rivals.pi_tuning import Fisher
+from moebook.methods.rivals.tuning import Data, Tuned
+from moebook.methods.rocket.bank import Bank
+from moebook.settings import settings
+
+MODULES: dict[str, ModuleType] = {
+    "mixlora": mixlora, "lorahub": lorahub, "smear": smear, "pems": pems, "poly": poly,
+    "pi_tuning": pi_tuning, "arrow": arrow, "phatgoose": phatgoose,
+    "vanilla": vanilla, "rocket": rocket,
+}  # fmt: skip
+RIVALS = tuple(MODULES)[:8]
+SLOW = 5e-5  # Rocket's learning rate (Table 12), which all rivals but LoRAHub had
+
+
+@settings
+class Arm:
+    """A row of the table.
+
+    Attributes:
+        rival: What `MODULES` names.
+        rated: The arm on whose learning rate the rows are trained; "" where none are.
+        preset, changes: The rival's settings.
+        bank: Mix all LoRAs, or only the experts that Rocket chose; the target's own LoRA stands
+            beside them for Expert LoRA alone.
+        data: The rows that it sees.
+    """
+
+    rival: str
+    rated: str
+    preset: str = "bank"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    bank: Literal["whole", "chosen", "with_target"] = "whole"
+    data: Literal["D_K", "D_K + D_A"] = "D_K + D_A"
+
+
+def arms(size: int, *, rate: float, searches: int, experts: int, top_k: int) -> dict[str, Arm]:
+    """Return all arms by name, for a bank of ``size`` LoRAs of which Rocket chooses ``experts``.
+
+    ``rate`` is the learning rate of mixing weights, ``searches`` are LoRAHub's evaluations, and
+    ``top_k`` is Rocket's LoRAs a token.
+    """
+    rates = {name: {"rate": rate} for name in ("smear", "poly", "pi_tuning")}
+    changes: dict[str, dict[str, Any]] = {
+        **rates, "arrow": {"top_k": min(4, size)}, "lorahub": {"budget": searches},
+        "mixlora": {"dropout": 0.0},
+    }  # fmt: skip
+    table = {
+        **{row: Arm(rival="vanilla", rated="", preset=row)
+           for row in ("source_best", "best_by_shots")},
+        "expert_lora": Arm(rival="vanilla", rated="", preset="source_best", bank="with_target"),
+        **{row: Arm(rival="vanilla", rated=row, preset=row)
+           for row in ("random", "source_best_sft")},
+        **{name: Arm(rival=name, rated="" if name == "lorahub" else name,
+                     changes=changes.get(name, {})) for name in RIVALS},
+        "rocket": Arm(rival="rocket", rated="rocket", preset="fixed", bank="chosen",
+                      changes={"experts": experts, "top_k": top_k, "lora_dropout": 0.0}),
+    }  # fmt: skip
+    few = {f"{name}_shots": replace(table[name], data="D_K")
+           for name in ("random", "mixlora", "lorahub")}  # fmt: skip
+    table |= few | {name + "_slow": replace(table[name], changes={"rate": SLOW}) for name in rates}
+    changes["arrow"] = {"top_k": min(4, experts)}
+    for name in RIVALS[1:]:  # MixLoRA has no use for a bank
+        own = changes.get(name, {})
+        table[f"{name}_chosen"] = replace(table[name], bank="chosen", changes=own)
+    for name in ("pems", "arrow"):
+        paper = {key: own for key, own in table[name].changes.items() if key == "top_k"}
+        table[f"{name}_untuned"] = Arm(rival=name, rated="", preset="paper", changes=paper)
+    return table
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What the makers of a bank would have to ship with their LoRAs, by name."""
+
+    fishers: Mapping[str, Fisher] = field(default_factory=dict)  # for pi-tuning
+    gates: Mapping[float, Mapping[str, Learnt]] = field(default_factory=dict)  # by learning rate
+
+
+def tuned(
+    model: nn.Module, arm: Arm, bank: Bank, data: Data, shipped: Shipped, *, lr: float,
+    named: str = "", **recipe: Any,
+) -> Tuned:  # fmt: skip
+    """Put an arm on the base, in place; ``named`` is the LoRA of a Source Best."""
+    module, extra = MODULES[arm.rival], {"named": named} if named else {}
+    config = module.Config.preset(arm.preset, **{**arm.changes, **extra})
+    if arm.rival == "phatgoose":
+        recipe["learnt"] = shipped.gates[lr]
+    if arm.rival == "pi_tuning":
+        recipe["embeddings"] = {name: shipped.fishers[name] for name in bank}
+    seen = replace(data, chosen=None) if arm.data == "D_K" else data
+    result: Tuned = module.tuned(model, bank, seen, config, lr=lr, **recipe)
+    return result
+
+
+def weights(done: Tuned, batch: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean weight of each LoRA over layers and tokens; none where no bank is mixed."""
+    if not all(hasattr(part, "weigh") for part in done.parts.values()):
+        return {}
+    by_layer = [each.reshape(-1, each.shape[-1]).mean(0) for each in done.weights(batch).values()]
+    mean = torch.stack([each.cpu() for each in by_layer]).mean(0)
+    return dict(zip(done.origin.names, mean.tolist(), strict=True))
