@@ -137,11 +137,9 @@ def run_notebook(
     store = request.store
     run = None if force or request.notebook.findings else _kept(store, folder)
     fresh = run is None
-    if fresh:
-        _execute(request, cell_seconds or CELL_SECONDS.get(str(request.settings["tier"])))
-    if runtime.processes()[0]:
-        return None
-    return Outcome(run or results.read_run(store.with_suffix(".parquet")), store, fresh)
+    if run is None:
+        run = _execute(request, cell_seconds or CELL_SECONDS.get(str(request.settings["tier"])))
+    return Outcome(run, store, fresh) if run and not runtime.processes()[0] else None
 
 
 def _kept(store: Path, folder: Path) -> Run | None:
@@ -154,16 +152,17 @@ def _kept(store: Path, folder: Path) -> Run | None:
     return run if whole and not results.changed(run, folder) else None
 
 
-def _execute(request: Request, limit: float | None) -> None:
+def _execute(request: Request, limit: float | None) -> Run | None:
     """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
     with _place(request) if first else nullcontext(), _staging() as directory:
         staged = directory / "staged.ipynb"
         try:
             peak = _papermill(request, staged, limit)
+            run = _keep(request, staged, peak) if first else None
             if first:
-                _keep(request, staged, peak)
                 _drop(request)
+            return run
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
@@ -206,7 +205,7 @@ def _staging() -> Iterator[Path]:
     """Give a private folder with a short name, and sweep those of processes that were killed."""
     place = Path(tempfile.gettempdir())
     for lock in place.glob("moebook-*.lock"):
-        with suppress(Refusal, OSError), results.locked(lock):
+        with suppress(Refusal, OSError), results.locked(lock, patience=0):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
     folder = place / f"moebook-{secrets.token_hex(4)}"
     with results.locked(folder.with_suffix(".lock")):
@@ -268,7 +267,7 @@ def _cell(staged: Path, name: str) -> str:
     return f"cell In [{len(started)}] of notebooks/{name}"
 
 
-def _keep(request: Request, staged: Path, peak: int | None) -> None:
+def _keep(request: Request, staged: Path, peak: int | None) -> Run:
     """Filter an executed notebook, harvest its run, and write both to the store."""
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
@@ -290,6 +289,7 @@ def _keep(request: Request, staged: Path, peak: int | None) -> None:
     }
     run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
     put(request.store, text, run)
+    return run
 
 
 def put(page: Path, text: str, run: Run) -> None:

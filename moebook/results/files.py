@@ -14,6 +14,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,18 +48,24 @@ def root(start: Path | None = None) -> Path:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file for the length of the block: whoever else asks is refused, or waits.
+def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator[None]:
+    """Hold a lock file for the length of the block: whoever else asks waits, or is refused.
+
+    A refusal comes after a second of ``patience``: a `sweep` holds every lock for an instant.
 
     The file tells who holds it, and goes with the lock unless it was renamed. A process that is
     killed lets go of it, but the file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait for it")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                break
+            except BlockingIOError:
+                if (patience := patience - 0.02) < 0:
+                    refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait")
+                time.sleep(0.02)
         if _names(path, file):
             file.truncate(0)
             print(os.getpid(), end="", file=file, flush=True)
@@ -82,7 +89,7 @@ def _names(path: Path, file: IO[str]) -> bool:
 def sweep(folder: Path) -> None:
     """Remove the locks and half-written files that killed processes left in a folder."""
     for left in (*folder.glob("*.lock"), *folder.glob(".*.part")):
-        with suppress(Refusal, OSError), locked(left):
+        with suppress(Refusal, OSError), locked(left, patience=0):
             pass
 
 
