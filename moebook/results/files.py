@@ -57,14 +57,16 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
     killed lets go of it, but the file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+    with open(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", errors="replace"
+    ) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 break
             except BlockingIOError:
                 if (patience := patience - 0.02) < 0:
-                    refuse("E-LOCKED", f"{path} is held by process {file.read() or '?'}; wait")
+                    refuse("E-LOCKED", f"{path} is held by process {file.read(20) or '?'}; wait")
                 time.sleep(0.02)
         if _names(path, file):
             file.truncate(0)
