@@ -189,9 +189,10 @@ def telling(folder: Path, what: str) -> Iterator[None]:
     """Tell in one line of any error that transformers makes of a folder that others wrote."""
     try:
         yield
-    except Refusal:
-        raise
-    except Exception as error:
+    except BaseException as error:  # a panic in tokenizers' Rust is no Exception
+        known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, Refusal) or not known:
+            raise
         told = f"{type(error).__name__}: {error!s:.300}"
         refuse("E-MODEL", f"{folder}: no {what} that transformers can read ({told}); restore it")
 

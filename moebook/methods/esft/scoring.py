@@ -245,10 +245,10 @@ def _scores(tallies: Mapping[int, Tally], pooling: Pooling) -> Scores:
 
 def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield layer, ids and gates ``[1, T, K]`` of each line."""
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing: expected the published routing of a task")
     number, wanted = 0, f"{top_k} experts a token of 0 to {experts - 1}, and as many gates"
     try:
+        if not path.is_file():
+            refuse("E-NOFILE", f"{path} is missing: expected the published routing of a task")
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 number += 1
