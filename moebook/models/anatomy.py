@@ -21,8 +21,8 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 class Layer:
     """One decoder layer's parts; a dense one has no router and no experts.
 
-    In transformers 5 experts are fused: ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]``; in
-    PESC's form they are the adapters.
+    In transformers 5 experts are fused: ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]``, the
+    last two axes swapped in GPT-OSS and Llama 4; in PESC's form they are the adapters.
     """
 
     index: int  # from 0
@@ -63,8 +63,9 @@ def anatomy(model: nn.Module) -> Anatomy:
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         refuse("E-MODEL", f"no decoder layers found in {type(host).__name__}: {_seen(decoder)}")
-    layers = tuple(_layer(index, block) for index, block in enumerate(blocks))
-    return Anatomy(decoder, layers, decoder.config.hidden_size)
+    hidden = decoder.config.hidden_size
+    layers = tuple(_layer(index, block, hidden) for index, block in enumerate(blocks))
+    return Anatomy(decoder, layers, hidden)
 
 
 def longest(model: nn.Module) -> int:
@@ -115,7 +116,7 @@ def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
     return found
 
 
-def _layer(index: int, block: nn.Module) -> Layer:
+def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
     attention = _first(block, "self_attn", "attention", "attn")
     for slot in ("mlp", "feed_forward", "block_sparse_moe"):
         mlp = _first(block, slot)
@@ -126,16 +127,16 @@ def _layer(index: int, block: nn.Module) -> Layer:
         router, experts = _first(mlp, "router", "gate"), _first(mlp, "experts", "adapters")
         if router is not None and experts is not None:
             shared = _first(mlp, "shared", "shared_experts", "shared_expert")
-            parts = (_expert_width(experts, shared), router, experts, shared)
+            parts = (_expert_width(experts, shared, hidden), router, experts, shared)
             return Layer(index, block, slot, attention, mlp, "sparse", *parts)
     lacks = f"neither a gated MLP ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}"
     refuse("E-MODEL", f"decoder layer {index} ({type(block).__name__}) holds {lacks}")
 
 
-def _expert_width(experts: nn.Module, shared: nn.Module | None) -> int:
+def _expert_width(experts: nn.Module, shared: nn.Module | None, hidden: int) -> int:
     """Return F of one routed expert; adapters share one MLP, so there it is that MLP's."""
-    if hasattr(experts, "down_proj"):
-        return int(experts.down_proj.shape[-1])
+    if hasattr(experts, "down_proj"):  # [E, D, F], or [E, F, D] in GPT-OSS and Llama 4
+        return int(experts.down_proj[0].numel() // hidden)
     source = shared if shared is not None else next(experts.children())
     return int(source.down_proj.in_features)
 

@@ -152,6 +152,8 @@ def packed(tensors: Mapping[str, Tensor]) -> bytes:
 
 def unpacked(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, from memory, not a map, or refuse E-FORMAT."""
+    if not path.is_file():
+        refuse("E-NOFILE", f"{path} is missing; expected it beside its settings")
     try:
         return safetensors.torch.load(path.read_bytes())
     except SafetensorError as error:
@@ -163,10 +165,8 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
 
     ``expected`` may be on the meta device; unless ``exact``, any float of 16 bits or more will do.
     """
-    if not path.is_file():
-        refuse("E-NOFILE", f"{path} is missing; expected it beside its settings")
     limit = 8 * sum(tensor.numel() for tensor in expected.values()) + 2**20
-    if (size := path.stat().st_size) > limit:
+    if path.is_file() and (size := path.stat().st_size) > limit:
         refuse("E-LIMIT", f"{path} has {size} bytes, expected at most {limit} for this base")
     tensors = unpacked(path)
     missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected.keys())

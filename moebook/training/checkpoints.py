@@ -1,7 +1,7 @@
 """Checkpoints of a training that survive a kill at any instant (see `models.checkpoint`).
 
 A folder holds ``step-N`` folders and a lock. No states of random generators are kept: what is
-random in a step of training is a function of the seed and the step.
+random in a step of training is a function of the seed and the step, and its rate one of the step.
 
 Under `moebook run` the folder `runtime.RESUME` holds a folder of each training of the run, told by
 its number in the run and by what decides it, the machine included: a run that was killed goes on in
@@ -18,6 +18,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import field
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,13 +27,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from moebook import results
-from moebook.errors import refuse, told
+from moebook.errors import located, refuse, told
 from moebook.models import checkpoint
 from moebook.runtime import RESUME, environment, versions
-from moebook.settings import settings
+from moebook.settings import record, settings
 
 KEPT = 2
 PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
@@ -51,6 +52,40 @@ def place(model: nn.Module, run: Any) -> Path | None:
 def size(model: nn.Module) -> int:
     """Bytes of a checkpoint, about: what trains, and AdamW's two moments of it."""
     return 3 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+@record
+class History:
+    """What happened at each step, one entry a step, and what was measured at milestones.
+
+    Attributes:
+        loss: Cross-entropy of the labels, nats a token, without the penalty.
+        norm: Norm of the gradient before it was clipped.
+        seconds, tokens: Since training began; padding is left out.
+        milestones: For each entry of ``milestones`` what was measured, by steps done.
+    """
+
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    penalty: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    milestones: list[dict[int, Any]] = field(default_factory=list)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Return what has one entry a step, by name."""
+        return {name: column for name, column in vars(self).items() if name != "milestones"}
+
+
+@record
+class _Kept:
+    """What a checkpoint keeps beside its tensors."""
+
+    settings: dict[str, Any]
+    history: dict[str, Any]
+    versions: dict[str, str]
+    threads: int
 
 
 @settings
@@ -93,16 +128,14 @@ class Store:
         waited = seconds[-1] - (seconds[there[-1] - 1] if there else 0.0)
         return waited > PAUSE + size(model) / RATE
 
-    def save(
-        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, history: dict[str, Any]
-    ) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer, history: History) -> None:
         """Commit ``step-<steps done>`` and drop all but marks and the newest `KEPT`.
 
         A tensor that is not finite (E-NONFINITE) or a full disk leaves the earlier ones untouched.
         """
-        facts = {"settings": self.run, "scheduler": rates.state_dict(), "history": history}
+        facts = {"settings": self.run, "history": history.columns()}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
-        step = len(history["step"])
+        step = len(history.step)
         content = checkpoint.packed(capture(model, optimizer))
         files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
         try:
@@ -117,31 +150,36 @@ class Store:
                 shutil.rmtree(path.rename(path.with_name(f".trash-{path.name}")))
 
     def restore(
-        self, model: nn.Module, optimizer: Optimizer, rates: LRScheduler, step: int
-    ) -> dict[str, list[Any]]:
+        self, model: nn.Module, optimizer: Optimizer, rates: LambdaLR, step: int
+    ) -> History:
         """Go back to the checkpoint of a step and return its history.
 
         A damaged one is refused (delete it to go back further), and so is another run's.
         """
         path = self.folder / f"step-{step}"
-        sealed = checkpoint.verify(path)
-        there = f"torch {sealed['versions']['torch']} on {sealed['threads']} threads"
+        found = checkpoint.verify(path) | results.read_json(path / FACTS)
+        with located(path):
+            kept = _Kept(**{name: found[name] for name in _Kept.__annotations__ if name in found})
+            history = History(**kept.history)
+        if {*map(len, history.columns().values())} != {step}:
+            refuse("E-FORMAT", f"{path}: the history has not one entry for each of {step} steps")
+        there = f"torch {kept.versions.get('torch')} on {kept.threads} threads"
         here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
         if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
             warnings.warn(f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2)
-        tensors = checkpoint.unpacked(path / TENSORS)
-        facts = json.loads((path / FACTS).read_text())
-        old = facts["settings"]
+        tensors, old = checkpoint.unpacked(path / TENSORS), kept.settings
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
             refuse(
                 "E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name another folder"
             )
         restore(model, optimizer, tensors)
-        rates.load_state_dict(facts["scheduler"])
-        for group, rate in zip(optimizer.param_groups, rates.get_last_lr(), strict=True):
-            group["lr"] = rate
-        return facts["history"]
+        rates.last_epoch = step
+        for group, base, factor in zip(
+            optimizer.param_groups, rates.base_lrs, rates.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+        return history
 
     def steps(self) -> list[int]:
         """The steps after which there is a checkpoint, in order."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from datasets import Dataset as Rows
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -32,6 +32,7 @@ from moebook.models.anatomy import longest
 from moebook.settings import settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
+from moebook.training.checkpoints import History
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -76,30 +77,6 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.steps and self.epochs:
             refuse("E-USAGE", f"steps = {self.steps}, epochs = {self.epochs}: give one of them")
-
-
-@dataclass(frozen=True)
-class History:
-    """What happened at each step, one entry a step, and what was measured at milestones.
-
-    Attributes:
-        loss: Cross-entropy of the labels, nats a token, without the penalty.
-        norm: Norm of the gradient before it was clipped.
-        seconds, tokens: Since training began; padding is left out.
-        milestones: For each entry of ``milestones`` what was measured, by steps done.
-    """
-
-    step: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    penalty: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    milestones: list[dict[int, Any]] = field(default_factory=list)
-
-    def columns(self) -> dict[str, list[Any]]:
-        """Return what has one entry a step, by name."""
-        return {name: column for name, column in vars(self).items() if name != "milestones"}
 
 
 def fit(
@@ -176,7 +153,7 @@ def fit(
             if store and rank == 0 and store.due(history.seconds, total, model):
                 # A disk may be full: that ends no training that was not asked to save.
                 with nullcontext() if store.asked else suppress(Refusal):
-                    store.save(model, adamw, rates, history.columns())
+                    store.save(model, adamw, history)
         accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
         _measure(model, milestones, total, history)
     return history
@@ -201,7 +178,7 @@ def _store(
 
 
 def _resumed(
-    store: checkpoints.Store | None, state: tuple[nn.Module, Optimizer, LRScheduler],
+    store: checkpoints.Store | None, state: tuple[nn.Module, Optimizer, LambdaLR],
     milestones: Milestones, marks: frozenset[int], total: int,
 ) -> History:  # fmt: skip
     """Go to the newest checkpoint; what was measured before it is measured anew, from its mark."""
@@ -215,7 +192,7 @@ def _resumed(
             store.restore(*state, mark)
         _measure(state[0], milestones, mark, history)
     if store and newest:
-        history = replace(history, **store.restore(*state, newest))
+        history = replace(store.restore(*state, newest), milestones=history.milestones)
         if not store.asked:  # what the run's time counts in
             results.write(store.folder / runtime.FOUND, str(history.seconds[-1]))
     return history

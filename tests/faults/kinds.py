@@ -30,7 +30,7 @@ from moebook.notebook.compare import compare, verify
 from moebook.notebook.session import VALUE
 from moebook.papers import printed, statements
 from moebook.results import Curve, Run, Value
-from moebook.training.checkpoints import Store
+from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
 
 PACKAGE = results.files.PACKAGE
@@ -149,8 +149,8 @@ def make_training(folder: Path, get: Get) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     rates.step()
-    history = {"step": [1], "loss": [0.5]}
-    Store(folder=folder, run={"seed": 0}, every=1).save(model, optimizer, rates, history)
+    history = History([1], [0.5], [0.0], [1.0], [0.1], [9])
+    Store(folder=folder, run={"seed": 0}, every=1).save(model, optimizer, history)
 
 
 def read_training(folder: Path) -> Any:

@@ -20,7 +20,7 @@ from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.notebook import book
 from moebook.results import Run, Value
-from moebook.training.checkpoints import Store
+from moebook.training.checkpoints import History, Store
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
 CALLS = (*FREEING, "open", "fsync", "mkdir", "chmod")
@@ -112,9 +112,10 @@ def saved(folder: Path) -> Any:
 
 def train(folder: Path, value: int) -> None:
     """A checkpoint of a training, the second of which drops none."""
-    parts, store = training(), Store(folder=folder, run={"seed": 0}, every=1)
+    (model, optimizer, _), step = training(), list(range(1, value + 1))
+    store = Store(folder=folder, run={"seed": 0}, every=1)
     with store.locked():
-        store.save(*parts, {"step": list(range(1, value + 1)), "loss": [0.5] * value})
+        store.save(model, optimizer, History(step, *([0.5] * value for _ in range(4)), step))
 
 
 def trained(folder: Path) -> Any:

@@ -48,7 +48,8 @@ def test_dense_families_show_their_mlps(family):
 
 def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
     model = build("llama4_text", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1])
-    assert [layer.kind for layer in anatomy(model).layers] == ["dense", "sparse"]
+    found = [(layer.kind, layer.width) for layer in anatomy(model).layers]
+    assert found == [("dense", 40), ("sparse", 40)]
     assert model.get_decoder() is model and anatomy(model).decoder is model.model
 
 
@@ -61,6 +62,11 @@ def test_sparse_families_show_router_and_fused_experts(family):
     assert layer.experts.down_proj.shape == (4, 32, 24)
     assert (layer.shared is not None) == (family == "deepseek_v2")
     assert first.kind == ("dense" if family == "deepseek_v2" else "sparse")
+
+
+def test_transposed_experts_show_their_own_width():
+    _, layer = anatomy(build("gpt_oss", num_local_experts=4)).layers
+    assert layer.experts.down_proj.shape == (4, 40, 32) and layer.width == 40
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT 0.21

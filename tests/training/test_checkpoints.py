@@ -166,7 +166,7 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(t
     nn.init.constant_(model.weight, torch.nan)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(Refusal, match=r"E-NONFINITE: .*model\.weight"):
-        Store(folder=tmp_path, run={}, every=1).save(model, optimizer, Mock(), {"step": []})
+        Store(folder=tmp_path, run={}, every=1).save(model, optimizer, checkpoints.History())
     assert list(tmp_path.iterdir()) == []
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -230,3 +230,24 @@ def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(process, monke
     monkeypatch.setattr(checkpoints, "environment", lambda: {"memory": 1000})
     process()
     assert checkpoint.seal.call_count == 2 and not list(tmp_path.glob("*/step-*"))
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("facts.json", {"settings": 3}, "E-TYPE: .*settings is 3"),
+    ("facts.json", {"history": {"step": [1, 2, 3, "4"]}}, "E-TYPE: .*step.3 is '4'"),
+    ("facts.json", {"history": {"steps": []}}, "E-CHOICE: .*unknown setting 'steps'"),
+    ("facts.json", {"history": {"step": [1, 2, 3, 4]}}, "E-FORMAT: .*each of 4 steps"),
+    ("MANIFEST.json", {"versions": None}, "E-TYPE: .*versions is None"),
+    ("MANIFEST.json", {"threads": "1"}, "E-TYPE: .*threads is '1'"),
+])  # fmt: skip
+def test_nonsense_under_a_new_seal_is_refused(lora, rows, interrupted, name, change, words):
+    folder = interrupted / "step-4"
+    facts = json.loads((folder / "MANIFEST.json").read_text())
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    facts |= json.loads((folder / "MANIFEST.json").read_text())
+    for mark in (checkpoint.MANIFEST, checkpoint.DIGEST):
+        (folder / mark).unlink()
+    checkpoint.seal(folder, **{key: facts[key] for key in ("step", "versions", "threads")})
+    with pytest.raises(Refusal, match=words):
+        fit(lora(), rows(), **SETTINGS, output=interrupted)
