@@ -27,8 +27,6 @@ LIVE = ("smoke", "cpu", "gpu", "paper")
 
 MODELS = Path(__file__).parent / "models"
 BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
-
-
 ON = "parameter file beside the notebook: a tier, or a study's such as nano (default: cpu)"
 
 
@@ -61,17 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.command(options)
         print(end="", flush=True)  # a reader that has gone is noticed here, not when Python ends
         return code
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
-        return 2
     except KeyboardInterrupt as interrupt:
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return 128 + (*interrupt.args, signal.SIGINT)[0]
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        print(told(error), file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(told(error) if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
     except Exception as error:
         print(Refusal("E-INTERNAL", f"{type(error).__name__}: {error!s:.200}; this is a fault of "

@@ -47,12 +47,16 @@ def refuse(code: str, message: str) -> NoReturn:
 
 
 @contextmanager
-def located(where: object) -> Iterator[None]:
-    """Say in each refusal of this block where the refused values come from, such as a file."""
+def located(where: object, code: str = "", fix: str = "") -> Iterator[None]:
+    """Say in each refusal of this block where the refused values come from, such as a file.
+
+    It goes by the ``code`` and ends on what to do, the ``fix``, where these are given.
+    """
     try:
         yield
     except Refusal as problem:
-        refuse(problem.code, f"{where}: {problem.message}")
+        parts = f"{where}: " * bool(where), problem.message, f"; {fix}" * bool(fix)
+        refuse(code or problem.code, "".join(parts))
 
 
 def told(error: OSError, what: str = "") -> Refusal:

@@ -182,7 +182,6 @@ def versions() -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Name the CPU's model."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -90,11 +90,8 @@ def _check_size(names: Sequence[str], args: Sequence[object], values: Mapping[st
 
 
 @contextmanager
-def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
-    """Turn pydantic's first error into one line: the place, the value, what was expected.
-
-    ``known`` are the fields or arguments in order, ``where`` says what file they come from, if any.
-    """
+def in_one_line(known: Sequence[str]) -> Iterator[None]:
+    """Turn pydantic's first error into one line; ``known`` are the fields or arguments in order."""
     try:
         yield
     except ValidationError as problem:
@@ -102,15 +99,14 @@ def in_one_line(known: Sequence[str], where: str = "") -> Iterator[None]:
         kind, (top, *rest) = first["type"], first["loc"]
         name = ".".join(map(str, [known[top] if isinstance(top, int) else top, *rest]))
         code = CODES.get(kind, "E-RANGE" if kind.startswith(RANGES) else "E-TYPE")
-        place = f"{where}: " if where else ""
         if kind == "unexpected_keyword_argument":
-            refuse(code, f"{place}unknown setting '{name}'; {nearest(name, known)}")
+            refuse(code, f"unknown setting '{name}'; {nearest(name, known)}")
         if kind.startswith("missing"):
-            refuse(code, f"{place}{name} is missing")
+            refuse(code, f"{name} is missing")
         expected = first["msg"].replace("Input should be", "expected")
         for side in ("greater", "less"):
             expected = expected.replace(f"expected {side}", f"expected a number {side}")
-        refuse(code, f"{place}{name} is {shown(first['input'])}, {expected}")
+        refuse(code, f"{name} is {shown(first['input'])}, {expected}")
 
 
 def preset(

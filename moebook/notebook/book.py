@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moebook import papers, plotting, results, runtime
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, located, refuse
 from moebook.notebook import findings, pages, runner, sources, study, verdicts
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
@@ -129,10 +129,8 @@ def _check(folder: Path, page: str, tier: str) -> None:
     path = folder / copy
     if not path.is_file():
         refuse("E-BOOK", f"{copy} is missing, so its page would be empty; run: {fix}")
-    try:
+    with located("", "E-BOOK", f"remove it, then run: {fix}"):
         cells = results.read_ipynb(path)["cells"]
-    except Refusal as refusal:
-        refuse("E-BOOK", f"{refusal.message}; remove it, then run: {fix}")
     if not path.with_suffix(".parquet").is_file():
         refuse("E-BOOK", f"{copy} has no run beside it; run: {fix}")
     for number, cell in enumerate(cells, start=1):

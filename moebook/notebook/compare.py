@@ -30,10 +30,8 @@ class Finding:
     right: str = ""
 
     def __str__(self) -> str:
-        said = f"ok    {self.path}: {self.right}"
-        return printable(
-            f"FAILS {self.path}: {'; '.join(self.failures)}" if self.failures else said
-        )
+        fails = f"FAILS {self.path}: {'; '.join(self.failures)}"
+        return printable(fails if self.failures else f"ok    {self.path}: {self.right}")
 
 
 def verify(name: str | None, folder: Path) -> list[Finding]:
@@ -151,7 +149,6 @@ def _ledger(claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool]) -> 
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:
-    """Every value beside the book's mean."""
     for value in mine.values:
         theirs = [v.value for v in other.values(value.name).values()] if other else []
         book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN

@@ -102,23 +102,13 @@ def read_notebook(path: Path, folder: Path) -> Run:
     name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
     if name not in known:
         refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
-    given = _injected(executed, path.name)
+    # papermill's cell is tagged, also in copies whose other metadata are gone
+    tagged = [cell["source"] for cell in executed["cells"]
+              if "injected-parameters" in cell["metadata"].get("tags", [])]  # fmt: skip
+    given = injected(tagged[-1], path.name) if tagged else {}
     parameters.check(source.parameters, given, path.name)
-    manifest = {
-        "parameters": source.defaults | given,
-        "overrides": {},
-        **seconds(executed),
-        "peak_memory": None,
-    }
+    manifest = {"parameters": source.defaults | given, "overrides": {}, "peak_memory": None}
+    manifest |= seconds(executed)
     if date := executed["metadata"].get("papermill", {}).get("end_time"):
         manifest["date"] = date
     return replace(harvest(executed, source, "mine", folder, manifest), notebook=name)
-
-
-def _injected(executed: Any, where: str) -> dict[str, Any]:
-    """What papermill set: its cell is tagged, also in copies whose other metadata are gone."""
-    tagged = [
-        cell for cell in executed["cells"]
-        if "injected-parameters" in cell["metadata"].get("tags", [])
-    ]  # fmt: skip
-    return injected(tagged[-1]["source"], where) if tagged else {}

@@ -67,9 +67,7 @@ ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=jinja2.StrictUndefined,
-    finalize=lambda value: (
-        printable(value) if type(value) is str else value
-    ),  # one line of Markdown
+    finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
 )
 for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing
@@ -153,9 +151,9 @@ def summary(rows: Sequence[Row]) -> str:
 
 def _counted(pairs: Any) -> dict[str, Counter[str]]:
     """Count by paper, in the order of `TITLES`."""
-    every = Counter(pairs)
-    counts = {paper: Counter({k: n for (p, k), n in every.items() if p == paper})
-              for paper in TITLES}  # fmt: skip
+    counts: dict[str, Counter[str]] = {paper: Counter() for paper in TITLES}
+    for paper, label in pairs:
+        counts[paper][label] += 1
     return {paper: count for paper, count in counts.items() if count}
 
 

@@ -80,10 +80,8 @@ class Parameter:
         return not self.rule or value in self.choices
 
     def _expected(self, value: object) -> str:
-        text, word = (
-            f"expected {self.type.__name__}, found {type(value).__name__}",
-            str(value).lower(),
-        )
+        text = f"expected {self.type.__name__}, found {type(value).__name__}"
+        word = str(value).lower()
         if self.type is float and isinstance(value, str) and "e" in word:
             return f"{text} (YAML reads 1e-5 as text: write 1.0e-5)"
         if self.type is bool and word in ("true", "false"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import html
 import json
 import os
 import re
@@ -18,9 +17,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+import lxml.html
+from lxml import etree
 
 from moebook.errors import refuse
 from moebook.notebook.harvest import code_cells
@@ -59,12 +60,10 @@ _PATH = re.compile(
     rf"(?<![\w.:/~-])(?:/(?:{_TOPS})(?:/[\w.@+=-]+)+/?|[A-Za-z]:(?:\\[\w.@+=-]+){{2,}})", re.ASCII
 )
 
-
 _ELEMENTS = frozenset(
     "table thead tbody tfoot tr th td caption colgroup col div p br b i em strong sub sup code"
     " small span".split()
 )
-_VOID = ("br", "col")
 _SILENT = ("script", "style", "iframe", "object", "template", "noscript", "svg", "math")
 _ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 
@@ -207,44 +206,17 @@ def reduced_table(text: str) -> str | None:
 
     Scripts and styles go with their contents, other unknown elements without them.
     """
-    reader = _Table()
-    reader.feed(text)
-    reader.close()
-    return "".join(reader.parts).strip() if "<table" in "".join(reader.parts) else None
-
-
-class _Table(HTMLParser):
-    """Writes down the allowed part of what it reads, with every element closed once."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self.unclosed: list[str] = []
-        self.silent: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _SILENT:
-            self.silent.append(tag)
-        if self.silent or tag not in _ELEMENTS:
-            return
-        allowed = [(name, value) for name, value in attrs if name in _ATTRIBUTES and value]
-        written = "".join(f' {name}="{html.escape(value or "")}"' for name, value in allowed)
-        self.parts.append(f"<{tag}{written}>")
-        if tag not in _VOID:
-            self.unclosed.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.silent:
-            del self.silent[self.silent.index(tag) :]
-        elif not self.silent and tag in self.unclosed:
-            while (last := self.unclosed.pop()) != tag:
-                self.parts.append(f"</{last}>")
-            self.parts.append(f"</{tag}>")
-
-    def handle_data(self, data: str) -> None:
-        if not self.silent:
-            self.parts.append(html.escape(data, quote=False))
-
-    def close(self) -> None:
-        super().close()
-        self.parts += [f"</{tag}>" for tag in reversed(self.unclosed)]
+    parser = lxml.html.HTMLParser(huge_tree=True)
+    tree = lxml.html.document_fromstring(f"<body>{text}", parser).body
+    etree.strip_elements(tree, *_SILENT, etree.Comment, etree.PI, with_tail=False)
+    for element in list(tree.iterdescendants()):
+        if element.tag in _ELEMENTS:
+            for name in set(element.attrib) - set(_ATTRIBUTES):
+                del element.attrib[name]
+        else:
+            element.drop_tag()
+    if tree.find(".//table") is None:
+        return None
+    tree.attrib.clear()
+    written: str = etree.tostring(tree, method="html", encoding="unicode")
+    return written.removeprefix("<body>").removesuffix("</body>").strip()

@@ -197,8 +197,7 @@ def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
             job = waiting.pop(done)
             try:
                 path = copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
-                with results.replacing(path) as temporary:
-                    temporary.write_bytes(ray.get(done))
+                results.write(path, ray.get(done))
                 yield job, path
             except Refusal as refusal:
                 yield job, Refusal(refusal.code, refusal.message)

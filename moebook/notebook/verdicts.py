@@ -189,21 +189,13 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
 
 @dataclass(frozen=True)
 class Chance:
-    """What chance alone would do to the verdicts of a ledger; claims by their ids.
+    """What chance alone would do to the verdicts of a ledger; claims by their ids."""
 
-    Attributes:
-        tested: Claims of a direction that were tested by seeds of runs that decide.
-        decided: Those with a verdict (holds or fails).
-        expected: How many would have one if there were no effect anywhere.
-        holm: Those that survive Holm's correction (no false one at all, in 95 % of ledgers).
-        hochberg: Those that survive Benjamini and Hochberg's (5 % of them false on average).
-    """
-
-    tested: tuple[str, ...]
-    decided: tuple[str, ...]
-    expected: float
-    holm: tuple[str, ...]
-    hochberg: tuple[str, ...]
+    tested: tuple[str, ...]  # claims of a direction that seeds of runs that decide have tested
+    decided: tuple[str, ...]  # those with a verdict (holds or fails)
+    expected: float  # how many would have one if there were no effect anywhere
+    holm: tuple[str, ...]  # survive Holm's correction: no false one at all, in 95 % of ledgers
+    hochberg: tuple[str, ...]  # survive Benjamini and Hochberg's: 5 % of them false on average
 
 
 def chance(rows: Sequence[Row]) -> Chance:

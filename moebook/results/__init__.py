@@ -1,13 +1,6 @@
 """Results of executed notebooks: values, runs, pools of runs, and the code that made them."""
 
-from moebook.results.documents import (
-    formed,
-    json_object,
-    read_ipynb,
-    read_json,
-    read_places,
-    read_yaml,
-)
+from moebook.results.documents import formed, read_ipynb, read_json, read_places, read_yaml
 from moebook.results.files import (
     FROZEN,
     commit,

@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from moebook.errors import Refusal, refuse, told
+from moebook.errors import Refusal, located, refuse, told
 from moebook.settings import in_one_line
 
 LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file
@@ -140,16 +140,11 @@ _NOTEBOOK = TypeAdapter(_Notebook)
 def read_ipynb(path: Path) -> dict[str, Any]:
     """Read a notebook, checked in all that is read of one, with its lines joined (E-NOTEBOOK)."""
     notebook = read_json(path, limit=LARGEST_NOTEBOOK)
-    try:
-        with in_one_line([], path.name):
-            return dict(_NOTEBOOK.validate_python(_described(notebook)))
-    except Refusal as refusal:
-        refuse("E-NOTEBOOK", f"{refusal.message}; open and save it in Jupyter")
+    with located(path.name, "E-NOTEBOOK", "open and save it in Jupyter"), in_one_line([]):
+        return dict(_NOTEBOOK.validate_python(_described(notebook)))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, less what is refused here."""
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         for kind in ("anchor", "tag"):

@@ -107,10 +107,10 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; text as UTF-8."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def digest(path: Path) -> str | None:
@@ -177,8 +177,6 @@ def _code(text: str) -> str:
 
 
 class _Docstrings(ast.NodeTransformer):
-    """Removes statements that are nothing but a string."""
-
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         value = node.value.value if isinstance(node.value, ast.Constant) else None
         return None if isinstance(value, str) else node
@@ -197,7 +195,6 @@ def commit(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Ask git about a project; None without git, or when it fails."""
     command = ["git", "-C", str(folder), *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:

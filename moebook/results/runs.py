@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, located, nearest, refuse
 from moebook.results import files
 from moebook.results.documents import json_object
 from moebook.settings import record
@@ -149,12 +149,10 @@ def plain(part: Value | Curve) -> dict[str, Any]:
 
 def restored(kind: type[Part], data: object, where: str) -> Part:
     """Make a value or curve of what `plain` wrote; ``where`` names the cell in a refusal."""
-    try:
-        pairs: Any = data.items() if isinstance(data, dict) else ()
-        parts: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+    pairs: Any = data.items() if isinstance(data, dict) else ()
+    parts: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+    with located(where, "E-VALUE"):
         return kind(**parts)
-    except Refusal as refusal:
-        refuse("E-VALUE", f"{where}: {refusal.message}")
 
 
 def packed(run: Run) -> bytes:
@@ -172,9 +170,7 @@ def packed(run: Run) -> bytes:
 
 def write_run(path: Path, run: Run) -> None:
     """Write a run's file, whole or not at all."""
-    content = packed(run)
-    with files.replacing(path) as temporary:
-        temporary.write_bytes(content)
+    files.write(path, packed(run))
 
 
 def read_run(path: Path) -> Run:
