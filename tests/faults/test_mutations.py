@@ -26,6 +26,7 @@ MUTATIONS = 45  # of each kind
 LIMIT = 10  # seconds, after which a read hangs
 ROOM = 4 * 2**30  # bytes that a read may take beside what is taken already
 DEEP = 10_000
+WORDS = dict.fromkeys(("refused", "equal", "changed", "tracebacks", "hangs"), 0)
 MARK = "\u2603deep"  # stands where a text cannot be built as a tree
 
 
@@ -206,7 +207,7 @@ def test_a_changed_file_is_refused_in_one_line_or_reads_as_it_was(
     for number in range(MUTATIONS * times):
         mutate(path, random.Random(f"{name}/{number}"))
         word, shown = outcome(kind, tmp_path, whole)
-        figures("mutations", name, mutations=1, **{word: 1})
+        figures("mutations", name, mutations=1, **WORDS | {word: 1})
         if word in ("tracebacks", "hangs") or (word == "changed" and kind.promised):
             wrong.append(f"{number}: {word}: {shown}")
         path.rmdir() if path.is_dir() else None
