@@ -104,9 +104,8 @@ def on_hub(name: str) -> Path | None:
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        refuse(
-            "E-OFFLINE", f"{name} is neither cached nor fetched ({type(error).__name__}); connect"
-        )
+        problem = f"{name} is neither cached nor fetched ({type(error).__name__})"
+        refuse("E-OFFLINE", f"{problem}; connect")
 
 
 def _smollm2() -> Path:

@@ -170,15 +170,12 @@ class Store:
         tensors, old = checkpoint.unpacked(path / TENSORS), kept.settings
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
-            refuse(
-                "E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name another folder"
-            )
+            other = f"{self.folder} holds another run ({shown})"
+            refuse("E-CONFIGDIFF", f"{other}; name another folder")
         restore(model, optimizer, tensors)
         rates.last_epoch = step
-        for group, base, factor in zip(
-            optimizer.param_groups, rates.base_lrs, rates.lr_lambdas, strict=True
-        ):
-            group["lr"] = base * factor(step)
+        for group, factor in zip(optimizer.param_groups, rates.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(step)
         return history
 
     def steps(self) -> list[int]:

@@ -138,10 +138,8 @@ def fit(
                 model.zero_grad()
                 last = max(store.steps(), default=0) if store else None
                 saved = f"last checkpoint: step {last}" if store else "unsaved"
-                text = (
-                    f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm} on rows"
-                )
-                text += f" {batches.rows(step).tolist()}; the model is as after step {step}"
+                text = f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm}"
+                text += f" on rows {batches.rows(step).tolist()}; the model is as after step {step}"
                 refuse("E-NONFINITE", f"{text} ({saved}): lower lr")
             adamw.step()
             rates.step()

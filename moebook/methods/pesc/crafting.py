@@ -65,11 +65,7 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
         refuse("E-CHOICE", f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts")
     chosen = craftable(model, config)
     base, of_host = checkpoint.fingerprint(model), list(model.parameters())
-
-    def build(layer: Layer, router: mnn.Router) -> nn.Module:
-        return mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts))
-
-    graft(chosen, config, build)
+    graft(chosen, config, lambda at, gate: mnn.ExpertMoE(gate, mnn.Experts(at.mlp, config.experts)))
     for parameter in of_host:
         parameter.requires_grad_(False)
     model.pesc = Origin(config=config, sparse=True, base=base)
@@ -101,8 +97,7 @@ def install(chosen: Chosen, config: Config) -> None:
             served_scale=config.served_scale,
             dropout=config.adapter_dropout,
             down_init=config.down_init,
-            dtype=router.weight.dtype,
-            device=router.weight.device,
+            **beside(router.weight),
         )
         return mnn.AdapterMoE(layer.mlp, router, adapters)
 

@@ -38,8 +38,6 @@ def _wide(factor: Tensor) -> Tensor:
 
 
 Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
-
-
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_]\w*(\.\w+)*$")]
 Text = Annotated[str, Field(max_length=1000)] | None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -29,6 +30,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
 Kind = Literal["normal", "kaiming", "wide"]
 Mode = Literal["hidden", "hidden_avg", "cheap_embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+_unit = partial(nn.functional.normalize, dim=-1, eps=1e-8)
 
 
 @record
@@ -187,7 +189,3 @@ def _centroids(
         return means
     order = nearest.counts.argsort(dim=1, descending=True, stable=True)
     return means.gather(1, order.unsqueeze(-1).expand_as(means))
-
-
-def _unit(weights: Tensor) -> Tensor:
-    return weights / weights.norm(dim=-1, keepdim=True).clamp(min=1e-8)
