@@ -8,9 +8,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, ParamSpec, TypeVar, dataclass_transform, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    ParamSpec,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_type_hints,
+)  # fmt: skip
 
-from pydantic import AfterValidator, ConfigDict, ValidationError, validate_call
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -31,6 +40,9 @@ def _finite(values: Any) -> Any:
     raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
 
 
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 FINITE = AfterValidator(_finite)
 """Stands in the annotation of a tensor or an array without NaN and infinity."""
 
@@ -109,19 +121,17 @@ def in_one_line(known: Sequence[str]) -> Iterator[None]:
         refuse(code, f"{name} is {shown(first['input'])}, {expected}")
 
 
-def preset(
-    kind: type[Kind],
-    presets: Mapping[str, Mapping[str, Any]],
-    name: str,
-    changes: Mapping[str, Any],
-) -> Kind:
-    """Make the settings of a named preset, with single fields changed.
+class Presets:
+    """Settings that have named sets of values."""
 
-    ``presets`` are by name the fields in which each differs from the defaults.
-    """
-    if name not in presets:
-        refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, presets)}")
-    return kind(**{**presets[name], **changes})
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]  # by name, what differs from the defaults
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """Return the settings of a preset, with single fields changed."""
+        if name not in cls.PRESETS:
+            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, cls.PRESETS)}")
+        return cls(**{**cls.PRESETS[name], **changes})
 
 
 def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from lm_eval import evaluator
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from pydantic import Field
 from torch import nn
 
 from moebook.data import IGNORED, encode, tasks
@@ -21,14 +20,13 @@ from moebook.errors import nearest, refuse
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results.intervals import interval
-from moebook.settings import checked
+from moebook.settings import Count, checked
 
 COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output"]
 METRICS = ("exact_match", "acc_norm", "acc")
 """What counts as correct in a benchmark: the first of these that it reports."""
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
-Count = Annotated[int, Field(ge=1)]
 Row = tuple[str, str, int, int, float, float, str, str]
 
 

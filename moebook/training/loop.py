@@ -29,15 +29,13 @@ from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest
-from moebook.settings import settings
+from moebook.settings import Count, Positive, Share, settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
 
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, lt=1)]
 Penalty = Callable[[Any], Tensor]
 Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
 
@@ -60,9 +58,9 @@ class Recipe:
     """
 
     steps: Count | None = None
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     batch: Count = 32
-    lr: Annotated[float, Field(gt=0)] = 2e-4
+    lr: Positive = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Share = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -72,7 +70,7 @@ class Recipe:
     accumulate: Count = 1
     optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = "adamw"
     bf16: bool = False
-    rates: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    rates: dict[str, Positive] | None = None
 
     def __post_init__(self) -> None:
         if self.steps and self.epochs:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from moebook.errors import located, refuse
 from moebook.models.anatomy import Layer, anatomy
 from moebook.nn import Decision, observe
 from moebook.results import read_json
-from moebook.settings import Kind, checked, preset, settings
+from moebook.settings import Count, Kind, Presets, checked, settings
 
 Pooling = Literal["tokens", "samples"]
 Score = Literal["token", "gate"]
@@ -33,16 +33,16 @@ Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JS
 FLAGS = ("shared_experts", "non_expert_modules", "router")
 MOST = 1.1  # what a layer's token scores may sum to: they are rounded, some to two places
 SLACK = 1e-9  # what sums of decimal scores may lack by rounding, and still count as p
-Count = Annotated[int, Field(ge=1)]
 ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
 
 
 @settings
-class Config:
+class Config(Presets):
     """How experts are scored and chosen, and what trains beside them (ESFT Sec. 3.3).
 
-    The defaults are the preset ``fixed``. The paper's thresholds are 0.2 for the token score and
-    0.1 for the gate score (Sec. 4.3).
+    Of the presets, ``paper`` is the text, ``released`` the authors' code, from which the published
+    experts follow, and ``fixed``, the defaults, the same without its rounding. The paper's
+    thresholds are 0.2 for the token score and 0.1 for the gate score (Sec. 4.3).
 
     Attributes:
         score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
@@ -67,21 +67,11 @@ class Config:
     non_expert_modules: bool = False
     router: bool = False
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` is the text, ``released`` the authors' code, from which the published experts
-        follow, ``fixed`` the same without its rounding.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"pooling": "samples", "normalised": True},
-    "released": {"decimals": 4},
-    "fixed": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {"pooling": "samples", "normalised": True},
+        "released": {"decimals": 4},
+        "fixed": {},
+    }
 
 
 def sparse_layers(model: nn.Module) -> list[Layer]:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from moebook import settings
 from moebook.errors import refuse
+from moebook.settings import Count, Presets, Share, settings
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-Count = Annotated[int, Field(ge=1)]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
 
 
-@settings.settings
-class Config:
+@settings
+class Config(Presets):
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
-    The defaults are the preset ``fixed``. The recipe of training is no part of this (in paper and
-    code: sequence 2048 or 512, batch 128 or 256, warm-up ratio 0.03 or 200 steps).
+    The defaults are the preset ``fixed``; ``paper`` is the text and ``released`` its code. The
+    recipe of training is no part of this (in paper and code: sequence 2048 or 512, batch 128 or
+    256, warm-up ratio 0.03 or 200 steps).
 
     Attributes:
         experts: E, adapters a layer.
@@ -47,7 +46,7 @@ class Config:
     adapter_width: Count = 512
     adapter_scale: float = 1.0
     served_scale: float = 1.0
-    adapter_dropout: Dropout = 0.1
+    adapter_dropout: Share = 0.1
     down_init: Literal["kaiming", "zero"] = "kaiming"
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     balance: Literal["live", "constant", "none"] = "live"
@@ -55,7 +54,7 @@ class Config:
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
     lora_rank: Count = 64
     lora_alpha: Weight = 16.0
-    lora_dropout: Dropout = 0.1
+    lora_dropout: Share = 0.1
     lora_targets: Annotated[tuple[Target, ...], Field(min_length=1)] = get_args(Target)
 
     def __post_init__(self) -> None:
@@ -67,17 +66,13 @@ class Config:
         if self.layers and len(set(self.layers)) < len(self.layers):
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a preset, with fields changed: ``paper``, ``released`` (its code) or ``fixed``."""
-        return settings.preset(cls, PRESETS, name, changes)
+    PRESETS: ClassVar = {
+        "paper": {"down_init": "zero", "adapter_dropout": 0.0},
+        "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
+        "fixed": {},
+    }
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"down_init": "zero", "adapter_dropout": 0.0},
-    "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
-    "fixed": {},
-}
 OPEN = "adapter_scale served_scale adapter_dropout down_init balance balance_weight".split()
 GROUPS = {
     **dict.fromkeys(("gsm8k", "hendrycks_math"), "mathematics"),

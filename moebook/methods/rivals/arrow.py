@@ -11,24 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import preset, settings
-
-Count = Annotated[int, Field(ge=1)]
+from moebook.settings import Count, Positive, Presets, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """How scores become weights, and what may be tuned. The defaults are the preset ``bank``.
+
+    ``paper`` trains nothing; so does ``released``, the defaults of mttl's class, with all LoRAs
+    at once, and ``peft``, whose users get three and their outputs mixed. ``bank`` tunes four a
+    token, as Rocket must have.
 
     Attributes:
         mix: The factors of a token's LoRAs (mttl, and a survey's reading of the paper), or their
@@ -42,7 +43,7 @@ class Config:
 
     mix: Literal["factors", "outputs"] = "factors"
     top_k: Count | None = 4
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Positive = 1.0
     tune: Literal["none", "experts"] = "experts"
     prototypes: Literal["before", "after"] = "before"
 
@@ -50,23 +51,12 @@ class Config:
         if (self.tune, self.prototypes) == ("none", "after"):
             refuse("E-CHOICE", "prototypes is 'after', but tune is 'none': set it to 'experts'")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` trains nothing; so does ``released``, the defaults of mttl's class, with all LoRAs
-        at once, and ``peft``, whose users get three and their outputs mixed. ``bank`` tunes four a
-        token, as Rocket must have.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"tune": "none"},
-    "released": {"tune": "none", "top_k": None},
-    "peft": {"tune": "none", "top_k": 3, "mix": "outputs"},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {"tune": "none"},
+        "released": {"tune": "none", "top_k": None},
+        "peft": {"tune": "none", "top_k": 3, "mix": "outputs"},
+        "bank": {},
+    }
 
 
 @settings

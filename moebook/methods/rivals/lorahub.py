@@ -18,11 +18,10 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from scipy.optimize import minimize
 from torch import nn
 
@@ -31,16 +30,18 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import preset, settings
+from moebook.settings import Count, Presets, settings
 
-Count = Annotated[int, Field(ge=1)]
 Loss = Callable[[np.ndarray], float]
 BOX, STRENGTH, STEP = 1.5, 0.05, 0.5  # |w_i| at most; of the penalty; of the first probes
 
 
 @settings
-class Config:
+class Config(Presets):
     """What is searched, where and how. The defaults are the preset ``bank``.
+
+    ``bank`` searches over the whole bank on all rows, its penalty in the definition's
+    proportion. ``released`` and ``paper`` draw 20 LoRAs and take 5 shots.
 
     Attributes:
         optimiser: SciPy's COBYLA (what the released code comes to), or CMA-ES by nevergrad (paper).
@@ -61,21 +62,11 @@ class Config:
     experts: Count | None = None
     shots: Count | None = None
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``bank`` searches over the whole bank on all rows, its penalty in the definition's
-        proportion. ``released`` and ``paper`` draw 20 LoRAs and take 5 shots.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "bank": {},
-    "released": {"loss": "over_batch", "experts": 20, "shots": 5},
-    "paper": {"optimiser": "cma", "penalty": "sum", "experts": 20, "shots": 5},
-}
+    PRESETS: ClassVar = {
+        "bank": {},
+        "released": {"loss": "over_batch", "experts": 20, "shots": 5},
+        "paper": {"optimiser": "cma", "penalty": "sum", "experts": 20, "shots": 5},
+    }
 
 
 def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:

@@ -30,19 +30,19 @@ from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
-from moebook.settings import preset, settings
+from moebook.settings import Count, Positive, Presets, Share, settings
 from moebook.training.loop import Penalty
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
 Factors = tuple[nn.Parameter, nn.Parameter]
 ATTENTION, TABLE_12 = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_proj", "v_proj")
 
 
 @settings
-class Config:
+class Config(Presets):
     """The mixture's shape and balance. The defaults are the preset ``released``, but for balance.
+
+    ``paper`` has the README's c and a term a layer (unverified in the paper's text);
+    ``released`` pools the layers; ``bank`` is what Table 12 leaves: four experts on q and v.
 
     Attributes:
         placement: Experts in the FFN and LoRAs on attention (code), or experts on q and v, each
@@ -69,21 +69,11 @@ class Config:
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, E)")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` has the README's c and a term a layer (unverified in the paper's text);
-        ``released`` pools the layers; ``bank`` is what Table 12 leaves: four experts on q and v.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"coefficient": 1e-2},
-    "released": {"balance": "pooled"},
-    "bank": {"placement": "projections", "experts": 4, "alpha": 16.0},
-}
+    PRESETS: ClassVar = {
+        "paper": {"coefficient": 1e-2},
+        "released": {"balance": "pooled"},
+        "bank": {"placement": "projections", "experts": 4, "alpha": 16.0},
+    }
 
 
 @settings

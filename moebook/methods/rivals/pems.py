@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,12 +23,15 @@ from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import Lora, attached
-from moebook.settings import preset, settings
+from moebook.settings import Presets, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """How LoRAs are added, and what follows. The defaults are the preset ``bank``.
+
+    ``paper`` merges and does nothing else; ``released`` does so for two LoRAs, by validation;
+    ``bank`` merges all by 1/N and tunes the result, as Rocket must have.
 
     Attributes:
         mix: The sum of the factors (paper), or of what they put out, which no initialisation spoils
@@ -43,21 +46,11 @@ class Config:
     grid: Annotated[float, Field(gt=0, le=0.5)] = 0.1
     tune: Literal["none", "merged"] = "merged"
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` merges and does nothing else; ``released`` does so for two LoRAs, by validation;
-        ``bank`` merges all by 1/N and tunes the result, as Rocket must have.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"tune": "none"},
-    "released": {"tune": "none", "coefficients": "validation"},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {"tune": "none"},
+        "released": {"tune": "none", "coefficients": "validation"},
+        "bank": {},
+    }
 
 
 def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: Any) -> Tuned:

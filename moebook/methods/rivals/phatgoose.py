@@ -24,14 +24,15 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import preset, settings
-
-Count = Annotated[int, Field(ge=1)]
+from moebook.settings import Count, Positive, Presets, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """On what and how gates are learnt, and how they route. The defaults are the preset ``bank``.
+
+    ``paper`` and ``released`` learn gates on 1024 rows a step, the latter with eps; ``mttl``
+    on 4, at its own rate; ``bank`` on 32, as Rocket trains.
 
     Attributes:
         rows: Each gate learns on its LoRA's own rows (paper), or all on the target's: what Rocket
@@ -47,25 +48,15 @@ class Config:
     top_k: Count = 2
     eps: Annotated[float, Field(ge=0)] = 0.0
     steps: Count = 100
-    lr: Annotated[float, Field(gt=0)] = 5e-3
+    lr: Positive = 5e-3
     batch: Count = 32
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` and ``released`` learn gates on 1024 rows a step, the latter with eps; ``mttl``
-        on 4, at its own rate; ``bank`` on 32, as Rocket trains.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"batch": 1024},
-    "released": {"batch": 1024, "eps": 1e-6},
-    "mttl": {"batch": 4, "lr": 1e-3},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {"batch": 1024},
+        "released": {"batch": 1024, "eps": 1e-6},
+        "mttl": {"batch": 4, "lr": 1e-3},
+        "bank": {},
+    }
 
 
 @settings

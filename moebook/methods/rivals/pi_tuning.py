@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,16 +28,18 @@ from moebook.methods.rivals.tuning import Data, Rows, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.nn import evaluating
-from moebook.settings import preset, settings
+from moebook.settings import Count, Positive, Presets, settings
 
 Fisher = Mapping[str, Tensor]  # of A and B, by "<path>.A" and "<path>.B"
-Positive = Annotated[float, Field(gt=0)]
 BATCH = 4  # rows, as released
 
 
 @settings
-class Config:
+class Config(Presets):
     """How tasks are compared, and what is trained. The defaults are the preset ``bank``.
+
+    ``paper`` and ``bank`` are the definition, since the method starts from others' LoRAs
+    anyway; ``released`` measures similarity as the authors' code does.
 
     Attributes:
         fisher: The gradient of each ``"row"`` is squared (paper), or that of a ``"batch"`` of four
@@ -52,26 +54,16 @@ class Config:
 
     fisher: Literal["row", "batch"] = "row"
     eps: Annotated[float, Field(ge=0)] = 0.0
-    neighbours: Annotated[int, Field(ge=1)] = 2
+    neighbours: Count = 2
     trains: Literal["weights", "weights + LoRAs"] = "weights + LoRAs"
     shared: Literal["block", "layer", "all"] = "block"
     rate: Positive | None = None
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` and ``bank`` are the definition, since the method starts from others' LoRAs
-        anyway; ``released`` measures similarity as the authors' code does.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "released": {"fisher": "batch", "eps": 1e-6},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {},
+        "released": {"fisher": "batch", "eps": 1e-6},
+        "bank": {},
+    }
 
 
 class Interpolation(nn.Module):

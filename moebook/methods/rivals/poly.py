@@ -9,10 +9,9 @@ jointly, then a new task's from its shots; here is the new task's row alone.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributions import RelaxedBernoulli
 
@@ -20,14 +19,15 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import preset, settings
-
-Positive = Annotated[float, Field(gt=0)]
+from moebook.settings import Positive, Presets, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """How Z becomes weights, and what is trained. The defaults are the preset ``bank``.
+
+    ``paper`` learns fresh skills and Z at two speeds; ``released`` does so without noise, as
+    mttl's newer router; ``bank`` starts from the bank, at one rate, as Rocket must have.
 
     Attributes:
         noise: z is drawn anew in every pass of training (paper), or is sigmoid(Z) there too (mttl).
@@ -52,21 +52,11 @@ class Config:
         if (self.normalise, self.noise) == ("raw", "relaxed"):
             refuse("E-CHOICE", "normalise is 'raw', which draws nothing: set noise to 'none'")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` learns fresh skills and Z at two speeds; ``released`` does so without noise, as
-        mttl's newer router; ``bank`` starts from the bank, at one rate, as Rocket must have.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"start": "random", "rate": 0.1},
-    "released": {"start": "random", "rate": 0.1, "noise": "none"},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": {"start": "random", "rate": 0.1},
+        "released": {"start": "random", "rate": 0.1, "noise": "none"},
+        "bank": {},
+    }
 
 
 class Assignment(nn.Module):

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
@@ -34,15 +33,18 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import preset, settings
+from moebook.settings import Positive, Presets, Share, settings
 
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+_AUTHORS = {"start": "random", "norm": "both", "expert_dropout": 0.1}
 
 
 @settings
-class Config:
+class Config(Presets):
     """How prompts are read, and what is trained. The defaults are the preset ``bank``.
+
+    ``released`` is the authors' router over fresh LoRAs, ``paper`` the same on prompts alone,
+    as the paper's encoder reads them; ``mttl`` has its file's temperature; ``bank`` starts from
+    the bank.
 
     Attributes:
         start: The experts are the bank's LoRAs, or fresh ones of their shape (paper).
@@ -65,24 +67,12 @@ class Config:
     expert_dropout: Share = 0.0
     rate: Positive | None = None
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``released`` is the authors' router over fresh LoRAs, ``paper`` the same on prompts alone,
-        as the paper's encoder reads them; ``mttl`` has its file's temperature; ``bank`` starts from
-        the bank.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-_AUTHORS = {"start": "random", "norm": "both", "expert_dropout": 0.1}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _AUTHORS,
-    "released": {**_AUTHORS, "pool": "all"},
-    "mttl": {"start": "random", "temperature": 0.1},
-    "bank": {},
-}
+    PRESETS: ClassVar = {
+        "paper": _AUTHORS,
+        "released": {**_AUTHORS, "pool": "all"},
+        "mttl": {"start": "random", "temperature": 0.1},
+        "bank": {},
+    }
 
 
 @settings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -16,11 +16,11 @@ from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import attached
-from moebook.settings import preset, settings
+from moebook.settings import Presets, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """Which one LoRA, and whether it is tuned.
 
     Attributes:
@@ -39,20 +39,14 @@ class Config:
         if (self.choose == "named") != (self.named is not None):
             refuse("E-USAGE", f"choose is '{self.choose}', named is {self.named!r}: give both")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a row's settings: ``random``, ``expert_lora``, ``source_best`` ..., changed."""
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "random": {"choose": "random"},
-    "expert_lora": {"choose": "fresh"},
-    "source_best": {"choose": "named", "tune": False},
-    "source_best_sft": {"choose": "named"},
-    "best_by_shots": {"choose": "shots", "tune": False},
-    "best_by_shots_sft": {"choose": "shots"},
-}
+    PRESETS: ClassVar = {
+        "random": {"choose": "random"},
+        "expert_lora": {"choose": "fresh"},
+        "source_best": {"choose": "named", "tune": False},
+        "source_best_sft": {"choose": "named"},
+        "best_by_shots": {"choose": "shots", "tune": False},
+        "best_by_shots_sft": {"choose": "shots"},
+    }
 
 
 def tuned(

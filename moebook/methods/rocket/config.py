@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.settings import preset, settings
-
-Count = Annotated[int, Field(ge=1)]
+from moebook.settings import Count, Positive, Presets, Share, settings
 
 
 @settings
-class Config:
+class Config(Presets):
     """How K shots choose experts and data, and how the mixture is put together.
 
-    The defaults are the preset ``fixed``.
+    The defaults are the preset ``fixed``. ``paper`` is the text read literally. ``released`` is
+    what the authors' code does, with Alg. 1 in place of its fixed lists of experts.
 
     Attributes:
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
@@ -59,11 +58,11 @@ class Config:
     budget: Count = 1000
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9
     duplicates: Literal["standing", "any", "index", "repr", "keep"] = "standing"
-    gamma: Annotated[float, Field(gt=0)] = 2.0
+    gamma: Positive = 2.0
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
     lora_scale: Literal["applied", "omitted"] = "applied"
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    lora_dropout: Share = 0.05
 
     def __post_init__(self) -> None:
         if self.experts > self.candidates:
@@ -72,23 +71,13 @@ class Config:
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Config:
-        """Return a named set of settings, with single fields changed.
-
-        ``paper`` is the text read literally. ``released`` is what the authors' code does, with
-        Alg. 1 in place of its fixed lists of experts. ``fixed`` is the defaults.
-        """
-        return preset(cls, PRESETS, name, changes)
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "reduction": "sum", "diversity": "inverse", "gate_input": "expert", "lora_dropout": 0.0,
-    },
-    "released": {
-        "rationale": "rationale_first", "compare": "factors", "cosine": "absolute",
-        "sampler": "centroid", "budget": 5000, "duplicates": "index", "lora_scale": "omitted",
-    },
-    "fixed": {},
-}  # fmt: skip
+    PRESETS: ClassVar = {
+        "paper": {
+            "reduction": "sum", "diversity": "inverse", "gate_input": "expert", "lora_dropout": 0.0,
+        },
+        "released": {
+            "rationale": "rationale_first", "compare": "factors", "cosine": "absolute",
+            "sampler": "centroid", "budget": 5000, "duplicates": "index", "lora_scale": "omitted",
+        },
+        "fixed": {},
+    }  # fmt: skip

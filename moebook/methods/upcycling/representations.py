@@ -24,7 +24,7 @@ from moebook.kernels.bank_scoring import token_nats
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import evaluating, hooked
-from moebook.settings import checked
+from moebook.settings import Count, checked
 
 Batch = Mapping[str, Tensor]
 Tasks = SkipValidation[Mapping[str, Iterable[Batch]]]
@@ -32,7 +32,6 @@ Source = Literal["attention_output", "residual", "ffn_input", "block_input"]
 Tokens = Literal["each", "last", "mean"]
 Scored = Literal["answer", "all"]
 Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
 
 
 @checked

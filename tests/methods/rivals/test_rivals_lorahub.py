@@ -79,7 +79,7 @@ def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
     assert (tuned.cost.trained, tuned.cost.forward, tuned.cost.backward) == (3, tokens, 0)
 
 
-@pytest.mark.parametrize("preset", lorahub.PRESETS)
+@pytest.mark.parametrize("preset", lorahub.Config.PRESETS)
 def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
     preset, model, rows, make_bank, monkeypatch
 ):
