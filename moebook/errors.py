@@ -73,6 +73,12 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"{guess}one of: {', '.join(names)}"
 
 
+def refuse_unknown(name: str, choices: Iterable[str], code: str, message: str) -> None:
+    """Refuse a name that is none of the choices; the `nearest` of them follow the message."""
+    if name not in choices:
+        refuse(code, f"{message} {nearest(name, choices)}")
+
+
 def shown(value: object) -> str:
     """Write a value for a refusal: the beginning of its ``repr``, or its type where it has none."""
     try:

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, validat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from moebook.errors import located, nearest, refuse, shown
+from moebook.errors import located, nearest, refuse, refuse_unknown, shown
 
 Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
@@ -129,8 +129,7 @@ class Presets:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return the settings of a preset, with single fields changed."""
-        if name not in cls.PRESETS:
-            refuse("E-CHOICE", f"unknown preset '{name}'; {nearest(name, cls.PRESETS)}")
+        refuse_unknown(name, cls.PRESETS, "E-CHOICE", f"unknown preset '{name}';")
         return cls(**{**cls.PRESETS[name], **changes})
 
 

@@ -16,7 +16,7 @@ import torch
 from moebook import runtime
 from moebook.bench.case import Case, Product, dense, number_format
 from moebook.bench.timing import Contender, Cost, interleave, shares
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.results import formed
 
 with formed(Path(__file__).with_name("cases.yaml")) as _FILE:
@@ -38,8 +38,7 @@ def installed() -> pd.DataFrame:
 
 def find(name: str) -> dict[str, Any]:
     """Return what `OPS` knows of an op."""
-    if name not in OPS:
-        refuse("E-NAME", f"unknown op '{name}'; {nearest(name, OPS)}")
+    refuse_unknown(name, OPS, "E-NAME", f"unknown op '{name}';")
     return dict(OPS[name])
 
 
@@ -70,8 +69,7 @@ def measure(
     """
     place = runtime.resolve_device(device)
     chosen = STATED[place.type] if scale is None else scale
-    if chosen not in SCALES:
-        refuse("E-CHOICE", f"unknown scale '{chosen}'; {nearest(chosen, SCALES)}")
+    refuse_unknown(chosen, SCALES, "E-CHOICE", f"unknown scale '{chosen}';")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
     frame = _run("bench", names, lambda op: op[chosen], place, rounds, 3.0)

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 
 IGNORED = -100  # label that the loss leaves out
 
@@ -67,8 +67,7 @@ def encode(
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
-    if format not in FORMATS:
-        refuse("E-DATA", f"unknown chat format '{format}': {nearest(format, FORMATS)}")
+    refuse_unknown(format, FORMATS, "E-DATA", f"unknown chat format '{format}':")
     if (eos := tokenizer.eos_token_id) is None:
         refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
     form, bos = FORMATS[format], tokenizer.bos_token_id

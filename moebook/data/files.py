@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 
 Row = dict[str, str]
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
@@ -113,6 +113,5 @@ def _turn(message: Any, where: str) -> tuple[str, str]:
     content = message.get("content", message.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
         refuse("E-DATA", f"{where}: a message needs role and content as text")
-    if role not in ROLES:
-        refuse("E-DATA", f"{where}: unknown chat role '{role}': {nearest(role, ROLES)}")
+    refuse_unknown(role, ROLES, "E-DATA", f"{where}: unknown chat role '{role}':")
     return ROLES[role], clean(content, ROLES[role], where)

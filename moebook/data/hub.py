@@ -17,7 +17,7 @@ import datasets
 
 from moebook.data import files
 from moebook.data.templates import Row, Source
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
@@ -97,8 +97,7 @@ def _mapped(pool: list[tuple[str, Rows]], place: int) -> Row:
 
 
 def _source(name: str) -> Source:
-    if name not in CATALOGUE:
-        refuse("E-DATA", f"unknown data set '{name}': {nearest(name, CATALOGUE)}")
+    refuse_unknown(name, CATALOGUE, "E-DATA", f"unknown data set '{name}':")
     return CATALOGUE[name]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, refuse, refuse_unknown
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the Triton kernels compute in."""
@@ -195,8 +195,7 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
 
 def choice(op: str, name: str, value: str, choices: Iterable[str]) -> None:
     """Refuse, with E-CHOICE, what is none of the choices."""
-    if value not in choices:
-        refuse("E-CHOICE", f"{op}: unknown {name} '{value}'; {nearest(value, choices)}")
+    refuse_unknown(value, choices, "E-CHOICE", f"{op}: unknown {name} '{value}';")
 
 
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:

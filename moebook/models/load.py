@@ -32,7 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.models import checkpoint
 from moebook.results import digest, read_json
 from moebook.runtime import resolve_device
@@ -71,8 +71,7 @@ def load(
 
 def provenance(name: str) -> dict[str, Any]:
     """How a shipped base was made: its verified manifest (corpus, tokens, losses, seconds)."""
-    if name not in PACKAGED:
-        refuse("E-MODEL", f"no shipped base '{name}': {nearest(name, PACKAGED)}")
+    refuse_unknown(name, PACKAGED, "E-MODEL", f"no shipped base '{name}':")
     return checkpoint.verify(Path(__file__).parent / name)
 
 

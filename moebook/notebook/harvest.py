@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import results
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.notebook import parameters, sources
 from moebook.notebook.session import CURVE, NOTE, VALUE, injected
 from moebook.notebook.sources import Notebook
@@ -100,8 +100,7 @@ def read_notebook(path: Path, folder: Path) -> Run:
     if not recorded:
         refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
     name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
-    if name not in known:
-        refuse("E-NOTEBOOK", f"{path.name} records values of '{name}'; {nearest(name, known)}")
+    refuse_unknown(name, known, "E-NOTEBOOK", f"{path.name} records values of '{name}';")
     # papermill's cell is tagged, also in copies whose other metadata are gone
     tagged = [cell["source"] for cell in executed["cells"]
               if "injected-parameters" in cell["metadata"].get("tags", [])]  # fmt: skip

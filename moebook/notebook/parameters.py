@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moebook.errors import nearest, printable, refuse, shown
+from moebook.errors import nearest, printable, refuse, refuse_unknown, shown
 
 Scalar = bool | int | float | str
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
@@ -126,8 +126,7 @@ def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         refuse("E-NOTEBOOK", f"{place}: expected name: type = default  # help, unit, range")
     name, annotation = statement.target.id, getattr(statement.annotation, "id", "")
-    if annotation not in TYPES:
-        refuse("E-NOTEBOOK", f"{place}: type of {name}: {nearest(annotation, TYPES)}")
+    refuse_unknown(annotation, TYPES, "E-NOTEBOOK", f"{place}: type of {name}:")
     default = literal(statement.value, f"{place}: default of {name}")
     match = _CHOICES.search(comment) or _RANGE.search(comment)
     if match is None and comment.endswith(("]", "}")):
@@ -168,8 +167,7 @@ def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
     """Split a parameter that lists known names with commas, each once; empty for none."""
     names, choices = [part for part in text.split(",") if part], list(known)
     for place, one in enumerate(names):
-        if one not in choices:
-            refuse("E-RANGE", f"{name} lists '{one}': {nearest(one, choices)}")
+        refuse_unknown(one, choices, "E-RANGE", f"{name} lists '{one}':")
         if one in names[:place]:
             refuse("E-RANGE", f"{name} lists '{one}' twice")
     return names
@@ -196,6 +194,5 @@ def read_options(declared: Mapping[str, Parameter], texts: Iterable[str]) -> dic
 
 
 def _find(declared: Mapping[str, Parameter], name: str, where: str) -> Parameter:
-    if name not in declared:
-        refuse("E-PARAMETER", f"{where}: unknown parameter {name!r}; {nearest(name, declared)}")
+    refuse_unknown(name, declared, "E-PARAMETER", f"{where}: unknown parameter {name!r};")
     return declared[name]

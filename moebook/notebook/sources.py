@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import results
-from moebook.errors import nearest, printable, refuse
+from moebook.errors import nearest, printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import COMMITTED, TIERS, Pool, Run
@@ -108,8 +108,7 @@ def find(folder: Path, name: str) -> Notebook:
     known = {path.stem[3:]: path for path in _paths(folder)}
     if not known:
         refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
-    if name not in known:
-        refuse("E-NOTEBOOK", f"unknown notebook '{name}': {nearest(name, known)}")
+    refuse_unknown(name, known, "E-NOTEBOOK", f"unknown notebook '{name}':")
     return read(known[name])
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import pandas as pd
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.results import formed, read_yaml
 
 FOLDER = Path(__file__).parent
@@ -58,8 +58,7 @@ def number(printed: str) -> Number | None:
 
 def folder(paper: str) -> Path:
     """Folder of a paper's data; E-NAME with the nearest name for an unknown paper."""
-    if paper not in PAPERS:
-        refuse("E-NAME", f"unknown paper '{paper}'; {nearest(paper, PAPERS)}")
+    refuse_unknown(paper, PAPERS, "E-NAME", f"unknown paper '{paper}';")
     return FOLDER / paper
 
 
@@ -76,8 +75,7 @@ def table(paper: str, n: int | str) -> pd.DataFrame:
     mark; ``.attrs`` holds the header (caption, source, derived, ...), path and keys.
     """
     names = tables(paper)
-    if str(n) not in names:
-        refuse("E-NAME", f"{paper} has no table '{n}'; {nearest(str(n), names)}")
+    refuse_unknown(str(n), names, "E-NAME", f"{paper} has no table '{n}';")
     file = f"{n}.csv" if str(n).startswith("figure_") else f"table_{n}.csv"
     return _read(folder(paper) / file).copy()
 
@@ -101,8 +99,7 @@ def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[s
     groups: dict[str, dict[str, Any]] = read_yaml(path)
     if settings is None:
         return groups
-    if settings not in groups:
-        refuse("E-NAME", f"{paper} has no settings '{settings}'; {nearest(settings, groups)}")
+    refuse_unknown(settings, groups, "E-NAME", f"{paper} has no settings '{settings}';")
     return groups[settings]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.papers.printed import folder, number, table, tables
 from moebook.results import read_yaml
 
@@ -225,8 +225,7 @@ def _stated(paper: Paper) -> Iterator[Check]:
 
 def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
     name = str(selection["table"])
-    if name not in paper.headers:
-        refuse("E-FORMAT", f"{place}: no table '{name}'; {nearest(name, paper.headers)}")
+    refuse_unknown(name, paper.headers, "E-FORMAT", f"{place}: no table '{name}';")
     keys = {key: str(selection[key]) for key in selection.keys() - PLACES}
     named = {}
     for key in PLACES:
@@ -244,8 +243,7 @@ def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
 
 def _check_rule(place: str, rule: Rule) -> None:
     kind = str(rule.get("is"))
-    if kind not in FUNCTIONS:
-        refuse("E-FORMAT", f"{place}: unknown relation '{kind}'; {nearest(kind, FUNCTIONS)}")
+    refuse_unknown(kind, FUNCTIONS, "E-FORMAT", f"{place}: unknown relation '{kind}';")
     if not isinstance(rule.get("of"), list):
         refuse("E-FORMAT", f"{place}: a relation names its operands as a list under 'of'")
 

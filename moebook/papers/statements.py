@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moebook.errors import Refusal, nearest, refuse
+from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.papers.printed import PAPERS, folder
 from moebook.results import UNITS, read_places
 from moebook.settings import settings
@@ -62,8 +62,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         """Refuse what disagrees between the fields."""
-        if self.unit not in UNITS:
-            refuse("E-CHOICE", f"unit is {self.unit!r}; {nearest(self.unit, UNITS)}")
+        refuse_unknown(self.unit, UNITS, "E-CHOICE", f"unit is {self.unit!r};")
         if self.kind == "direction" and self.direction is None:
             refuse("E-CHOICE", "a claim of kind direction needs one: greater, less or equal")
         if self.kind == "number" and self.claimed is None:
@@ -91,8 +90,7 @@ def claims(paper: str | None = None) -> list[Claim]:
 def claim(name: str) -> Claim:
     """One claim by its id; an unknown one is refused with the nearest (E-NAME)."""
     known = {claim.id: claim for claim in claims()}
-    if name not in known:
-        refuse("E-NAME", f"unknown claim '{name}'; {nearest(name, known)}")
+    refuse_unknown(name, known, "E-NAME", f"unknown claim '{name}';")
     return known[name]
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from moebook.errors import Refusal, located, nearest, refuse
+from moebook.errors import Refusal, located, refuse, refuse_unknown
 from moebook.results import files
 from moebook.results.documents import json_object
 from moebook.settings import record
@@ -98,8 +98,7 @@ class Curve:
 
 
 def _check_unit(name: str, unit: str) -> None:
-    if unit not in UNITS:
-        refuse("E-VALUE", f"{name}: unknown unit '{unit}'; {nearest(unit, UNITS)}")
+    refuse_unknown(unit, UNITS, "E-VALUE", f"{name}: unknown unit '{unit}';")
 
 
 def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
@@ -130,8 +129,7 @@ class Run:
     manifest: Mapping[str, Any] = field(default_factory=dict)  # date, commit, machine, cost
 
     def __post_init__(self) -> None:
-        if self.tier not in TIERS:
-            refuse("E-TIER", f"unknown tier '{self.tier}': {nearest(self.tier, TIERS)}")
+        refuse_unknown(self.tier, TIERS, "E-TIER", f"unknown tier '{self.tier}':")
         for several in (self.values, self.curves):
             names = [one.name for one in several]
             if twice := sorted({name for name in names if names.count(name) > 1}):

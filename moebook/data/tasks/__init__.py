@@ -13,7 +13,7 @@ from typing import Any
 
 from moebook.data.tasks import code, common_sense, language, mathematics, translation
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse_unknown
 from moebook.results import formed
 
 
@@ -44,8 +44,7 @@ KNOWN = CATALOGUE | GENERAL | KSHOT
 
 def find(name: str) -> Task:
     """Look a task up by name; E-DATA with the nearest name when there is none."""
-    if name not in KNOWN:
-        refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}")
+    refuse_unknown(name, KNOWN, "E-DATA", f"unknown task '{name}':")
     return KNOWN[name]
 
 

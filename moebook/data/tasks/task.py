@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 
 TEST = 200  # items in the test split of every task
 VALIDATION = 200
@@ -94,8 +94,7 @@ class Task:
 
     def items(self, split: str) -> tuple[Item, ...]:
         """The items of a split; E-DATA for an unknown one."""
-        if split not in SPLITS:
-            refuse("E-DATA", f"unknown split '{split}': {nearest(split, SPLITS)}")
+        refuse_unknown(split, SPLITS, "E-DATA", f"unknown split '{split}':")
         return self._splits[split]
 
     def available(self, split: str) -> int:

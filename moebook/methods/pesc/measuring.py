@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from moebook import nn as mnn
 from moebook.analysis.memory import step_memory
 from moebook.data import IGNORED
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.bank_scoring import token_nats
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, craftable, install
@@ -136,8 +136,7 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     The host is one of `HOSTS` or a configuration of transformers.
     """
     if isinstance(host, str):
-        if host not in HOSTS:
-            refuse("E-MODEL", f"unknown host '{host}'; {nearest(host, HOSTS)}")
+        refuse_unknown(host, HOSTS, "E-MODEL", f"unknown host '{host}';")
         sizes: dict[str, Any] = dict(zip(NEEDED, HOSTS[host], strict=True))
         host = LlamaConfig(**sizes, tie_word_embeddings=False)
     with torch.device("meta"):

@@ -112,8 +112,6 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
         model, bank, lambda path, _: Arrow(start[path], config),
         mix=config.mix, learnt=config.tune == "experts", kind=Origin, config=config,
     )  # fmt: skip
-    if config.tune == "none":
-        return done
     done = tuning.fit(done, data, **recipe)
     if config.prototypes == "after":
         with tuning.undone(done):

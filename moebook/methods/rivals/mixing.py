@@ -54,12 +54,9 @@ def stack(bank: Bank, mix: Mix) -> Stack:
     loras = _padded(list(bank.values())) if mix == "outputs" else list(bank.values())
     check_alike(loras)
     scale = loras[0].scale
-    down: dict[str, Tensor] = {}
-    up: dict[str, Tensor] = {}
-    for path in loras[0].down:
-        roots = [math.sqrt(lora.scale / scale) for lora in loras]
-        down[path] = torch.stack([e.down[path] * r for e, r in zip(loras, roots, strict=True)])
-        up[path] = torch.stack([e.up[path] * r for e, r in zip(loras, roots, strict=True)])
+    rooted = [(lora, math.sqrt(lora.scale / scale)) for lora in loras]
+    down = {p: torch.stack([lora.down[p] * r for lora, r in rooted]) for p in loras[0].down}
+    up = {p: torch.stack([lora.up[p] * r for lora, r in rooted]) for p in loras[0].up}
     return Stack(scale, loras[0].rank, down, up)
 
 

@@ -10,8 +10,6 @@ operations, negation and analogy, have no place in Rocket's table.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -22,7 +20,6 @@ from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.methods.rocket.loras import Lora, attached
 from moebook.settings import Presets, settings
 
 
@@ -64,13 +61,8 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
         shares = [torch.stack([share, 1 - share]) for share in grid]
         spent = Cost(1, len(shares) * sum(map(len, data.shots["input_ids"])))
     tried = [mixing.merged(bank, weights, mix=config.mix) for weights in shares]
-    best = tried[0] if len(tried) == 1 else min(tried, key=partial(_nats, model, data))
+    best, *others = tried
+    if others:
+        best = min(tried, key=lambda lora: tuning.on_shots(model, lora, data))
     result = tuning.alone(model, best, learnt=config.tune == "merged")
-    if config.tune == "none":
-        return replace(result, cost=spent)
     return tuning.fit(result, data, spent=spent, **recipe)
-
-
-def _nats(model: nn.Module, data: Data, lora: Lora) -> float:
-    with attached(model, [lora]):
-        return tuning.nats(model, data.shots, pad_id=data.pad_id)

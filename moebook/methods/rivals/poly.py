@@ -77,17 +77,14 @@ class Assignment(nn.Module):
 
 
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0,
-    **recipe: Any,
-) -> Tuned:  # fmt: skip
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+) -> Tuned:
     """Put the skills on the base and train Z, and the skills if so set; the result is one LoRA."""
     check(bank)
     if config.start == "random":
         bank = mixing.fresh_like(bank, seed=seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        done = tuning.attach(
-            model, bank, lambda path, _: Assignment(len(bank), config),
-            mix="factors", learnt=config.trains == "Z + skills",
-        )  # fmt: skip
+    done = tuning.attach(
+        model, bank, lambda *_: Assignment(len(bank), config),
+        mix="factors", learnt=config.trains == "Z + skills", seed=seed,
+    )  # fmt: skip
     return tuning.fit(done, data, rate=config.rate, seed=seed, **recipe)

@@ -187,13 +187,10 @@ def tuned(
     if config.start == "random":
         bank = mixing.fresh_like(bank, seed=seed)
     prompt = Prompt(config.pool)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        result = tuning.attach(
-            model, bank,
-            lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
-            mix="factors", learnt=config.trains != "router", kind=Origin, config=config,
-        )  # fmt: skip
+    result = tuning.attach(
+        model, bank, lambda path, part: Router(path, part.in_features, len(bank), config, prompt),
+        mix="factors", learnt=config.trains != "router", seed=seed, kind=Origin, config=config,
+    )  # fmt: skip
     result = replace(result, hooks=prompt.follow(model))
     return tuning.fit(result, data, rate=config.rate, seed=seed, **recipe)
 

@@ -69,9 +69,8 @@ class Data:
     def source(self, name: str) -> Rows:
         """Return the rows that a LoRA was trained on, or refuse their lack."""
         if name not in self.sources:
-            refuse(
-                "E-DATA", f"the rows that '{name}' was trained on are needed: give them in sources"
-            )
+            needed = f"the rows that '{name}' was trained on are needed"
+            refuse("E-DATA", f"{needed}: give them in sources")
         return self.sources[name]
 
 
@@ -178,13 +177,14 @@ def tensors(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
 
 
 def attach(
-    model: nn.Module, bank: Bank, weigh: Weigh, *, mix: Mix, learnt: bool, dropout: float = 0.0,
+    model: nn.Module, bank: Bank, weigh: Weigh, *, mix: Mix, learnt: bool, seed: int = 0,
     kind: type[Origin] = Origin, **facts: Any,
 ) -> Tuned:  # fmt: skip
     """Put a bank's LoRAs beside the linear layers that they adapt, in place, mixed by ``weigh``.
 
     ``learnt`` says whether the LoRAs train; what trains of ``weigh`` is its own matter, and all
-    else is frozen. ``facts`` are what ``kind`` has beside the fields of `Origin`.
+    else is frozen. The ``seed`` decides what ``weigh`` draws; ``facts`` are what ``kind`` has
+    beside the fields of `Origin`.
     """
     refuse_second(model)
     parts, base = mixing.stack(bank, mix), checkpoint.fingerprint(model)
@@ -194,7 +194,9 @@ def attach(
         base=base, names=tuple(bank), mix=mix, scale=parts.scale, rank=parts.rank,
         paths=tuple(linears(model, list(parts.down))), **facts,
     )  # fmt: skip
-    return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt, dropout=dropout)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _install(model, origin, parts.down, parts.up, weigh, learnt=learnt)
 
 
 def alone(model: nn.Module, lora: Lora, *, learnt: bool) -> Tuned:
@@ -205,17 +207,16 @@ def alone(model: nn.Module, lora: Lora, *, learnt: bool) -> Tuned:
 
 def _install(
     model: nn.Module, origin: Origin, down: Mapping[str, Tensor], up: Mapping[str, Tensor],
-    weigh: Weigh, *, learnt: bool, dropout: float = 0.0,
+    weigh: Weigh, *, learnt: bool,
 ) -> Tuned:  # fmt: skip
     made = {}
     for path in origin.paths:
         linear = model.get_submodule(path)
         at = beside(linear.weight)
         reader, factors = weigh(path, linear).to(**at), (down[path].to(**at), up[path].to(**at))
-        part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix, dropout=dropout)
+        made[path] = part = Mixed(linear, *factors, origin.scale, reader, mix=origin.mix)
         part.down.requires_grad_(learnt)
         part.up.requires_grad_(learnt)
-        made[path] = part
     return put(model, origin, made)
 
 
@@ -248,6 +249,12 @@ def load(
     return Tuned(model, checkpoint.origin(model, kind))
 
 
+def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
+    """Return the mean nats a token on D_K with a LoRA, alone on the base."""
+    with loras.attached(model, [lora]):
+        return nats(model, data.shots, pad_id=data.pad_id)
+
+
 def refuse_second(model: nn.Module) -> None:
     """Refuse a model that a rival or Rocket has been put on already."""
     if any(hasattr(part, "base_layer") for part in model.modules()):
@@ -261,11 +268,13 @@ def fit(
     """Train what requires a gradient on D_K and D_A (or ``rows``) and add up the cost.
 
     ``rate`` is that of the parameters with one of ``names`` on their path; they do not decay. What
-    was ``spent`` before counts too. A failure takes the rival off the model and is passed on.
+    was ``spent`` before counts too, and is all where nothing trains. A failure takes the rival off
+    the model and is passed on.
     """
     model = tuned.model
     own: dict[str, Any] = {"rates": dict.fromkeys(names, rate)} if rate is not None else {}
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not (trained := sum(p.numel() for p in model.parameters() if p.requires_grad)):
+        return replace(tuned, cost=spent)
     with undone(tuned):
         rows = data.rows if rows is None else rows
         history = training.fit(model, rows, pad_id=data.pad_id, **own, **recipe)

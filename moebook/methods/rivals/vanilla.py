@@ -6,7 +6,6 @@ Each equals PEFT's ``PeftModel.from_pretrained(..., is_trainable=True)`` and the
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -15,7 +14,6 @@ from moebook.errors import nearest, refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.methods.rocket.loras import attached
 from moebook.settings import Presets, settings
 
 
@@ -60,22 +58,10 @@ def tuned(
     if config.choose == "random":
         name = random.Random(f"vanilla/{seed}").choice(sorted(bank))
     if config.choose == "shots":
-        nats = by_shots(model, bank, data)
-        name = min(nats, key=nats.__getitem__)
+        name = min(bank, key=lambda name: tuning.on_shots(model, bank[name], data))
         spent = Cost(forward=len(bank) * sum(map(len, data.shots["input_ids"])))
     if config.choose == "fresh":
         name = next(iter(bank))
         bank = mixing.fresh_like({name: bank[name]}, seed=seed)
     result = tuning.alone(model, bank[name], learnt=config.tune)
-    if not config.tune:
-        return replace(result, cost=spent)
     return tuning.fit(result, data, spent=spent, seed=seed, **recipe)
-
-
-def by_shots(model: nn.Module, bank: Bank, data: Data) -> dict[str, float]:
-    """Return each LoRA's mean nats a token on D_K, alone on the base."""
-    nats = {}
-    for name, lora in bank.items():
-        with attached(model, [lora]):
-            nats[name] = tuning.nats(model, data.shots, pad_id=data.pad_id)
-    return nats

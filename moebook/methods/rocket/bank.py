@@ -20,7 +20,7 @@ from moebook import training
 from moebook.data import encode, hub, mixtures, tasks
 from moebook.data.tasks import language
 from moebook.data.templates import Source
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
@@ -217,8 +217,7 @@ def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
 
 def source_rows(name: str, revision: str | None, split: str = "train") -> list[Row]:
     """Load one of `SOURCES` in the paper's templates, from the hub at a commit."""
-    if name not in SOURCES:
-        refuse("E-DATA", f"unknown data set '{name}'; {nearest(name, SOURCES)}")
+    refuse_unknown(name, SOURCES, "E-DATA", f"unknown data set '{name}';")
     pairs = hub.pinned(SOURCES[name], revision, split)
     return [{"task": name} | SOURCES[name].row(row, where) for where, row in pairs]
 

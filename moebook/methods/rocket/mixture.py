@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.methods.rocket.bank import check_alike
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora, linears
@@ -132,8 +132,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def only(model: nn.Module, expert: str) -> Iterator[None]:
     """Send every token to one expert of a mixture in this block (the single experts of Table 5)."""
     experts = origin(model).experts
-    if expert not in experts:
-        refuse("E-NAME", f"no expert '{expert}' in the mixture; {nearest(expert, experts)}")
+    refuse_unknown(expert, experts, "E-NAME", f"no expert '{expert}' in the mixture;")
     parts = [model.get_submodule(path) for path in origin(model).paths]
     for part in parts:
         part.only = experts.index(expert)
