@@ -170,8 +170,6 @@ def _groups(
 
 def _mean_cosines(cosines: Array, groups: Array) -> Array:
     """Return the mean over the pairs of each group ``[G, N]``; 0 for groups of one."""
-    pairs = list(combinations(range(groups.shape[1]), 2))
-    total = np.zeros(len(groups))
-    for i, j in pairs:
-        total += cosines[groups[:, i], groups[:, j]]
-    return total / max(len(pairs), 1)
+    pairs = combinations(groups.T, 2)
+    total = sum((cosines[one, other] for one, other in pairs), np.zeros(len(groups)))
+    return total / max(math.comb(groups.shape[1], 2), 1)

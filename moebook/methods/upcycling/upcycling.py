@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -95,20 +95,17 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
 
 
 def step_zero(
-    dense: PreTrainedModel,
-    starts: Mapping[str, Start],
-    batch: Mapping[str, Tensor],
-    top_k: Iterable[int] = (1, 2),
+    dense: PreTrainedModel, starts: Mapping[str, Start], batch: Mapping[str, Tensor]
 ) -> pd.DataFrame:
     """Measure how much loss upcycling costs, and how much gradient reaches the routers.
 
-    One row by combine rule, experts per token and start: ``loss``, nats per token above the dense
-    model's, and ``gradient``, the Euclidean norm over all routers.
+    One row by combine rule, experts per token (1 and 2) and start: ``loss``, nats per token above
+    the dense model's, and ``gradient``, the Euclidean norm over all routers.
     """
     batch = {key: part.to(dense.device) for key, part in batch.items()}
     dense_loss, rows = dense(**batch).loss.item(), {}
     rules: tuple[Rule, ...] = get_args(Rule)
-    for rule, k, (name, start) in product(rules, top_k, starts.items()):
+    for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
         config = Config(experts=start.weights.shape[1], top_k=k, combine=rule)
         model = upcycle(deepcopy(dense).requires_grad_(True), config, start)
         norm = np.linalg.norm(gradients(model, batch).gradient)
