@@ -155,11 +155,11 @@ def check_choice(count: int, bank: Bank) -> None:
 
 
 class Fixed(nn.Module):
-    """Weights that no input changes: one task's, ``[N]``. Trained where ``learnt``."""
+    """Weights that no input changes: one task's, ``[N]``, which do not train."""
 
-    def __init__(self, weights: Tensor, *, learnt: bool = False) -> None:
+    def __init__(self, weights: Tensor) -> None:
         super().__init__()
-        self.weights = nn.Parameter(weights.clone(), requires_grad=learnt)
+        self.weights = nn.Parameter(weights.clone(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weights ``[N]``, whatever x is."""

@@ -152,10 +152,8 @@ def tuned(
     check(bank, ranks=False)
     mixing.check_choice(config.top_k, bank)
     for path, down in next(iter(bank.values())).down.items():
-        if down.shape[1] < 3:
-            refuse(
-                "E-RANGE", f"{path} has D = {down.shape[1]}, where LayerNorm leaves a sign: D > 2"
-            )
+        if (width := down.shape[1]) < 3:
+            refuse("E-RANGE", f"{path} has D = {width}, where LayerNorm leaves a sign: D > 2")
     known = dict(learnt or {})
     new = {name: lora for name, lora in bank.items() if name not in known}
     known |= gates(model, new, data, config, seed=seed)

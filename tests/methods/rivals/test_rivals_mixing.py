@@ -148,7 +148,7 @@ def test_mixing_weights_learn_at_their_own_rate_and_a_failure_takes_the_rival_of
     huge = make_bank(model, size=1e30)
     first = {}
     for rate in (0.1, 1e-3):
-        fixed = {"weigh": lambda *_: mixing.Fixed(torch.ones(4) / 4, learnt=True)}
+        fixed = {"weigh": lambda *_: mixing.Fixed(torch.ones(4) / 4).requires_grad_()}
         tuned = tuning.attach(model, bank, **fixed, mix="outputs", learnt=True)
         down = tuned.parts["model.layers.0.self_attn.q_proj"].down.detach().clone()
         tuned = tuning.fit(tuned, data, rate=rate, lr=1e-3, steps=1, batch=4, warmup=0.0)
