@@ -23,17 +23,15 @@ def printable(text: str) -> str:
 class Refusal(Exception):
     """Input that cannot be used, told in one line: what is wrong, where, and what was expected.
 
-    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary. What names of
-    files and values bring along does no harm: control characters are escaped, the middle of a very
-    long message is left out.
+    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary. Control
+    characters in what a message quotes are escaped, the middle of a very long one is left out.
     """
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
-        line = printable(" ".join(message.split()))
+        line = self.message = printable(" ".join(message.split()))
         if len(line) > LONGEST:
-            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
-        self.message = line
+            self.message = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
         super().__init__(f"{self.code}: {self.message}")
 
     def _render_traceback_(self) -> list[str]:

@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import random
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -159,11 +160,13 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"^model name.*?: *(.*)", info.read_text() if info.exists() else "", re.M)
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
-        "cpu": _cpu(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": cores(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
@@ -174,18 +177,8 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """List the versions of the installed packages that results may depend on."""
-    return {
-        package: importlib.metadata.version(package)
-        for package in PACKAGES
-        if any(importlib.metadata.distributions(name=package))
-    }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    present = [name for name in PACKAGES if any(importlib.metadata.distributions(name=name))]
+    return {name: importlib.metadata.version(name) for name in present}
 
 
 def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:

@@ -29,11 +29,9 @@ def execute(tier: str, only: str | None, folder: Path) -> None:
     the protocol of all of them, ``only`` the short name of the one to execute.
     """
     notebooks = sources.notebooks(folder)
-    chosen = {only: sources.find(folder, only)} if only else notebooks
-    jobs = [
-        Job(name, "cpu" if notebook.findings else tier)
-        for name, notebook in sorted(chosen.items(), key=lambda pair: _cost(pair[1], folder))
-    ]
+    chosen = [sources.find(folder, only)] if only else list(notebooks.values())
+    chosen.sort(key=lambda notebook: _cost(notebook, folder))
+    jobs = [Job(one.name, "cpu" if one.findings else tier) for one in chosen]
     workers = 1 if tier in ("gpu", "paper") else min(runtime.cores(), len(jobs))
     failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
     with closing(study.side_by_side(jobs, folder, workers)) as ended:
@@ -124,7 +122,6 @@ def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> st
 
 
 def _check(folder: Path, page: str, tier: str) -> None:
-    """Refuse an executed copy that is missing, has no run, or holds an error."""
     copy, fix = f"book/notebooks/{page}.ipynb", f"moebook book --tier {tier} --only {page[3:]}"
     path = folder / copy
     if not path.is_file():
@@ -144,15 +141,9 @@ def _render(folder: Path) -> None:
     command = [sys.executable, "-c", COMMAND, "build", "-W", "-n", "--keep-going", "book"]
     here = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, encoding="utf-8")  # fmt: skip
     log = folder / "_build" / "book.log"
     results.write(log, _COLOUR.sub("", done.stdout))
     if done.returncode:

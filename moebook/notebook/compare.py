@@ -1,9 +1,8 @@
 """Runs beside what they claim to be, and a reader's run beside the book's.
 
 `verify` checks that runs are what was written and pages are what their runs say. `compare` puts an
-executed notebook, whether from ``moebook run``, plain papermill or an afternoon in Jupyter, beside
-the book's runs and the papers: its values, machine, versions and code are outputs of the notebook
-itself, its parameters the parameters cell with what papermill injected.
+executed notebook, whoever executed it, beside the book's runs and the papers: all that is compared
+stands in the notebook itself.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
 
 
 def _against_copy(copy: Path, run: Run) -> Iterator[str]:
-    """Compare a run with the executed notebook that it was made from."""
     if not copy.is_file():
         yield f"the executed copy {copy.name} is missing"
         return
@@ -118,9 +116,8 @@ def compare(path: Path, folder: Path) -> str:
 
 def _differences(mine: Run, other: Run) -> list[str]:
     ours, theirs = dict(_facts(mine)), dict(_facts(other))
-    pairs = [(name, ours.get(name, UNKNOWN), theirs.get(name, UNKNOWN))
-             for name in dict.fromkeys([*ours, *theirs])]  # fmt: skip
-    return [f"  {name}: {a} | {b}" for name, a, b in pairs if a != b]
+    pairs = {k: (ours.get(k, UNKNOWN), theirs.get(k, UNKNOWN)) for k in ours | theirs}
+    return [f"  {name}: {a} | {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:

@@ -98,12 +98,9 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     """
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
-    points = [
-        _point(measured) | ({"line": row.claim.id} if several else {})
-        for row in every
-        for measured in row.measurements
-        if measured.interval and (measured.interval[1] > measured.interval[0])
-    ]
+    points = [_point(one) | ({"line": row.claim.id} if several else {})
+              for row in every for one in row.measurements
+              if one.interval and one.interval[1] > one.interval[0]]  # fmt: skip
     if not points:
         return None
     frame = pd.DataFrame(points)
@@ -153,12 +150,9 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     """Say of each pool which runs it has, of which day, and what of the code has changed since."""
-    lines = {
-        name: [", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), results.since(p.last)]
-        for name, p in pools.items()
-    }
-    columns = ["seeds", "runs", "arms", "code"]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+    lines = [[", ".join(map(str, p.seeds)), len(p.runs), len(p.arms), results.since(p.last)]
+             for p in pools.values()]  # fmt: skip
+    return pd.DataFrame(lines, index=list(pools), columns=["seeds", "runs", "arms", "code"])
 
 
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
@@ -179,10 +173,8 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    text = [
-        f"{row.value:.3f}" + (f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low))
-        for row in frame.itertuples()
-    ]
+    text = [f"{row.value:.3f}" + f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low)
+            for row in frame.itertuples()]  # fmt: skip
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)

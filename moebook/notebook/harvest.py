@@ -44,7 +44,6 @@ def notes(notebook: Any) -> dict[str, Any]:
 
 
 def _outputs(notebook: Any, mime: str) -> Iterator[tuple[str, Any]]:
-    """Cell and content of each output that has a representation of this type."""
     for number, cell in code_cells(notebook):
         for output in cell.get("outputs", []):
             if mime in output.get("data", {}):

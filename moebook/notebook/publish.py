@@ -87,7 +87,6 @@ def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
 
 
 def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any | None:
-    """Return what may stay of one output, or None."""
     kind = output["output_type"]
     if kind == "error":
         refuse("E-OUTPUT", f"{where} holds an error: {output['ename']}: {output['evalue'][:200]}")
@@ -109,7 +108,6 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
 
 
 def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
-    """Return what may stay of one representation, or None."""
     if mime in ("text/plain", f"{GLUE}text/plain"):
         return _text(content, folder, dropped)
     if mime == "text/html":

@@ -43,7 +43,7 @@ from papermill.exceptions import PapermillExecutionError
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse, told
 from moebook.notebook import parameters, publish, sources
-from moebook.notebook.harvest import harvest, seconds
+from moebook.notebook.harvest import code_cells, harvest, seconds
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.sources import Notebook
 from moebook.results import Run
@@ -250,21 +250,15 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
                 code, _, text = str(error.evalue).partition(": ")
             where = f"cell In [{error.exec_count}] of notebooks/{notebook.path.name}"
             refuse(code, f"{where}: {text[:400]}")
-        except CellTimeoutError:
-            place = _cell(staged, notebook.path.name)
-            refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
-        except (DeadKernelError, RuntimeError):
-            place = _cell(staged, notebook.path.name)
+        except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
+            cells = code_cells(results.read_ipynb(staged)) if staged.is_file() else []
+            started = [cell for _, cell in cells
+                       if cell["metadata"].get("papermill", {}).get("start_time")]  # fmt: skip
+            place = f"cell In [{len(started)}] of notebooks/{notebook.path.name}"
+            if isinstance(error, CellTimeoutError):
+                refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
             refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
     return manager.peak
-
-
-def _cell(staged: Path, name: str) -> str:
-    """Name the last cell that was started."""
-    cells = results.read_ipynb(staged)["cells"] if staged.is_file() else []
-    started = [cell for cell in cells if cell["cell_type"] == "code"
-               and cell["metadata"].get("papermill", {}).get("start_time")]  # fmt: skip
-    return f"cell In [{len(started)}] of notebooks/{name}"
 
 
 def _keep(request: Request, staged: Path, peak: int | None) -> Run:
@@ -272,10 +266,8 @@ def _keep(request: Request, staged: Path, peak: int | None) -> Run:
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
-    spent = seconds(executed)
-    if found := [
-        json.loads(path.read_text()) for path in request.resume.glob(f"*/{runtime.FOUND}")
-    ]:
+    spent, paths = seconds(executed), request.resume.glob(f"*/{runtime.FOUND}")
+    if found := [json.loads(path.read_text()) for path in paths]:
         spent |= {"seconds": spent["seconds"] + sum(found), "resumed": sum(found)}
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -65,11 +65,9 @@ class Run:
     ) -> None:
         """Keep one result: an output that no page shows and that the run's file is made of.
 
-        Args:
-            name: Slash path such as ``pesc/sparse/accuracy``, once in a notebook; {glue} finds it.
-            value: A finite number, NumPy's or torch's too.
-            unit: One of `results.UNITS`.
-            items: The numbers, one per test row, whose mean is ``value``; kept `rounded`.
+        Its ``name`` is a slash path such as ``pesc/sparse/accuracy``, by which {glue} finds it, its
+        ``unit`` one of `results.UNITS`; the finite ``value``, also NumPy's or torch's, is the mean of
+        the ``items``, one per test row, which are kept `rounded`.
         """
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)

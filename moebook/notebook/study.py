@@ -75,15 +75,11 @@ def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
 
 def _execute(job: Job, folder: Path, waiting: int) -> Outcome:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", START, json.dumps(vars(job))],
-        cwd=folder,
-        env={**os.environ, **THREADS, "PYTHONPATH": path},
-        stdin=waiting,
-        capture_output=True,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the parent, whose end ends its children
-    )
+    environment = {**os.environ, **THREADS, "PYTHONPATH": path}
+    command = [sys.executable, "-c", START, json.dumps(vars(job))]
+    # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
+    done = subprocess.run(command, cwd=folder, env=environment, stdin=waiting, capture_output=True,
+                          text=True, start_new_session=True)  # fmt: skip
     if not done.returncode:
         return Path(done.stdout.strip().splitlines()[-1])
     last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]

@@ -125,12 +125,9 @@ def source(notebook: Path) -> str | None:
     """Hash the code cells of a notebook, without the cell that papermill injected."""
     if not notebook.is_file():
         return None
-    code = [
-        cell["source"]
-        for cell in read_ipynb(notebook)["cells"]
-        if cell["cell_type"] == "code"
-        and "injected-parameters" not in cell["metadata"].get("tags", [])
-    ]
+    cells = [cell for cell in read_ipynb(notebook)["cells"] if cell["cell_type"] == "code"]
+    code = [cell["source"] for cell in cells
+            if "injected-parameters" not in cell["metadata"].get("tags", [])]  # fmt: skip
     return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
 
 

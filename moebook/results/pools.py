@@ -152,8 +152,7 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
         if (run.notebook, run.protocol) != (notebook, protocol):
             refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
         runs.append(run)
-    ordered = tuple(sorted(runs, key=lambda run: run.seed))
-    return Pool(notebook, protocol, ordered) if runs else None
+    return Pool(notebook, protocol, tuple(sorted(runs, key=lambda run: run.seed))) if runs else None
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:

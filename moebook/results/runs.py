@@ -206,13 +206,11 @@ def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:
 
 
 def _head(run: Run) -> dict[str, Any]:
-    """Everything of a run but its values and curves."""
     parts = (part.name for part in fields(run) if part.name not in ("values", "curves"))
     return {name: getattr(run, name) for name in parts}
 
 
 def _digest(run: Run) -> str:
-    """The sha256 over all that a run says."""
     parts = [_head(run), *map(plain, run.values), *map(plain, run.curves)]
     text = json.dumps(parts, sort_keys=True, default=dict)
     return hashlib.sha256(text.encode()).hexdigest()
