@@ -46,10 +46,7 @@ def refuse(code: str, message: str) -> NoReturn:
 
 @contextmanager
 def located(where: object, code: str = "", fix: str = "") -> Iterator[None]:
-    """Say in each refusal of this block where the refused values come from, such as a file.
-
-    It goes by the ``code`` and ends on what to do, the ``fix``, where these are given.
-    """
+    """Say in a block's refusals where the values come from; give them a ``code`` and a ``fix``."""
     try:
         yield
     except Refusal as problem:

@@ -163,10 +163,7 @@ def corrections(rows: Sequence[Row]) -> str:
 
 
 def found(rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
-    """Return what was found: a sentence a claim, paper by paper, surprises first.
-
-    The ``pictures`` are the files of forest plots by paper, beside the generated text.
-    """
+    """Return what was found of each paper, surprises first; ``pictures`` are files by paper."""
     papers = dict.fromkeys(row.claim.paper for row in rows)
     mine = {p: findings.ordered(row for row in rows if row.claim.paper == p) for p in papers}
     return _page("found", papers=mine, pictures=pictures)

@@ -66,8 +66,8 @@ class Run:
         """Keep one result: an output that no page shows and that the run's file is made of.
 
         Its ``name`` is a slash path such as ``pesc/sparse/accuracy``, by which {glue} finds it, its
-        ``unit`` one of `results.UNITS`; the finite ``value``, also NumPy's or torch's, is the mean of
-        the ``items``, one per test row, which are kept `rounded`.
+        ``unit`` one of `results.UNITS`; the finite ``value``, NumPy's and torch's too, is the mean
+        of the ``items``, one per test row, which are kept `rounded`.
         """
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)
@@ -89,8 +89,7 @@ class Run:
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
         """Record what `evaluation.by_benchmark` found of an arm, such as ``pesc/sparse``.
 
-        Values are ``<arm>/accuracy``, ``<arm>/nll`` and, with ``domains``,
-        ``<arm>/accuracy/<domain>``.
+        Values are ``<arm>/accuracy``, ``/nll`` and, with ``domains``, ``/accuracy/<domain>``.
         """
         self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
         nats = table.nll.dropna()

@@ -177,10 +177,7 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
-    """Judge every claim of the papers, or of one, from the runs in a project.
-
-    With ``live`` the runs that this build's pages show are measured too.
-    """
+    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
     claims = papers.claims(paper)
     names = {claim.run for claim in claims}
     pools = {name: results.pools(name, folder, shown=live).values() for name in names}

@@ -132,10 +132,7 @@ def source(notebook: Path) -> str | None:
 
 
 def loaded(known: Container[str] = ()) -> dict[str, str]:
-    """Hash the package's modules that this process has loaded, and the data files beside them.
-
-    Returns path below the package (``methods/pesc/crafting.py``) to hash, without ``known`` ones.
-    """
+    """Hash loaded modules and data files beside them, by path in the package; no ``known`` ones."""
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == PACKAGE.name]
     files = [Path(module.__file__) for module in modules if module.__file__]
     data = [path for file in files if file.name == "__init__.py" for path in _data(file.parent)]

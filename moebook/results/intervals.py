@@ -21,8 +21,7 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     wide side). Each is multiplied by the square of its own quantile of Student's distribution, and
     the half width is the root of the sum (Banerjee, Sankhya 22, 1960). So the interval is never
     narrower than Student's over the seeds alone, and covers at least what it says whichever is
-    larger. Satterthwaite's degrees of freedom covered 92.7 % where both are equal and there are
-    three seeds; a percentile bootstrap of three seeds is their range, 75 %.
+    larger.
 
     None for a single number, about which nothing can be said. I is 1 where only means are known.
     """

@@ -191,10 +191,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 
 
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
-    """Read all pools of a notebook by protocol, the smallest scale first.
-
-    The run that its page shows comes last, if it shall be among them.
-    """
+    """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's."""
     place = (folder or root()) / "results" / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
     every = [one for name in names if (one := pool(notebook, name, folder))]
