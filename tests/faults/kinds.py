@@ -94,7 +94,7 @@ def base(config: Any = DENSE) -> Any:
 
 
 def make_checkpoints(folder: Path, get: Get) -> None:
-    crafted = pesc.prepare(base(), pesc.Config(experts=2, top_k=1, adapter_width=4, lora_rank=2))
+    crafted = pesc.prepare(base(), pesc.Config(experts=2, top_k=2, adapter_width=4, lora_rank=2))
     pesc.save(crafted, folder / "pesc")
     chosen = esft.Selection(experts={0: (1, 2)})
     esft.save(esft.specialise(base(SPARSE), chosen), folder / "esft")
