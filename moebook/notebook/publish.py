@@ -37,9 +37,7 @@ _METADATA = ("kernelspec", "language_info")
 _CELL_METADATA = ("tags", "mystnb", "slideshow")
 
 _SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASS|PASSPHRASE|CREDENTIAL|COOKIE|AUTH|API_?KEY|KEY|PAT)S?"
-    r"(_|$)",
-    re.IGNORECASE,
+    r"(?i)(^|_)(TOKEN|SECRET|PASS(WORD|WD|PHRASE)?|CREDENTIAL|COOKIE|AUTH|(API)?KEY|PAT)S?(_|$)"
 )
 _SECRET_TEXT = {
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{20,}",
@@ -190,13 +188,9 @@ def scrub(text: str, folder: Path) -> tuple[str, int]:
     places = {sys.prefix, tempfile.gettempdir(), str(Path.home())} - {"/", ""}
     below = (re.compile(rf"{re.escape(place)}(?:[/\\][\w.@+=-]+)+") for place in places)
     for pattern in (*below, _PATH):
-        text, more = pattern.subn(_shorten, text)
+        text, more = pattern.subn(lambda found: ".../" + re.findall(r"[^/\\]+", found[0])[-1], text)
         count += more
     return text, count
-
-
-def _shorten(match: re.Match[str]) -> str:
-    return ".../" + re.split(r"[/\\]", match[0].rstrip("/\\"))[-1]
 
 
 def reduced_table(text: str) -> str | None:

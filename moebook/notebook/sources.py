@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moebook import results
-from moebook.errors import nearest, printable, refuse, refuse_unknown
+from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import COMMITTED, TIERS, Pool, Run
@@ -57,9 +57,8 @@ class Notebook:
     def settings(self, protocol: str) -> dict[str, Scalar]:
         """Read and check what a protocol sets, ``tier`` included."""
         file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
-        if protocol not in self.protocols:
-            known = nearest(protocol, self.protocols)
-            refuse("E-PROTOCOL", f"{self.name} has no protocol '{protocol}' ({file.name}); {known}")
+        message = f"{self.name} has no protocol '{protocol}' ({file.name});"
+        refuse_unknown(protocol, self.protocols, "E-PROTOCOL", message)
         settings = {"tier": self.defaults["tier"]}
         for name, (value, where) in read_flat(file).items() if file.is_file() else ():
             parameters.check(self.parameters, {name: value}, where)

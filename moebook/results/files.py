@@ -82,7 +82,6 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
 
 
 def _names(path: Path, file: IO[str]) -> bool:
-    """Whether an open file still bears this name."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     return False
