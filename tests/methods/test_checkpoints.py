@@ -157,7 +157,7 @@ def test_only_what_was_trained_is_saved_and_refusals_leave_nothing(method, tmp_p
     for refused, name, message in [(model, "run", "E-EXISTS"), (base(), "other", "E-MODEL")]:
         with pytest.raises(Refusal, match=message):
             module.save(refused, tmp_path / name)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"E-OS.*disk full"):
         patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
         module.save(model, tmp_path / "other")
     with torch.no_grad():
