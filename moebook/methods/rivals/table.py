@@ -59,7 +59,7 @@ class Arm:
     rival: str
     rated: str
     preset: str = "bank"
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, int | float] = field(default_factory=dict)
     bank: Literal["whole", "chosen", "with_target"] = "whole"
     data: Literal["D_K", "D_K + D_A"] = "D_K + D_A"
 
