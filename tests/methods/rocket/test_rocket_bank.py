@@ -108,7 +108,7 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
 
 
 def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp_path, monkeypatch):
-    monkeypatch.setattr(bank, "make", lambda model, tokenizer, names, folder: (names, folder))
+    monkeypatch.setattr(bank, "make", lambda model, tokenizer, names, folder, **_: (names, folder))
     assert bank.load(*nano, tmp_path) == (bank.EMBEDDED, tmp_path)  # an empty folder
     shipped = bank.load(*nano)
     assert set(shipped) == set(bank.load(*nano, bank.FOLDER)) == set(bank.EMBEDDED)
