@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -165,9 +166,17 @@ def temporary():
 def forks(tmp_path, temporary, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"})
+    mark = f"FORKS_OF={temporary}"
+    monkeypatch.setenv(*mark.split("="))
     made = Forks(tmp_path, temporary)
-    with made.process:
-        yield made
+    try:
+        with made.process:
+            yield made
+    finally:  # kernels that did not see that their parent was killed
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if path.parent.name != str(os.getpid()) and mark.encode() in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(forks, times, figures):
