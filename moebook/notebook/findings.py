@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pandas as pd
 
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
-from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, span
+from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
@@ -125,6 +126,28 @@ def _point(measured: Measurement) -> dict[str, object]:
         "high": ends[1],
         "sure": measured.decides and measured.side != 0,
     }
+
+
+def differences(
+    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]], *, xlabel: str, title: str
+) -> Any:
+    """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
+
+    ``pairs`` are a line's text to two values' names. Pairs that no pool has are left out; None
+    where there is none.
+    """
+    points = []
+    for pool, (line, (name, other)) in product(pools, pairs.items()):
+        effects = pool.effects(name, other)
+        if len(effects) and (ends := interval(effects)):
+            unit = next(iter(pool.values(name).values())).unit
+            panel, factor = PANELS.get(unit, (unit, 1.0))
+            value, low, high = (factor * x for x in (effects.mean(), *ends))
+            sure = len(effects) >= SEEDS and low * high > 0
+            points.append([panel, line, pool.protocol, value, low, high, sure])
+    columns = ["panel", "line", "series", "value", "low", "high", "sure"]
+    frame = pd.DataFrame(points, columns=columns)
+    return plotting.forest(frame, xlabel=xlabel, title=title) if points else None
 
 
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:

@@ -164,6 +164,19 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
         findings.of({}, "nano")
 
 
+def test_differences_are_drawn_paired_by_seed_and_item_pool_by_pool():
+    pools = [TOY, replace(TOY, protocol="two", runs=tuple(
+        replace(run, protocol="two") for run in TOY.runs[:1]))]  # fmt: skip
+    pairs = {"a - b": ("toy/a/loss", "toy/b/loss"), "none": ("toy/c/loss", "toy/b/loss")}
+    (axes,) = findings.differences(pools, pairs, xlabel="more", title="a and b").axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a - b"]
+    points = [line.get_xdata().tolist() for line in axes.lines[1::2]][:2]
+    half = 12.706205 * 2**0.5 / 2**0.5  # of a's 1 and 3 less b's 2 and 2: items alone tell
+    assert points == [[0.0], [0.0]] and axes.get_xlabel() == "more (nats)"
+    assert axes.lines[0].get_xdata() == pytest.approx([-half, half], rel=1e-6)
+    assert findings.differences(pools, {"none": pairs["none"]}, xlabel="", title="") is None
+
+
 def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_steps():
     assert findings.series(TOY, ["toy/a/loss"]).tolist() == [[2], [3], [4]]
     assert findings.series(TOY, ["toy/b/loss", "toy/a/loss"]).tolist() == [[2, 2]]
