@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import chain
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset as Rows
+from torch import Tensor, nn
 
 from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse
+from moebook.nn import evaluating
 
 POOL = 8
 """Batches that are sorted by length together.
@@ -133,3 +136,20 @@ def fixed(
         drawn = Batches(encoded, 32, seed=0, pad_id=tokenizer.pad_token_id or 0)
         batches[name] = [drawn[step] for step in range(drawn.per_epoch)]
     return batches
+
+
+@torch.no_grad()
+def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> float:
+    """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off."""
+    device, total = next(model.parameters()).device, 0.0
+    batches = Batches(rows, batch, seed=0, pad_id=pad_id)
+    order = np.argsort(batches.lengths, kind="stable")
+    labels = sum(label != -100 for row in batches.row_labels for label in row[1:])
+    with evaluating(model):
+        for chosen in np.array_split(order, batches.per_epoch):
+            inputs = batches.collate(chosen)
+            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()
+    if not math.isfinite(total):
+        refuse("E-NONFINITE", f"the loss on {len(rows)} rows is {total}: weights are far too large")
+    return total

@@ -83,7 +83,7 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
 
     def loss(weights: np.ndarray) -> float:
         fixed.weights.copy_(torch.from_numpy(weights))
-        nats = tuning.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
+        nats = training.nats(model, rows, pad_id=data.pad_id, batch=config.batch)
         size = np.abs(weights).mean() if config.penalty == "mean" else np.abs(weights).sum()
         nats /= config.batch if config.loss == "over_batch" else 1
         values.append(float(nats + STRENGTH * size))

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moebook import training
 from moebook.errors import refuse
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
@@ -130,10 +131,10 @@ def gates(
             learnt=False,
         )  # fmt: skip
         with tuning.undone(alone):
-            before = tuning.nats(model, rows, pad_id=data.pad_id)
+            before = training.nats(model, rows, pad_id=data.pad_id)
         alone = tuning.fit(alone, data, rows=rows, warmup=0.06, seed=seed, **plan)
         with tuning.undone(alone):
-            after = tuning.nats(model, rows, pad_id=data.pad_id)
+            after = training.nats(model, rows, pad_id=data.pad_id)
         vectors = {path: part.weigh.v.detach().clone() for path, part in alone.parts.items()}
         found[name] = Learnt(vectors, before, after, alone.cost)
         alone.detach()

@@ -15,7 +15,6 @@ never move.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
-import numpy as np
 import torch
 from datasets import Dataset as Rows
 from torch import Tensor, nn
@@ -40,7 +38,6 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import beside
 from moebook.nn.observe import evaluating, hooked
 from moebook.settings import settings
-from moebook.training.batches import Batches
 
 Weigh = Callable[[str, nn.Module], nn.Module]
 """Makes the part of `Mixed` that gives the weights, for a layer's path and the layer."""
@@ -252,7 +249,7 @@ def load(
 def on_shots(model: nn.Module, lora: Lora, data: Data) -> float:
     """Return the mean nats a token on D_K with a LoRA, alone on the base."""
     with loras.attached(model, [lora]):
-        return nats(model, data.shots, pad_id=data.pad_id)
+        return training.nats(model, data.shots, pad_id=data.pad_id)
 
 
 def refuse_second(model: nn.Module) -> None:
@@ -291,20 +288,3 @@ def undone(tuned: Tuned) -> Iterator[None]:
     except BaseException:
         tuned.detach()
         raise
-
-
-@torch.no_grad()
-def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> float:
-    """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off."""
-    device, total = next(model.parameters()).device, 0.0
-    batches = Batches(rows, batch, seed=0, pad_id=pad_id)
-    order = np.argsort(batches.lengths, kind="stable")
-    labels = sum(label != -100 for row in batches.row_labels for label in row[1:])
-    with evaluating(model):
-        for chosen in np.array_split(order, batches.per_epoch):
-            inputs = batches.collate(chosen)
-            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-            total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()
-    if not math.isfinite(total):
-        refuse("E-NONFINITE", f"the loss on {len(rows)} rows is {total}: a LoRA is far too large")
-    return total

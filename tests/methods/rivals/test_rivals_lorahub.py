@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moebook import training
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rivals import lorahub, tuning
@@ -65,16 +66,16 @@ def test_it_finds_no_worse_than_the_base_and_ends_as_one_lora(
 ):
     model = host(family)
     before, bank, data = fingerprint(model), make_bank(model, 3), tuning.Data(rows.select(range(6)))
-    plain = tuning.nats(model, data.rows)
+    plain = training.nats(model, data.rows)
     tuned = lorahub.tuned(model, bank, data, lorahub.Config(budget=6))
     assert min(tuned.history.loss) <= tuned.history.loss[0] == pytest.approx(plain)
     w = tuned.weights()["model.layers.0.self_attn.q_proj"]
-    nats = tuning.nats(model, data.rows)
+    nats = training.nats(model, data.rows)
     assert nats + 0.05 * w.abs().mean() == pytest.approx(min(tuned.history.loss), rel=1e-5)
     folder = tuned.save(tmp_path / "hub")
     assert fingerprint(tuned.detach()) == before
     with rocket.loras.attached(model, [rocket.loras.read(folder, model, before)]):
-        assert tuning.nats(model, data.rows) == pytest.approx(nats, rel=1e-5)
+        assert training.nats(model, data.rows) == pytest.approx(nats, rel=1e-5)
     tokens = 6 * sum(map(len, data.rows["input_ids"]))
     assert (tuned.cost.trained, tuned.cost.forward, tuned.cost.backward) == (3, tokens, 0)
 
@@ -89,15 +90,15 @@ def test_losses_of_the_presets_by_hand_and_the_model_at_one_hot(
     bank = make_bank(model, 3)
     tuned = lorahub.tuned(model, bank, tuning.Data(rows), config)
     seen = rows if preset == "bank" else rows.select(range(5))
-    nats = tuning.nats(model, seen)  # at -w, the same model
+    nats = training.nats(model, seen)  # at -w, the same model
     penalised = {"bank": nats + 0.05 * 0.5, "released": nats / 5 + 0.05 * 0.5}
     assert values == pytest.approx([penalised.get(preset, nats + 0.05 * 1.5)], rel=1e-5)
     with torch.no_grad():
         tuned.parts["model.layers.0.self_attn.q_proj"].weigh.weights.copy_(torch.eye(3)[1])
-    alone = tuning.nats(model, seen)
+    alone = training.nats(model, seen)
     tuned.detach()
     with rocket.loras.attached(model, [bank[tuned.origin.names[1]]]):
-        assert tuning.nats(model, seen) == pytest.approx(alone, rel=1e-5)
+        assert training.nats(model, seen) == pytest.approx(alone, rel=1e-5)
 
 
 def test_bad_input_is_one_line_and_leaves_the_base(model, rows, make_bank, monkeypatch):

@@ -35,13 +35,13 @@ def test_validation_takes_the_share_with_the_least_nats(model, rows, make_bank):
     for mix in ("factors", "outputs"):
         config = pems.Config.preset("released", mix=mix, grid=0.25)
         tuned = pems.tuned(model, bank, tuning.Data(few), config)
-        found = tuning.nats(model, few)
+        found = training.nats(model, few)
         assert tuned.cost.forward == 5 * sum(map(len, few["input_ids"])) and tuned.detach()
         tried = []
         for share in (0, 0.25, 0.5, 0.75, 1):
             one = mixing.merged(bank, torch.tensor([share, 1 - share]), mix=mix)
             with rocket.loras.attached(model, [one]):
-                tried.append(tuning.nats(model, few))
+                tried.append(training.nats(model, few))
         assert found == pytest.approx(min(tried), rel=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_the_chosen_lora_is_the_one_named_drawn_or_best_on_the_shots(model, rows
     nats = {}
     for name, lora in bank.items():
         with rocket.loras.attached(model, [lora]):
-            nats[name] = tuning.nats(model, few)
+            nats[name] = training.nats(model, few)
     data, taken = tuning.Data(few), set()
     for row, seed in (
         ("source_best", 0),

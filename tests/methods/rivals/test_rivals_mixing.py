@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from moebook import training
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rivals import mixing, tuning
@@ -175,6 +176,6 @@ def test_mean_nats_are_those_of_the_labels_in_any_batch(model, rows):
         ]
     targets = [torch.tensor(ids[1:]) for ids in rows["input_ids"]]
     nats = [-l[range(len(t)), t] for l, t in zip(logits, targets, strict=True)]  # noqa: E741
-    assert tuning.nats(model, rows, batch=5) == pytest.approx(
+    assert training.nats(model, rows, batch=5) == pytest.approx(
         torch.cat(nats).mean().item(), rel=1e-5
     )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moebook import training
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rivals import phatgoose, tuning
@@ -82,7 +83,7 @@ def test_gates_lower_their_rows_loss_and_move_nothing_else(model, rows, bank):
     learnt = phatgoose.gates(model, bank, data, config)
     for name, each in learnt.items():
         with rocket.loras.attached(model, [replace(bank[name], alpha=4.0)]):
-            assert each.before == pytest.approx(tuning.nats(model, rows), rel=1e-4)
+            assert each.before == pytest.approx(training.nats(model, rows), rel=1e-4)
         assert each.after < each.before - 0.01 and each.cost.trained == 4 * 32
     assert fingerprint(model) == before
     assert {name: lora.digest for name, lora in bank.items()} == digests
