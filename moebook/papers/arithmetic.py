@@ -1,8 +1,6 @@
 """The audit: every derived number of the papers' tables, recomputed from the papers' own rows.
 
-It knows relations (a column named Average, a difference stated in the text, the same quantity in
-two tables, rows of different names with the same numbers) and simple alternatives that explain what
-differs. It holds no list of errors.
+It knows relations and simple alternatives that explain what differs; it holds no list of errors.
 """
 
 from __future__ import annotations
@@ -27,21 +25,16 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Finding:
-    """One recomputed number (or, of kind `name`, one doubtful name) of one paper.
-
-    `kind` is what was recomputed (average, sum, same quantity ...), `status` one of `STATUSES`, and
-    `explanation` the best one found, or how the number was recomputed. Findings of one column or
-    rule share a `group`, by which the report folds them.
-    """
+    """One recomputed number (or, of kind `name`, one doubtful name) of one paper."""
 
     paper: str
     place: str
-    kind: str
+    kind: str  # what was recomputed: average, sum, same quantity ...
     printed: str
     recomputed: str
-    status: str
-    explanation: str
-    group: str
+    status: str  # one of STATUSES
+    explanation: str  # the best one found, or how it was recomputed
+    group: str  # its column or rule, by which the report folds
 
 
 def judge(printed: float, decimals: int, computed: float, slack: float = 0.0) -> str:
@@ -50,8 +43,7 @@ def judge(printed: float, decimals: int, computed: float, slack: float = 0.0) ->
     ``agrees`` within half a unit of the last printed digit; ``truncated`` if cutting gives the
     printed number; ``rounding`` if the operands' own rounding can explain it; else ``differs``.
     """
-    unit = 10.0**-decimals
-    gap = abs(printed - computed)
+    unit, gap = 10.0**-decimals, abs(printed - computed)
     if gap <= unit / 2 + EXACT:
         return "agrees"
     if 0 <= abs(computed) - abs(printed) < unit - EXACT and printed * computed >= 0:
@@ -203,8 +195,7 @@ def _misprint(check: Check) -> Iterator[str]:
 def _copied(paper: Paper) -> Iterator[Finding]:
     """Rows of two names that agree in every number they share: a row repeated, or a wrong name.
 
-    Within one table three numbers must agree. Between two tables two must, and the names must be
-    rivals: they share a part and differ in a part on both sides ("2×1.8B_TRSU", "4×1.8B_CRSU").
+    In one table three numbers must agree; between two tables two of `_rivals`.
     """
     rows = {name: _rows(paper, name) for name in paper.headers}
     for one, other in [*((name, name) for name in rows), *combinations(rows, 2)]:
@@ -234,6 +225,7 @@ def _rows(paper: Paper, table: str) -> dict[tuple[str, str], dict[str, Cell]]:
 
 
 def _rivals(one: str, other: str) -> bool:
+    """Whether both share a part and each has its own, as "2×1.8B_TRSU" and "4×1.8B_CRSU"."""
     ours, theirs = (set(re.findall(r"[a-z]+|\d+(?:\.\d+)?", name)) for name in (one, other))
     return bool(ours & theirs and ours - theirs and theirs - ours)
 
@@ -242,11 +234,10 @@ def report(findings: Sequence[Finding], *, everything: bool = False) -> str:
     """The audit as text: counts for each paper, then what differs (or everything), folded."""
     lines = []
     for paper, group in groupby(findings, key=lambda finding: finding.paper):
-        of_paper = list(group)
+        of_paper, folded = list(group), defaultdict(list)
         counts = Counter(finding.status for finding in of_paper)
         counted = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
         lines.append(f"{paper}: {len(of_paper)} numbers recomputed: {counted}")
-        folded = defaultdict(list)
         for finding in of_paper:
             if everything or finding.status != "agrees":
                 folded[finding.group, finding.status, finding.explanation].append(finding)

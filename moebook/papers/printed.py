@@ -35,13 +35,10 @@ NUMBER = re.compile(
 
 
 class Number(NamedTuple):
-    """A printed number, and the position of its last digit: 1 for 75.7, 0 for 8, -3 for 300K.
+    """A printed number."""
 
-    K, M, B and T are multiplied out, a percent sign is not (75.7% is 75.7).
-    """
-
-    value: float
-    decimals: int
+    value: float  # K, M, B and T multiplied out; 75.7% is 75.7
+    decimals: int  # position of the last digit: 1 for 75.7, 0 for 8, -3 for 300K
 
 
 def number(printed: str) -> Number | None:
@@ -74,8 +71,7 @@ def table(paper: str, n: int | str) -> pd.DataFrame:
     Columns are row, column, the table's own keys, printed, value (float), decimals (int), unit and
     mark; ``.attrs`` holds the header (caption, source, derived, ...), path and keys.
     """
-    names = tables(paper)
-    refuse_unknown(str(n), names, "E-NAME", f"{paper} has no table '{n}';")
+    refuse_unknown(str(n), tables(paper), "E-NAME", f"{paper} has no table '{n}';")
     file = f"{n}.csv" if str(n).startswith("figure_") else f"table_{n}.csv"
     return _read(folder(paper) / file).copy()
 
@@ -91,12 +87,8 @@ def wide(paper: str, n: int | str) -> pd.DataFrame:
 
 
 def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[str, Any]]:
-    """Read a paper's settings, such as ``{"paper": {"lr": {"value": 2e-4, "where": ...}}}``.
-
-    With a group, such as ``paper`` or ``released``, return its parameters alone.
-    """
-    path = folder(paper) / "hyperparameters.yaml"
-    groups: dict[str, dict[str, Any]] = read_yaml(path)
+    """Read a paper's settings, ``{"paper": {"lr": {"value": 2e-4, "where": ...}}}``, or a group."""
+    groups: dict[str, dict[str, Any]] = read_yaml(folder(paper) / "hyperparameters.yaml")
     if settings is None:
         return groups
     refuse_unknown(settings, groups, "E-NAME", f"{paper} has no settings '{settings}';")

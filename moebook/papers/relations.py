@@ -110,10 +110,7 @@ class Paper:
     def same(
         self, names: Sequence[str], keys: dict[str, str], table: str | None = None
     ) -> Iterator[Cell]:
-        """Cells of a row and column, in one table or in all, whose metric and keys agree.
-
-        Cells with the names in the same places come before transposed ones.
-        """
+        """Cells of a row and column whose metric and keys agree, transposed ones last."""
         asked = {stem(name): metric(name) for name in names}
         twins = self._by_names.get(frozenset(asked), [])
         for cell in sorted(twins, key=lambda twin: stem(twin.row) != stem(names[0])):
@@ -133,11 +130,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Check:
-    """A printed number at its `place` with the operands from which the paper derives it.
-
-    `rule` is the relation (checks of one column share it) and `target` the result's own cell; None
-    where the number stands in the running text.
-    """
+    """A printed number at its `place` with the operands from which the paper derives it."""
 
     place: str
     kind: str
@@ -145,8 +138,8 @@ class Check:
     value: float
     decimals: int
     operands: tuple[Cell, ...]
-    rule: str
-    target: Cell | None = None
+    rule: str  # the relation; checks of one column share it
+    target: Cell | None = None  # the result's own cell; None in the running text
 
     @property
     def values(self) -> list[float]:
@@ -265,9 +258,9 @@ def _repeated(paper: Paper) -> Iterator[Check]:
 def _comparable(paper: Paper, cell: Cell, twin: Cell) -> bool:
     """Same unit and setting, and, where both are derived, from the same operands."""
     settings = {paper.headers[one.table].get("setting") for one in (cell, twin)}
-    operands = []
+    operands = set()
     for one in (cell, twin):
         derived = paper.rules(one.table, same=False)
-        operands.append(derived.get(stem(one.column), derived.get(stem(one.row))))
-    alike = None in operands or operands[0] == operands[1]
-    return cell.unit == twin.unit and len(settings - {None}) < 2 and alike
+        operands.add(derived.get(stem(one.column), derived.get(stem(one.row))))
+    alike = all(len(several - {None}) < 2 for several in (settings, operands))
+    return cell.unit == twin.unit and alike

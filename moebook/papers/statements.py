@@ -22,43 +22,27 @@ Scale = Literal["smoke", "cpu", "study", "gpu", "paper"]  # as `results.TIERS`
 class Claim:
     """One claim of a paper, and the recorded value that tests it.
 
-    The *effect* is the recorded value minus the reference (or the value itself without one).
-
-    Attributes:
-        id: ``<paper>.<name>``, unique.
-        sentence: The claim in our words; ``where`` it stands, and which ``quantity`` it is about.
-        kind: ``direction`` (the sign of the effect) or ``number`` (its size).
-        direction: Side of the effect: greater or less than 0, or equal to it; None for a number
-            that claims no side.
-        reference: Another recorded value's name, or a number in `unit`, or None.
-        claimed: The effect that the paper prints, in `unit`; None where it prints none.
-        unit: Of the recorded value, one of `results.UNITS`; ``printed`` is as the paper has it.
-        tolerance: How far the effect may be from `claimed` to count as reproduced (for `equal`, and
-            for numbers below the paper's scale too), in `unit`, and ``why``; None where nothing is
-            printed.
-        scales: Tiers at which the value may be recorded.
-        notebook: File name of the notebook without its ending, such as ``01_pesc``.
-        function: Dotted path of the code that implements what is claimed.
-        exact: The value is computed, not sampled: it needs no seeds and has no interval.
+    The *effect* is the recorded value minus the reference (or the value itself without one). All
+    numbers are in ``unit``, one of `results.UNITS`; None stands where the paper prints none.
     """
 
-    id: Text
-    sentence: Text
-    where: Text
+    id: Text  # <paper>.<name>, unique
+    sentence: Text  # in our words
+    where: Text  # it stands in the paper
     quantity: Text
-    kind: Literal["direction", "number"]
-    direction: Literal["greater", "less", "equal"] | None
-    reference: str | int | float | None
-    claimed: int | float | None
+    kind: Literal["direction", "number"]  # the sign of the effect, or its size
+    direction: Literal["greater", "less", "equal"] | None  # of the effect, to 0
+    reference: str | int | float | None  # another recorded value's name, or a number
+    claimed: int | float | None  # effect that the paper prints
     unit: str
-    printed: Text
-    tolerance: int | float | None
-    why: Text
-    scales: Annotated[tuple[Scale, ...], Field(min_length=1)]
-    notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]
+    printed: Text  # as the paper has it
+    tolerance: int | float | None  # of a reproduction; for `equal` at smaller scales too
+    why: Text  # this tolerance
+    scales: Annotated[tuple[Scale, ...], Field(min_length=1)]  # at which it may be recorded
+    notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]  # such as 01_pesc
     value: Text
-    function: Text
-    exact: bool = False
+    function: Text  # dotted path of the code that implements what is claimed
+    exact: bool = False  # computed, not sampled: needs no seeds and has no interval
 
     def __post_init__(self) -> None:
         """Refuse what disagrees between the fields."""

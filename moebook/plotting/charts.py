@@ -37,14 +37,9 @@ def curves(
     """Draw one line a series over training, with a band from the lowest seed to the highest.
 
     The band is the range and no confidence interval: with three seeds nothing finer is honest.
-
-    Args:
-        series: Name to values ``[S, T]`` (seeds by points) or ``[T]`` for a single seed.
-        steps: The ``T`` horizontal positions, in the unit that ``xlabel`` names.
-        xlabel: Such as ``optimizer steps``.
-        ylabel: With its unit, such as ``loss (nats per token)``.
-        title: What the figure shows, in words that also make sense read aloud.
-        window: Points of a centred moving average, 1 to T.
+    ``series`` is the name to values ``[S, T]`` (seeds by points), or ``[T]`` for a single seed, at
+    the ``T`` ``steps``. ``window`` points, 1 to T, make a centred moving average, shorter at both
+    ends. The axes' labels name their units.
     """
     positions = np.asarray(steps, dtype=float)
     if not 1 <= window <= len(positions):
@@ -56,7 +51,8 @@ def curves(
         if seeds.shape[1] != len(positions):
             lengths = f"has {seeds.shape[1]} points; steps has {len(positions)}"
             refuse("E-SHAPE", f"curves: series '{name}' {lengths}")
-        seeds = np.stack([_moving_average(row, window) for row in seeds])
+        rolling = pd.DataFrame(seeds.T).rolling(window, center=True, min_periods=1)
+        seeds = rolling.mean().to_numpy().T
         several = f" (mean and range of {len(seeds)} seeds)" if len(seeds) > 1 else ""
         dress = look(index) | {"markevery": (index * every // len(series), every), "markersize": 5}
         axes.plot(positions, seeds.mean(0), label=f"{name}{several}", **dress)
@@ -68,12 +64,6 @@ def curves(
     return figure
 
 
-def _moving_average(values: npt.NDArray[Any], window: int) -> npt.NDArray[Any]:
-    """Average over a centred window that shrinks at both ends, so that no point is invented."""
-    ones = np.ones(window)
-    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
-
-
 def bars(
     frame: pd.DataFrame,
     *,
@@ -81,14 +71,12 @@ def bars(
     series: str,
     ylabel: str,
     title: str = "",
-    chance: float | None = None,
 ) -> Figure:
     """Draw grouped bars with their intervals; the number stands on each bar while there is room.
 
     ``frame`` has one row a bar: the columns that ``group`` (along the horizontal axis) and
     ``series`` (the colours) name, ``value`` (the bar's height), and ``low`` and ``high``, the
-    interval's ends in the same unit; where they are missing numbers there is no whisker. A dashed
-    line stands at ``chance``, for guessing.
+    interval's ends in the same unit; where they are missing numbers there is no whisker.
     """
     require("bars", frame, (group, series, "value", "low", "high"))
     groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
@@ -111,8 +99,6 @@ def bars(
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
     theme.tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
-    if chance is not None:
-        axes.axhline(chance, color=INK, ls=(0, (4, 3)), lw=1, label="chance")
     handles, labels = axes.get_legend_handles_labels()
     columns = min(len(labels), 5)  # filled one after another: rows should read in order
     order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
@@ -128,10 +114,9 @@ def accuracies(
     series: str = "arm",
     title: str = "",
 ) -> Figure:
-    """Draw `bars` of accuracy, one for each arm in each group, with intervals over test items.
+    """Draw `bars` of accuracy over test items: a ``column``'s mean for each arm and group ``by``.
 
-    ``tables`` are evaluations of one run, by arm; ``by`` is the column that groups items, such as
-    ``domain``, ``column`` the one whose mean is the accuracy, ``series`` what the arms are called.
+    ``tables`` are evaluations of one run, by arm; ``series`` is what the arms are called.
     """
     rows = []
     for arm, table in tables.items():
@@ -191,12 +176,7 @@ def heatmap(
     return figure
 
 
-def loads(
-    shares: Mapping[str, npt.ArrayLike],
-    *,
-    xlabel: str = "share of routed tokens (in the bars: expert)",
-    title: str = "",
-) -> Figure:
+def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
     """Draw one stacked bar a row (a layer, say): which share of the tokens each expert serves.
 
     The number in a segment is its expert's. Dotted lines mark where the borders would lie if every
@@ -229,6 +209,7 @@ def loads(
         axes.axvline(border, color=INK, ls=":", lw=0.9)
     axes.invert_yaxis()
     axes.grid(False)
+    xlabel = "share of routed tokens (in the bars: expert)"
     axes.set(xlabel=xlabel, title=title, xlim=(0, 1))
     axes.margins(y=0.02)
     return figure

@@ -65,11 +65,11 @@ def test_a_curve_is_the_mean_of_its_seeds_in_their_range_and_smoothing_keeps_a_c
 
 
 def test_bars_have_their_whiskers_and_accuracies_students_interval_over_items():
-    figure = plotting.bars(BARS, **MODELS, chance=0.1)
+    figure = plotting.bars(BARS, **MODELS)
     (dense, _), (sparse, whiskers) = drawn(figure.axes[0])
     assert (dense, sparse) == ([0.4, 0.2], [0.5, 0.3])
     np.testing.assert_allclose(whiskers, [[0.45, 0.6], [0.3, 0.3]])
-    assert texts(figure.legends[0].get_texts()) == ["chance", "dense", "sparse"]
+    assert texts(figure.legends[0].get_texts()) == ["dense", "sparse"]
     assert texts(figure.axes[0].texts) == ["0.400", "0.200", "0.500", "0.300"]
     items = pd.DataFrame({"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]})
     tables = {"dense": items, "sparse": items.assign(correct=1)}
