@@ -35,21 +35,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse with ``E-USAGE``."""
+        known, hint = list(self._option_string_actions), f"see {self.prog} --help"
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             known = re.findall(r"[\w-]+", choice[2])
-            refuse("E-USAGE", f"{self.prog}: unknown '{choice[1]}'; {nearest(choice[1], known)}")
-        if option := re.search(r"unrecognized arguments: (\S+)", message):
-            known = list(self._option_string_actions)
-            refuse("E-USAGE", f"{self.prog}: unknown '{option[1]}'; {nearest(option[1], known)}")
-        refuse("E-USAGE", f"{self.prog}: {message}; see {self.prog} --help")
+        if odd := choice or re.search(r"unrecognized arguments: (\S+)", message):
+            message, hint = f"unknown '{odd[1]}'", nearest(odd[1], known)
+        refuse("E-USAGE", f"{self.prog}: {message}; {hint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0, 1 when a check failed, 2 for a refusal or what the system refused (a file, the network), 3
-    for a fault of ours, 129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads
-    the output has gone, as ``head``.
+    0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of ours, 129, 130
+    and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the output has gone.
     """
     for number in (signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

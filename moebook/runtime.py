@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 from tqdm import tqdm
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.settings import checked
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def resolve_device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index if index.isdecimal() else 0) >= present:
         refuse("E-DEVICE", f"device '{name}' is not on this machine ({present} GPUs); use cpu")
-    if name not in names:
-        refuse("E-DEVICE", f"unknown device '{name}': {nearest(name, ['auto', *names])}")
+    refuse_unknown(name, ["auto", *names], "E-DEVICE", f"unknown device '{name}':")
     return torch.device(name)
 
 
@@ -92,8 +91,7 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
     able = {"float32": True, "float16": gpu, "bfloat16": not gpu or torch.cuda.is_bf16_supported()}
     if name == "auto":
         name = "bfloat16" if gpu and able["bfloat16"] else "float32"
-    if name not in able:
-        refuse("E-DTYPE", f"unknown dtype '{name}': {nearest(name, ['auto', *able])}")
+    refuse_unknown(name, ["auto", *able], "E-DTYPE", f"unknown dtype '{name}':")
     if not able[name]:
         refuse("E-DTYPE", f"dtype {name} needs a GPU that has it, not {device}; use float32")
     dtype: torch.dtype = getattr(torch, name)
@@ -135,16 +133,11 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
 
 
 def peak_memory(pid: int | str = "self") -> int | None:
-    """Return a process's peak resident bytes since it, or its last `stopwatch`, started.
-
-    None where the system keeps no such mark (only Linux does), or the process has ended.
-    """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return None
-    marks = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(marks[0].split()[1]) * 1024 if marks else None
+    """Return a process's peak resident bytes since it, or its last `stopwatch`, started (Linux)."""
+    with suppress(OSError):  # it has ended, or the system keeps no such mark
+        if mark := re.search(r"^VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M):
+            return int(mark[1]) * 1024
+    return None
 
 
 def cores() -> int:
@@ -153,10 +146,7 @@ def cores() -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Describe what a result may depend on: versions, CPU, cores, memory, threads, accelerator.
-
-    Holds no host name, user name or path: it is committed beside the results.
-    """
+    """Describe what a result may depend on; no host name, user name or path: it is committed."""
     import torch
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
@@ -182,13 +172,12 @@ def versions() -> dict[str, str]:
 
 
 def progress(iterable: Iterable[Item], desc: str = "", total: int | None = None) -> Iterable[Item]:
-    """Show a progress bar around the loop in a terminal and in Jupyter; else the loop alone.
+    """Show a progress bar around the first process's loop, in a terminal and in Jupyter.
 
-    There is none when papermill executes a notebook, whose kernel cannot ask for input, and in all
-    processes but the first. The bar is plain text: widgets leave dead boxes in a rendered page.
+    It is plain text: widgets leave dead boxes in a rendered page.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    kernel = getattr(shell, "kernel", None)
+    kernel = getattr(shell, "kernel", None)  # papermill's cannot ask for input
     watched = sys.stderr.isatty() if kernel is None else getattr(kernel, "_allow_stdin", True)
     if os.environ.get(QUIET) == "1" or not watched or processes()[0]:
         return iterable

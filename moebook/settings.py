@@ -8,16 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    ParamSpec,
-    Self,
-    TypeVar,
-    dataclass_transform,
-    get_type_hints,
-)  # fmt: skip
+from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
@@ -52,9 +43,8 @@ def settings(kind: type[Kind]) -> type[Kind]:
     """Make a class a frozen dataclass with keywords only, whose fields are checked by their types.
 
     Limits and choices stand in the annotations: ``Annotated[float, Field(gt=0, le=1)]``,
-    ``Literal["token", "gate"]``. What concerns several fields stands in ``__post_init__``.
-    Making one with a bad value raises a `Refusal` that names the field and the value: E-CHOICE,
-    E-RANGE or E-TYPE.
+    ``Literal["token", "gate"]``. What concerns several fields stands in ``__post_init__``. A bad
+    value is refused with its field's name: E-CHOICE, E-RANGE or E-TYPE.
     """
     return _checked_class(kind, kw_only=True)
 
@@ -135,15 +125,15 @@ class Presets:
 
 def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind:
     """Make settings again from what JSON kept of them; all fields must be given."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if odd := sorted(values.keys() ^ known):
+    known: dict[str, Any] = kind.__pydantic_fields__  # type: ignore[attr-defined]
+    if odd := sorted(values.keys() ^ known.keys()):
         refuse("E-FORMAT", f"{where}: setting '{odd[0]}' is missing or unknown; "
                f"{nearest(odd[0], known)}")  # fmt: skip
-    hints, given = get_type_hints(kind), dict(values)
+    given = dict(values)
     for name, value in values.items():
         if isinstance(value, list):
             given[name] = tuple(value)
-        elif isinstance(value, dict) and is_dataclass(hints[name]):
-            given[name] = restored(hints[name], value, where)
+        elif isinstance(value, dict) and is_dataclass(known[name].annotation):
+            given[name] = restored(known[name].annotation, value, where)
     with located(where):
         return kind(**given)

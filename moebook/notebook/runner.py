@@ -285,17 +285,15 @@ def _keep(request: Request, staged: Path, peak: int | None) -> Run:
 
 
 def put(page: Path, text: str, run: Run) -> None:
-    """Write an executed notebook and its run, which comes last, in place of older ones.
+    """Write an executed notebook, then its run, over older ones, in a place that the caller holds.
 
-    Whoever calls it holds the place; a page without a run counts as missing.
+    A fault in between leaves a page that the older run has not executed: it counts as missing.
     """
     if run.manifest["executed"] != hashlib.sha256(text.encode()).hexdigest():
         refuse("E-RUN", f"{run.notebook} at {run.protocol}: run and page disagree; run it again")
-    path = page.with_suffix(".parquet")
-    with results.replacing(path) as last, results.replacing(page) as first:
+    with results.replacing(page.with_suffix(".parquet")) as last, results.replacing(page) as first:
         first.write_text(text, encoding="utf-8")
         last.write_bytes(results.packed(run))
-        path.unlink(missing_ok=True)
 
 
 class Kernel(AsyncKernelManager):

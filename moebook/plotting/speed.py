@@ -21,9 +21,8 @@ ROW = 0.2
 def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     """Draw each contender's time as a multiple of ours; the floor of a group is a thick tick.
 
-    ``frame`` has one row a bar, in order: ``group``, ``contender``, ``value`` (its time over ours,
-    above 0) and ``floor`` (the floor's time over ours, the same in a group; NaN where there is
-    none).
+    ``frame`` has one row a bar: ``group``, ``contender``, ``value`` (its time over ours, above 0)
+    and ``floor`` (the floor's time over ours, the same in a group; NaN where there is none).
     """
     theme.require("multiples", frame, ("group", "contender", "value", "floor"))
     if not (frame["value"] > 0).all():
@@ -59,8 +58,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
 def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = "") -> Figure:
     """Draw how cost grows, a panel a sweep, on two logarithmic axes: a power law is a line.
 
-    ``panels`` is the panel's title to its series: name to points ``[n, 2]``; ``ours`` is drawn
-    thick.
+    ``panels`` is the panel's title to its series, name to points ``[n, 2]``; ``ours`` is thick.
     """
     curves, looks = arrays("growth", panels)
     figure, cells = grid(list(panels), 3, 2.2, xlabel, ylabel, title)

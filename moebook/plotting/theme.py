@@ -55,6 +55,8 @@ def grid(
     xlabel: str, ylabel: str, title: str, *, shared: bool = False,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
     """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
+    if not names:
+        refuse("E-DATA", "no panels to draw; expected at least one")
     across = min(across, len(names))
     down = -(-len(names) // across)
     figure, cells = plt.subplots(
@@ -78,14 +80,10 @@ def arrays(
     chart: str, panels: Mapping[str, Series]
 ) -> tuple[list[dict[str, npt.NDArray[np.float64]]], dict[str, Look]]:
     """Return each panel's series as arrays ``[n, 2]``, and the look of each name in all panels."""
-    if not panels:
-        refuse("E-DATA", f"{chart}: no panels; expected at least one")
-    converted = [
-        {name: np.asarray(values, dtype=float) for name, values in panel.items()}
-        for panel in panels.values()
-    ]
-    for title, panel in zip(panels, converted, strict=True):
-        for name, values in panel.items():
+    converted: list[dict[str, npt.NDArray[np.float64]]] = []
+    for title, panel in panels.items():
+        converted.append({name: np.asarray(series, dtype=float) for name, series in panel.items()})
+        for name, values in converted[-1].items():
             if values.ndim != 2 or values.shape[1] != 2:
                 refuse("E-SHAPE", f"{chart}: '{name}' of '{title}' is {values.shape}, not [n, 2]")
     names = dict.fromkeys(name for panel in converted for name in panel)

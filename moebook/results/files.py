@@ -1,8 +1,7 @@
 """The project's files: where they are, how they are written, and the hashes of its code.
 
-A run keeps the hashes of the modules that it loaded, of the data files beside them, and of its
-notebook's code. Comments and docstrings change no number and do not count; nor does what the
-papers print, since no run is made of it.
+Comments and docstrings change no number and are not hashed; nor is what the papers print, since no
+run is made of it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,11 +35,10 @@ def root(start: Path | None = None) -> Path:
     A link in it through which we would write outside of it is refused.
     """
     begin = (start or Path.cwd()).resolve()
-    for folder in (begin, *begin.parents):
-        if (folder / "_config.yml").is_file():
-            break
-    else:
+    above = [path for path in (begin, *begin.parents) if (path / "_config.yml").is_file()]
+    if not above:
         refuse("E-PATH", f"no _config.yml in {begin} or above; run inside a checkout of moebook")
+    folder = above[0]
     for path in (path for name in WRITTEN for below in ("", "/*", "/*/*")
                  for path in folder.glob(name + below) if path.is_symlink()):  # fmt: skip
         if not Path(target := os.path.realpath(path)).is_relative_to(folder):
@@ -51,15 +50,12 @@ def root(start: Path | None = None) -> Path:
 def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator[None]:
     """Hold a lock file for the length of the block: whoever else asks waits, or is refused.
 
-    A refusal comes after a second of ``patience``: a `sweep` holds every lock for an instant.
-
-    The file tells who holds it, and goes with the lock unless it was renamed. A process that is
-    killed lets go of it, but the file stays.
+    A refusal comes after a second of ``patience``: a `sweep` holds every lock for an instant. The
+    file tells who holds it, and goes with the lock, unless it was renamed or its holder killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(
-        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", errors="replace"
-    ) as file:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with open(handle, "r+", errors="replace") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -114,10 +110,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 def digest(path: Path) -> str | None:
     """Return the sha256 of a file's bytes in hex; None when there is no such file."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def source(notebook: Path) -> str | None:
@@ -142,13 +135,10 @@ def loaded(known: Container[str] = ()) -> dict[str, str]:
 @functools.cache
 def _data(package: Path) -> tuple[Path, ...]:
     """List a package's own data files, but none of what the papers print."""
-    files: list[Path] = []
-    for path in package.iterdir() if package.name != "papers" else ():
-        if path.is_dir() and not (path / "__init__.py").is_file():
-            files += [file for file in path.rglob("*") if file.is_file()]
-        elif path.is_file():
-            files.append(path)
-    return tuple(path for path in files if path.suffix not in (".py", ".pyc", ".md"))
+    own = (path for path in package.iterdir() if not (path / "__init__.py").is_file())
+    files = (file for path in own for file in (path, *path.rglob("*")) if file.is_file())
+    kept = (path for path in files if path.suffix not in (".py", ".pyc", ".md"))
+    return tuple(kept) if package.name != "papers" else ()
 
 
 def package() -> str:
@@ -182,16 +172,11 @@ def commit(folder: Path) -> dict[str, Any] | None:
             name = (folder / FROZEN).read_text(encoding="ascii").strip()
             int(name, 16)
             return {"id": name, "dirty": False}
-    head = _git(folder, "rev-parse", "HEAD")
-    status = _git(folder, "status", "--porcelain", "--", *CODE)
-    return None if head is None or status is None else {"id": head, "dirty": bool(status)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+    command = ["git", "-C", str(folder), "status", "--porcelain=2", "--branch", "--", *CODE]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    head = re.search(r"^# branch.oid ([0-9a-f]+)$", done.stdout, re.M)
+    return {"id": head[1], "dirty": bool(re.search("^[^#]", done.stdout, re.M))} if head else None

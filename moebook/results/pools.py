@@ -71,11 +71,9 @@ class Pool:
     @cached_property
     def arms(self) -> dict[str, tuple[int, ...]]:
         """The seeds that each arm ran with."""
-        arms: dict[str, tuple[int, ...]] = {}
-        for run in sorted(self.runs, key=lambda run: run.seed):
-            for arm in run.arms:
-                arms[arm] = (*arms.get(arm, ()), run.seed)
-        return arms
+        runs = sorted(self.runs, key=lambda run: run.seed)
+        names = dict.fromkeys(arm for run in runs for arm in run.arms)
+        return {arm: tuple(run.seed for run in runs if arm in run.arms) for arm in names}
 
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""
@@ -156,15 +154,18 @@ def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | Non
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:
-    """Commit a run to a file below ``results/``, and its hash to the list there."""
+    """Commit a run to a file below ``results/``, then its hash to the list there.
+
+    So a crash in between loses nothing: the run is there, and `unsealed` says what the list lacks.
+    """
     place, content = folder / "results", packed(run)
     with files.locked(folder / "runs" / "results.lock", wait=True):
         seals = _sealed(place)
         seals[path.relative_to(place).as_posix()] = hashlib.sha256(content).hexdigest()
         lines = (f"{seals[name]}  {name}\n" for name in sorted(seals))
-        with files.replacing(path) as last, files.replacing(place / SEALS) as first:
-            first.write_text("".join(lines), encoding="utf-8")
-            last.write_bytes(content)
+        with files.replacing(place / SEALS) as last, files.replacing(path) as first:
+            first.write_bytes(content)
+            last.write_text("".join(lines), encoding="utf-8")
 
 
 def _sealed(place: Path) -> dict[str, str]:
@@ -193,7 +194,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
     """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's."""
     place = (folder or root()) / "results" / notebook
-    names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
+    names = sorted(path.name for path in place.glob("*") if path.is_dir())
     every = [one for name in names if (one := pool(notebook, name, folder))]
     every.sort(key=lambda one: one.rank)
     every += [one] if shown and (one := live(notebook, folder)) else []

@@ -134,10 +134,9 @@ def publish(folder: Path, value: int) -> None:
 
 def published(folder: Path) -> Any:
     page = folder / "book" / "notebooks" / "01_toy.ipynb"
-    if not page.with_suffix(".parquet").is_file():
-        return None  # counts as missing, and is executed again
     told = results.read_run(page.with_suffix(".parquet"))
-    assert told.manifest["executed"] == results.digest(page)
+    if told.manifest["executed"] != results.digest(page):
+        return None  # counts as missing, and is executed again
     return told.values[0].value
 
 
@@ -147,6 +146,8 @@ def keep(folder: Path, value: int) -> None:
 
 
 def kept(folder: Path) -> Any:
+    if results.unsealed(folder):
+        return None  # a whole run that the list lacks, which `verify` tells
     pools = results.pools("toy", folder)
     return [one.values[0].value for one in pools["nano"].runs] if pools else []
 
