@@ -70,7 +70,7 @@ def _numbers(best: Measurement) -> str:
         bound = f", the bound is {amount(claim, shift)}" if shift else ""
     value = amount(claim, effect)
     if ends is None:
-        return f"{value}{bound}, " + ("a computed value" if claim.exact else "one value")
+        return f"{value}{bound}, " + ("a computed value" if best.exact else "one value")
     return f"{value}{bound} (95 % from {span(claim, *ends)}; {seeds(best.seeds)})"
 
 

@@ -14,7 +14,14 @@ from moebook.notebook.session import CURVE, NOTE, VALUE, injected
 from moebook.notebook.sources import Notebook
 from moebook.results import Curve, Run, Value, restored
 
-NOTES = {"environment": dict, "modules": dict, "rows": dict, "arms": list, "known": list}
+NOTES = {
+    "environment": dict,
+    "modules": dict,
+    "rows": dict,
+    "files": dict,
+    "arms": list,
+    "known": list,
+}
 
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
@@ -33,7 +40,7 @@ def curves(notebook: Any) -> tuple[Curve, ...]:
 
 
 def notes(notebook: Any) -> dict[str, Any]:
-    """Gather what a notebook notes of its run: environment, modules, arms, rows."""
+    """Gather what a notebook notes of its run: environment, modules, arms, rows, files."""
     facts: dict[str, Any] = {}
     for where, content in _outputs(notebook, NOTE):
         for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
@@ -69,6 +76,7 @@ def harvest(
     lock = results.digest(folder / "requirements.lock")
     code = {"notebook": results.source(source.path), "lock": lock}
     known = {"environment": facts.get("environment", {}), "known_arms": facts.get("known", [])}
+    known |= {"files": facts["files"]} if "files" in facts else {}
     return Run(
         notebook=source.name,
         protocol=protocol,

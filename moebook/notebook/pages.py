@@ -36,6 +36,7 @@ TITLES = {
     "rocket": "Rocket",
     "rivals": "Rocket's rivals",
     "esft": "ESFT",
+    "routing": "ESFT's routing",
     "kernels": "Kernels",
 }
 KINDS = {label: label.removeprefix("direction ").replace(" ", "") for label in verdicts.LABELS}

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebook import results, runtime
@@ -59,6 +60,10 @@ class Run:
         """
         texts = {name: json.dumps(rows, sort_keys=True) for name, rows in drawn.items()}
         _note(rows={k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
+
+    def files(self, paths: Mapping[str, Path]) -> None:
+        """Note the SHA-256 of files, by a name, that others published and this run reads."""
+        _note(files={name: results.digest(path) for name, path in paths.items()})
 
     def record(
         self, name: str, value: float, unit: str, items: Iterable[float] | None = None

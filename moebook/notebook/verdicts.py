@@ -45,14 +45,19 @@ class Measurement:
         return len(self.effects)
 
     @property
+    def exact(self) -> bool:
+        """Whether it is computed, not sampled: so it has no interval and needs no seeds."""
+        return self.claim.exact or self.pool.published
+
+    @property
     def effect(self) -> float:
         """Mean effect, in the claim's unit."""
-        return float(self.effects[0].mean() if self.claim.exact else self.effects.mean())
+        return float(self.effects[0].mean() if self.exact else self.effects.mean())
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:
         """Interval of the effect at 95 %; None for exact claims and single numbers."""
-        return None if self.claim.exact else interval(self.effects)
+        return None if self.exact else interval(self.effects)
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -89,7 +94,7 @@ class Measurement:
         """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
         compared = self.claim.kind == "direction" or self.claim.reference is not None
         enough = self.seeds >= SEEDS or not compared
-        return self.claim.exact or (self.pool.tier in COMMITTED and enough)
+        return self.exact or (self.pool.tier in COMMITTED and enough)
 
     @property
     def smallest(self) -> float | None:
@@ -98,12 +103,12 @@ class Measurement:
 
     def __str__(self) -> str:
         """Say it in words: scale, seeds, effect, interval and, with several seeds, effect size."""
-        number = "one value" if self.claim.exact else seeds(self.seeds)
+        number = "one value" if self.exact else seeds(self.seeds)
         parts = [f"{self.pool.protocol}, {number}: {amount(self.claim, self.effect)}"]
         if self.interval:
             parts.append(f"95 % from {span(self.claim, *self.interval)}")
         spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
-        if spread > 0 and not self.claim.exact:
+        if spread > 0 and not self.exact:
             parts.append(f"effect size {self.effect / spread:.1f}")
         return ", ".join(parts if self.decides else [*parts, self.so_far])
 

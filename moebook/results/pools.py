@@ -56,6 +56,11 @@ class Pool:
         return TIERS.index(self.runs[0].tier), BASES.index(base) if base in BASES else len(BASES)
 
     @property
+    def published(self) -> bool:
+        """Whether its runs only read what others published: they drew nothing by their seeds."""
+        return all(run.manifest.get("files") and not run.rows for run in self.runs)
+
+    @property
     def last(self) -> Run:
         """The run that ended last."""
         return max(self.runs, key=lambda run: (str(run.manifest.get("date", "")), run.seed))

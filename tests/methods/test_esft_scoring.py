@@ -87,6 +87,30 @@ def test_published_routing_is_read_token_by_token(tmp_path):
     assert by_samples.gate[1].tolist() == pytest.approx([3 / 8, 3 / 16, 9 / 32])
 
 
+def test_a_clones_files_are_found_and_read_like_one_of_all_layers(tmp_path, monkeypatch):
+    clone, lines = (
+        tmp_path / "results/expert_scores/toy",
+        "0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n2\t0\t\t.5\t.5\n",
+    )
+    clone.mkdir(parents=True)
+    kind = {"10": {"0": 1.0}, "9": {"0": 1.0}}
+    summary = json.dumps({"token_scores": kind, "gate_scores": kind})
+    (clone / "summary.json").write_text(summary)
+    for layer in (10, 9):
+        (clone / f"expert_weights_{layer}.txt").write_text(lines)
+    monkeypatch.setenv("CLONE", str(tmp_path))
+    scores, *routing = esft.published("$CLONE", ["toy"])["toy"]
+    assert list(esft.Scores.load(scores).gate) == [9, 10], "by number, not as texts"
+    form = {"experts": 3, "top_k": 2, "pooling": "tokens"}
+    both = esft.replay(*routing, **form)
+    assert list(both.token) == [9, 10]
+    assert both.token[9].tolist() == pytest.approx([2 / 6, 2 / 6, 2 / 6])
+    halves = [esft.replay(*routing, half=half, **form).gate[10].tolist() for half in (0, 1)]
+    assert halves == [pytest.approx([0.25, 0.375, 0.0625]), pytest.approx([0.5, 0, 0.5])]
+    with pytest.raises(Refusal, match=r"E-NOFILE: no published scores of 'law' in \$NOWHERE; give"):
+        esft.published("$NOWHERE", ["law"])
+
+
 def test_damaged_published_routing_is_refused(tmp_path):
     good = b"1\t0\t0\t1\t\t.5\t.5\n"
     for name, (content, message) in {

@@ -138,6 +138,16 @@ def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_uni
     assert amount(NUMBER, 7.8e9) == "7,800,000,000"
 
 
+def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():
+    drawn = pool("paper", [accuracy("a", [0.4, 0.44]), accuracy("b", [0.4, 0.4])])
+    read = replace(drawn.runs[0], manifest={"files": {"law": "0" * 64}})
+    judged = row(DIRECTION, [replace(drawn, runs=(read,))])
+    assert judged.badge == "reproduced (paper, one value: +2.0 points)"
+    trained = replace(read, rows={"train": "0" * 64})
+    for other in (drawn.runs[0], trained):
+        assert judge(DIRECTION, replace(drawn, runs=(other,))) == "inconclusive"
+
+
 def test_arms_are_paired_by_seed_and_by_item():
     rng = np.random.default_rng(0)
     hard = rng.integers(0, 2, 200).astype(float)

@@ -16,6 +16,7 @@ from moebook.methods.esft.comparing import (
     switches,
 )
 from moebook.methods.esft.grouping import cooccurrence, group, partition
+from moebook.methods.esft.published import published, replay
 from moebook.methods.esft.scoring import (
     Config,
     Scores,
@@ -23,7 +24,6 @@ from moebook.methods.esft.scoring import (
     Tally,
     measure,
     random_selection,
-    replay,
     samples,
     select,
 )

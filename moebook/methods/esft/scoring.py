@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import random
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -157,7 +155,7 @@ def _numbered(value: Any) -> Any:
 
 def _tensors(layers: ByLayer) -> dict[int, Tensor]:
     rows = {}
-    for layer, scores in layers.items():
+    for layer, scores in sorted(layers.items()):
         if sorted(scores) != list(range(len(scores))):
             refuse("E-KEYS", f"the scores of layer {layer} lack an expert of 0 to E - 1")
         rows[layer] = torch.tensor([scores[e] for e in sorted(scores)], dtype=torch.float64)
@@ -207,53 +205,16 @@ def measure(
     for layer, seen in decisions(model, batches):
         tally = tallies.setdefault(layer, Tally(seen.logits.shape[-1]))
         tally.add(seen.ids, seen.gates, seen.mask)
-    return _scores(tallies, (config or Config()).pooling)
+    return scored(tallies, (config or Config()).pooling)
 
 
-@checked
-def replay(
-    path: str | os.PathLike[str], *, experts: Count = 64, top_k: Count = 6, pooling: Pooling
-) -> Scores:
-    """Score experts from routing that the authors published, as `measure` does: E ``experts``, K.
-
-    The file is text or .gz. A line is the decoder layer, the sample, the K experts of each of the
-    sample's tokens, an empty field, and their gates; tabs between.
-    """
-    tallies: dict[int, Tally] = {}
-    for layer, ids, gates in _lines(Path(path), experts, top_k):
-        tallies.setdefault(layer, Tally(experts)).add(ids, gates)
-    return _scores(tallies, pooling)
-
-
-def _scores(tallies: Mapping[int, Tally], pooling: Pooling) -> Scores:
+def scored(tallies: Mapping[int, Tally], pooling: Pooling) -> Scores:
+    """Make scores of tallies by layer."""
     if not any(tally.tokens for tally in tallies.values()):
         refuse("E-DATA", "no real token was counted: the scores would be 0/0")
     pairs = {layer: tally.scores(pooling) for layer, tally in tallies.items()}
     token, gate = ({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1))
     return Scores(token, gate)
-
-
-def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield layer, ids and gates ``[1, T, K]`` of each line."""
-    number, wanted = 0, f"{top_k} experts a token of 0 to {experts - 1}, and as many gates"
-    try:
-        if not path.is_file():
-            refuse("E-NOFILE", f"{path} is missing: expected the published routing of a task")
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
-                head, _, tail = line.partition("\t\t")
-                layer, _, *ids = map(int, head.split("\t"))
-                gates = torch.tensor([*map(float, tail.split("\t"))], dtype=torch.float64)
-                if len(ids) != len(gates) or len(ids) % top_k or not {*ids} <= {*range(experts)}:
-                    raise ValueError(f"{len(ids)} experts and {len(gates)} gates")
-                chosen = torch.tensor(ids).view(1, -1, top_k)
-                twice = (chosen.sort().values.diff() == 0).any()
-                if twice or not ((gates >= 0) & (gates <= 1.01)).all():  # which may be rounded
-                    raise ValueError("an expert twice for a token, or a gate outside [0, 1]")
-                yield layer, chosen, gates.view(1, -1, top_k)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        refuse("E-FORMAT", f"{path}:{number}: {error}; expected {wanted}")
 
 
 @checked
