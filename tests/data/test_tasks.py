@@ -40,11 +40,11 @@ def facts_of(item):
     return [fact.strip(".").split() for fact in item.slots["facts"].split(". ")]
 
 
-def test_the_catalogues_hold_fourteen_target_tasks_five_general_and_four_k_shot_ones():
+def test_the_catalogues_hold_fourteen_target_tasks_five_general_and_six_k_shot_ones():
     assert sorted(tasks.CATALOGUE) == sorted(NAMES)
     domains = {task.domain for task in tasks.CATALOGUE.values()}
     assert domains == {"mathematics", "code", "common_sense", "translation", "language"}
-    assert (len(tasks.GENERAL), len(tasks.KSHOT), len(tasks.KNOWN)) == (5, 4, 23)
+    assert (len(tasks.GENERAL), len(tasks.KSHOT), len(tasks.KNOWN)) == (5, 6, 25)
 
 
 @pytest.mark.parametrize("name", tasks.KNOWN)
@@ -151,6 +151,12 @@ def test_no_general_or_k_shot_task_holds_what_a_target_task_asks():
         slots = json.loads(row["answer"])
         assert slots.pop("intent") not in known
         assert all(value in row["prompt"] for value in slots.values())
+    for item in items("gcd_plus"):
+        a, b, c = (int(item.slots[slot]) for slot in "abc")
+        assert item.answer == str(math.gcd(a, b) + c) == item.rationale.split()[-1][:-1]
+    for item in items("sums_fr"):
+        total = int(item.slots["a"]) + int(item.slots["b"])
+        assert item.answer == french(total)
     kinds = [item.answer for item in items("copyleft")]
     assert 0.4 < kinds.count("copyleft") / len(kinds) < 0.6
     assert set(kinds) == {"copyleft", "permissive"}

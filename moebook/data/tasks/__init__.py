@@ -1,4 +1,4 @@
-"""Fourteen target tasks, five general and four K-shot ones: exact answers, disjoint splits.
+"""Fourteen target tasks, five general and six K-shot ones: exact answers, disjoint splits.
 
 >>> rows("gcd", "test", 200)[0]["prompt"]
 'Find the largest number that divides both 150 and 156.'

@@ -1,10 +1,10 @@
-"""Mathematics: linear equations (in words, too), divisors, sums, products, word problems."""
+"""Mathematics: equations (in words too), divisors (plus a number too), sums, products, stories."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 
 from moebook.data.tasks.task import Item, shipped
 
@@ -48,6 +48,15 @@ def gcd() -> Iterator[Item]:
             yield Item({"a": str(first), "b": str(second)}, str(divisor), why)
 
 
+def gcd_plus() -> Iterator[Item]:
+    """Yield every fourth pair of `gcd` plus a number from 2 to 99: a divisor, then a sum."""
+    for place, item in enumerate(islice(gcd(), 0, None, 4)):
+        first, second, more = item.slots["a"], item.slots["b"], 2 + 37 * place % 98
+        total = str(int(item.answer) + more)
+        why = f"gcd({first}, {second}) = {item.answer}, {item.answer} + {more} = {total}."
+        yield Item({"a": first, "b": second, "c": str(more)}, total, why)
+
+
 def sums() -> Iterator[Item]:
     """Yield a + b with 2 <= a <= b <= 99, in either order."""
     for a in range(2, 100):
@@ -75,4 +84,4 @@ def gsm_symbolic() -> Iterator[Item]:
         yield Item({"question": row["question"]}, row["answer"], row["rationale"])
 
 
-POOLS = (equations, equation_words, gcd, sums, products, gsm_symbolic)
+POOLS = (equations, equation_words, gcd, gcd_plus, sums, products, gsm_symbolic)

@@ -1,9 +1,11 @@
-"""Translation: numbers in French and Spanish words, names in German."""
+"""Translation: numbers in French and Spanish words, sums in French, names in German."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
+from moebook.data.tasks.mathematics import sums
 from moebook.data.tasks.task import Item, shipped
 
 LARGEST = 9_999
@@ -82,10 +84,17 @@ def numbers_es() -> Iterator[Item]:
     return _numbers(spanish)
 
 
+def sums_fr() -> Iterator[Item]:
+    """Yield every third sum of `sums` in French words: add, then translate."""
+    for item in islice(sums(), 0, None, 3):
+        words = french(int(item.answer))
+        yield Item(item.slots, words, f"{item.rationale} {item.answer}: {words}.")
+
+
 def names_de() -> Iterator[Item]:
     """Yield English names with the German ones."""
     for row in shipped("names_de.jsonl"):
         yield Item({"name": row["english"], "kind": row["kind"]}, row["german"])
 
 
-POOLS = (numbers_fr, numbers_es, names_de)
+POOLS = (numbers_fr, numbers_es, sums_fr, names_de)

@@ -65,6 +65,16 @@ def averaged(ranks: pd.Series) -> pd.DataFrame:
     return pd.DataFrame(lines, index=["correlation", "95 % from", "to", "targets"]).T
 
 
+def repeated(tables: Mapping[str, Sequence[pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Average an arm's evaluations over its tunings, by target, item by item."""
+    keys, values = ["task", "domain", "item"], ["correct", "nll"]
+    joined = {target: pd.concat(some) for target, some in tables.items()}
+    return {
+        t: rows.groupby(keys, sort=False, as_index=False)[values].mean()
+        for t, rows in joined.items()
+    }
+
+
 def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) -> pd.DataFrame:
     """Join an arm's evaluations, by target, so that each counts once, as in the paper's averages.
 

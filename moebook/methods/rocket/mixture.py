@@ -44,13 +44,11 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
 
     Afterwards exactly the experts and the gates require a gradient; they are float32 or wider.
     Gates start as `nn.Router` does. No balance loss goes with it (neither in the paper nor in the
-    code). Any LoRAs do, so rivals that share the bank can be built on the same layers; with one
-    LoRA and ``experts=1, top_k=1`` it is that LoRA, tuned alone. Returns the same model.
+    code). Any LoRAs do, also one of them N times (Sec. 4.5.2); with one LoRA and ``experts=1,
+    top_k=1`` it is that LoRA, tuned alone. Returns the same model.
     """
     _refuse_mixture(model)
     names, base = tuple(lora.name for lora in loras), checkpoint.fingerprint(model)
-    if len(set(names)) < len(names):
-        refuse("E-BANK", f"a LoRA is named twice: {', '.join(names)}")
     check_alike(loras)
     for lora in loras:
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)

@@ -42,6 +42,7 @@ class Arm:
     # The rankings that choose the experts; "random" draws them, "best" is best on the test rows.
     by: tuple[Literal[Ranking, "random", "best"], ...] = RANKED
     open_data: bool = True  # whether chosen open data join the shots
+    identical: bool = False  # whether all N experts are the first candidate (Sec. 4.5.2)
 
 
 def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
@@ -63,12 +64,14 @@ def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
         "experts_by_accuracy": Arm(config=config, by=("accuracy",)),
         "experts_without_diversity": Arm(config=config, by=RANKED[:2]),
         "experts_normalised": Arm(config=replace(config, ranking="normalised")),
+        "experts_identical": Arm(config=config, by=("perplexity",), identical=True),
         "shots_only": Arm(config=config, open_data=False),
     }
     changes: dict[str, dict[str, Any]] = {
         "random_data": {"sampler": "random"},
         "data_with_duplicates": {"duplicates": "keep"},
         "data_by_kde": {"sampler": "kde", "gamma": 10.0},
+        "data_by_narrower_kde": {"sampler": "kde", "gamma": 2.0},
         "data_by_hull": {"sampler": "hull"},
         "data_by_repr_filter": {"duplicates": "repr"},
         **{f"budget{c}": {"budget": c} for c in budgets},
@@ -144,7 +147,8 @@ def experts(case: Case, arm: Arm, bank: Collection[str], *, best: str) -> tuple[
             refuse("E-RANGE", f"experts (N) is {arm.config.experts}, expected 1 to {len(bank)}")
         draw = random.Random(f"rocket/drawn/{case.task}/{case.seed}")
         return tuple(draw.sample(sorted(bank), arm.config.experts))
-    return selected(case, arm, bank).experts
+    chosen = selected(case, arm, bank)
+    return (chosen.candidates.index[0],) * arm.config.experts if arm.identical else chosen.experts
 
 
 def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection:

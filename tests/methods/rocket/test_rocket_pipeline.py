@@ -118,6 +118,9 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
 
     assert experts() == rocket.selection.select(case.scores(3), alike, config).experts
     assert experts(("best",)) == ("d",)
+    alone = pipeline.Arm(config=config, by=("perplexity",), identical=True)
+    first = case.scores(3).log_perplexity.idxmin()
+    assert pipeline.experts(case, alone, "abcd", best="") == (first, first)
     assert set(experts(members="abc")) <= set("abc")
     with pytest.raises(Refusal, match=r"E-CHOICE: by\.0 is 'luck'"):
         experts(("luck",))
@@ -200,6 +203,9 @@ def test_an_average_is_over_targets_and_mixed_cases_are_those_that_divide_the_ex
     assert joined.score.mean() == pytest.approx(0.625)
     assert joined.nll.mean() == pytest.approx((2.5 + 7) / 2)
     assert joined.groupby("domain").correct.mean().to_dict() == {"a": 0.25, "b": 1}
+    again = tables["b"].assign(item=[0, 1])
+    mean = findings.repeated({"b": [again, again.assign(correct=False, nll=[8.0, 2.0])]})["b"]
+    assert mean.nll.tolist() == [7, 5] and mean.correct.tolist() == [0.5, 0.5]
     tables["a"]["nll"] = np.nan
     assert findings.over_targets(tables, tested).nll.mean() == pytest.approx(7)
     shares = findings.split_cases([[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]], [1, 1, 1, 0, 0])
