@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from moebook.kernels.dispatch import choice, implementation, indices, shapes
 from moebook.kernels.matmul import empty
 
-FORMS = ("live", "constant")
+FORMS = ("live", "kept", "constant")
 
 
 def balance_loss(
@@ -29,10 +29,11 @@ def balance_loss(
     tokens of the softmax over ALL E of ``logits [T, E]``, taken before the top-k. ``mask [T]`` is
     true (or 1) for tokens that count in both; with no token left the loss is 0.
 
-    ``form`` is ``"live"`` as above or ``"constant"``, the released code's: the mean of the softmax
-    over the K kept logits stands for p, which is 1/K for every token, so the value is ``E / K``
-    whatever the routing, and the gradient is zero but for rounding. ``impl`` is ``"auto"``,
-    ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
+    ``form`` is ``"live"`` as above; ``"kept"``, Eq. 9 and 10 literally, in which p_i is the mean of
+    the gates, the softmax over the K kept logits, 0 for an expert that a token did not keep; or
+    ``"constant"``, the released code's, which averages the same gates by token instead: p is 1/K,
+    so the value is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
+    ``impl`` is ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
     """
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
     sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})
@@ -51,15 +52,17 @@ def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
     tokens = keep.sum().clamp(min=1)
     hot = torch.nn.functional.one_hot(ids.long(), logits.shape[1]).to(keep.dtype)
     load = torch.einsum("tke,t->e", hot, keep) / (tokens * ids.shape[1])
+    gates = logits.gather(1, ids.long()).softmax(-1, keep.dtype)
     if form == "constant":
-        mean = logits.gather(1, ids.long()).softmax(-1, keep.dtype).mean(-1)
-        return logits.shape[1] * load.sum() * (mean @ keep) / tokens
-    return logits.shape[1] * (load * (keep @ logits.softmax(-1, keep.dtype))).sum() / tokens
+        return logits.shape[1] * load.sum() * (gates.mean(-1) @ keep) / tokens
+    kept = torch.einsum("tke,tk->te", hot, gates)
+    share = kept if form == "kept" else logits.softmax(-1, keep.dtype)
+    return logits.shape[1] * (load * (keep @ share)).sum() / tokens
 
 
 def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
-    """Take f by counting; the constant form, which nothing is trained by, as the reference does."""
-    if form == "constant":
+    """Take f by counting; the forms that few train by, as the reference does."""
+    if form != "live":
         return reference(logits, ids, keep, form)
     value: Tensor = _Balance.apply(logits, ids, keep)
     return value

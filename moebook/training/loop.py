@@ -34,7 +34,7 @@ from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
 
-SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
 UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 Penalty = Callable[[Any], Tensor]
 Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
@@ -47,7 +47,8 @@ class Recipe:
     Attributes:
         steps: Optimizer steps; or give ``epochs``, rounded up to whole steps. Default: one epoch.
         batch: B, rows a step, of all processes together.
-        schedule: Of the rate after the warm-up: constant, or down to 0 in a line or a cosine.
+        schedule: Of the rate after the warm-up: constant; down to 0 in a line or a cosine; or
+            ``"wsd"``, constant but for the last fifth of all steps, in which a line goes to 0.
         warmup: Share of the steps over which the rate rises linearly from 0.
         weight_decay: Of all but biases and normalisations.
         clip: The gradient is scaled down to this norm; ``inf`` never scales.
@@ -61,7 +62,7 @@ class Recipe:
     epochs: Positive | None = None
     batch: Count = 32
     lr: Positive = 2e-4
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup: Share = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -125,7 +126,10 @@ def fit(
         accelerator.wait_for_everyone()  # whoever held the folder has gone
         wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
         warmup = math.ceil(plan.warmup * total)
-        rates = get_scheduler(SCHEDULES[plan.schedule], adamw, warmup, total)
+        name = SCHEDULES.get(plan.schedule, plan.schedule)
+        falling = {"num_decay_steps": math.ceil(total / 5), "decay_type": "linear"}
+        options = falling if plan.schedule == "wsd" else None
+        rates = get_scheduler(name, adamw, warmup, total, scheduler_specific_kwargs=options)
         history = _resumed(store, (model, adamw, rates), milestones, marks, total)
         left = range(len(history.step), total)
         began = time.perf_counter() - (history.seconds or [0.0])[-1]

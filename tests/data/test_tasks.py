@@ -59,6 +59,9 @@ def test_splits_are_disjoint_by_content_and_by_prompt_whatever_the_seed(name):
     assert len(contents["test"]) == len(contents["validation"]) == 200
     least = 500 if name in tasks.CATALOGUE else 200  # enough for fifty shots
     assert len(contents["train"]) == tasks.find(name).available("train") >= least
+    of = tasks.find(name).items
+    assert (*of("fresh"), *of("rest")) == of("train")
+    assert len(of("fresh")) == min(1000, len(of("train")) // 2)
 
 
 @pytest.mark.parametrize("name", [*tasks.CATALOGUE, *tasks.KSHOT])

@@ -3,6 +3,8 @@
 The balance loss is Eq. 10 worked by hand, masked, with a gradient that lives (or does not).
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -169,6 +171,18 @@ def test_three_tokens_worked_by_hand(impl):
     # without the last token: f = (1, 0, 0), p = (0.6, 0.3, 0.1)
     masked = balance_loss(logits, ids, mask=torch.tensor([1, 1, 0]), impl=impl)
     assert masked.item() == pytest.approx(3 * 0.6)
+
+
+@both
+def test_the_kept_form_averages_the_gates_by_expert(impl):
+    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]]).double())
+    ids = route(logits, 2).ids
+    # f = (2, 3, 1) / 6; the gates of 7 : 2, 5 : 4 and 6 : 3 give p = (4/3, 1, 2/3) / 3
+    want = 3 * (2 * 4 / 3 + 3 * 1 + 1 * 2 / 3) / 18
+    kept = partial(balance_loss, ids=ids, form="kept", impl=impl)
+    assert kept(logits).item() == pytest.approx(want)
+    assert kept(logits, mask=torch.tensor([1, 1, 0])).item() == pytest.approx(3 / 2)
+    assert torch.autograd.gradcheck(kept, logits.requires_grad_())
 
 
 @both

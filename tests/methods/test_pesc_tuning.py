@@ -137,10 +137,12 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
     config = pesc.Config(**SMALL, host="frozen")
     full = train(pesc.full_experts(host(), config), batch, steps=3, lr=0.01)
     itself = pesc.approximation_error(copy.deepcopy(full), full, host(), [batch, batch])
-    assert itself == ([0] * 6, 0)
+    assert (itself.gaps, itself.output_error) == ([0] * 6, 0)
+    assert sum(itself.recovered) / 6 == pytest.approx(1)
     crafted, dense = pesc.craft(host(), config).train(), host()
-    gaps, error = pesc.approximation_error(crafted, full, dense, [batch])
+    gaps, recovered, error = pesc.approximation_error(crafted, full, dense, [batch])
     assert error == pytest.approx(1, abs=1e-5)
+    assert sum(recovered) / 3 == pytest.approx(0, abs=1e-4)
     rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(3)]
     want = [(dense(**row).loss - full(**row).loss).abs().item() for row in rows]
     assert gaps == pytest.approx(want, rel=1e-3, abs=1e-6)
@@ -187,6 +189,17 @@ def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
     assert size.adapters == 4 * 2 * 32 * 6
     with pytest.raises(Refusal, match="did you mean 'llama-2-7b'"):
         pesc.counts(config, "llama-7b")
+
+
+def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scale(host):
+    config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4, lora_alpha=8)
+    wide = pesc.matched(host(), config)
+    models = pesc.prepare(host(), config), pesc.prepare(host(), wide, sparse=False)
+    sizes = [sum(p.numel() for p in pesc.trained(m, m.pesc.config).values()) for m in models]
+    one = pesc.prepare(host(), replace(wide, lora_rank=1), sparse=False)
+    per_rank = sum(p.numel() for p in pesc.trained(one, config).values())
+    assert abs(sizes[0] - sizes[1]) <= per_rank / 2
+    assert wide.lora_alpha / wide.lora_rank == 2
 
 
 def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch, rows):

@@ -54,7 +54,7 @@ def square(model):
 
 @pytest.mark.parametrize(
     ("schedule", "shares"),
-    [("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]),
+    [("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]), ("wsd", [1, 1, 1 / 2]),
      ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)])],
 )  # fmt: skip
 def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):

@@ -1,7 +1,8 @@
 """A task is a finite pool of items with exact answers; its splits are a partition of that pool.
 
 The pool is enumerated once, ordered by a hash of each item's content, and cut: the first items are
-the test split, the next the validation split, the rest the train split. A seed decides order and
+the test split, the next the validation split, the rest the train split. A study that needs more
+test rows cuts train once more: `fresh` is tested and `rest` trained on. A seed decides order and
 wording, never membership, so no seed can move a test item into training.
 """
 
@@ -21,6 +22,7 @@ from moebook.errors import refuse, refuse_unknown
 
 TEST = 200  # items in the test split of every task
 VALIDATION = 200
+FRESH = 1000  # items that studies with more test rows take out of the train split, at most half
 SPLITS = ("train", "validation", "test")
 
 
@@ -89,12 +91,14 @@ class Task:
         return {
             "test": tuple(items[:TEST]),
             "validation": tuple(items[TEST : TEST + VALIDATION]),
-            "train": tuple(items[TEST + VALIDATION :]),
+            "train": (train := tuple(items[TEST + VALIDATION :])),
+            "fresh": train[: (fresh := min(FRESH, len(train) // 2))],
+            "rest": train[fresh:],
         }
 
     def items(self, split: str) -> tuple[Item, ...]:
         """The items of a split; E-DATA for an unknown one."""
-        refuse_unknown(split, SPLITS, "E-DATA", f"unknown split '{split}':")
+        refuse_unknown(split, self._splits, "E-DATA", f"unknown split '{split}':")
         return self._splits[split]
 
     def available(self, split: str) -> int:

@@ -20,5 +20,6 @@ from moebook.methods.pesc.measuring import (
     balance_loss,
     cost,
     counts,
+    matched,
     printed_sizes,
 )

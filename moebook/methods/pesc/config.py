@@ -26,7 +26,7 @@ class Config(Presets):
         experts: E, adapters a layer.
         top_k: K, experts per token, 1 to E (2 in the paper). With 1 a token's gate is always 1, and
             nothing but the balance loss reaches the routers (a warning, W-ROUTER, tells).
-        adapter_width: R, 1 to D. 512 is what the printed sizes imply; the released code trains 64.
+        adapter_width: R. 512 is what the printed sizes imply; the released code trains 64.
         adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
         served_scale: The same in evaluation mode. The released code trains with 1 and merges with
             0.25, so what is served is not what was trained.
@@ -34,8 +34,9 @@ class Config(Presets):
         down_init: Start of ``down``: ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 =
             0, read literally: such adapters never receive a gradient). ``up`` is 0 in both.
         layers: Decoder layers to craft; None for all of them.
-        balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"constant"`` (as released,
-            the constant E/K without gradient), ``"none"``; its alpha is ``balance_weight``.
+        balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"kept"`` (the gates of
+            Eq. 9, literally), ``"constant"`` (as released, the constant E/K without gradient),
+            ``"none"``; its alpha is ``balance_weight``.
         host: What of the host trains: ``"frozen"`` nothing, ``"lora"`` LoRA, ``"qlora"`` LoRA over
             NF4 weights with double quantisation, ``"full"`` everything (for small bases).
         lora_rank, lora_alpha, lora_dropout, lora_targets: LoRA's settings, as released.
@@ -49,7 +50,7 @@ class Config(Presets):
     adapter_dropout: Share = 0.1
     down_init: Literal["kaiming", "zero"] = "kaiming"
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    balance: Literal["live", "constant", "none"] = "live"
+    balance: Literal["live", "kept", "constant", "none"] = "live"
     balance_weight: Weight = 0.01
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
     lora_rank: Count = 64
@@ -67,7 +68,7 @@ class Config(Presets):
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
     PRESETS: ClassVar = {
-        "paper": {"down_init": "zero", "adapter_dropout": 0.0},
+        "paper": {"down_init": "zero", "adapter_dropout": 0.0, "balance": "kept"},
         "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},
         "fixed": {},
     }

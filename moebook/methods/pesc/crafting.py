@@ -77,11 +77,7 @@ def craftable(model: nn.Module, config: Config) -> Chosen:
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model has been through PESC already: load the dense host again")
     host = anatomy(model)
-    layers = dense_layers(host, config.layers, "PESC")
-    if config.adapter_width > host.hidden:
-        width = f"adapter_width is {config.adapter_width}"
-        refuse("E-RANGE", f"{width}, expected 1 to {host.hidden} (the host's width)")
-    return host, layers
+    return host, dense_layers(host, config.layers, "PESC")
 
 
 def install(chosen: Chosen, config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,37 +63,46 @@ def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float,
     return value.item(), norm.item()
 
 
+class Approximation(NamedTuple):
+    """How near adapters come to full experts; lists go over the labelled rows."""
+
+    gaps: list[float]  # |loss(full) - loss(pesc)|, nats per labelled token: xi of Eq. 6 is the mean
+    recovered: list[float]  # the mean is the share of the full experts' gain that adapters reach
+    output_error: float  # |pesc - full| / |full - dense| of the layers' outputs
+
+
 @torch.no_grad()
 def approximation_error(
     pesc: nn.Module, full: nn.Module, dense: nn.Module, batches: Iterable[Mapping[str, Any]]
-) -> tuple[list[float], float]:
+) -> Approximation:
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
     Both start from ``dense``, ``pesc`` crafted with ``host="frozen"``, ``full`` by `full_experts`.
     Batches hold ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]`` (also with
     ``logits_to_keep`` and the labels' last columns alone).
 
-    Returns:
-        Row by row ``|loss(full) - loss(pesc)|``, nats per labelled token: its mean is xi of Eq. 6
-        with F the training objective. And ``|pesc - full| / |full - dense|``, mean over layers, of
-        the outputs for real tokens on equal inputs, those of the dense base: 0 is exact, 1 is what
-        never training the adapters would give.
+    F of Eq. 6 is the training objective, so what counts is the loss: ``recovered`` averages to
+    ``(loss(dense) - loss(pesc)) / (loss(dense) - loss(full))``, 1 where adapters learn as much. The
+    output error is a mean over layers for real tokens on equal inputs, those of the dense base: 0
+    is exact, 1 is what never training the adapters would give.
     """
-    gaps: list[float] = []
+    rows: list[Tensor] = []
     squares = torch.zeros(2, len(anatomy(dense).layers), dtype=torch.float64)
     models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
             tensors = {k: v.to(pesc.device) for k, v in given.items() if isinstance(v, Tensor)}
             batch = {**given, **tensors}
-            losses = [_row_losses(model, batch) for model in (pesc, full)]
-            gaps += (losses[0] - losses[1]).abs().tolist()
+            rows.append(torch.stack([_row_losses(model, batch) for model in models]))
             squares += _squared_distances(models, batch)
-    if not gaps:
+    if not rows:
         refuse("E-DATA", "no batch to measure the approximation error on; give one or more")
+    of_pesc, of_full, of_dense = torch.cat(rows, 1)
+    recovered = (of_dense - of_pesc) / (of_dense - of_full).mean()
     moved = squares[1] > 0
     ratio = (squares[0][moved] / squares[1][moved]).sqrt()
-    return gaps, float(ratio.mean())
+    gaps = (of_full - of_pesc).abs().tolist()
+    return Approximation(gaps, recovered.tolist(), float(ratio.mean()))
 
 
 def _row_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -148,6 +158,15 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     idle = adapters * (config.experts - config.top_k) // config.experts
     total = _size(model)
     return Counts(dense, adapters, routers, total, total - idle)
+
+
+def matched(dense: nn.Module, config: Config) -> Config:
+    """Widen LoRA, at its scale, until the dense arm trains as many parameters as the sparse one."""
+    linears = (m for name, m in dense.named_modules() if name.endswith(config.lora_targets))
+    per_rank = sum(linear.in_features + linear.out_features for linear in linears)
+    sparse = counts(config, dense.config)
+    rank = config.lora_rank + round((sparse.adapters + sparse.routers) / per_rank)
+    return replace(config, lora_rank=rank, lora_alpha=config.lora_alpha * rank / config.lora_rank)
 
 
 def printed_sizes() -> pd.DataFrame:
