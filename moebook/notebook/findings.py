@@ -19,8 +19,6 @@ from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, s
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
-# Surprises first: what a paper claims and did not come out.
-ORDER = ("direction fails", "reproduced", "direction holds", "inconclusive", "not run")
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
 
@@ -39,26 +37,27 @@ def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    return sorted(rows, key=lambda row: (ORDER.index(row.label), -strength(row)))
-
-
-SAID = dict(zip(LABELS, ("reproduced", "holds", "fails", "cannot tell", "not run"), strict=True))
-"""What a label is called in sentences and tables: shorter, so that tables fit a page."""
+    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), -strength(row)))
 
 
 def sentence(row: Row) -> str:
     """Say in words what was found about a claim, in Markdown."""
     best, claim = row.best, row.claim
+    if row.label == "not testable here":
+        return f"{claim.sentence} **Not testable here**: {claim.untestable}"
     if best is None:
         return f"{claim.sentence} **Not run** at a scale that can test it."
     name = best.pool.protocol
     where = f"in {name}" if name == results.LIVE else f"at scale {name}"
-    text = f"{claim.sentence} **{SAID[row.label].capitalize()}** {where}: {_numbers(best)}"
-    if not best.decides:
-        return f"{text}; a verdict needs three seeds."
-    if row.label == "inconclusive" and best.smallest:
-        return f"{text}; less than {amount(claim, best.smallest).lstrip('+')} was not detectable."
-    return f"{text}."
+    word = LABELS[row.label]
+    notes = [
+        f"{claim.sentence} **{word[0].upper()}{word[1:]}** {where}: {_numbers(best)}",
+        "" if best.decides else "a verdict needs three seeds",
+        best.unseen,
+        best.agreement,
+        "it survives correction" if row.survives else "",
+    ]
+    return "; ".join(filter(None, notes)) + "."
 
 
 def _numbers(best: Measurement) -> str:
@@ -75,7 +74,7 @@ def _numbers(best: Measurement) -> str:
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put sampled claims into a table: effect, interval, verdict, and what the runs could see."""
+    """Put sampled claims into a table; a star marks verdicts that survive correction."""
     lines = {}
     for row in ordered(rows):
         best, claim = row.best, row.claim
@@ -85,7 +84,8 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
         lines[claim.id.partition(".")[2]] = [
             best.pool.protocol, best.seeds, amount(claim, best.effect), ends,
             amount(claim, best.smallest).lstrip("+") if best.smallest else "",
-            "" if claim.claimed is None else amount(claim, claim.claimed), SAID[row.label],
+            "" if claim.claimed is None else amount(claim, claim.claimed),
+            LABELS[row.label] + " *" * row.survives,
         ]  # fmt: skip
     columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)

@@ -21,7 +21,6 @@ import jinja2
 from moebook import results
 from moebook.errors import printable
 from moebook.notebook import findings, sources, verdicts
-from moebook.notebook.findings import SAID
 from moebook.notebook.session import VALUE
 from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
@@ -39,8 +38,14 @@ TITLES = {
     "routing": "ESFT's routing",
     "kernels": "Kernels",
 }
-KINDS = {label: label.removeprefix("direction ").replace(" ", "") for label in verdicts.LABELS}
-"""Label to the badge's class in ``_static/moebook.css``: holds, fails, inconclusive, notrun ..."""
+KINDS = {
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "direction fails": "fails",
+    "not testable here": "notrun",
+    "not run": "notrun",
+}
+"""Label to the badge's class in ``_static/moebook.css``; the others are inconclusive."""
 FAULTS = {
     "values": "Generated values",
     "mutations": "Changed files",
@@ -73,7 +78,7 @@ ENVIRONMENT = jinja2.Environment(
 for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
-    TITLES=TITLES, KINDS=KINDS, SAID=SAID, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
+    TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
 )
 
 

@@ -7,9 +7,8 @@ is decided by three seeds of a study or better (`Measurement.decides`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +22,19 @@ from moebook.results import COMMITTED, Pool
 from moebook.results.intervals import CONFIDENCE, interval, p_value
 
 SEEDS = 3  # that a comparison needs to be decided
-LABELS = ("reproduced", "direction holds", "direction fails", "inconclusive", "not run")
+LABELS = {
+    "direction fails": "fails",
+    "reproduced": "reproduced",
+    "direction holds": "holds",
+    "excludes the paper's size": "excludes the paper's size",
+    "too small to see here": "too small to see",
+    "inconclusive": "cannot tell",
+    "not testable here": "not testable",
+    "not run": "not run",
+}
+"""Verdicts as a reader should meet them, and what each is called where there is little room.
+
+`Measurement.label` holds their rules."""
 SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
 
 
@@ -79,15 +90,40 @@ class Measurement:
         """Its verdict, one of `LABELS`.
 
         "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
-        tolerance of the number that the paper prints.
+        tolerance of the number that the paper prints. An interval across the border "excludes the
+        paper's size" if that lies outside it; if it does not, and is smaller than what the pool
+        could see, it is "too small to see here". What is computed must agree on all tasks.
         """
-        if not self.decides:
+        claim, claimed = self.claim, self.claim.claimed
+        if claim.untestable and self.pool.tier != "paper":
+            return "not testable here"
+        if not self.decides or (self.exact and len({*self.by_task.values(), self.side}) > 1):
             return "inconclusive"
-        gap = math.inf if self.claim.claimed is None else abs(self.effect - self.claim.claimed)
-        near = gap <= (self.claim.tolerance or 0.0)
-        if self.side > 0 and near and self.pool.tier == "paper":
-            return "reproduced"
-        return {1: "direction holds", 0: "inconclusive", -1: "direction fails"}[self.side]
+        near = claimed is not None and abs(self.effect - claimed) <= (claim.tolerance or 0.0)
+        if self.side:
+            wins = "reproduced" if near and self.pool.tier == "paper" else "direction holds"
+            return wins if self.side > 0 else "direction fails"
+        if claimed is None or self.smallest is None or claim.direction not in ("greater", "less"):
+            return "inconclusive"
+        if not self.ends[0] <= claimed <= self.ends[1]:
+            return "excludes the paper's size"
+        return "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
+
+    @cached_property
+    def by_task(self) -> dict[str, int]:
+        """Side of the mean effect by task, as `side`; empty where no task was recorded alone."""
+        values, reference = self.pool.tasks(self.claim.value), self.claim.reference
+        others = self.pool.tasks(reference) if isinstance(reference, str) else values
+        pairs = {task: (name, others[task] if others is not values else reference)
+                 for task, name in values.items() if task in others}  # fmt: skip
+        means = {task: float(self.pool.effects(*pair).mean()) for task, pair in pairs.items()}
+        return {task: side(self.claim, mean, mean) for task, mean in means.items()}
+
+    @property
+    def agreement(self) -> str:
+        """Say on how many tasks the mean effect is as claimed; empty where none is known."""
+        good = sum(one > 0 for one in self.by_task.values())
+        return f"as claimed on {good} of {len(self.by_task)} tasks" if self.by_task else ""
 
     @property
     def decides(self) -> bool:
@@ -101,16 +137,25 @@ class Measurement:
         """The smallest effect that this pool could have seen: half the interval's length."""
         return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
 
+    @property
+    def unseen(self) -> str:
+        """Say what the pool could have seen, where its interval lies across the border."""
+        if self.side or not self.smallest or not self.decides:
+            return ""
+        return f"less than {amount(self.claim, self.smallest).lstrip('+')} was not detectable"
+
     def __str__(self) -> str:
-        """Say it in words: scale, seeds, effect, interval and, with several seeds, effect size."""
+        """Say it in words: scale, seeds, effect, interval, spread of seeds, what it could see."""
         number = "one value" if self.exact else seeds(self.seeds)
         parts = [f"{self.pool.protocol}, {number}: {amount(self.claim, self.effect)}"]
         if self.interval:
             parts.append(f"95 % from {span(self.claim, *self.interval)}")
         spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
         if spread > 0 and not self.exact:
-            parts.append(f"effect size {self.effect / spread:.1f}")
-        return ", ".join(parts if self.decides else [*parts, self.so_far])
+            parts.append(f"mean over spread of seeds {self.effect / spread:.1f}")
+        if not self.decides:
+            parts.append(self.so_far)
+        return ", ".join(filter(None, [*parts, self.unseen, self.agreement]))
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
@@ -143,10 +188,14 @@ def side(claim: Claim, low: float, high: float) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger: a claim and its measurements by pool, the smallest scale first."""
+    """One line of the ledger: a claim and its measurements by pool, the smallest scale first.
+
+    It ``survives`` if Benjamini and Hochberg's correction over the whole ledger leaves its verdict.
+    """
 
     claim: Claim
     measurements: tuple[Measurement, ...]
+    survives: bool = False
 
     @property
     def best(self) -> Measurement | None:
@@ -157,7 +206,8 @@ class Row:
     @property
     def label(self) -> str:
         """The verdict, one of `LABELS`."""
-        return self.best.label if self.best else "not run"
+        waiting = "not testable here" if self.claim.untestable else "not run"
+        return self.best.label if self.best else waiting
 
     @property
     def by_protocol(self) -> dict[str, Measurement]:
@@ -167,7 +217,8 @@ class Row:
     @property
     def committed(self) -> Row:
         """The same without the runs that this build's pages show."""
-        return Row(self.claim, tuple(m for m in self.measurements if m.pool.tier in COMMITTED))
+        kept = tuple(one for one in self.measurements if one.pool.tier in COMMITTED)
+        return replace(self, measurements=kept)
 
     @property
     def badge(self) -> str:
@@ -183,10 +234,13 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
-    claims = papers.claims(paper)
+    claims = papers.claims()
     names = {claim.run for claim in claims}
     pools = {name: results.pools(name, folder, shown=live).values() for name in names}
-    return [row(claim, pools[claim.run]) for claim in claims]
+    rows = [row(claim, pools[claim.run]) for claim in claims]
+    sure = chance(rows).hochberg
+    wanted = [one for one in rows if paper in (None, one.claim.paper)]
+    return [replace(one, survives=one.claim.id in sure) for one in wanted]
 
 
 @dataclass(frozen=True)
@@ -205,7 +259,7 @@ def chance(rows: Sequence[Row]) -> Chance:
     p = {
         one.claim.id: p_value(one.best.effects)
         for one in rows
-        if one.best and one.best.decides and one.best.interval
+        if one.best and one.best.decides and one.best.interval and not one.claim.untestable
         and one.claim.direction in ("greater", "less") and one.best.effects.size > 1
     }  # fmt: skip
     limit, order = 1 - CONFIDENCE, sorted(p, key=lambda name: p[name])

@@ -43,6 +43,7 @@ class Claim:
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
+    untestable: Text | None = None  # why our runs below the paper's scale cannot decide it
 
     def __post_init__(self) -> None:
         """Refuse what disagrees between the fields."""

@@ -88,6 +88,13 @@ class Pool:
         """Curves of one name by seed; empty where no run has it."""
         return {run.seed: curve for run in self.runs for curve in run.curves if curve.name == name}
 
+    def tasks(self, name: str) -> dict[str, str]:
+        """Names of the values, by task, whose mean ``a/b`` is: ``a/<task>/b`` or ``a/b/<task>``."""
+        place, _, last = map(re.escape, name.rpartition("/"))
+        form = re.compile(rf"{place}/(.+)/{last}|{place}/{last}/([^/]+)")
+        every = dict.fromkeys(value for values in self.seeds.values() for value in values)
+        return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
+
     def effects(self, name: str, reference: str | float | None = None) -> np.ndarray:
         """A value less a reference (another value's name, or a number), by seed and item.
 

@@ -56,12 +56,21 @@ def folder(tmp_path):
 def test_the_badge_follows_the_recorded_value(folder):
     for sparse, label, kind in ((0.8, "direction holds", "holds"), (None, "not run", "notrun"),
                                 (0.2, "direction fails", "fails"),
-                                (0.5, "inconclusive", "inconclusive")):  # fmt: skip
+                                (0.5, "too small to see here", "inconclusive")):  # fmt: skip
         pools = [] if sparse is None else [_pool(sparse)]
         page = pages.ledger([verdicts.row(CLAIM, pools)], pages.Places(folder))
         assert f'<span class="verdict {kind}">{label}</span>' in page
         assert f'data-verdict="{label}"' in page
         assert ("3 seeds" in page) == (sparse is not None)
+
+
+def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(folder):
+    one = replace(verdicts.row(CLAIM, [_pool(0.8)]), survives=True)
+    other = _row("pesc.none", _pool(0.8), claim=replace(CLAIM, untestable="One <knows> it all."))
+    page = pages.ledger([one, other], pages.Places(folder))
+    assert page.count("survives correction") == 1
+    assert '<span class="verdict notrun">not testable here</span>' in page
+    assert "One &lt;knows&gt; it all." in page
 
 
 def test_every_scale_has_its_column_smallest_first(folder):
@@ -98,10 +107,10 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
 def test_the_summary_counts_every_claim_once(folder):
     page = pages.summary([verdicts.row(claim, []) for claim in papers.claims()])
     for paper in papers.PAPERS:
-        count = len(papers.claims(paper))
-        assert f'verdict=not+run">{count}</a>' in page
-    assert set(pages.KINDS) == set(verdicts.LABELS) == set(pages.SAID)
-    assert len(set(pages.KINDS.values())) == len(verdicts.LABELS)
+        hopeless = sum(claim.untestable is not None for claim in papers.claims(paper))
+        assert f'verdict=not+run">{len(papers.claims(paper)) - hopeless}</a>' in page
+        assert not hopeless or f'verdict=not+testable+here">{hopeless}</a>' in page
+    assert set(pages.KINDS) < set(verdicts.LABELS)
 
 
 def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survive():

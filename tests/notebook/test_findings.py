@@ -41,7 +41,7 @@ COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 SENTENCES = """\
 **Holds** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
 **Fails** at scale nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
-**Cannot tell** at scale nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+**Too small to see** at scale nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
 less than 5.2 points was not detectable.
 **Cannot tell** at scale cpu: +10.0 points, one value; a verdict needs three seeds.
 **Cannot tell** at scale nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
@@ -77,6 +77,9 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
     }  # fmt: skip
     assert len(frame) == 1 and findings.summary([row(CLAIM, [])]).empty
+    sure = replace(ruled("holds", *HOLDS), survives=True)
+    assert findings.summary([sure]).verdict.tolist() == ["holds *"]
+    assert findings.sentence(sure).endswith("3 seeds); it survives correction.")
 
 
 @pytest.mark.parametrize(("large", "trend"), [

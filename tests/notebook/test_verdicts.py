@@ -59,7 +59,7 @@ def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
     measured = (best.effect, *best.interval, best.smallest)
     assert measured == pytest.approx((0.02, 0.02 - half, 0.02 + half, half), rel=1e-6)
-    words = "+2.0 points, 95 % from +0.8 to +3.2 points, effect size 4.0"
+    words = "+2.0 points, 95 % from +0.8 to +3.2 points, mean over spread of seeds 4.0"
     assert judged.badge == f"direction holds (nano, 3 seeds: {words})"
 
 
@@ -77,6 +77,48 @@ def test_the_label_follows_the_recorded_values(scores, direction, label):
     assert judged.removeprefix("direction ") == label
     number = replace(claim, reference=0.4)  # subtracted as B's accuracy is
     assert judge(number, against("study", scores, b=0.9)) == judged
+
+
+@pytest.mark.parametrize(("scores", "claimed", "label"), [
+    # Student's half width of 4.303 s / 3½ is 2.48 points for s = 1, around a mean of 1 point
+    ((0.40, 0.41, 0.42), 0.02, "too small to see here"),  # in -1.48 to 3.48, below 2.48
+    ((0.40, 0.41, 0.42), 0.03, "inconclusive"),  # in the interval, and large enough to be seen
+    ((0.40, 0.41, 0.42), 0.04, "excludes the paper's size"),
+    ((0.40, 0.41, 0.42), None, "inconclusive"),
+    ((0.42, 0.43, 0.44), 0.04, "direction holds"),  # 0.52 to 5.48
+])  # fmt: skip
+@pytest.mark.parametrize("turn", [1, -1])
+def test_across_the_border_the_papers_size_decides_what_is_said(scores, claimed, label, turn):
+    claim = replace(DIRECTION, direction="greater" if turn > 0 else "less",
+                    claimed=claimed and turn * claimed)  # fmt: skip
+    judged = row(claim, [against("study", [0.4 + turn * (score - 0.4) for score in scores])])
+    assert judged.label == label
+    assert ("less than 2.5 points was not detectable" in judged.badge) == (not judged.best.side)
+
+
+def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
+    claim = replace(DIRECTION, untestable="One expert knows it all.")
+    assert judge(claim) == judge(claim, against("study", STUDY)) == "not testable here"
+    assert judge(claim, against("paper", STUDY)) == "reproduced"
+    assert chance([row(claim, [against("study", STUDY)])]).tested == ()
+
+
+def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_on_all():
+    tasks = {"x": (0.5, 0.4), "y": (0.3, 0.4), "z": (0.46, 0.4)}  # their mean: .42 against .4
+    values = [Value(f"pesc/{arm}/{name}", score, "share") for task, pair in tasks.items()
+              for arm, score in zip("ab", pair, strict=True)
+              for name in (f"accuracy/{task}", f"{task}/other/accuracy")]  # fmt: skip
+    for kept, good in ((values[::2], 2), (values[1::2], 2), (values[:4:2], 1), ([], 0)):
+        runs = pool("study", *([accuracy("a", a), accuracy("b", 0.4), *kept] for a in STUDY))
+        judged = row(DIRECTION, [runs])
+        assert judged.label == "direction holds"
+        count = len(kept) // 2
+        assert judged.best.agreement == f"as claimed on {good} of {count} tasks" * bool(count)
+        computed = replace(DIRECTION, exact=True)
+        assert judge(computed, runs) == ("inconclusive" if good < count else "direction holds")
+    alike = [value for value in values if "/y" not in value.name]
+    runs = pool("study", [accuracy("a", 0.42), accuracy("b", 0.4), *alike[::2]])
+    assert judge(computed, runs) == "direction holds"
 
 
 def test_without_three_seeds_of_both_arms_at_full_size_there_is_no_verdict():
@@ -196,7 +238,7 @@ def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test(
 def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path):
     empty = verdicts.ledger(tmp_path)
     assert [one.claim.id for one in empty] == [claim.id for claim in papers.claims()]
-    assert {one.label for one in empty} == {"not run"}
+    assert {one.label for one in empty} == {"not run", "not testable here"}
     folder, page = tmp_path / "results" / "pesc" / "nano", tmp_path / "book" / "notebooks"
     for seed in range(3):
         values = (accuracy("sparse", 0.5 + seed / 100), accuracy("dense", 0.4))
@@ -208,7 +250,7 @@ def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path)
         rows = verdicts.ledger(tmp_path, "pesc", live=live)
         return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense")
 
-    assert first().label == "direction holds"
+    assert first().label == "direction holds" and first().survives
     assert [measured.seeds for measured in first().measurements] == [1, 3]
     assert [measured.seeds for measured in first(live=False).measurements] == [3]
     shutil.rmtree(folder)
