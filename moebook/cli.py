@@ -202,6 +202,25 @@ def book(options: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("base", help="nano, nano-moe, smollm2, a folder, or org/name@commit of the hub"),
+    option("--tasks", required=True, metavar="NAMES", help="of lm-eval or of ours, with commas"),
+    option("--data", metavar="FOLDER", help="data sets in the hub's files, instead of the hub"),
+    option("--limit", type=int, metavar="N", help="first rows of each task (default: all)"),
+    option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
+    option("--batch", type=int, default=16, help="sequences a forward pass (default: 16)"),
+)
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate a base on benchmarks, beside chance and its model card."""
+    from moebook import evaluation, models
+
+    model, tokenizer = models.load(options.base, device=options.device)
+    wanted = {"limit": options.limit, "batch_size": options.batch, "data": options.data or ""}
+    table = evaluation.evaluate(model, tokenizer, options.tasks.split(","), **wanted)
+    print(evaluation.summary(table, options.base).to_string(float_format="{:.3f}".format))
+    return 0
+
+
 @command(option("notebook", nargs="?", help="short name, or bench; all by default"))
 def verify(options: argparse.Namespace) -> int:
     """Check the hashes and values of all runs; exit with 1 on a mismatch."""

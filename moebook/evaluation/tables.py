@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from lm_eval import evaluator
-from lm_eval.api.task import Task
-from lm_eval.tasks import TaskManager
 from torch import nn
 
 from moebook.data import IGNORED, encode, tasks
 from moebook.data.tasks import KNOWN
 from moebook.errors import nearest, refuse
+from moebook.evaluation import benchmarks
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
+from moebook.results import formed
 from moebook.results.intervals import interval
 from moebook.settings import Count, checked
 
-COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output"]
-METRICS = ("exact_match", "acc_norm", "acc")
-"""What counts as correct in a benchmark: the first of these that it reports."""
+COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output",
+           "unnormalised", "chance", "asked"]  # fmt: skip
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
-Row = tuple[str, str, int, int, float, float, str, str]
+Row = tuple[Any, ...]
+
+with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
+    CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
 
 
 @checked
@@ -40,6 +41,7 @@ def evaluate(
     split: str = "test",
     format: str = "camel",
     batch_size: Count = 32,
+    data: str | Path = "",
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
 
@@ -56,23 +58,49 @@ def evaluate(
         split: train, validation or test; benchmarks have their own.
         format: Chat format of the embedded tasks.
         batch_size: B, sequences a forward pass.
+        data: Folder of the benchmarks' data sets in the hub's files (`benchmarks`), of whose name
+            ``$NAME`` stands in the environment; empty: the hub.
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
         ``correct``, 0 or 1; ``nll``, the gold answer's nats a token; ``nll_sum``, its nats in all
         (both NaN where a benchmark only generates); ``answer``, the gold one; ``output``, the
-        model's text or the number of its choice.
+        model's text or the number of its choice; ``unnormalised``, `correct` before likelihoods are
+        divided by length; ``chance``, what guessing gets; ``asked``, the name or group asked for.
+        Its ``attrs["files"]`` are the files below ``data`` that were read, by name.
     """
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
-    benchmarks = _benchmarks([name for name in names if name not in KNOWN])
+    loaded = benchmarks.load([name for name in names if name not in KNOWN], data)
     with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
         rows = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
-        rows += _benchmark_rows(lm, benchmarks, limit) if benchmarks else []
-    rows.sort(key=lambda row: names.index(row[0]) if row[0] in names else len(names))
-    return pd.DataFrame(rows, columns=COLUMNS)
+        for name, members in loaded.items():
+            rows += [(*row, name) for row in benchmarks.rows(lm, members, limit)]
+    rows.sort(key=lambda row: names.index(row[-1]))
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    table.attrs["files"] = benchmarks.files(loaded.values())
+    return table
+
+
+def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
+    """Put what `evaluate` found beside chance and beside the scores of the base's model card.
+
+    A line a name asked for, in which a group's tasks count equally: accuracy, the same of
+    likelihoods normalised by length (where the benchmark has it), its standard error over items,
+    chance, rows, and the published score, NaN where `cards.yaml` has none.
+    """
+    names = {name: card for key, card in CARDS.items() for name in (key, card["repository"])}
+    scores = names.get(base.partition("@")[0], {}).get("scores", {})
+    lines = {}
+    for name, part in table.groupby("asked", sort=False):
+        tasks = part.groupby("task")
+        means = tasks[["unnormalised", "correct", "chance"]].mean().mean()
+        error = (tasks.correct.sem() ** 2).sum(min_count=1) ** 0.5 / tasks.ngroups
+        lines[name] = [*means[:2], error, means.chance, len(part), scores.get(name, np.nan) / 100]
+    columns = ["accuracy", "normalised", "standard error", "chance", "rows", "published"]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
 def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) -> pd.DataFrame:
@@ -150,64 +178,6 @@ def _embedded(
     for (task, number, answer), text, (nats, _), (_, scored) in results:
         correct = int(task.normalise(text) == task.normalise(answer))
         nll = -nats / len(scored)
-        table.append((task.name, task.domain, number, correct, nll, -nats, answer, text))
+        found = task.name, task.domain, number, correct, nll, -nats, answer, text
+        table.append((*found, correct, task.majority(), task.name))
     return table
-
-
-@functools.cache
-def _index() -> TaskManager:
-    """lm-eval's index of its thousands of task files: seconds to build, so only once."""
-    return TaskManager()
-
-
-def _benchmarks(names: list[str]) -> dict[str, Task]:
-    """Load lm-eval's tasks; refuse those that would run code."""
-    loaded: dict[str, Task] = {}
-    for name in names:
-        if name not in _index().all_tasks:
-            refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
-        try:
-            loaded |= _index().load([name])["tasks"]
-        except ImportError as error:
-            refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            lacks = "metric is" if "module script" in reason else "data are"  # evaluate's scripts
-            refuse("E-OFFLINE", f"benchmark '{name}': its {lacks} not here ({reason}); connect")
-    for name, task in loaded.items():
-        metrics = {} if task.config.process_results else task._metric_fn_list
-        if lost := [metric for metric, function in metrics.items() if function is None]:
-            refuse("E-OFFLINE", f"benchmark '{name}': its metric '{lost[0]}' is not here; connect")
-        if getattr(task, "UNSAFE_CODE", False):
-            refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote; not done here")
-        task.set_fewshot_seed(seed=1234)  # lm-eval's default: the same examples as there
-    return loaded
-
-
-def _benchmark_rows(lm: InMemory, benchmarks: dict[str, Task], limit: int | None) -> list[Row]:
-    """Run lm-eval's engine (its ``simple_evaluate`` would seed all random generators anew)."""
-    wanted: Any = {"tasks": benchmarks, "groups": {}}
-    results: Any = evaluator.evaluate(lm, wanted, limit=limit, bootstrap_iters=0)
-    return [
-        _row(task, sample, lm)
-        for task, samples in ((task, results["samples"][task]) for task in benchmarks)
-        for sample in samples  # of the first way to read an answer; some benchmarks list several
-        if sample["filter"] == samples[0]["filter"]
-    ]
-
-
-def _row(task: str, sample: dict[str, Any], lm: InMemory) -> Row:
-    """One item of the table; a gold answer is known where the choices were scored."""
-    scores, target = sample["filtered_resps"], sample["target"]
-    nll = nats = np.nan
-    answer, output = str(target), str(scores[0])
-    if isinstance(scores[0], tuple):
-        output = str(max(range(len(scores)), key=lambda choice: scores[choice][0]))
-        gold = target if len(scores) > 1 else 0
-        if isinstance(gold, int) and 0 <= gold < len(scores):
-            context, text = sample["arguments"][gold]
-            answer, nats = text.strip(), -scores[gold][0]
-            scored = lm._encode_pair(context, text)[1] if context else lm.tok_encode(text, False)
-            nll = nats / len(scored)
-    correct = int(next(sample[metric] for metric in METRICS if metric in sample))
-    return task, "benchmark", sample["doc_id"], correct, nll, nats, answer, output
