@@ -32,6 +32,7 @@ METRICS = ("exact_match", "acc_norm", "acc")
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
+    CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
     COPIES: dict[str, str] = _FILE["copies"]
 
 
@@ -108,13 +109,11 @@ class _Local(ConfigurableTask):
     def _check(self, item: Mapping[str, Any]) -> None:
         """Fill a task's templates in; a field that is missing raises, as does an odd answer."""
         self.doc_to_text(item)
-        answer, options = self.doc_to_target(item), None
-        if self.config.doc_to_choice is not None:
-            options = self.doc_to_choice(item)
-            if not all(isinstance(option, str) for option in options):
-                raise TypeError(f"options are {options}")
-            if isinstance(answer, int) and not 0 <= answer < len(options):
-                raise IndexError(f"answer {answer} of {len(options)} options")
+        answer = self.doc_to_target(item)
+        options = self.doc_to_choice(item) if self.config.doc_to_choice is not None else []
+        odd = isinstance(answer, int) and options and not 0 <= answer < len(options)
+        if odd or not all(isinstance(option, str) for option in options):
+            raise ValueError(f"answer {answer} of {options}")
 
     def download(self, *_: Any, **__: Any) -> None:
         """Read the splits' files, each by the project's reader of data of the hub."""
@@ -134,16 +133,11 @@ def _files(folder: Path, repository: str, name: str | None, split: str) -> list[
     form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet)")
     below = [(path, form.fullmatch(path.name)) for path in sorted(place.rglob("*"))
              if name is None or name in path.relative_to(place).parts[:-1]]  # fmt: skip
-    found = {path: (path.parent, match[2], match[3]) for path, match in below if match}
-    if not found:
-        refuse("E-NOFILE", f"{place / (name or '')}: no split '{split}'; expected {split}.jsonl, "
-               f"{split}.json, {split}.parquet or {split}-00000-of-00001.parquet")  # fmt: skip
-    if len(set(found.values())) > 1:
-        refuse("E-DATA", f"split '{split}' is there more than once ({', '.join(map(str, found))}); "
-               "keep one")  # fmt: skip
-    ((_, shards, _),) = set(found.values())
-    if shards and len(found) != int(shards):
-        refuse("E-NOFILE", f"{place}: {len(found)} of {shards} files of split '{split}'; fetch all")
+    found = {path: (path.parent, match[3], int(match[2] or 1)) for path, match in below if match}
+    if [kind[2] for kind in set(found.values())] != [len(found)]:  # one kind, all shards
+        have = ", ".join(str(path.relative_to(place)) for path in found) or "missing"
+        refuse("E-NOFILE", f"{place / (name or '')}: split '{split}' is {have}; expected one file "
+               f"{split}.jsonl, .json or .parquet, or all of {split}-00000-of-...")  # fmt: skip
     return list(found)
 
 

@@ -17,7 +17,6 @@ from moebook.errors import nearest, refuse
 from moebook.evaluation import benchmarks
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
-from moebook.results import formed
 from moebook.results.intervals import interval
 from moebook.settings import Count, checked
 
@@ -26,9 +25,6 @@ COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "out
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
 Row = tuple[Any, ...]
-
-with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
-    CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
 
 
 @checked
@@ -91,7 +87,8 @@ def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
     likelihoods normalised by length (where the benchmark has it), its standard error over items,
     chance, rows, and the published score, NaN where `cards.yaml` has none.
     """
-    names = {name: card for key, card in CARDS.items() for name in (key, card["repository"])}
+    cards = benchmarks.CARDS.items()
+    names = {name: card for key, card in cards for name in (key, card["repository"])}
     scores = names.get(base.partition("@")[0], {}).get("scores", {})
     lines = {}
     for name, part in table.groupby("asked", sort=False):

@@ -179,7 +179,7 @@ def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
     known = encode(rows, tokenizer, max_length=10**6)["input_ids"]
     model = Knower([list(ids) for ids in known], len(tokenizer))
     table = evaluation.evaluate(model, tokenizer, names, limit=7, batch_size=4)
-    assert " ".join(table.columns) == "task domain item correct nll nll_sum answer output"
+    assert " ".join(table.columns).startswith("task domain item correct nll nll_sum answer output")
     assert table.task.tolist() == ["isa"] * 7 + ["gcd"] * 7
     assert table.domain.tolist() == ["common_sense"] * 7 + ["mathematics"] * 7
     assert table.item.tolist() == [*range(7), *range(7)]
@@ -221,7 +221,7 @@ def index(monkeypatch):
     """lm-eval's index of two benchmarks instead of all, which takes half a minute."""
     folder = Path(lm_eval.tasks.__file__).parent
     small = TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
-    monkeypatch.setattr("moebook.evaluation.tables._index", lambda: small)
+    monkeypatch.setattr("moebook.evaluation.benchmarks._index", lambda: small)
 
 
 ARC = {

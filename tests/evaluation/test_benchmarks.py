@@ -1,0 +1,153 @@
+"""Benchmarks out of a folder: the layouts of seven data sets, what is damaged, and the summary."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import lm_eval.tasks
+import pandas as pd
+import pytest
+from lm_eval.tasks import TaskManager
+
+from moebook import cli, evaluation, models
+from moebook.data import hub
+from moebook.errors import Refusal
+from moebook.evaluation import benchmarks
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:W-LONG")
+FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mmlu/default", "openbookqa", "piqa", "siqa",
+           "super_glue/boolq", "winogrande")  # fmt: skip
+LETTERS = {"text": ["a dog", "a cat"], "label": ["A", "B"]}
+ARC = {"id": "1", "question": "What barks?", "choices": LETTERS, "answerKey": "B"}
+PIQA = {"goal": "To bark", "sol1": "be a dog", "sol2": "be a cat", "label": 0}
+SUM = {"question": "What is 1 and 2?", "answer": "1 + 2 = 3\n#### 3"}
+SWAG = {"ind": 1, "activity_label": "Barking", "ctx_a": "A dog", "ctx_b": "it", "label": "3",
+        "endings": ["sits.", "runs.", "eats.", "barks."]}  # fmt: skip
+MMLU = {"question": "What barks?", "subject": "anatomy", "choices": ["a", "b", "c", "d"],
+        "answer": 2}  # fmt: skip
+BOOLQ = {"question": "does it bark", "passage": "A dog barks.", "idx": 0, "label": 1}
+MBPP = {"task_id": 11, "text": "Bark.", "code": "def f(): ...", "test_list": ["assert 1"] * 3}
+LAYOUTS = {
+    "piqa": ("baber/piqa/validation.jsonl", PIQA, 1 / 2, "be a dog"),
+    "arc_easy": ("allenai/ai2_arc/ARC-Easy/test-00000-of-00001.parquet", ARC, 1 / 2, "a cat"),
+    "hellaswag": ("Rowan/hellaswag/data/validation-00000-of-00001.parquet", SWAG, 1 / 4, "barks."),
+    "gsm8k": ("openai/gsm8k/main/test.json", SUM, 0, SUM["answer"]),
+    "mmlu_anatomy": ("cais/mmlu/anatomy/test-00000-of-00001.parquet", MMLU, 1 / 4, "C"),
+    "boolq": ("aps/super_glue/boolq/validation-00000-of-00001.parquet", BOOLQ, 1 / 2, "yes"),
+}
+
+
+@cache
+def small():
+    place = Path(lm_eval.tasks.__file__).parent
+    return TaskManager(include_path=[place / name for name in FOLDERS], include_defaults=False)
+
+
+@pytest.fixture(autouse=True)
+def index(monkeypatch):
+    """lm-eval's index of these benchmarks instead of all, which takes half a minute."""
+    monkeypatch.setattr(benchmarks, "_index", small)
+
+
+def put(folder, name, rows):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_a_benchmark_is_read_from_the_hubs_files_in_a_folder(
+    task, tmp_path, tiny, byte_tokenizer, monkeypatch
+):
+    name, row, chance, answer = LAYOUTS[task]
+    put(tmp_path, name, [row] * 3)
+    if task == "gsm8k":  # shows five solved ones first
+        put(tmp_path, "openai/gsm8k/main/train.jsonl", [SUM] * 9)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    table = evaluation.evaluate(tiny(), byte_tokenizer, task, limit=2, data="$DATA")
+    assert table.asked.tolist() == table.task.tolist() == [task] * 2
+    assert (table.chance == chance).all() and set(table.answer) == {answer}
+    assert table.attrs["files"][name] == tmp_path / name
+
+
+def test_a_group_is_one_line_in_which_its_tasks_count_equally(tmp_path, tiny, byte_tokenizer):
+    put(tmp_path, "allenai/ai2_arc/ARC-Easy/test.jsonl", [ARC] * 4)
+    put(tmp_path, "allenai/ai2_arc/ARC-Challenge/test.jsonl", [ARC | {"answerKey": "A"}] * 2)
+    table = evaluation.evaluate(tiny(), byte_tokenizer, ["ai2_arc"], data=tmp_path)
+    hits = table.groupby("task").correct.mean()  # the same rows with the other answer
+    line = evaluation.summary(table, "HuggingFaceTB/SmolLM2-135M-Instruct@0").loc["ai2_arc"]
+    assert hits.sum() == 1 and table.groupby("task").size().tolist() == [2, 4]
+    assert (line.normalised, line["rows"], line.chance) == (1 / 2, 6, 1 / 2)
+    assert line.published == pytest.approx(0.373)
+
+
+def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty():
+    table = pd.DataFrame({"asked": "piqa", "task": "piqa", "correct": [1, 1, 1, 0] * 25})
+    table = table.assign(unnormalised=table.correct, chance=0.5)
+    line = evaluation.summary(table, "smollm2").loc["piqa"]
+    assert line["standard error"] == pytest.approx((0.75 * 0.25 / 99) ** 0.5)
+    assert line.published == pytest.approx(0.663)
+    assert evaluation.summary(table, "nano").published.isna().all()
+
+
+def test_the_real_sets_load_whole(shared):
+    sizes = {"arc_challenge": 1172, "arc_easy": 2376, "gsm8k": 1319, "openbookqa": 500,
+             "piqa": 1838, "social_iqa": 1954, "winogrande": 1267}  # fmt: skip
+    loaded = benchmarks.load(list(sizes), shared / "data" / "real")
+    assert {name: len(tasks[name].eval_docs) for name, tasks in loaded.items()} == sizes
+
+
+def test_mbpp_lies_as_on_the_hub_and_is_not_run(tmp_path):
+    name = "google-research-datasets/mbpp/full/test-00000-of-00001.parquet"
+    put(tmp_path, name, [MBPP])
+    (path,) = benchmarks._files(tmp_path, "google-research-datasets/mbpp", "full", "test")
+    assert hub.local(path)[0][1] == MBPP
+    with pytest.raises(Refusal, match="E-SANDBOX: benchmark 'mbpp' runs code that the model wrote"):
+        benchmarks.load(["mbpp"], tmp_path)
+
+
+PLACE = "baber/piqa/validation.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [({}, r"E-NOFILE: .*baber/piqa: split 'validation' is missing; expected one"),
+     ({PLACE: [PIQA], "baber/piqa/data/validation.json": [PIQA]}, "is data/val.*, val.*; expected"),
+     ({"baber/piqa/validation-00000-of-00002.parquet": [PIQA]}, "is .*-of-00002.*; expected one"),
+     ({PLACE: [PIQA, None]}, r"E-DATA: .*validation.jsonl:2: a row is NoneType"),
+     ({PLACE: [PIQA, {"goal": "To bark"}]}, r"E-DATA: .*jsonl: item 2 is not .*KeyError: 'label'"),
+     ({PLACE: [PIQA, PIQA | {"goal": None}]}, "E-DATA: .*item 2 is not .*'goal' is undefined"),
+     ({PLACE: [{"question": "?"}]}, r"E-DATA: benchmark 'piqa' from .* is not as on the hub"),
+     ({PLACE: [PIQA, PIQA | {"label": 2}]}, "E-DATA: .*item 2 .*answer 2 of .'be a dog'"),
+     ({PLACE: [PIQA, PIQA | {"label": "x"}]}, "E-DATA: benchmark 'piqa'")],
+)  # fmt: skip
+def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
+    for name, rows in files.items():
+        put(tmp_path, name, rows)
+    with pytest.raises(Refusal, match=words) as caught:
+        benchmarks.load(["piqa"], tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(
+    tmp_path, tiny, byte_tokenizer, monkeypatch, capsys
+):
+    monkeypatch.setattr(models, "load", lambda name, device: (tiny(), byte_tokenizer))
+    put(tmp_path, PLACE, [PIQA] * 3)
+    given = ["--data", str(tmp_path), "--limit", "2"]
+    assert cli.main(["evaluate", "smollm2", "--tasks", "piqa,gcd", *given]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == "accuracy normalised standard error chance rows published".split()
+    assert [line.split()[0] for line in lines] == ["piqa", "gcd"]
+    assert lines[0].split()[-3:] == ["0.500", "2", "0.663"]
+    for words, told in (
+        (["--tasks", "piqqa", *given], "E-DATA: unknown task 'piqqa'"),
+        (["--tasks", "piqa", "--data", "nowhere"], "E-NOFILE: nowhere: no such folder"),
+        (["--tasks", "piqa", *given[:-1], "0"], "E-RANGE: limit is 0"),
+        ([], "E-USAGE: moebook evaluate: the following arguments are required: --tasks"),
+    ):
+        assert cli.main(["evaluate", "smollm2", *words]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(told)
