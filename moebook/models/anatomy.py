@@ -70,7 +70,14 @@ def anatomy(model: nn.Module) -> Anatomy:
 
 def longest(model: nn.Module) -> int:
     """Return how many tokens a row may have by the model's configuration, if that says it."""
-    return getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return V, by the rows of the model's input embeddings, if it has a way to tell them."""
+    tells = hasattr(model, "get_input_embeddings")
+    return len(model.get_input_embeddings().weight) if tells else sys.maxsize
 
 
 def beside(weight: Tensor) -> dict[str, Any]:

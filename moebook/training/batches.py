@@ -56,7 +56,7 @@ class Batches:
             refuse("E-RANGE", f"{where}, the model takes {longest}: lower max_length")
         ids, labels = {*chain(*self.row_ids)}, {*chain(*self.row_labels)} - {IGNORED}
         for name, used in (("input_ids", ids), ("pad_id", {self.pad_id}), ("labels", labels)):
-            if odd := used - {*range(vocabulary)}:
+            if odd := [token for token in used if not 0 <= token < vocabulary]:
                 known = f"the model knows 0 to {vocabulary - 1}: use its own tokenizer"
                 refuse("E-VOCAB", f"{name}: {min(odd)} is no token, {known}")
 

@@ -4,9 +4,8 @@ A folder holds ``step-N`` folders and a lock. No states of random generators are
 random in a step of training is a function of the seed and the step, and its rate one of the step.
 
 Under `moebook run` the folder `runtime.RESUME` holds a folder of each training of the run, told by
-its number in the run and by what decides it, the machine included: a run that was killed goes on in
-them with the same bits. Its runner names that folder by parameters and code, and removes it in the
-end.
+its number and by what decides it, the machine included: a run that was killed goes on in them with
+the same bits. The runner names that folder by parameters and code, and removes it in the end.
 """
 
 from __future__ import annotations
@@ -195,27 +194,30 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put back what `capture` collected; refuse names, shapes or dtypes that do not fit."""
-    changing = _changing(model)
-    saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    misfits = sorted(changing.keys() ^ saved.keys()) or [
+    changing, order = _changing(model), _order(model, optimizer)
+    state: dict[str, dict[str, Tensor | int]] = {name: {} for name in order}
+    for key, tensor in tensors.items():
+        name, _, part = key.removeprefix("optimizer.").rpartition(".")
+        if key.startswith("optimizer.") and name in state:
+            state[name][part] = int(tensor) if tensor.dtype == torch.int64 else tensor
+    wanted, saved = dict(changing), tensors
+    if "fused" in optimizer.param_groups[0]:  # torch's; bitsandbytes' states depend on the device
+        for name in filter(state.get, order):
+            moments = {"step": torch.zeros(()), "exp_avg": order[name], "exp_avg_sq": order[name]}
+            wanted |= {f"optimizer.{name}.{part}": tensor for part, tensor in moments.items()}
+    else:
+        saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    misfits = sorted(wanted.keys() ^ saved.keys()) or [
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in saved.items()
-        if (tensor.shape, tensor.dtype) != (changing[name].shape, changing[name].dtype)
+        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype)
     ]
     if misfits:
         refuse("E-SHAPE", f"{len(misfits)} tensors do not fit this model, first {misfits[:3]}")
     with torch.no_grad():
         for name, tensor in changing.items():
-            tensor.copy_(saved[name])
-    state: dict[int, dict[str, Tensor | int]] = {}
-    for index, name in enumerate(_order(model, optimizer)):
-        prefix = f"optimizer.{name}."
-        state[index] = {
-            key.removeprefix(prefix): int(tensor) if tensor.dtype == torch.int64 else tensor
-            for key, tensor in tensors.items()
-            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-        }
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            tensor.copy_(tensors[name])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(state.values()))})
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:

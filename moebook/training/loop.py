@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
-from moebook.models.anatomy import longest
+from moebook.models.anatomy import longest, vocabulary
 from moebook.settings import Count, Positive, Share, settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
@@ -92,9 +92,9 @@ def fit(
 ) -> History:
     """Train the parameters that require a gradient on the labelled tokens of the rows, with AdamW.
 
-    Rows, dropout and noise are functions of the seed and the step, since torch's generators are
-    seeded anew at each step. Two runs are therefore equal bit for bit (at one number of threads),
-    also when one was interrupted and goes on. Random states and training mode stay as they were.
+    Rows, dropout and noise depend on seed and step alone: torch's generators are seeded anew at
+    each step. So two runs are equal bit for bit (at one number of threads), also when one was
+    interrupted and goes on. Random states and training mode stay as they were.
 
     Under ``accelerate launch`` every process trains on its part of every batch (data parallel); all
     must be able to read the checkpoints of the first. Loss and penalty are means over the whole
@@ -102,17 +102,16 @@ def fit(
     dropout draws others, and a balance loss (the product of two means) is that of each part.
 
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
-    model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers
-    of steps done, from 0, each with what to call with the model then; it must leave the parameters
-    alone. A folder ``output`` keeps checkpoints (every so many steps, every five minutes or more,
-    at milestones and at the end), and training goes on from the newest of the same run; a notebook
-    that `moebook run` executes has a folder without asking (`training.checkpoints`). ``recipe``
-    holds fields of `Recipe`. A step whose loss or gradient is not finite is refused (E-NONFINITE)
-    before it moves a parameter.
+    model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
+    steps done, from 0, and what to call with the model then; it must leave the parameters alone. A
+    folder ``output`` keeps checkpoints (every so many steps, every five minutes or more, at
+    milestones and at the end), and training goes on from the newest of the same run; a notebook
+    under `moebook run` has one unasked (`training.checkpoints`). ``recipe`` holds fields of
+    `Recipe`. A loss or gradient that is not finite is refused before it moves a parameter.
     """
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
-    batches.check(len(model.get_input_embeddings().weight), longest(model))
+    batches.check(vocabulary(model), longest(model))
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
     rank, _ = runtime.processes()
     device = next(model.parameters()).device
@@ -164,17 +163,15 @@ def _store(
     every: int, marks: frozenset[int],
 ) -> checkpoints.Store | None:  # fmt: skip
     """Name the folder that was asked for, or that of a notebook's run; else there is none."""
-    asked = output is not None
-    if not asked and runtime.RESUME not in os.environ:
+    if output is None and runtime.RESUME not in os.environ:
         return None
     run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "epochs": None}
     run |= {"processes": runtime.processes()[1], "data": batches.digest()}
     run |= {"model": fingerprint(model)}
-    places = [Path(output) if output is not None else checkpoints.place(model, run)]
-    (folder,) = broadcast_object_list(places)  # others may be on another machine
-    if folder is None:
-        return None
-    return checkpoints.Store(folder=folder, run=run, every=every, marks=marks, asked=asked)
+    place = checkpoints.place(model, run) if output is None else Path(output)
+    (folder,) = broadcast_object_list([place])  # others may be on another machine
+    made = {"run": run, "every": every, "marks": marks, "asked": output is not None}
+    return checkpoints.Store(folder=folder, **made) if folder else None
 
 
 def _resumed(

@@ -173,8 +173,11 @@ def test_tensors_not_finite_or_of_another_shape_are_refused_and_change_nothing(t
     tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     before, norm = weights(model), "model.model.norm.weight"
     others = {name: tensor for name, tensor in tensors.items() if name != norm}
-    for misfit in (others, {**others, norm: torch.zeros(7)}):
-        with pytest.raises(Refusal, match=r"E-SHAPE: 1 tensors .*model\.norm\.weight"):
+    moments = {"optimizer." + norm[6:] + part: torch.zeros(7) for part in (".step", ".exp_avg")}
+    whole = {**moments, "optimizer." + norm[6:] + ".exp_avg_sq": torch.zeros(7)}
+    misfits = (others, {**others, norm: torch.zeros(7)}, {**tensors, **moments})
+    for misfit in (*misfits, {**tensors, **whole}):
+        with pytest.raises(Refusal, match=r"E-SHAPE: [13] tensors .*model\.norm\.weight"):
             checkpoints.restore(model, optimizer, misfit)
     assert same(weights(model), before)
 

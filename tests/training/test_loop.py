@@ -5,11 +5,13 @@ Its batches are a function of seed and step, cover every row, and cost little pa
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers.utils import logging
 
 from moebook.errors import Refusal
@@ -198,6 +200,16 @@ def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows):
         fit(model, rows(), steps=1, accumulate=2)
     with pytest.raises(Refusal, match="E-MODEL: no parameter requires a gradient"):
         fit(model.requires_grad_(False), rows(), steps=1)
+
+
+class Plain(nn.Embedding):
+    def forward(self, input_ids, **_):
+        return SimpleNamespace(loss=super().forward(input_ids).square().mean())
+
+
+def test_a_module_without_configuration_and_vocabulary_trains(rows):
+    one, other = fit(Plain(64, 4), rows(), steps=2, warmup=0.0, lr=0.1).loss
+    assert other < one
 
 
 def noisy(model):
