@@ -30,12 +30,9 @@ def purity(
     """Cluster each layer's points without their labels and count how well the clusters are domains.
 
     Points are ``[L, S, D]``, labels ``[S]`` their domains; by default there are as many clusters
-    as domains. Purity grows with the number of clusters: compare at equal numbers.
-
-    Returns:
-        One row a layer: ``layer`` (its place among the L), ``purity``, the share of points that
-        belong to the most frequent domain of their cluster, and ``largest``, the share of the
-        largest domain, which is what a single cluster would score.
+    as domains. Purity grows with the number of clusters: compare at equal numbers. One row a layer:
+    ``layer`` (its place among the L), ``purity``, the share of points that belong to the most
+    frequent domain of their cluster, and ``largest``, the share of the largest domain.
     """
     if points.dim() != 3 or labels.shape != points.shape[1:2] or not len(labels):
         shapes = f"{tuple(points.shape)} and {tuple(labels.shape)}"
@@ -61,9 +58,8 @@ def project(
 
     Each layer is centred and scaled to a largest coordinate of 1. Distances between far groups mean
     nothing in UMAP's plane, and it draws groups even where there is little reason for them: it
-    shows what `purity` counts, it does not prove it. The paper speaks of "hyperbolic space", which
-    its figure does not show; this is the plane. PCA spares the 13 seconds (measured) that the
-    compilation of UMAP takes in every process.
+    shows what `purity` counts, it does not prove it. (The paper's "hyperbolic space" is not in its
+    figure.) PCA spares the 13 seconds (measured) for which UMAP compiles in every process.
     """
     fewest = NEIGHBOURS + 1 if method == "umap" else 2
     if points.dim() != 3 or points.shape[1] < fewest or points.shape[2] < 2:
@@ -83,11 +79,7 @@ def project(
 def panels(
     points: Tensor, labels: Tensor, names: Sequence[str], method: Method = "umap", *, seed: int = 0
 ) -> dict[str, dict[str, Plane]]:
-    """Project the first, the middle and the last layer, for `plotting.points`.
-
-    Returns:
-        ``layer 0`` and so on, each with the points ``[n, 2]`` of each named group.
-    """
+    """Project the first, middle and last layer for `plotting.points`: ``[n, 2]`` by named group."""
     layers = sorted({0, len(points) // 2, len(points) - 1})
     planes = project(points[layers], method, seed=seed)
     return {

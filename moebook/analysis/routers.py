@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.models.anatomy import Layer, anatomy
+from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.nn import Decision, evaluating, observe
 from moebook.settings import checked
 
@@ -21,28 +21,25 @@ from moebook.settings import checked
 def logit_scale(logits: Tensor) -> float:
     """Return the standard deviation of a token's logits ``[T, E]`` over the experts.
 
-    A root mean square over tokens. A token's mean is taken out first, since adding a constant to
-    all its logits changes nothing.
+    A root mean square over tokens; a token's mean, which changes nothing, is taken out first.
     """
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
 
 
 def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.DataFrame:
-    """Measure every router over some text, padding left out.
-
-    Works on models with routers of `moebook.nn` and of transformers (Mixtral, OLMoE, Qwen MoE).
+    """Measure every router, ours or of transformers, over some text, padding left out.
 
     Returns:
         One row a layer: ``scale`` (see `logit_scale`), ``entropy`` of a token's probabilities over
         ln E, averaged over tokens (1: undecided, 0: certain), ``load_entropy``, that of the
         experts' shares of the routed slots over ln E, and ``largest``, the largest share.
     """
-    layers = routed(model)
+    layers = sparse_layers(model)
     totals = torch.zeros(len(layers), 3, dtype=torch.float64)
     slots: list[Any] = [0] * len(layers)
     for batch in batches:
-        for place, decision in enumerate(decisions(model, batch)):
+        for place, decision in enumerate(real_decisions(model, batch)):
             logs = decision.logits.double().log_softmax(-1)
             nats = -(logs.exp() * logs).sum(-1).sum()
             squares = logit_scale(decision.logits) ** 2 * len(logs)
@@ -67,7 +64,7 @@ def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights. No
     ``.grad`` is written; the model runs in evaluation mode, without dropout.
     """
-    layers = routed(model)
+    layers = sparse_layers(model)
     norms = _gradients(model, batch, [layer.router.weight for layer in layers])
     return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
 
@@ -77,7 +74,7 @@ def reach(model: nn.Module, batch: Mapping[str, Any]) -> float:
 
     Routers that learn have 0.001 or more. Equal experts give 0 until a first step parts them.
     """
-    layers = routed(model)
+    layers = sparse_layers(model)
     trained = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
     parts = [layer.router.weight for layer in layers], trained
     routers, experts = (math.hypot(*_gradients(model, batch, part)) for part in parts)
@@ -111,13 +108,13 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
     """
     parts = []
     for batch in batches:
-        layers = decisions(model, batch)
+        layers = real_decisions(model, batch)
         if len({each.logits.shape[1] for each in layers}) > 1:
             refuse("E-SHAPE", "layers differ in their number of experts: compare them one by one")
         sets = [torch.zeros_like(each.logits).scatter(1, each.ids, 1) for each in layers]
         parts.append(torch.stack(sets).bool())
     if not sum(part.shape[1] for part in parts):
-        refuse("E-DATA", f"no tokens for the {len(routed(model))} routers: give at least one batch")
+        refuse("E-DATA", "no tokens to see experts activated by: give at least one batch")
     return torch.cat(parts, dim=1)
 
 
@@ -128,13 +125,11 @@ def consistency(
     """Compare the experts that tokens activate at several checkpoints by the Jaccard index.
 
     For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts, averaged over
-    tokens (router initialisation, Sec. 5.3.3). "The overlap of activated experts for each input
-    token across checkpoints" leaves open which checkpoints are compared. With K = 1 the mean is the
-    share of tokens that kept their expert; two unrelated uniform routings give 1/E.
-
-    ``"pairs"`` averages over all pairs of checkpoints, ``"successive"`` over neighbours,
-    ``"joint"`` takes the intersection over the union of all of them at once. One row a layer:
-    ``layer`` (its place among the sparse ones) and ``consistency`` in [0, 1].
+    tokens (router initialisation, Sec. 5.3.3). With K = 1 the mean is the share of tokens that kept
+    their expert; two unrelated uniform routings give 1/E. The paper leaves open which checkpoints
+    are compared: ``"pairs"`` averages over all pairs, ``"successive"`` over neighbours, ``"joint"``
+    takes the intersection over the union of all at once. One row a layer: ``layer`` (its place
+    among the sparse ones) and ``consistency`` in [0, 1].
     """
     if len(checkpoints) < 2:
         refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")
@@ -156,17 +151,13 @@ def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
     return float(consistency([watched[step] for step in steps]).consistency.mean())
 
 
-def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
+def real_decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
     """Return what each layer's router decides for the real tokens, ``[T, ...]`` on the CPU."""
-    layers = routed(model)
-    seen = observe(model, {layer.index: layer.router for layer in layers}, batch)
-    real = [seen[layer.index].real() for layer in layers]
+    real = [seen.real() for seen in decisions(model, batch).values()]
     return [Decision(each.logits.cpu(), each.ids.cpu(), each.gates.cpu()) for each in real]
 
 
-def routed(model: nn.Module) -> list[Layer]:
-    """Return the sparse layers of a model, or refuse one without."""
-    layers = [layer for layer in anatomy(model).layers if layer.router is not None]
-    if not layers:
-        refuse("E-MODEL", "the model has no routers: it is dense")
-    return layers
+def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Decision]:
+    """Return each router's decisions by layer number; the decoder runs, without the head."""
+    routers = {layer.index: layer.router for layer in sparse_layers(model)}
+    return observe(anatomy(model).decoder, routers, batch)

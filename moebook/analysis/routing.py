@@ -19,11 +19,8 @@ KEYS = ["layer", "router"]
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
     """Measure each expert's share of the slots of each router, by domain (PESC Fig. 4).
 
-    Works on any model with routers of `moebook.nn`, padding left out.
-
-    Returns:
-        Columns layer, router (its path in the model: a layer may have several), domain, expert,
-        slots (count), share (sums to 1 within a domain and router).
+    For routers of `moebook.nn`, padding left out. Columns layer, router (its path in the model),
+    domain, expert, slots (count), share (sums to 1 within a domain and router).
     """
     modules = routers(model)
     if not modules:
@@ -48,10 +45,9 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
 def load(frame: pd.DataFrame) -> pd.DataFrame:
     """Summarise the load of each router over all domains of `shares` together.
 
-    Returns:
-        One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1
-        uniform; at least ln K over ln E, since a token takes K different experts), and
-        ``largest``, the largest share of one expert (1/E when uniform, at most 1/K).
+    One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1 uniform;
+    at least ln K over ln E, since a token takes K different experts), and ``largest``, the largest
+    share of one expert (1/E when uniform, at most 1/K).
     """
     slots = frame.pivot_table(index=KEYS, columns="expert", values="slots", aggfunc="sum")
     share = slots.div(slots.sum(axis=1), axis=0)
@@ -64,9 +60,8 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
 def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
     """Measure how differently each domain of `shares` is routed from the average domain.
 
-    Returns:
-        Columns layer, router, domain, distance: half the summed absolute difference (total
-        variation, in [0, 1]) between the domain's shares and the mean of all domains' shares.
+    Columns layer, router, domain, distance: half the summed absolute difference (total variation,
+    in [0, 1]) between the domain's shares and the mean of all domains' shares.
     """
     wide = frame.pivot(index=[*KEYS, "domain"], columns="expert", values="share")
     average = wide.groupby(level=KEYS).transform("mean")
@@ -77,10 +72,9 @@ def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
 def contrast(shares: pd.DataFrame, one: str, other: str) -> tuple[float, float]:
     """Measure how differently two domains are routed, in the paper's way and layer by layer.
 
-    Returns:
-        Two total variations in [0, 1]: that of shares averaged over the routers (router
-        initialisation, Table 7), in which preferences cancel where an expert's number has no common
-        meaning through the layers; and the mean of each router's own.
+    Returns two total variations in [0, 1]: that of shares averaged over the routers (router
+    initialisation, Table 7), in which preferences cancel where an expert's number has no common
+    meaning through the layers; and the mean of each router's own.
     """
     wide = shares.pivot(index=KEYS, columns=["domain", "expert"], values="share")
     gap = wide[one] - wide[other]

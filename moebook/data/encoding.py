@@ -35,8 +35,7 @@ def camel(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
 def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
     """ESFT's form: `User: ...`, an empty line, `Assistant: ...`.
 
-    The space after the colon opens the answer's text, not the prompt's, so that byte-pair
-    tokenizers see the answer's first word as they do in running text.
+    The space after the colon opens the answer's text, as byte-pair tokenizers see words in text.
     """
     head = f"{system}\n\n" if system else ""
     return f"{head}User: {prompt}\n\nAssistant:", f" {answer}"
@@ -51,17 +50,10 @@ def encode(
     """Tokenize rows in a chat format, with labels on the answer and its end token only.
 
     Prompt and answer are tokenized apart, so the border never falls inside a token. A format's
-    beginning token is left out for a tokenizer that has none (Qwen's): its models never saw one.
-
-    Args:
-        rows: Dictionaries with prompt, answer and, optionally, system.
-        tokenizer: Of transformers, with an end-of-sequence token.
-        format: A key of `FORMATS`.
-        max_length: Longest row in tokens, at least 2. Longer rows are left out, counted and
-            reported by a warning (W-LONG); none is cut.
-
-    Returns:
-        Columns input_ids, labels (-100 on the prompt) and length (tokens), in the rows' order.
+    beginning token is left out for a tokenizer that has none (Qwen's). Rows have prompt, answer
+    and, optionally, system; ``format`` is a key of `FORMATS`; rows above ``max_length`` tokens are
+    left out and reported by a warning (W-LONG). Returns columns input_ids, labels (-100 on the
+    prompt) and length (tokens), in the rows' order.
     """
     if max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")

@@ -35,10 +35,7 @@ def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def refuse_scripts(path: str | Path) -> None:
     """Refuse data sets that are programs (E-REMOTECODE): no data set's code is ever run."""
     if str(path).endswith((".py", ".pyc", ".ipynb", ".sh")):
-        refuse(
-            "E-REMOTECODE",
-            f"{path}: a script is not data and is never run; give its output as JSONL or parquet",
-        )
+        refuse("E-REMOTECODE", f"{path}: a script is not data; give its output as JSONL or parquet")
 
 
 def _decoded(line: bytes, where: str, *, first: bool) -> str:
@@ -90,19 +87,15 @@ def clean(value: object, name: str, where: str) -> str:
 def exchange(messages: object, where: str) -> Row:
     """Turn a list of messages into system (where there is one), prompt and answer.
 
-    A message is an object with role and content, or from and value: an optional one of the system,
-    one of the user (or human), one of the assistant (or gpt).
+    A message has role and content, or from and value; the roles are those of `ROLES`.
     """
     if not isinstance(messages, list):
         refuse("E-DATA", f"{where}: messages is {type(messages).__name__}, expected a list")
     turns = [_turn(message, where) for message in messages]
     parts = [part for part, _ in turns]
     if parts not in (["prompt", "answer"], ["system", "prompt", "answer"]):
-        refuse(
-            "E-DATA",
-            f"{where}: messages hold {', '.join(parts) or 'nothing'}; expected at most one system "
-            "message, then one prompt and one answer: split longer talks into exchanges",
-        )
+        wanted = "expected a prompt, an answer and perhaps a system message first: split long talks"
+        refuse("E-DATA", f"{where}: messages hold {', '.join(parts) or 'nothing'}; {wanted}")
     return dict(turns)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +32,18 @@ def load(
     *,
     revision: str | None = None,
     path: str | Path | None = None,
-    split: str = "train",
     size: int | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Load a data set as rows with task, domain, prompt, answer and, where it has them, more.
+    """Load the training rows of a data set: task, domain, prompt, answer and perhaps more.
 
-    Args:
-        name: A key of `CATALOGUE`.
-        revision: Commit of the hub's repository, 40 hexadecimal digits. Not needed with `path`.
-        path: Local JSONL, JSON or parquet file in the hub's own form instead of the hub.
-        split: The hub's name of the split.
-        size: Rows to draw without replacement; all of them, in order, when None.
-        seed: Decides the draw.
+    ``revision`` is the commit of the hub's repository, 40 hexadecimal digits; ``path`` a local
+    JSONL, JSON or parquet file in the hub's own form instead. Of all rows, in order, the seed draws
+    ``size`` without replacement, if given.
     """
     source = _source(name)
-    rows = local(Path(path)) if path is not None else pinned(source, revision, split)
-    return _draw(f"{name}/{split}", [(name, rows)], size, seed)
+    rows = local(Path(path)) if path is not None else pinned(source, revision, "train")
+    return _draw(f"{name}/train", [(name, rows)], size, seed)
 
 
 def pins(text: str) -> dict[str, str]:
@@ -75,25 +70,18 @@ def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 
 
 
 def _draw(label: str, pool: list[tuple[str, Rows]], size: int | None, seed: int) -> list[Row]:
-    """Map all rows of the pool, or `size` of them at random."""
-    have = sum(len(rows) for _, rows in pool)
-    places: Iterable[int] = range(have)
+    """Map all rows of the pool, or `size` of them at random, each by its own set's template."""
+    drawn = [(name, rows, place) for name, rows in pool for place in range(len(rows))]
     if size is not None:
-        if not 1 <= size <= have:
+        if not 1 <= size <= (have := len(drawn)):
             refuse("E-DATA", f"{label}: have {have} rows, need {size}; ask for 1 to {have}")
-        places = random.Random(f"{label}/{seed}").sample(range(have), size)
-    return [_mapped(pool, place) for place in places]
-
-
-def _mapped(pool: list[tuple[str, Rows]], place: int) -> Row:
-    """Map the row at a place of the joined pool with its own data set's template."""
-    for name, rows in pool:
-        if place < len(rows):
-            where, row = rows[place]
-            source = CATALOGUE[name]
-            return {"task": name, "domain": source.domain} | source.row(row, where)
-        place -= len(rows)
-    raise IndexError(place)
+        drawn = random.Random(f"{label}/{seed}").sample(drawn, size)
+    mapped = []
+    for name, rows, place in drawn:
+        where, row = rows[place]
+        source = CATALOGUE[name]
+        mapped.append({"task": name, "domain": source.domain} | source.row(row, where))
+    return mapped
 
 
 def _source(name: str) -> Source:
@@ -117,11 +105,9 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
 def pinned(source: Source, revision: str | None, split: str) -> Rows:
     """Open a split of a data set of the hub, or of its cache, at a commit."""
     if not re.fullmatch("(?!0{40})[0-9a-f]{40}", revision or ""):
+        problem = f"{source.repo}: revision is {revision!r}, expected a commit"
         refuse(
-            "E-PIN",
-            f"{source.repo}: revision is {revision!r}, expected a commit of 40 hexadecimal digits "
-            "(not a branch, which moves): choose one of its history on the hub (notebooks take it "
-            "in `revisions`, as name=commit)",
+            "E-PIN", f"{problem} of 40 hexadecimal digits (notebooks: revisions as name=commit)"
         )
     origin = f"{source.repo}@{revision}"
     try:
@@ -166,10 +152,7 @@ def _parquet(path: Path) -> list[Any]:
 
 
 def _json(path: Path) -> list[Any]:
-    """Read a list of objects, an object of columns, or one object a line.
-
-    Not by datasets, whose reader of JSON ends the process at a mere ``null``.
-    """
+    """Read objects in a list, as columns or by line; datasets' reader dies of a mere ``null``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:

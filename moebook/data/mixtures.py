@@ -54,8 +54,7 @@ def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
 def hold_out(rows: Sequence[Row], size: int) -> tuple[list[Row], list[Row]]:
     """Split shuffled rows in those to train on and the first `size`, which are held out.
 
-    Data sets that answer a prompt several times, as MetaMathQA does, have some of their prompts on
-    both sides of any split of rows: what shares its prompt with a held-out row is left out.
+    What shares its prompt with a held-out row (MetaMathQA answers some several times) is left out.
     """
     held_out = list(rows[:size])
     asked = hashes(held_out)
@@ -70,8 +69,7 @@ def refuse_leak(
 ) -> None:
     """Refuse evaluation rows whose prompts were trained on (E-LEAK with the count)."""
     held_out = hashes(evaluation)
-    shared = hashes(train) & held_out
-    if shared:
+    if shared := hashes(train) & held_out:
         count = f"{len(shared)} of {len(held_out)} evaluation prompts"
         refuse("E-LEAK", f"{count} are among the training prompts; remove them from one of the two")
 
@@ -79,9 +77,8 @@ def refuse_leak(
 def passages(size: int, seed: int = 0) -> dict[str, list[str]]:
     """Draw so many texts of each domain: text, code, mathematics, without prompts around them.
 
-    Prompts carry templates, by which even a network with random weights tells tasks apart. No two
-    texts of a domain open alike, names and numbers set aside: the word problems were made from
-    templates by their authors, and some differ in nothing else.
+    By the templates of prompts even random weights tell tasks apart. No two texts of a domain open
+    alike, names and numbers set aside: the word problems' authors made them from templates.
     """
     drawn = {}
     for domain, (file, fields) in PASSAGES.items():

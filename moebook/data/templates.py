@@ -114,8 +114,7 @@ def final_number(text: str) -> str:
 def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
     """GSM8K: the final number is the answer, and the worked solution before it the rationale.
 
-    Table 8 prints the worked solution as the answer. Eq. 5 compares answers, and two right
-    solutions differ in words; `rationales.expand` joins the two for whoever trains on the solution.
+    Table 8 prints the worked solution as the answer; but Eq. 5 compares answers.
     """
     worked, mark, number = files.text(raw, "answer", where).rpartition("\n#### ")
     if not mark or not final_number(number):

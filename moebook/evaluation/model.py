@@ -28,8 +28,7 @@ class InMemory(TemplateLM):
     """Any causal language model in evaluation mode, altered or wrapped, with its tokenizer.
 
     Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded items on a CPU
-    (rows that have ended stay in its batches). Texts are tokenized as lm-eval does; ``batch`` is B,
-    sequences a forward pass.
+    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch: int) -> None:

@@ -44,18 +44,9 @@ def evaluate(
     An embedded task counts an item as correct when greedy generation equals the gold answer after
     the task's normalisation; its likelihood is that of the gold answer with the end token, and
     items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
-    accuracy by likelihood normalised by length, else plain accuracy.
-
-    Args:
-        model: A causal language model of transformers, altered or wrapped as one likes.
-        tokenizer: Its tokenizer.
-        tasks: Names of `data.tasks` or of lm-eval; a group stands for its members.
-        limit: Most items a task; None takes all.
-        split: train, validation or test; benchmarks have their own.
-        format: Chat format of the embedded tasks.
-        batch_size: B, sequences a forward pass.
-        data: Folder of the benchmarks' data sets in the hub's files (`benchmarks`), of whose name
-            ``$NAME`` stands in the environment; empty: the hub.
+    accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
+    members; ``split`` and chat ``format`` are of embedded tasks alone; ``data`` is a folder of the
+    benchmarks' data sets (`benchmarks`), in whose name ``$NAME`` stands in the environment, or "".
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
@@ -104,12 +95,9 @@ def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) 
     """Weigh the items of `evaluate`'s table as the papers' averages do: benchmarks count equally.
 
     ``domains`` maps benchmarks, whose subjects (as MMLU's) count as one, to domains; any other task
-    is its own benchmark and keeps its domain.
-
-    Returns:
-        A copy with ``benchmark``; ``domain``; ``weight``, whose mean is 1 and whose sum is equal
-        over benchmarks; ``score``, ``correct`` times the weight, whose mean is the mean of the
-        benchmarks' accuracies; ``domain_score``, the same within a domain.
+    is its own. Returns a copy with ``benchmark``; ``domain``; ``weight``, whose mean is 1 and whose
+    sum is equal over benchmarks; ``score``, ``correct`` times the weight, whose mean is that of the
+    benchmarks' accuracies; ``domain_score``, the same within a domain.
     """
     if table.empty:
         refuse("E-DATA", "no evaluated item: expected a table of evaluation.evaluate with rows")
@@ -138,12 +126,9 @@ def paired(
 ) -> pd.DataFrame:
     """Compare arms of one run item by item, for each pair the first arm less the second.
 
-    ``tables`` are from `by_benchmark`, by arm, over the same items; pairs with an arm that did not
-    run are left out.
-
-    Returns:
-        A line a pair and measure: ``difference``, ``95 % from``, ``to`` (over test items, not over
-        trainings) and ``half width``, about the smallest difference that would have stood out.
+    ``tables`` are from `by_benchmark`, by arm, over the same items. Returns a line for each measure
+    of a pair that ran: ``difference``, ``95 % from``, ``to`` (over test items, not trainings) and
+    ``half width``, about the smallest difference that would have stood out.
     """
     lines = {}
     for one, other in pairs:

@@ -35,10 +35,10 @@ def adapters(
     weights sum to 1 this is Eq. 7 with Eq. 8 put in, ``sum_i R_i (gelu(h D_i) U_i + h)``; the
     residual is added once. An expert that a token chose twice counts twice.
 
-    ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what the adapters read, ``h`` by
-    default and ``dropout(h)`` in training; ``down [E, D, R]`` and ``up [E, R, D]`` are used in the
-    dtype of ``h``. ``impl`` is ``"auto"``, ``"torch"`` (products over the rows of each pair of
-    adapters), ``"triton"`` (for K = 2) or ``"reference"`` (every adapter on every token, masked).
+    ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what the adapters read (default:
+    ``h``); ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``impl`` is
+    ``"auto"``, ``"torch"`` (products over the rows of each pair of adapters), ``"triton"`` (for K =
+    2) or ``"reference"`` (every adapter on every token, masked).
     """
     source = h if source is None else source
     factors = {"down": (down, "E D R"), "up": (up, "E R D")}
@@ -85,10 +85,9 @@ _IMPLEMENTATIONS = {"torch": _segments, "reference": reference, "triton": "adapt
 class _Segments(torch.autograd.Function):
     """Rows sorted by expert or pair; all of a part is done while its rows are in the cache.
 
-    ``members`` are the G experts, one or two, of each segment; their factors are one matrix, and a
-    row is read once and added to once for both. The gate is applied between the two products, on
-    G * R columns instead of D. Where h is its own source (``other`` is None), its two gradients are
-    one tensor from the start.
+    ``members`` are the G experts, one or two, of each segment; their factors are one matrix, so a
+    row is read and added to once. The gate is applied between the products, on G * R columns, not
+    D. Where h is its own source (``other`` is None), its two gradients are one tensor.
     """
 
     @staticmethod

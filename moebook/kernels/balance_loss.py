@@ -29,11 +29,10 @@ def balance_loss(
     tokens of the softmax over ALL E of ``logits [T, E]``, taken before the top-k. ``mask [T]`` is
     true (or 1) for tokens that count in both; with no token left the loss is 0.
 
-    ``form`` is ``"live"`` as above; ``"kept"``, Eq. 9 and 10 literally, in which p_i is the mean of
-    the gates, the softmax over the K kept logits, 0 for an expert that a token did not keep; or
-    ``"constant"``, the released code's, which averages the same gates by token instead: p is 1/K,
-    so the value is ``E / K`` whatever the routing, and the gradient is zero but for rounding.
-    ``impl`` is ``"auto"``, ``"torch"`` (counts) or ``"reference"`` (one-hot vectors).
+    ``form`` is ``"live"`` as above; ``"kept"``, Eq. 9 and 10 literally: p_i is the mean of the
+    gates, the softmax over the K kept logits; or ``"constant"``, the released code's, which
+    averages the same gates by token: p is 1/K, so the value is ``E / K`` and the gradient zero but
+    for rounding. ``impl`` is ``"auto"``, ``"torch"`` (counts) or ``"reference"``.
     """
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
     sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})

@@ -27,18 +27,12 @@ class Answers(NamedTuple):
 def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = "auto") -> Tensor:
     """Sum the negative log-likelihoods of each answer's tokens under each adapter, in nats.
 
-    ``-log softmax(W h)[target]`` for the places that predict an answer alone: of a pack, these are
-    few. The logits exist block by block; what is kept is one number a token. Without a gradient:
-    adapters are ranked by it, none is trained.
+    ``-log softmax(W h)[target]``, ``[N, S]`` float64, for the few places that predict an answer.
+    The logits exist block by block; what is kept is one number a token. Without a gradient.
 
-    Args:
-        hidden: ``[N, T, D]``, what the head reads, of one pack of samples under N adapters.
-        head: ``[V, D]``, the head's weight W, in the dtype of ``hidden``.
-        answers: Where the answers stand, the same for all adapters.
-        impl: ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all at once).
-
-    Returns:
-        ``[N, S]`` float64; the mean over an answer's tokens is this over ``answers.lengths``.
+    ``hidden [N, T, D]`` is what the head reads, of one pack of samples under N adapters, ``head
+    [V, D]`` its weight W in the same dtype; the ``answers`` stand alike for all adapters. ``impl``
+    is ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all at once).
     """
     readers, targets, lengths = answers
     sizes = shapes("bank_scoring", {
@@ -62,9 +56,9 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """Return ``-log softmax(logits)[target]`` of each token, in float32 or wider, without blocks.
 
-    ``logits [..., V]``, ``targets [...]``; 0 where a target is below 0 (-100: not asked for). Where
-    logits spread by 4 and V is 49,152, a CPU's cross-entropy is off by 4e-6 nats, and by 7e-5 with
-    the classes not last: it adds up a row's exponentials one by one, which this does pairwise.
+    ``logits [..., V]``, ``targets [...]``; 0 where a target is below 0 (-100: not asked for). It
+    adds a row's exponentials pairwise: a CPU's cross-entropy, which does not, is off by 4e-6 nats
+    where logits spread by 4 and V is 49,152, and by 7e-5 with the classes not last.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -33,17 +33,10 @@ class Clusters(NamedTuple):
 def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters:
     """Assign every point to its nearest centre and sum each centre's points: a step of Lloyd's.
 
-    All layers side by side, each with centres of its own; points are read once, block by block,
-    and the distances of a block alone are held. Two runs are equal bit for bit. Without a gradient.
-
-    Args:
-        points: ``[L, S, D]``.
-        centres: ``[L, E, D]``, in the dtype of the points.
-        impl: ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all distances at once).
-
-    Raises:
-        Refusal: E-NONFINITE for squared distances on a CPU that are not finite (elsewhere to look
-            would wait for the GPU).
+    For ``points [L, S, D]`` and ``centres [L, E, D]``, each layer by itself. Points are read once,
+    block by block; two runs are equal bit for bit. Without a gradient. Squared distances on a CPU
+    that are not finite are refused (E-NONFINITE); elsewhere to look would wait for the GPU.
+    ``impl`` is ``"auto"``, ``"torch"`` (in blocks) or ``"reference"`` (all distances at once).
     """
     both = {"points": (points, "L S D"), "centres": (centres, "L E D")}
     shapes("clusters", both, alike=("points", "centres"), valued=True)
@@ -54,8 +47,7 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
         finite = found.inertia.isfinite() & centres.isfinite().flatten(1).all(1)
         if not finite.all():
             where = f"points or centres of layer {int(finite.int().argmin())}"
-            refuse("E-NONFINITE", f"clusters: {where} hold NaN or infinity, or distances too large"
-                   " to be squared")  # fmt: skip
+            refuse("E-NONFINITE", f"clusters: {where} hold NaN, infinity or too large distances")
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebook.errors import nearest, refuse, refuse_unknown
+from moebook.errors import refuse, refuse_unknown
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the Triton kernels compute in."""
@@ -26,12 +26,7 @@ CAPABILITY = (8, 0)
 
 
 def implementation(
-    op: str,
-    impl: str,
-    table: Mapping[str, Any],
-    on: Tensor | None = None,
-    *,
-    unless: str = "",
+    op: str, impl: str, table: Mapping[str, Any], on: Tensor | None = None, *, unless: str = ""
 ) -> Callable[..., Any]:
     """Return the function that ``impl`` names for this op: ``"auto"`` or a key of ``table``.
 
@@ -43,9 +38,7 @@ def implementation(
         compiled = on is not None and on.is_cuda and not _interpreted()
         runs = compiled and "triton" in table and not (unless or obstacle(on))
         impl = "triton" if runs else next(iter(table))
-    if impl not in table:
-        why = f"no implementation impl='{impl}'; {nearest(impl, ['auto', *table])}"
-        refuse("E-IMPL", f"{op}: {why}")
+    refuse_unknown(impl, ["auto", *table], "E-IMPL", f"{op}: no implementation impl='{impl}';")
     run = table[impl]
     if isinstance(run, str):
         if problem := unless or obstacle(on):

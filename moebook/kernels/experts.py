@@ -42,8 +42,7 @@ def experts(
 
     ``y = sum_k w_k down_e (act(gate_e x) * up_e x)``, ``[T, D]`` like ``x``, e the k-th expert of
     the token; the bank is used in the dtype of ``x``. Kept for the backward pass are ``x`` and the
-    pre-activation ``[T * K, 2F]``; the gradient of a weight is written once, and not computed where
-    it is not asked for. An expert that a token chose twice counts twice.
+    pre-activation ``[T * K, 2F]``. An expert that a token chose twice counts twice.
 
     ``act`` is elementwise (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE). ``impl`` is ``"auto"``,
     ``"torch"`` (one product per expert and direction over its own rows), ``"triton"`` (for SiLU) or
@@ -81,9 +80,8 @@ def split_experts(
     What `experts` computes, but weight gradients are computed for the trained bank alone: with p
     the share of routed slots that hit it, the backward pass costs (1 + p) forward passes, not 2.
 
-    ``frozen`` holds all E experts and never gets a gradient, ``trained`` the N that train;
-    ``slots [E]`` int64 say where an expert lies in the latter, -1 for a frozen one. The rest is as
-    of `experts`.
+    ``frozen`` holds all E experts and never gets a gradient, ``trained`` the N that train; ``slots
+    [E]`` int64 say where an expert lies in the latter, -1 for a frozen one.
     """
     named = {
         "x": (x, "T D"), "frozen gate_up": (frozen.gate_up, "E 2F D"),

@@ -44,23 +44,18 @@ def groups(
 ) -> Groups:
     """Rank all groups by diversity, add the members' worth, and return those of the least total.
 
-    This is the last step of Rocket's Alg. 1, exactly: no group is left out of the ranks. Each
-    similarity is rounded to a multiple of 2^-55 or so of the largest, finer than float64 adds them,
-    so that sums are whole numbers and equal ones are equal in whatever order they were added.
-    On the CPU, wherever the tensors lie, and without a gradient.
+    The last step of Rocket's Alg. 1, exactly: no group is left out of the ranks. Each similarity is
+    rounded to a multiple of 2^-55 or so of the largest, finer than float64 adds them, so that sums
+    are whole numbers, equal in any order. On the CPU, without a gradient.
 
     Args:
         similarity: ``[M, M]``; what stands above the diagonal is read.
         worth: ``[M]``, less is better (in Rocket R_P + R_A).
-        size: N, 1 to M.
-        best: G, how many groups are returned where there are more.
+        size: N, 1 to M; more than `MOST` groups are refused.
+        best: G, how many groups are returned; at most `LISTED` are listed for it.
         diversity: ``"ordered"``: the least mean similarity is best. ``"inverse"``: its inverse, the
             largest best: zero first, then upwards, then the negative ones upwards.
         impl: ``"auto"``, ``"numba"`` (a compiled loop over all groups) or ``"reference"``.
-
-    Raises:
-        Refusal: E-RANGE also for more than `MOST` groups, and where ``best`` and the range of worth
-            ask for more than `LISTED` of them.
     """
     tensors = {"similarity": (similarity, "M M", "real"), "worth": (worth, "M", "real")}
     count = shapes("groups", tensors, valued=True)["M"]
@@ -87,9 +82,8 @@ def groups(
 def _needed(worth: Array, size: int, best: int) -> int:
     """Return how many of the most diverse groups hold the G best: 2 G + s, s being worth's range.
 
-    Let k groups be less similar than one that is left out. If k >= G + s, the first G are better by
-    their ranks. Else more than G of those before it are as similar as it is, of its rank and not of
-    more worth.
+    Let k groups be less similar than one left out. If k >= G + s, the first G are better by rank.
+    Else more than G before it are as similar as it is, of its rank and not of more worth.
     """
     ascending = np.sort(worth)
     with np.errstate(all="ignore"):
@@ -98,8 +92,8 @@ def _needed(worth: Array, size: int, best: int) -> int:
         refuse("E-NONFINITE", f"groups: worth adds up beyond float64 over {size}: ranks for worth")
     if (needed := 2 * best + math.ceil(spread)) > LISTED < math.comb(len(worth), size):
         told = f"best is {best:,} and worth runs from {ascending[0]:g} to {ascending[-1]:g}"
-        refuse("E-RANGE", f"groups: {told}: {needed:,} groups would be listed, at most {LISTED:,}"
-               " are: fewer candidates, or ranks for worth")  # fmt: skip
+        most = f"{needed:,} groups would be listed, at most {LISTED:,} are"
+        refuse("E-RANGE", f"groups: {told}: {most}: fewer candidates, or ranks for worth")
     return needed
 
 

@@ -33,9 +33,8 @@ def lora_mixture(
     ``down [N, R, D]`` and ``up [N, O, R]`` are A and B of all experts, in the dtype of ``x``.
 
     The A of all experts are one product and their B another, with the gate between them, on N * R
-    columns. Nothing is sorted: experts that a token did not choose cost their rank in FLOPs, which
-    is less than moving rows would. ``impl`` is ``"auto"``, ``"torch"`` (concatenated), ``"triton"``
-    or ``"reference"`` (a loop).
+    columns: what was not chosen costs fewer FLOPs than moving rows would. ``impl`` is ``"auto"``,
+    ``"torch"`` (concatenated), ``"triton"`` or ``"reference"`` (a loop).
     """
     named = {"x": (x, "... D"), "base": (base, "... O"), "gates": (gates, "... N")}
     factors = {"down": (down, "N R D"), "up": (up, "N O R")}

@@ -76,10 +76,9 @@ def is_wider() -> bool:
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an unwritten tensor of the dtype and device of ``like``; a large one in kept memory.
 
-    The first touch of new memory, page by page, costs a CPU seven times what writing it costs, and
-    the tensors of a step are new ones in each step. So large blocks are kept, up to `FREE` bytes.
-    Each tensor handed out holds a view of its block; the block is free when that view is gone, and
-    with it the last tensor that shares the memory.
+    The first touch of new memory, page by page, costs a CPU seven times what writing it costs. So
+    large blocks are kept, up to `FREE` bytes. Each tensor handed out holds a view of its block,
+    which is free when that view is gone, with the last tensor that shares the memory.
     """
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < LARGE:

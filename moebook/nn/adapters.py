@@ -20,10 +20,9 @@ class Adapters(nn.Module):
     paper's "omega_0 is initialised to zero", read literally) neither ever receives a gradient: that
     of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
 
-    The output is multiplied by ``scale`` in training mode and by ``served_scale`` in evaluation
-    mode (the released code merges with another one). ``dropout`` is the share of inputs dropped
-    before ``down`` in training: one mask a token, shared by its K adapters; the released code draws
-    one for each.
+    The output is multiplied by ``scale`` in training and by ``served_scale`` in evaluation mode
+    (the released code merges with another). ``dropout`` is the share of inputs dropped before
+    ``down`` in training: one mask a token; the released code draws one for each of its K adapters.
     """
 
     def __init__(

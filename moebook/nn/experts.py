@@ -48,10 +48,9 @@ class ExpertMoE(nn.Module):
 class SplitExperts(nn.Module):
     """Stands in for a model's fused experts: all frozen, but for copies of the chosen ones (ESFT).
 
-    The host's module stays whole inside as ``frozen``, so that the base can be put back as it was.
-    Only ``gate_up_proj [N, 2F, D]`` and ``down_proj [N, D, F]`` receive gradients and optimizer
-    state: copies of the N chosen rows in a dtype of their own. Products are computed in that of the
-    input. ``slots [E]`` int64 say where an expert lies in the two, -1 for a frozen one.
+    The host's module stays whole inside as ``frozen``. Only ``gate_up_proj [N, 2F, D]`` and
+    ``down_proj [N, D, F]`` train: copies of the N chosen rows in a dtype of their own. Products are
+    in the input's. ``slots [E]`` int64 say where an expert lies in the two, -1 for a frozen one.
     """
 
     slots: Tensor

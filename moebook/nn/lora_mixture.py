@@ -15,13 +15,12 @@ from moebook.nn.routing import Router
 class LoraMixture(nn.Module):
     """Stands in for a linear layer W: ``y = W x + sum_n G_n(x) * scale_n * B_n A_n x``.
 
-    Since the gates of a token sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``.
-    With one expert it is exactly PEFT's LoRA. ``down [N, R, D]`` and ``up [N, O, R]`` are A and B
-    of all experts, ``scales`` their N factors ``alpha / r``.
-
-    The router reads the layer's input x (``reads="layer"``), or each expert's own output
-    (``"expert"``): then logit n is ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the
-    share of x dropped before A in training; one mask for all experts.
+    Since a token's gates sum to 1, this is Eq. 8 with experts ``W x + scale_n B_n A_n x``; with one
+    expert it is PEFT's LoRA exactly. ``down [N, R, D]`` and ``up [N, O, R]`` are all A and B,
+    ``scales`` their N factors ``alpha / r``. The router reads the layer's input x
+    (``reads="layer"``), or each expert's own output (``"expert"``): then logit n is
+    ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the share of x dropped before A in
+    training; one mask for all experts.
     """
 
     def __init__(

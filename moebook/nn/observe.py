@@ -38,10 +38,9 @@ def observe(
     """Run a model on a batch, in evaluation mode, and return what each of its routers decides.
 
     ``model`` may be the decoder alone, which spares the head. ``routers``, of `moebook.nn` or of
-    transformers, come by whatever tells them apart, such as ``{layer.index: layer.router}``; one
-    that the pass does not reach is left out. The batch has ``input_ids`` and, where padded,
-    ``attention_mask`` ``[B, S]``; decisions are ``[B, S, ...]``, and `Decision.real` leaves padding
-    out.
+    transformers, come by whatever tells them apart; one that the pass does not reach is left out.
+    The batch has ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``; decisions are
+    ``[B, S, ...]``, and `Decision.real` leaves padding out.
     """
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
@@ -104,9 +103,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class Trace:
     """The decisions of a model's routers in its last forward pass, for the balance loss.
 
-    Two hooks on the decoder open the trace before a pass and close it after. So no graph outlives
-    its step, and the second run of a layer under gradient checkpointing finds the trace closed. The
-    padding mask comes from the decoder's arguments: its layers hand none to their MLPs.
+    Two hooks on the decoder open it before a pass and close it after: no graph outlives its step,
+    and a layer's second run under gradient checkpointing finds it closed. The padding mask comes
+    from the decoder's arguments: its layers hand none to their MLPs.
     """
 
     def __init__(self) -> None:

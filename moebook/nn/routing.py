@@ -19,8 +19,7 @@ class Router(nn.Module):
     """A linear router without bias, kept in float32 or wider, whatever its host computes in.
 
     Its weight ``[E, D]`` starts kaiming-uniform with a = sqrt 5, so within 1/sqrt(D) either way
-    (PESC as released; the paper says "randomly initialised"). ``trace`` is where the decisions of a
-    training pass go, if anywhere.
+    (PESC as released; the paper: "randomly initialised"). Decisions of a pass go to ``trace``.
     """
 
     def __init__(
@@ -73,12 +72,10 @@ def balance(
     """Return ``sum over layers of E * sum_i f_i p_i`` of the last pass, padding left out.
 
     The number of layers when routing is uniform. Each layer has its own term: pooling f and p over
-    layers would let one layer's imbalance cancel another's. Fits gradient accumulation and gradient
-    checkpointing of the non-reentrant kind.
+    layers would let one layer's imbalance cancel another's. Fits gradient accumulation.
 
     ``attention_mask [B, T]`` is by default the one that the model was called with. With ``first``
-    a token's first choice alone counts in f (Switch), not all K of its slots; ``form`` is that of
-    `moebook.kernels.balance_loss`.
+    a token's first choice alone counts in f (Switch), not all K; ``form`` is `balance_loss`'s.
     """
     total = torch.zeros((), device=routers[0].weight.device, dtype=routers[0].weight.dtype)
     for router in routers:

@@ -17,6 +17,7 @@ from moebook.analysis.routers import statistics
 from moebook.data import padded
 from moebook.errors import Refusal
 from moebook.methods import upcycling
+from moebook.methods.upcycling import starts
 from moebook.methods.upcycling.representations import Representations, perplexities, sampled
 from moebook.models import fingerprint
 from moebook.nn import hooked
@@ -183,15 +184,14 @@ def test_batches_without_a_hit_are_not_run_and_the_model_comes_back_as_it_was(ho
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("of", ["answer", "all"])
-def test_perplexities_are_those_of_one_row_at_a_time(of, host):
+def test_perplexities_are_those_of_one_row_at_a_time(host):
     model = host(dtype=torch.float64)
-    got = perplexities(model, DATA, of=of, size=2)
+    got = perplexities(model, DATA, size=2)
     for row, value in zip(DATA, got.tolist(), strict=True):
         with torch.no_grad():
             logs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
-        scored = row["input_ids"] if of == "all" else row["labels"]
-        nats = [-logs[i - 1, t].item() for i, t in enumerate(scored) if i and t != -100]
+        labels = enumerate(row["labels"])
+        nats = [-logs[i - 1, t].item() for i, t in labels if i and t != -100]
         assert value == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
 
 
@@ -273,9 +273,12 @@ def by_hand(model, texts, mode):
 
 
 @pytest.mark.parametrize("mode", upcycling.MODES)
-def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(mode, host):
+def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_names(
+    mode, host, monkeypatch
+):
     model = host()
-    start = upcycling.prompted(model, letters, ROWS, 2, mode=mode, most=3, max_length=3)
+    monkeypatch.setattr(starts, "PROMPTS", 3)
+    start = upcycling.prompted(model, letters, ROWS, 2, mode=mode, max_length=3)
     for expert, texts in enumerate((["ab", "xy", "bq"], ["cdc"])):  # of a and b, of c
         torch.testing.assert_close(start.weights[:, expert], by_hand(model, texts, mode))
     assert start.base == fingerprint(model)

@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from moebook.data.tasks.task import Item, shipped
 from moebook.results import formed
@@ -17,15 +16,10 @@ _COPYLEFT = {"GNU", "Mozilla", "Eclipse", "CeCILL or EUPL"}
 _PERMISSIVE = ("cc-by-", "pddl-", "cdla-permissive-", "cern-ohl-p-", "cecill-b-")
 
 
-def _requests(task: str, most: int, *, rationale: bool) -> list[Item]:
-    """Return at most so many fillings of each wording; JSON keys stand in the wording's order."""
+def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
+    """Yield at most so many fillings of each wording; JSON keys stand in the wording's order."""
     with formed(Path(__file__).with_name("requests.yaml")) as file:
-        return [*_filled(file, task, most, rationale)]
-
-
-def _filled(file: Any, task: str, most: int, rationale: bool) -> Iterator[Item]:
-    for intent, wordings in file[task].items():
-        for wording in wordings:
+        for intent, wording in ((key, each) for key, part in file[task].items() for each in part):
             names = [part.split("}")[0] for part in wording.split("{")[1:]]
             fillings = list(itertools.product(*(file["slots"][name].split("|") for name in names)))
             random.Random(wording).shuffle(fillings)
@@ -36,13 +30,13 @@ def _filled(file: Any, task: str, most: int, rationale: bool) -> Iterator[Item]:
                 yield Item({"request": wording.format_map(slots)}, answer, why * rationale)
 
 
-def intent_json() -> list[Item]:
-    """Return requests with their intent and slots as JSON."""
+def intent_json() -> Iterator[Item]:
+    """Yield requests with their intent and slots as JSON."""
     return _requests("intent_json", most=160, rationale=False)
 
 
-def intent_new() -> list[Item]:
-    """Return requests with intents that `intent_json` has not."""
+def intent_new() -> Iterator[Item]:
+    """Yield requests with intents that `intent_json` has not."""
     return _requests("intent_new", most=60, rationale=True)
 
 

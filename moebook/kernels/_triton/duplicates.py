@@ -2,8 +2,7 @@
 
 Alg. 2's rule is sequential: whether a row stays depends on the rows before it. So the device finds
 the near pairs of a block of rows with all later ones, exactly and in order, and PyTorch settles
-them, side by side where their order does not matter. What is held is a bit for each pair of a
-block, and the near pairs. Two runs are equal.
+them. What is held is a bit for each pair of a block, and the near pairs. Two runs are equal.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -119,8 +119,7 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
 class _GatedFFN(torch.autograd.Function):
     """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K.
 
-    The tensor memory accelerator needs rows in their order: they are gathered once for it, which is
-    faster than to gather in each product without it. Where there is none, products gather ``x``.
+    The tensor memory accelerator needs rows in their order: they are gathered once for it.
     """
 
     @staticmethod

@@ -1,11 +1,9 @@
 """Grouped products: rows sorted by expert, each tile of rows with its own expert's matrix.
 
-Nothing here waits for the GPU. How many tiles the experts need is known on the device alone, where
-a fixed number of programs share them out. No sum is made by atomic additions: two runs are equal
-bit for bit.
-
-On Hopper and later, tiles of 16-bit numbers are fetched by the tensor memory accelerator where the
-widths are multiples of 16 bytes; else by pointers.
+Nothing here waits for the GPU: the device alone knows how many tiles the experts need, and a fixed
+number of programs share them out. No addition is atomic: two runs are equal bit for bit. On Hopper
+and later, tiles of 16-bit numbers are fetched by the tensor memory accelerator where the widths are
+multiples of 16 bytes; else by pointers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -104,19 +102,13 @@ def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous, from where the accelerator can fetch: a multiple of 16 bytes.
-
-    A weight that is a part of a larger buffer, as some optimizers keep them, may begin elsewhere.
-    """
+    """Return the tensor contiguous, from where the accelerator fetches: a multiple of 16 bytes."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
-    """Return what a kernel reads blocks of a tensor from; a bank's matrices lie one below another.
-
-    A block has as many dimensions as it is to be addressed by.
-    """
+    """Return what a kernel reads blocks of a tensor from; a bank's matrices lie in a row."""
     if not tma or not tensor.numel():
         return tensor
     shape = (-1, *tensor.shape[1 - len(block) :])
@@ -124,10 +116,7 @@ def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
 
 
 def programs(device: torch.device) -> int:
-    """Return how many programs share the work: one for each multiprocessor.
-
-    Less work starts fewer of the same: a kernel would be compiled for each number.
-    """
+    """Return how many programs share the work, one a multiprocessor: a kernel's constant."""
     has = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return 2 if has is None else int(has.multi_processor_count)
 

@@ -116,10 +116,8 @@ def tile_table(
 ) -> tuple[Tensor, Tensor]:
     """Cut groups of sorted rows into tiles of so many rows.
 
-    ``counts [groups]`` sum to ``total``, which the host knows without asking the device. With
-    ``slots [groups]``, a group's place in the first of two banks or -1 for the second, the groups
-    of one ``bank``, 0 or 1, are cut alone.
-
+    ``counts [groups]`` sum to ``total``, known on the host. With ``slots [groups]``, a group's
+    place in the first of two banks or -1 for the second, those of one ``bank``, 0 or 1, are cut.
     Returns ``[tiles, 3]`` int64, place in the bank, first row and end of the group's rows, of which
     the first ``[1]`` count.
     """

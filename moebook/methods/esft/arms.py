@@ -22,7 +22,7 @@ from moebook.errors import refuse
 from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
 from moebook.methods.esft.specialising import Origin
-from moebook.models.anatomy import anatomy
+from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.settings import checked
 from moebook.training import fit
@@ -109,9 +109,9 @@ def plan(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what each arm's method is called with, by arm and task.
 
-    Main arms run on every task of ``scores`` (from `measure`), the others on the first. Experts in
-    groups, which ``together`` (from `cooccurrence`) decides, are measured anew on the samples
-    ``drawn`` for the task, on a copy of the model. Random experts depend on score, task and seed.
+    Main arms run on every task of ``scores``, the others on the first. Experts grouped by
+    ``together`` (from `cooccurrence`) are measured anew on the samples ``drawn`` for the task, on a
+    copy of the model. Random experts depend on score, task and seed.
     """
     calls: dict[tuple[str, str], dict[str, Any]] = {}
     for name, arm in arms.items():
@@ -144,9 +144,9 @@ def full(model: nn.Module) -> nn.Module:
 def lora(model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0) -> nn.Module:
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
-    The paper does not name the modules. Here they are the linear layers of attention, of dense
-    layers' MLPs and of shared experts, and the routed experts' fused tensors, to each of which PEFT
-    adds one product of rank ``rank`` per expert (a fused gate and up share it), times ``scale``.
+    On modules that the paper leaves open: the linear layers of attention, of dense layers' MLPs and
+    of shared experts, and the routed experts' fused tensors, to which PEFT adds one product of rank
+    ``rank`` per expert (a fused gate and up share it), times ``scale``.
     """
     _check_plain(model)
     layers = anatomy(model).layers
@@ -157,7 +157,7 @@ def lora(model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0) -> nn
     adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
     parts = [part for owner in adapted if owner for part in owner.modules()]
     linears = {part for part in parts if isinstance(part, nn.Linear)}
-    banks = {p for layer in scoring.sparse_layers(model) for p in layer.experts.parameters()}
+    banks = {p for layer in sparse_layers(model) for p in layer.experts.parameters()}
     config = LoraConfig(
         r=rank,
         lora_alpha=scale * rank,
@@ -177,7 +177,7 @@ def _check_plain(model: nn.Module) -> None:
         refuse("E-MODEL", "the model holds LoRA already: load the base again")
     if origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised: esft.restore or esft.merge it first")
-    scoring.sparse_layers(model)
+    sparse_layers(model)
 
 
 def rows(
@@ -185,8 +185,8 @@ def rows(
 ) -> dict[str, list[dict[str, str]]]:
     """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
-    A name is an embedded task, which may have fewer, or a data set of the hub; of alignment data
-    from there twice as many rows are drawn, as some prove too long.
+    A name is an embedded task, which may have fewer, or a data set of the hub, of which twice as
+    many alignment rows are drawn, as some prove too long.
     """
     pins, drawn = hub.pins(revisions), {}
     for times, names in ((2, alignment), (1, targets)):
@@ -222,7 +222,7 @@ def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
     """Train `STEPS` steps of a recipe for `training.fit`; count what one holds (Fig. 4).
 
     ``time`` is the median step in seconds; in bytes ``peak_memory`` of a step, ``resident``
-    (weights and buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
+    (weights, buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
     """
     first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
     device = next(model.parameters()).device

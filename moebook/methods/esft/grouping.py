@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from moebook.analysis.routers import decisions
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import Group, decisions, sparse_layers
+from moebook.methods.esft.scoring import Group
 from moebook.methods.esft.specialising import Origin
+from moebook.models.anatomy import sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.settings import FINITE, checked
 
@@ -29,7 +31,7 @@ def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict
     By layer ``[E, E]`` float64, symmetric; 0 on the diagonal, as an expert's company is others.
     """
     counts: dict[int, Tensor] = {}
-    for layer, seen in decisions(model, batches):
+    for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
         ids = seen.real().ids.cpu()
         chosen = torch.zeros(len(ids), seen.logits.shape[-1]).double().scatter_(1, ids, 1.0)
         counts[layer] = counts.get(layer, 0) + chosen.T @ chosen
@@ -50,10 +52,9 @@ def similarity(cooccurrence: Tensor) -> NDArray[np.int64]:
 def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group, ...]:
     """Split experts into groups, greedily the most alike first (Appendix C).
 
-    Two experts are as alike as the cosine of their rows in the co-occurrence matrix. Of all groups
-    of the given size among the experts left, the one with the largest mean pairwise similarity is
-    taken, until none is left; among equal ones the first in the order of their numbers. Every group
-    is looked at, as the paper says; more than `MOST` are refused. An unused expert is like none.
+    Two experts are as alike as the cosine of their rows in the co-occurrence matrix; an unused one
+    is like none. Of all groups of the given size among the experts left, that with the largest mean
+    pairwise similarity is taken, of equal ones the first by numbers. More than `MOST` are refused.
     """
     _check_size(size, len(cooccurrence))
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
@@ -71,10 +72,9 @@ def group(
 ) -> dict[int, tuple[Group, ...]]:
     """Bind a mixture's experts in groups that share one gate, in place (Sec. 6.3, Appendix C).
 
-    The gate vector of a group is the mean of its members', and one parameter from then on: also
-    where routers train, a token takes a whole group or none of it. It still runs through K
-    experts, of K / size groups. The softmax stays over all E experts, as the host has it, so that
-    the gates of a group's members are equal. Returns groups by layer, for `select`.
+    The gate vector of a group is the mean of its members', and one parameter from then on: a token
+    takes a whole group or none of it, and still K experts, of K / size groups. The softmax stays
+    over all E experts, so members have equal gates. Returns groups by layer, for `select`.
     """
     layers = sparse_layers(model)
     if origin_or_none(model, Origin) is not None:

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,10 +16,9 @@ from datasets import Dataset
 from pydantic import Field
 from torch import Tensor, nn
 
+from moebook.analysis.routers import decisions
 from moebook.data import padded
 from moebook.errors import located, refuse
-from moebook.models.anatomy import Layer, anatomy
-from moebook.nn import Decision, observe
 from moebook.results import read_json
 from moebook.settings import Count, Kind, Presets, checked, settings
 
@@ -46,14 +45,12 @@ class Config(Presets):
         score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
             or ``"gate"``, the mean of its gates (Eq. 6).
         threshold: p of Eq. 8: the best experts of a layer are taken until their scores reach it.
-        pooling: Average over all ``"tokens"`` (released), or within each of the ``"samples"`` and
-            then over these (Eq. 6 and 7 as printed).
+        pooling: Average over all ``"tokens"`` (released), or over ``"samples"`` (as printed).
         normalised: Whether p is a share of a layer's total, as the paper says. The released code
             does not divide: the token scores sum to 1 anyway, gates only if renormalised.
         decimals: Places to which scores are rounded before the choice (released: 4), or None.
-        shared_experts, router: Whether these train too.
-        non_expert_modules: Whether all else trains too: attention, norms, embeddings, dense layers,
-            head (and the routers, in the released code).
+        shared_experts, router, non_expert_modules: Whether these train too; the last are all else:
+            attention, norms, embeddings, dense layers, head (released: and routers).
     """
 
     score: Score = "token"
@@ -70,24 +67,6 @@ class Config(Presets):
         "released": {"decimals": 4},
         "fixed": {},
     }
-
-
-def sparse_layers(model: nn.Module) -> list[Layer]:
-    """Return the layers that hold routed experts, or refuse a dense model."""
-    layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
-    if not layers:
-        refuse("E-MODEL", f"{type(model).__name__} is dense: ESFT needs a mixture of experts")
-    return layers
-
-
-def decisions(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]]
-) -> Iterator[tuple[int, Decision]]:
-    """Yield each batch's routing by layer number; the decoder alone runs, without the head."""
-    routers = {layer.index: layer.router for layer in sparse_layers(model)}
-    decoder = anatomy(model).decoder
-    for batch in batches:
-        yield from observe(decoder, routers, batch).items()
 
 
 @dataclass(frozen=True)
@@ -198,11 +177,10 @@ def measure(
     """Score every routed expert of every sparse layer on a task's tokens (Eq. 6 and 7).
 
     Batches are from `samples`; padding does not count. Gates are those of the host: renormalised
-    over the K chosen in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2). Of the configuration
-    only ``pooling`` matters here.
+    over the K chosen in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
     """
     tallies: dict[int, Tally] = {}
-    for layer, seen in decisions(model, batches):
+    for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
         tally = tallies.setdefault(layer, Tally(seen.logits.shape[-1]))
         tally.add(seen.ids, seen.gates, seen.mask)
     return scored(tallies, (config or Config()).pooling)
@@ -230,9 +208,9 @@ def samples(
 ) -> list[dict[str, Any]]:
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
-    Rows are encoded in training form. A sample is rows one after the other, cut at ``length`` (the
-    paper: "32 concatenated samples" of 4096 tokens). Unless ``packed`` it is one whole row, and
-    longer ones are passed over (as the published logs look). Too few rows make fewer samples.
+    A sample is encoded rows one after the other, cut at ``length`` (the paper: "32 concatenated
+    samples" of 4096 tokens), or unless ``packed`` one whole row, longer ones being passed over (as
+    the published logs look). Too few rows make fewer samples.
     """
     if "input_ids" not in rows.column_names:
         refuse("E-DATA", f"rows have {rows.column_names}, expected input_ids: see data.encode")
@@ -290,9 +268,8 @@ def select(
     """Take the best experts of each layer until their scores reach p (Eq. 8).
 
     Among equal scores the lower number comes first; each layer gets at least one expert. A total
-    that misses p only by rounding (of ``decimals``, or in float64) counts as p; one that misses it
-    by more (unnormalised gate scores) is refused. With ``groups`` by layer, from `group`, whole
-    groups are taken by the sums of their members' scores.
+    that misses p by rounding (of ``decimals``, or in float64) counts as p, one that misses it by
+    more is refused. With ``groups`` by layer, whole groups are taken by their members' sums.
     """
     experts = {}
     for layer, row in getattr(scores, config.score).items():

@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import Selection, sparse_layers
+from moebook.methods.esft.scoring import Selection
 from moebook.models import checkpoint
-from moebook.models.anatomy import Layer
+from moebook.models.anatomy import Layer, sparse_layers
 from moebook.models.registry import incompatibility
 from moebook.nn import SplitExperts
 from moebook.settings import settings
@@ -39,10 +39,9 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
 
     transformers 5 keeps a layer's experts as one tensor, of which no part can be frozen: a masked
     gradient is still moved by weight decay. So the chosen experts become a parameter of their own,
-    ``[N, ...]``, and the host's tensor gets neither gradient nor optimizer state. The copies are
-    float32 or wider, since small updates would be lost in bfloat16; what else trains keeps the
-    host's dtype. The model computes what it computed. Hosts are mixtures with fused gated experts
-    (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here); a refused one is left untouched.
+    ``[N, ...]``, and the host's gets neither gradient nor optimizer state. The copies are float32
+    or wider, as bfloat16 loses small updates; what else trains keeps its dtype. Hosts are mixtures
+    with fused gated experts (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here).
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
@@ -149,9 +148,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Take a trained model apart and put it together again: save, restore, load, merge.
 
-    In the end it is merged and in evaluation mode. Returns the largest differences of any logit for
-    the batch, ``input_ids`` and ``attention_mask`` ``[B, T]``, after ``loading`` and ``merging``;
-    ``base unchanged``: 1 if `restore` brings back the same weights; ``bytes`` of the saved folder.
+    Returns the largest differences of any logit for the batch, ``input_ids`` and ``attention_mask``
+    ``[B, T]``, after ``loading`` and ``merging``; ``base unchanged``: 1 if `restore` brings back
+    the same weights; ``bytes`` of the saved folder.
     """
     base = checkpoint.origin(model, Origin).base
     inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}

@@ -19,20 +19,19 @@ class Config(Presets):
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
     The defaults are the preset ``fixed``; ``paper`` is the text and ``released`` its code. The
-    recipe of training is no part of this (in paper and code: sequence 2048 or 512, batch 128 or
-    256, warm-up ratio 0.03 or 200 steps).
+    recipe is no part of this (in paper and code: sequence 2048 or 512, batch 128 or 256, warm-up
+    ratio 0.03 or 200 steps).
 
     Attributes:
         experts: E, adapters a layer.
-        top_k: K, experts per token, 1 to E (2 in the paper). With 1 a token's gate is always 1, and
-            nothing but the balance loss reaches the routers (a warning, W-ROUTER, tells).
+        top_k: K, experts per token, 1 to E (2 in the paper). With 1 nothing but the balance loss
+            reaches the routers (W-ROUTER).
         adapter_width: R. 512 is what the printed sizes imply; the released code trains 64.
         adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
-        served_scale: The same in evaluation mode. The released code trains with 1 and merges with
-            0.25, so what is served is not what was trained.
+        served_scale: The same in evaluation mode; released: trains with 1, serves with 0.25.
         adapter_dropout: Share dropped before ``down`` (0.1 as released; the paper is silent).
-        down_init: Start of ``down``: ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 =
-            0, read literally: such adapters never receive a gradient). ``up`` is 0 in both.
+        down_init: ``down`` starts ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 = 0,
+            read literally: such adapters never receive a gradient). ``up`` is 0 in both.
         layers: Decoder layers to craft; None for all of them.
         balance: Eq. 10: ``"live"`` (probabilities over all experts), ``"kept"`` (the gates of
             Eq. 9, literally), ``"constant"`` (as released, the constant E/K without gradient),
@@ -84,8 +83,8 @@ GROUPS = {
 }
 """lm-eval's names of ten of the paper's twelve benchmarks, to the paper's group (Table 3).
 
-Code, HumanEval and MBPP, is missing: it runs what the model wrote. MATH is lm-eval's
-`hendrycks_math`; its `minerva_math` has the paper's 4 shots, but needs further packages.
+HumanEval and MBPP are missing: they run what the model wrote. MATH is `hendrycks_math`: lm-eval's
+`minerva_math` has the paper's 4 shots, but needs further packages.
 """
 
 

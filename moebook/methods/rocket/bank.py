@@ -57,8 +57,7 @@ def load(
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read every PEFT folder inside a folder as the bank of this base, by name in order.
 
-    A warning (W-BASE) tells which LoRAs, without a manifest of ours, are tied to the base by their
-    keys and shapes alone.
+    A warning (W-BASE) tells which LoRAs are tied to the base by keys and shapes alone.
     """
     paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
     if not paths:
@@ -115,12 +114,11 @@ def train(
 ) -> dict[str, Lora]:  # fmt: skip
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
-    A LoRA in the folder is taken when it comes from the same base, rows and settings; without a
-    folder nothing is kept. The base is given back as it was. Rank and targets are the paper's,
-    dropout is as released; the paper gives no alpha. Rows above ``max_length`` tokens are left out
-    and reported (as released; the paper cuts them). The seed is of the start and of the rows'
-    order, so all LoRAs share their first A, unless ``own_starts`` has each add its place in
-    ``sets``. ``settings`` are for `training.fit`, by default those of `TABLE_12`.
+    A LoRA in the folder is taken when it comes from the same base, rows and settings. The base is
+    given back as it was. Rank and targets are the paper's, dropout is as released; the paper gives
+    no alpha. Rows above ``max_length`` tokens are left out and reported (the paper cuts them). The
+    seed is of the start and of the rows' order, so all LoRAs share their first A, unless
+    ``own_starts`` has each add its place. ``settings`` are for `training.fit`, else `TABLE_12`.
     """
     plan = {k: v for k, v in TABLE_12.items() if k != "epochs" or "steps" not in settings}
     plan |= settings
@@ -153,8 +151,7 @@ def tune(
 ) -> Lora:
     """Train a fresh PEFT LoRA on encoded rows and take it off the base, which is as it was again.
 
-    Its provenance keeps the loss of every step. ``settings`` are for `training.fit`, whose seed is
-    that of the LoRA's start too.
+    Its provenance keeps each step's loss. ``settings`` are for `training.fit`; the seed starts it.
     """
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
     with torch.random.fork_rng():
@@ -192,10 +189,9 @@ def hashes(rows: Iterable[Row]) -> list[str]:
 def leaks(bank: Bank, rows: Sequence[Row], *, task: str) -> pd.DataFrame:
     """Find the LoRAs that have seen the target task: by its name, or by prompts in common.
 
-    A bank whose best candidate was trained on the target's own training set makes a K-shot
-    comparison worthless. ``rows`` are all that are known of the target, test rows included.
-    Returns each LoRA's ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where it does not tell
-    what it was trained on), ``shared`` (prompts in common) and ``data`` (its data set).
+    ``rows`` are all that are known of the target, test rows included. Returns each LoRA's
+    ``status`` (``"leak"``, ``"clean"``, or ``"unknown"`` where it does not tell what it was trained
+    on), ``shared`` (prompts in common) and ``data`` (its data set).
     """
     target, lines = set(hashes(rows)), {}
     for name, lora in bank.items():

@@ -18,26 +18,23 @@ class Config(Presets):
     what the authors' code does, with Alg. 1 in place of its fixed lists of experts.
 
     Attributes:
+        shots, candidates, experts, top_k: K, M, N and k; k <= N <= M.
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
             (the paper's text, which ranks by length).
         rationale: Whether Phi (Eq. 3) puts the answer first (Fig. 3) or the rationale (Table 8).
-        compare: Eq. 6 compares the matrices B A, or A and B apart and by the absolute value of
-            their cosines (released).
-        cosine: As Eq. 6 has it, or its absolute value.
+        compare, cosine: Eq. 6 compares the matrices B A, or A and B apart and by the absolute value
+            of their cosines (released); ``"absolute"`` takes that of the cosines of B A too.
         diversity: ``"inverse"`` orders groups by Eq. 6 as printed, which turns over where the mean
-            cosine is negative; ``"ordered"`` by the mean cosine itself, the least one first, which
-            is the same order wherever Eq. 6 means something.
+            cosine is negative; ``"ordered"`` by the mean cosine itself, the least one first.
         ranking: As in Alg. 1, or each of the three sums of ranks is brought to [0, 1] over all
             groups first, since that of diversity has the widest range.
-        shots, candidates, experts, top_k: K, M, N and k; k <= N <= M.
         sampler: How open data are drawn: by the largest cosine over the shots (Eq. 13), the least
             Euclidean distance to their centroid (released), at random, out of their hull (Eq. 16)
-            or by their density (Eq. 17).
+            or by their density (Eq. 17), whose bandwidth is ``gamma``.
         budget: C (1000; released 5000).
         threshold: tau; two rows are duplicates when their cosine is larger.
         duplicates: Which rows stay, see `augmentation.deduplicate`.
-        gamma: Bandwidth of Eq. 17.
-        components: Principal axes of the shots in which the hull is taken. K points span at most
+        components: Principal axes of the shots in which the hull is taken: K points span at most
             K - 1 dimensions, so in the encoder's own space no other text lies inside.
         gate_input: A gate reads the layer's input (released) or each expert's output (Eq. 9).
         lora_scale: Whether alpha / r is applied or omitted (released).
@@ -66,8 +63,8 @@ class Config(Presets):
 
     def __post_init__(self) -> None:
         if self.experts > self.candidates:
-            limit = f"{self.candidates} (candidates, M)"
-            refuse("E-RANGE", f"experts (N) is {self.experts}, expected 1 to {limit}")
+            limit = f"1 to {self.candidates} (candidates, M)"
+            refuse("E-RANGE", f"experts (N) is {self.experts}, expected {limit}")
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
 

@@ -25,9 +25,8 @@ def foretold(
 ) -> pd.DataFrame:
     """Set perplexities on the shots beside what tuning each LoRA alone came to (Fig. 2, 8).
 
-    ``outcomes`` are the accuracies before and after tuning, by task and LoRA. Returns, indexed by
-    ``task`` and ``lora``, those of finite perplexity: the `KINDS` (of all shots, nats), ``before``,
-    ``after`` and their ``gain``.
+    ``outcomes`` are the accuracies before and after tuning, by task and LoRA. Returns the same
+    index where perplexity is finite: the `KINDS` (nats), ``before``, ``after`` and their ``gain``.
     """
     index = pd.MultiIndex.from_tuples(list(outcomes), names=["task", "lora"])
     tuned = pd.DataFrame(list(outcomes.values()), index, ["before", "after"], dtype=float)
@@ -42,8 +41,7 @@ def foretold(
 def correlations(frame: pd.DataFrame, one: Sequence[str], other: Sequence[str]) -> pd.Series:
     """Correlate columns of either side over the LoRAs by rank, within each task (Fig. 2, 8).
 
-    Spearman's correlation, indexed by ``of``, ``with`` and ``task``. A task in which a column has
-    one value only has none and is left out.
+    Spearman's, indexed by ``of``, ``with`` and ``task``, without tasks where a column is constant.
     """
     ranks = {
         (left, right, task): spearmanr(part[left], part[right]).statistic

@@ -40,6 +40,8 @@ def _wide(factor: Tensor) -> Tensor:
 Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_]\w*(\.\w+)*$")]
 Text = Annotated[str, Field(max_length=1000)] | None
+# The base's class and module, which PEFT notes: one of transformers, never imported here.
+Mapped = dict[str, Annotated[str, Field(pattern=r"^transformers\.|^[A-Z]\w*$")]]
 
 
 @settings
@@ -56,10 +58,7 @@ class Plain:
     inference_mode: bool = False
     # Other starts alter the base's own weights.
     init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal"] = True
-    # The base's class and module, which PEFT notes: one of transformers, never imported here.
-    auto_mapping: dict[str, Annotated[str, Field(pattern=r"^transformers\.|^[A-Z]\w*$")]] | None = (
-        None
-    )
+    auto_mapping: Mapped | None = None
     base_model_name_or_path: Text = None
     revision: Text = None
     peft_version: Text = None
@@ -136,8 +135,7 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
 
-    Equals PEFT's LoRA, and a mixture of one, without LoRA's own dropout. The base's weights are in
-    memory once and its modules are untouched: forward hooks, removed at the end.
+    Equals PEFT's LoRA, and a mixture of one, without LoRA's own dropout, by forward hooks.
     """
     with ExitStack() as hooks:
         for path in loras[0].down:
@@ -185,16 +183,10 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
     provenance = {key: v for key, v in vars(facts).items() if key != "base" and v is not None}
     if plain.base_model_name_or_path and not manifest:
         provenance["base"] = plain.base_model_name_or_path
-    return Lora(
-        folder.name,
-        rank,
-        plain.lora_alpha,
-        down={path: tensors[KEY.format(path, "A")] for path in layers},
-        up={path: tensors[KEY.format(path, "B")] for path in layers},
-        base=facts.base,
-        rank_stabilised=plain.use_rslora,
-        provenance=provenance,
-    )
+    down = {path: tensors[KEY.format(path, "A")] for path in layers}
+    up = {path: tensors[KEY.format(path, "B")] for path in layers}
+    kept: dict[str, Any] = {"rank_stabilised": plain.use_rslora, "provenance": provenance}
+    return Lora(folder.name, rank, plain.lora_alpha, down, up, facts.base, **kept)
 
 
 def write(lora: Lora, folder: Path) -> Path:

@@ -44,8 +44,8 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
 
     Afterwards exactly the experts and the gates require a gradient; they are float32 or wider.
     Gates start as `nn.Router` does. No balance loss goes with it (neither in the paper nor in the
-    code). Any LoRAs do, also one of them N times (Sec. 4.5.2); with one LoRA and ``experts=1,
-    top_k=1`` it is that LoRA, tuned alone. Returns the same model.
+    code). Any LoRAs do, also one N times (Sec. 4.5.2); with one LoRA and ``experts=1, top_k=1`` it
+    is that LoRA, tuned alone.
     """
     _refuse_mixture(model)
     names, base = tuple(lora.name for lora in loras), checkpoint.fingerprint(model)
@@ -56,10 +56,8 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     rank, paths = loras[0].rank, tuple(loras[0].down)
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}
     up = {path: torch.stack([lora.up[path] for lora in loras]) for path in paths}
-    made_from = Origin(
-        base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths
-    )
-    return install(model, made_from, down, up)
+    source = Origin(base=base, config=config, experts=names, scales=scales, rank=rank, paths=paths)
+    return install(model, source, down, up)
 
 
 def install(

@@ -48,9 +48,8 @@ class Arm:
 def arms(config: Config, *, strict: float) -> dict[str, Arm | None]:
     """Return all arms of the study by name, without those that the settings do not allow.
 
-    Vanilla comparisons (Table 1), other experts (Table 2), other data (Table 3), then samplers,
-    budgets C and thresholds (Figures 9, 10), the ``strict`` one among them, and other K, N and k
-    (Tables 4, 6, 7), whose names end in that number. None stands for the `UNMIXED`.
+    Vanilla comparisons (Table 1), other experts (Table 2), data (Table 3), samplers, budgets C and
+    thresholds (Figures 9, 10), and K, N and k (Tables 4, 6, 7). None stands for the `UNMIXED`.
     """
     single = replace(config, experts=1, top_k=1)
     budgets = (max(1, config.budget // 3), config.budget * 4)
@@ -173,8 +172,7 @@ def tune(
 ) -> training.History:  # fmt: skip
     """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
 
-    One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and of the rows'
-    order. ``settings`` are for `training.fit`.
+    One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and the order.
     """
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)

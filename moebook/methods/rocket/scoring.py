@@ -68,9 +68,8 @@ def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
 def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[str, str]]:
     """Put each row's own rationale into its answer: Phi (Eq. 3) for data that carry rationales.
 
-    ``answer_first`` gives two lines, answer and rationale, so that a task which reads the first
-    line of an answer still does; ``rationale_first`` gives the rationale and then, on the last
-    line, "The answer is ..." (the form of Table 8's example).
+    ``answer_first`` gives two lines, answer and rationale; ``rationale_first`` the rationale and
+    then, on the last line, "The answer is ..." (the form of Table 8's example).
     """
     expanded = []
     for number, row in enumerate(rows):
@@ -84,17 +83,16 @@ def expand(rows: Sequence[Row], *, order: Order = "answer_first") -> list[dict[s
 
 @checked
 def write_rationales(
-    rows: Sequence[Row], model: nn.Module, tokenizer: Any,
-    *, order: Order = "answer_first", limit: Count = 200,
-) -> list[dict[str, str]]:  # fmt: skip
-    """Have a chat model write each row's ``rationale``, of so many tokens, by Fig. 3's prompt.
+    rows: Sequence[Row], model: nn.Module, tokenizer: Any, *, order: Order = "answer_first"
+) -> list[dict[str, str]]:
+    """Have a chat model write each row's ``rationale`` by Fig. 3's prompt, in up to 200 tokens.
 
     The second order's instruction is ours: the paper prints only the first, though its example
     (Table 8) is of the second. A tokenizer without a chat template is asked in PESC's form.
     """
     requests = [FIGURE_3.format_map({**row, "order": ORDERS[order]}) for row in rows]
     contexts = [_chat_ids(request, tokenizer) for request in requests]
-    texts = [text.strip() for text in generate(model, tokenizer, contexts, limit=limit)]
+    texts = [text.strip() for text in generate(model, tokenizer, contexts, limit=200)]
     if "" in texts:
         refuse("E-DATA", f"row {texts.index('')}: the model wrote no rationale; take another model")
     return [{**row, "rationale": text} for row, text in zip(rows, texts, strict=True)]
@@ -128,11 +126,10 @@ def log_perplexity(
     ``[N, S]``, indexed by name: the mean over the answer's tokens, its end token included
     (released), or their sum (Eq. 1 literally). Shots from `expand` give the reasoning perplexity.
 
-    All LoRAs share the unaltered base; a row of the batch is one LoRA on a pack of shots (`packs`).
-    Dropout is off; the end of the last layer and the head run on the answers alone. A forward pass
-    has so many ``tokens`` at most over its LoRAs, by default 2,048 on a CPU, where more would leave
-    its cache, else 16,384. A pack is no longer than the model is wide: attention then costs at most
-    a sixth of the products.
+    A row of the batch is one LoRA on a pack of shots (`packs`), no longer than the model is wide:
+    attention then costs at most a sixth of the products. Dropout is off; the end of the last layer
+    and the head run on the answers alone. A forward pass has so many ``tokens`` at most over its
+    LoRAs, by default 2,048 on a CPU, where more would leave its cache, else 16,384.
     """
     items = _encoded(model, tokenizer, bank, shots)
     loras, (host, head) = list(bank.values()), _readable(model)
@@ -157,9 +154,8 @@ def accuracy(
     """Say which shots each LoRA solves: greedy answers equal to the gold ones (Eq. 5), true or not.
 
     ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
-    ``post`` is f of Eq. 5, applied to both answers: by default that of the row's task in
-    `data.tasks` or of its data set (GSM8K's is the final number), else the first line, by which
-    free text counts as solved only word for word. So are the most new tokens, else 64.
+    ``post`` is f of Eq. 5, applied to both answers: by default that of the row's task or data set
+    (GSM8K's is the final number), else the first line. So are the most new tokens, else 64.
     """
     posts = [post or _post(row.get("task", "")) for row in shots]
     items = _encoded(model, tokenizer, bank, shots)
@@ -328,10 +324,9 @@ class Products(TorchFunctionMode):
 def trimmed(model: nn.Module, loras: int, tokens: int, places: Tensor) -> Iterator[None]:
     """Leave out, in this block, what scoring one pack under N LoRAs can do without.
 
-    Inside `attached`, with one row a LoRA and the same T tokens in all rows, when hidden states are
-    read at some places in [0, T) alone. Products before the first LoRA are then of one row, and the
-    last layer needs keys and values everywhere, but its queries and what follows at the places
-    alone: zeros stand for the others, which nobody reads.
+    Inside `attached`, with one row a LoRA and the same T tokens in all rows, read at some places in
+    [0, T) alone. Products before the first LoRA are of one row, and of the last layer queries and
+    what follows are needed at the places alone: zeros stand for the others.
     """
     shared, ends = spared(model)
 

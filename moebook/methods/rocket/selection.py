@@ -41,10 +41,9 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
     """Compare all pairs of LoRAs: the cosine of each matrix, averaged over the layers (Eq. 6).
 
     ``[N, N]``, symmetric, float64, indexed by name. ``<B_i A_i, B_j A_j>`` is the sum over the
-    R x R entries of ``(B_i' B_j) * (A_i A_j')``: no ``B A`` is formed. alpha / r cancels. A matrix
-    that is zero in one of the two has cosine 0. By ``config.compare`` it is also the mean of the
-    absolute cosines of A and of B, which depends on the basis in which a LoRA happens to be
-    written; absolute values by ``config.cosine`` are taken layer by layer.
+    R x R entries of ``(B_i' B_j) * (A_i A_j')``: no ``B A`` is formed. A matrix that is zero in one
+    of the two has cosine 0. By ``config.compare`` it is also the mean of the absolute cosines of A
+    and of B, which depends on a LoRA's basis; ``config.cosine`` acts layer by layer.
     """
     config = config or Config()
     total = np.zeros((len(bank), len(bank)))
@@ -81,10 +80,9 @@ def _cosines(gram: Tensor) -> Tensor:
 def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -> Array:
     """Return Omega (Eq. 6) of groups, the inverse of their members' mean pairwise cosine ``[G]``.
 
-    Eq. 6 multiplies the sum over ordered pairs by ``2 / (N (N - 1))``, so that as printed it is
-    half of this; no ranking depends on that. As printed (``"inverse"``) it is undefined at a mean
-    of 0, here infinite, and negative, so least, for the most different groups; ``"ordered"`` is
-    infinite from 0 downwards.
+    Eq. 6 sums over ordered pairs, so that as printed it is half of this; no ranking depends on it.
+    As printed (``"inverse"``) it is undefined at a mean of 0, here infinite, and negative, so
+    least, for the most different groups; ``"ordered"`` is infinite from 0 downwards.
     """
     if cosines.ndim != 1:
         refuse("E-SHAPE", f"cosines are {cosines.shape}, expected [G], one a group")
@@ -104,9 +102,8 @@ def select(
 
     R_P ranks the whole bank by perplexity from the smallest, R_A by accuracy from the largest; the
     M least sums are the candidates; R_D ranks all groups of N candidates by diversity from the
-    largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4), so that
-    perplexity tells LoRAs of equal accuracy apart; equal sums are settled by name. Takes what
-    `scoring.scores` and `similarity` return; ``rankings`` count (Table 2's ablations).
+    largest; the group with the least total wins. Equal values share a rank (1, 2, 2, 4); equal sums
+    are settled by name. Takes `scoring.scores` and `similarity`; ``rankings`` count (Table 2).
     """
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"

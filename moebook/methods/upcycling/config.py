@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,10 +24,9 @@ class Config:
             model, but the router has a gradient, even with K = 1, unless the host norms what its
             FFN puts out (Gemma 2, OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral,
             mergekit): the weights sum to 1, so the model is the dense one. Where the sum is 1 or
-            cancels, K = 1 never gives the router a gradient of the language-model loss, and K > 1
-            none until the experts differ: with ``noise`` at once, else after the first step.
-        noise: Standard deviation of Gaussian noise on each expert's weights, as a share of the
-            dense tensor's; 0 in the paper.
+            cancels, the language-model loss never reaches the router with K = 1, and with K > 1
+            not until the experts differ: with ``noise`` at once, else after the first step.
+        noise: Deviation of Gaussian noise on the experts, as a share of the dense tensor's.
         layers: Decoder layers to upcycle; None for all of them (the paper's).
         balance_weight: alpha of Eq. 3, which the paper never gives; 0.01 is Switch's.
         seed: Of the noise, and of the random routers that `upcycle` draws without a start.
@@ -66,8 +64,7 @@ LABORATORY = {
 LED = ("su4", "crsu")  # tested after each quarter (Table 5), compared with the laboratory's
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """One of the trainings that are compared; the dense model has one expert and no start."""
 
     path: str  # where its values are recorded: crsu, lab/wide
@@ -91,16 +88,10 @@ def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> di
     for name, (experts, start, fixed) in (MAIN | LABORATORY).items():
         lab, led = name in LABORATORY, name in LED
         last = every[0] if lab else steps
-        table[name] = Arm(
-            path=f"lab/{name}" if lab else name,
-            experts=experts,
-            start=start,
-            length=fixed or length,
-            combine="renormalised" if name.endswith("renormalised") else combine,
-            steps=last,
-            scored=every if led else (last,),
-            watched=(thirds(last) if start else ()) + (thirds(every[0]) if led else ()),
-        )
+        path, scored = f"lab/{name}" if lab else name, every if led else (last,)
+        rule = "renormalised" if name.endswith("renormalised") else combine
+        watched = (thirds(last) if start else ()) + (thirds(every[0]) if led else ())
+        table[name] = Arm(path, experts, start, fixed or length, rule, last, scored, watched)
     return table
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from moebook import __version__
 from moebook.errors import refuse
@@ -43,7 +42,6 @@ def export(
     folder: str | os.PathLike[str],
     *,
     form: Literal["mixtral", "qwen2_moe", "qwen3_moe"] | None = None,
-    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write an upcycled model as a checkpoint that ``AutoModelForCausalLM`` loads as it is.
 
@@ -55,8 +53,8 @@ def export(
       that the family has gets width 1 and weights 0, so it adds nothing.
     - ``"qwen3_moe"``: Qwen3 hosts (with norms on queries and keys), both rules, any layers.
 
-    Routers are rounded to the host's dtype, as these families keep them: in half precision a token
-    near a tie may take another expert, so logits agree to about 1 %.
+    Routers are rounded to the host's dtype, as these families keep them: in half precision logits
+    agree to about 1 %, since a token near a tie may take another expert.
     """
     target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():
@@ -73,8 +71,6 @@ def export(
     _compare(model, twin)
     with checkpoint.building(target, base=source.base, version=__version__) as stage:
         twin.save_pretrained(stage)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(stage)
     return target
 
 

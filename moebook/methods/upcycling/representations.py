@@ -1,8 +1,4 @@
-"""What a dense model finds hard, and what it represents: hooks at every layer, bounded memory.
-
-`sampled` streams; `collect` keeps a uniform sample of bounded size, since 1 % of 200 M tokens x 32
-layers x 4,096 numbers would be a terabyte.
-"""
+"""What a dense model finds hard, and what it represents: hooks at every layer, bounded memory."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ Batch = Mapping[str, Tensor]
 Tasks = SkipValidation[Mapping[str, Iterable[Batch]]]
 Source = Literal["attention_output", "residual", "ffn_input", "block_input"]
 Tokens = Literal["each", "last", "mean"]
-Scored = Literal["answer", "all"]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -46,27 +41,21 @@ def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dic
 
 @checked
 @torch.no_grad()
-def perplexities(
-    model: nn.Module, rows: Dataset, *, of: Scored = "answer", size: int = 32, pad_id: int = 0
-) -> Tensor:
-    """Return the perplexity of each instance under the model, ``[len(rows)]`` float64.
+def perplexities(model: nn.Module, rows: Dataset, *, size: int = 32, pad_id: int = 0) -> Tensor:
+    """Return the perplexity of each answer given its prompt, ``[len(rows)]`` float64.
 
-    ``of="answer"`` scores the labelled tokens given the prompt, ``"all"`` every token after the
-    first: the paper says "instance-level perplexity" and not of what.
+    The paper says "instance-level perplexity", and not of what.
     """
     device, means = next(model.parameters()).device, [torch.zeros(0, dtype=torch.float64)]
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
-            targets = batch.pop("labels")
-            if of == "all":
-                targets = batch["input_ids"].where(batch["attention_mask"].bool(), IGNORED)
+            actual = batch.pop("labels")[:, 1:].to(device)
             logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
-            actual = targets[:, 1:].to(device)
             nats = token_nats(logits[:, :-1], actual)
             means.append((nats.double().sum(1) / (actual != IGNORED).sum(1)).cpu())
     mean_nats = torch.cat(means)
     for row in (~mean_nats.isfinite()).nonzero().flatten().tolist():
-        refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no {of} token)")
+        refuse("E-NONFINITE", f"row {row}: its perplexity is not finite (or it has no answer)")
     return mean_nats.exp()
 
 
@@ -76,13 +65,11 @@ def hardest(
     tasks: Mapping[str, Dataset],
     *,
     share: Share = 0.05,
-    of: Scored = "answer",
     pad_id: int = 0,
 ) -> dict[str, Dataset]:
     """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
 
-    ``floor(share * instances)`` are kept, of equal ones the first. The paper contradicts itself:
-    Sec. 4.2 speaks of "representative" samples.
+    ``floor(share * instances)`` are kept, of equal ones the first (Sec. 4.2: "representative").
     """
     hard = {}
     for task, rows in tasks.items():
@@ -90,7 +77,7 @@ def hardest(
         if not wanted:
             least = f"a share of {share:g} needs {math.ceil(1 / share)}"
             refuse("E-DATA", f"task '{task}' has {len(rows)} instances, {least} at least")
-        scores = perplexities(model, rows, of=of, pad_id=pad_id)
+        scores = perplexities(model, rows, pad_id=pad_id)
         order = scores.argsort(descending=True, stable=True)[:wanted]
         hard[task] = rows.select(order.sort().values.tolist())
     return hard
@@ -135,15 +122,14 @@ def sampled(
     """Run the model over each task's batches and yield the tokens that the draw hits.
 
     Every real token (or row, see ``tokens``) draws a uniform number from its task's own generator,
-    however the text is cut into batches, and is taken if that is below ``share``. Batches without
-    a hit are not run. Yields the task's number, points ``[L, n, D]`` float32 on the CPU, and the
-    numbers drawn ``[n]``.
+    however the text is cut into batches, and is taken if that is below ``share``. Yields the task's
+    number, points ``[L, n, D]`` float32 on the CPU, and the numbers drawn ``[n]``.
 
     - ``tasks``: by task batches of ``input_ids`` and, where padded, ``attention_mask [B, T]``.
     - ``tensor``: ``"attention_output"``, that of the last projection; ``"residual"``, that plus the
       residual stream, before the FFN's norm; ``"ffn_input"``, the normed input of the FFN and later
-      the router; ``"block_input"``, the residual stream before the layer (mergekit). The paper's
-      "attention outputs" leaves open which of the first three it means.
+      the router (the paper's "attention outputs" may be any of these); ``"block_input"``, the
+      residual stream before the layer (mergekit).
     - ``tokens``: ``"each"`` on its own; ``"last"``, the last real one of every row; ``"mean"``, the
       mean over a row's columns, padding averaged in as in mergekit's ``hidden_avg``.
     """
@@ -172,9 +158,9 @@ def collect(
 ) -> Representations:
     """Keep at most ``limit`` samples of each task: all that `sampled` yields, or a part of it.
 
-    Of more, those with the smallest keys stay: a uniform draw without replacement. Memory is
-    bounded by ``tasks * limit * L * D * 4`` bytes (2.1 GB per task at 32 layers of width 4,096),
-    one layer's share of it, and one batch. ``draw``: ``tokens``, ``share`` and ``seed``.
+    Of more, those with the smallest keys stay: a uniform draw without replacement. Memory is about
+    ``tasks * limit * L * D * 4`` bytes (2.1 GB per task at 32 layers of width 4,096); all of 1 % of
+    200 M tokens would be a terabyte. ``draw``: ``tokens``, ``share`` and ``seed``.
     """
     host, names = anatomy(model), tuple(tasks)
     if not names:
@@ -212,8 +198,7 @@ def clouds(
 ) -> dict[str, Representations]:
     """Represent each text by its mean, in a ``pretrained`` network and with ``random`` weights.
 
-    Texts are read one by one, without padding. The paper's Fig. 1 lacks the control: an untrained
-    network separates domains in part, since their words differ.
+    The paper's Fig. 1 lacks this control: untrained networks, too, separate domains by their words.
     """
     cut = {"truncation": True, "max_length": max_length, "return_tensors": "pt"}
     tasks = {domain: [tokenizer(text, **cut) for text in part] for domain, part in texts.items()}

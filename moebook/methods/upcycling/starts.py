@@ -30,6 +30,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
 Kind = Literal["normal", "kaiming", "wide"]
 Mode = Literal["hidden", "hidden_avg", "cheap_embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+PROMPTS = 32
 _unit = partial(nn.functional.normalize, dim=-1, eps=1e-8)
 
 
@@ -46,8 +47,8 @@ def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
-    1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit's ``random``): with a normed input of
-    D = 4096 its logits have a standard deviation near 64, so the router is nearly one-hot.
+    1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit's ``random``), nearly one-hot at
+    D = 4096.
     """
     host = anatomy(model)
     shape = (len(host.layers), experts, host.hidden)
@@ -64,9 +65,9 @@ def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0
 def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
-    After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe: one mean per task, as "E =
-    number of tasks" implies; the paper does not say. With C centroids per task, expert
-    ``t * C + c`` is centroid c of task t, the largest cluster first.
+    After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe, one mean per task ("E =
+    number of tasks"). Of C centroids per task expert ``t * C + c`` is centroid c of task t, the
+    largest cluster first.
     """
     each, rest = divmod(experts or len(states.tasks), len(states.tasks))
     if rest:
@@ -82,8 +83,8 @@ def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 
 def crsu(states: Representations, experts: Count, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of all tokens: context-representation upcycling (Sec. 4.3).
 
-    The paper's recipe follows ``collect(..., share=0.01)`` over the whole training mixture. K-means
-    numbers the clusters anew in every layer: "expert 0" has no common meaning through the layers.
+    The paper's recipe follows ``collect(..., share=0.01)`` over the whole training mixture. Each
+    layer numbers its clusters anew: "expert 0" has no common meaning.
     """
     return Start(_centroids(states.points, experts, seed, by_size=False), states.base)
 
@@ -97,15 +98,14 @@ def prompted(
     experts: int,
     *,
     mode: Mode = "hidden",
-    most: int = 32,
     max_length: int = 160,
 ) -> Start:
     """Start each expert at a vector of length 1 from its prompts, as mergekit's gate modes do.
 
-    The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with up
-    to ``most`` prompts per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
+    The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with
+    `PROMPTS` at most per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
     input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
-    sums the tokens' embeddings, without a forward pass. None is TRSU's attention output.
+    sums the tokens' embeddings. None is TRSU's attention output.
     """
     tasks = sorted({row["task"] for row in rows})
     if not 1 <= experts <= len(tasks):
@@ -113,7 +113,7 @@ def prompted(
     cut = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
     batches = {}
     for part in np.array_split(tasks, experts):
-        prompts = [row["prompt"] for row in rows if row["task"] in part][:most]
+        prompts = [row["prompt"] for row in rows if row["task"] in part][:PROMPTS]
         batch = tokenizer(prompts, **cut)
         if not batch["attention_mask"].any():
             refuse("E-DATA", f"the prompts of task {'+'.join(part)} hold no tokens")

