@@ -126,10 +126,10 @@ def consistency(
 
     For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts, averaged over
     tokens (router initialisation, Sec. 5.3.3). With K = 1 the mean is the share of tokens that kept
-    their expert; two unrelated uniform routings give 1/E. The paper leaves open which checkpoints
-    are compared: ``"pairs"`` averages over all pairs, ``"successive"`` over neighbours, ``"joint"``
-    takes the intersection over the union of all at once. One row a layer: ``layer`` (its place
-    among the sparse ones) and ``consistency`` in [0, 1].
+    their expert; two unrelated uniform routings give 1/E. Which checkpoints are compared is open:
+    ``"pairs"`` averages over all pairs, ``"successive"`` over neighbours, ``"joint"`` the
+    intersection over the union of all. Columns ``layer`` (place among sparse ones) and
+    ``consistency`` in [0, 1].
     """
     if len(checkpoints) < 2:
         refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")

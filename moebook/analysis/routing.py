@@ -46,8 +46,7 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
     """Summarise the load of each router over all domains of `shares` together.
 
     One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1 uniform;
-    at least ln K over ln E, since a token takes K different experts), and ``largest``, the largest
-    share of one expert (1/E when uniform, at most 1/K).
+    at least ln K over ln E), and ``largest``, the largest share of one expert (1/E to 1/K).
     """
     slots = frame.pivot_table(index=KEYS, columns="expert", values="slots", aggfunc="sum")
     share = slots.div(slots.sum(axis=1), axis=0)

@@ -49,11 +49,10 @@ def encode(
 ) -> Dataset:
     """Tokenize rows in a chat format, with labels on the answer and its end token only.
 
-    Prompt and answer are tokenized apart, so the border never falls inside a token. A format's
-    beginning token is left out for a tokenizer that has none (Qwen's). Rows have prompt, answer
-    and, optionally, system; ``format`` is a key of `FORMATS`; rows above ``max_length`` tokens are
-    left out and reported by a warning (W-LONG). Returns columns input_ids, labels (-100 on the
-    prompt) and length (tokens), in the rows' order.
+    Prompt and answer are tokenized apart, so the border never falls inside a token. A tokenizer
+    without a beginning token (Qwen's) gets none. Rows have prompt, answer and, optionally, system;
+    ``format`` is a key of `FORMATS`; rows above ``max_length`` tokens are left out and reported by
+    a warning (W-LONG). Returns columns input_ids, labels (-100 on the prompt) and length (tokens).
     """
     if max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")

@@ -38,8 +38,7 @@ def load(
     """Load the training rows of a data set: task, domain, prompt, answer and perhaps more.
 
     ``revision`` is the commit of the hub's repository, 40 hexadecimal digits; ``path`` a local
-    JSONL, JSON or parquet file in the hub's own form instead. Of all rows, in order, the seed draws
-    ``size`` without replacement, if given.
+    JSONL, JSON or parquet file in the hub's own form instead. The seed draws ``size`` of them.
     """
     source = _source(name)
     rows = local(Path(path)) if path is not None else pinned(source, revision, "train")
@@ -106,24 +105,20 @@ def pinned(source: Source, revision: str | None, split: str) -> Rows:
     """Open a split of a data set of the hub, or of its cache, at a commit."""
     if not re.fullmatch("(?!0{40})[0-9a-f]{40}", revision or ""):
         problem = f"{source.repo}: revision is {revision!r}, expected a commit"
-        refuse(
-            "E-PIN", f"{problem} of 40 hexadecimal digits (notebooks: revisions as name=commit)"
-        )
+        refuse("E-PIN", f"{problem} of 40 hexadecimal digits (notebooks: revisions, name=commit)")
     origin = f"{source.repo}@{revision}"
     try:
         data = datasets.load_dataset(
             source.repo, source.config, data_files=source.files, split=split, revision=revision
         )
     except ConnectionError:
-        advice = "load it once with a connection, or give path="
-        refuse("E-OFFLINE", f"{origin} is not cached and the hub cannot be reached; {advice}")
+        refuse("E-OFFLINE", f"{origin} is not cached, the hub out of reach; connect or give path=")
     except FileNotFoundError as error:
         refuse("E-NOFILE", f"{origin}: {error}; check id and commit on the hub, or give path=")
     except RuntimeError as error:
         if "script" not in str(error):
             raise
-        advice = "pin a commit of the branch refs/convert/parquet"
-        refuse("E-REMOTECODE", f"{origin} is a script, which is never run; {advice}")
+        refuse("E-REMOTECODE", f"{origin} is a script; pin a commit of branch refs/convert/parquet")
     except ValueError as error:
         refuse("E-DATA", f"{origin}: {error}")
     return _Numbered(data, origin)

@@ -70,8 +70,8 @@ def refuse_leak(
     """Refuse evaluation rows whose prompts were trained on (E-LEAK with the count)."""
     held_out = hashes(evaluation)
     if shared := hashes(train) & held_out:
-        count = f"{len(shared)} of {len(held_out)} evaluation prompts"
-        refuse("E-LEAK", f"{count} are among the training prompts; remove them from one of the two")
+        count = f"{len(shared)} of {len(held_out)}"
+        refuse("E-LEAK", f"{count} evaluation prompts are among the training prompts; remove them")
 
 
 def passages(size: int, seed: int = 0) -> dict[str, list[str]]:

@@ -35,10 +35,9 @@ def adapters(
     weights sum to 1 this is Eq. 7 with Eq. 8 put in, ``sum_i R_i (gelu(h D_i) U_i + h)``; the
     residual is added once. An expert that a token chose twice counts twice.
 
-    ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what the adapters read (default:
-    ``h``); ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``impl`` is
-    ``"auto"``, ``"torch"`` (products over the rows of each pair of adapters), ``"triton"`` (for K =
-    2) or ``"reference"`` (every adapter on every token, masked).
+    ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what adapters read, else ``h``;
+    ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``impl`` is ``"auto"``,
+    ``"torch"`` (products by pair of adapters), ``"triton"`` (for K = 2) or ``"reference"``.
     """
     source = h if source is None else source
     factors = {"down": (down, "E D R"), "up": (up, "E R D")}

@@ -43,8 +43,7 @@ def bank_scoring(hidden: Tensor, head: Tensor, answers: Answers, *, impl: str = 
     indices("bank_scoring", "targets", targets, sizes["V"])
     indices("bank_scoring", "lengths", lengths, sizes["A"] + 1)
     if hidden.device.type == "cpu" and (total := int(lengths.sum())) != sizes["A"]:
-        tokens = f"{total}, the answers have {sizes['A']} tokens"
-        refuse("E-SHAPE", f"bank_scoring: lengths sum to {tokens}")
+        refuse("E-SHAPE", f"bank_scoring: lengths sum to {total}, answers have {sizes['A']} tokens")
     with torch.no_grad():
         run = implementation("bank_scoring", impl, _IMPLEMENTATIONS, hidden)
         nats: Tensor = run(hidden.detach(), head.detach(), readers, targets)

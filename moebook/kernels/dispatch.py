@@ -125,8 +125,7 @@ def shapes(
     product of letters bound before, a leading ``...`` any dimensions, the same in all tensors. All
     lie on one device, and each is of one of `KINDS`, ``"float"`` by default.
 
-    Letters in ``empty`` may be 0. Tensors named in ``alike`` have one dtype. With ``valued`` the op
-    reads values at once, so that the meta device will not do.
+    Letters in ``empty`` may be 0. Those in ``alike`` have one dtype. ``valued`` ops refuse meta.
     """
     sizes: dict[str, Any] = {}
     fits = True

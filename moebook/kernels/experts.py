@@ -45,8 +45,8 @@ def experts(
     pre-activation ``[T * K, 2F]``. An expert that a token chose twice counts twice.
 
     ``act`` is elementwise (SiLU in Mixtral, OLMoE, DeepSeek, Qwen3-MoE). ``impl`` is ``"auto"``,
-    ``"torch"`` (one product per expert and direction over its own rows), ``"triton"`` (for SiLU) or
-    ``"reference"`` (every expert on every token, masked).
+    ``"torch"`` (a product per expert and direction), ``"triton"`` (for SiLU) or ``"reference"``
+    (every expert on every token, masked).
     """
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})

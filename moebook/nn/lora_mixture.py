@@ -19,8 +19,7 @@ class LoraMixture(nn.Module):
     expert it is PEFT's LoRA exactly. ``down [N, R, D]`` and ``up [N, O, R]`` are all A and B,
     ``scales`` their N factors ``alpha / r``. The router reads the layer's input x
     (``reads="layer"``), or each expert's own output (``"expert"``): then logit n is
-    ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the share of x dropped before A in
-    training; one mask for all experts.
+    ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the share of x dropped before A.
     """
 
     def __init__(

@@ -37,10 +37,9 @@ def observe(
 ) -> dict[Key, Decision]:
     """Run a model on a batch, in evaluation mode, and return what each of its routers decides.
 
-    ``model`` may be the decoder alone, which spares the head. ``routers``, of `moebook.nn` or of
-    transformers, come by whatever tells them apart; one that the pass does not reach is left out.
-    The batch has ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``; decisions are
-    ``[B, S, ...]``, and `Decision.real` leaves padding out.
+    ``model`` may be the decoder alone. ``routers``, of `moebook.nn` or of transformers, come by
+    whatever tells them apart; one that the pass does not reach is left out. The batch has
+    ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``; decisions are ``[B, S, ...]``.
     """
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
@@ -141,6 +140,5 @@ class Trace:
             return None
         length = rows // max(len(mask), 1)
         if length * len(mask) != rows or length > mask.shape[1]:
-            last = f"the {rows} tokens of the last pass"
-            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit {last}")
+            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
         return mask[:, mask.shape[1] - length :].reshape(-1).bool()

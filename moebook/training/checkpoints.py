@@ -169,8 +169,7 @@ class Store:
         tensors, old = checkpoint.unpacked(path / TENSORS), kept.settings
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
-            other = f"{self.folder} holds another run ({shown})"
-            refuse("E-CONFIGDIFF", f"{other}; name another folder")
+            refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name a new folder")
         restore(model, optimizer, tensors)
         rates.last_epoch = step
         for group, factor in zip(optimizer.param_groups, rates.lr_lambdas, strict=True):

@@ -108,8 +108,7 @@ class Task:
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
 
-        Rows are a prefix of any longer draw with the same seed: dictionaries with task, domain,
-        prompt, answer and, where the task has one, rationale.
+        A prefix of any longer draw with this seed: task, domain, prompt, answer and any rationale.
         """
         items, have = list(self.items(split)), self.available(split)
         if not 1 <= size <= have:

@@ -1,7 +1,7 @@
 """mixture of LoRAs on a GPU: gates, the B of all experts and the sum onto the base in one kernel.
 
-The rest, in both directions, is dense products, which the vendor's library does best: the CPU's own
-autograd function with another end of its forward pass.
+The rest, in both directions, is dense products, best left to the vendor's library: the CPU's
+autograd function, with another end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -118,8 +118,7 @@ def tile_table(
 
     ``counts [groups]`` sum to ``total``, known on the host. With ``slots [groups]``, a group's
     place in the first of two banks or -1 for the second, those of one ``bank``, 0 or 1, are cut.
-    Returns ``[tiles, 3]`` int64, place in the bank, first row and end of the group's rows, of which
-    the first ``[1]`` count.
+    Returns ``[tiles, 3]`` int64, place in the bank, first row and end, and how many count ``[1]``.
     """
     groups = len(counts)
     tiles = torch.empty(total // rows + groups, 3, dtype=torch.int64, device=counts.device)

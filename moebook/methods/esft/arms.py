@@ -68,8 +68,7 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
     except ValueError as error:
         refuse("E-TYPE", f"{name} is '{text}': {error}; expected numbers with commas between")
     if values != sorted(set(values)) or not all(above < value <= most for value in values):
-        limits = f"above {above}, at most {most}"
-        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}, each once")
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers above {above} up to {most}")
     return values
 
 
@@ -185,8 +184,7 @@ def rows(
 ) -> dict[str, list[dict[str, str]]]:
     """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
-    A name is an embedded task, which may have fewer, or a data set of the hub, of which twice as
-    many alignment rows are drawn, as some prove too long.
+    A name is an embedded task or a set of the hub, of which twice as many alignment rows come.
     """
     pins, drawn = hub.pins(revisions), {}
     for times, names in ((2, alignment), (1, targets)):

@@ -94,7 +94,7 @@ def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
 
     Takes `counts` over E, by score and task. Returns score -> shares of all its tasks and layers;
     ``layers/middle`` and ``layers/outer`` -> the means over a third of the layers and over the
-    others, by score and task; 0 where there are none.
+    others.
     """
     gathered = {
         score: part.to_numpy().ravel() for score, part in shares.groupby(level=0, sort=False)

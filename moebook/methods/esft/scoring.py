@@ -209,8 +209,7 @@ def samples(
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
     A sample is encoded rows one after the other, cut at ``length`` (the paper: "32 concatenated
-    samples" of 4096 tokens), or unless ``packed`` one whole row, longer ones being passed over (as
-    the published logs look). Too few rows make fewer samples.
+    samples" of 4096 tokens), or unless ``packed`` one whole row, longer ones left out.
     """
     if "input_ids" not in rows.column_names:
         refuse("E-DATA", f"rows have {rows.column_names}, expected input_ids: see data.encode")
@@ -304,7 +303,6 @@ def _taken(row: Tensor, units: Sequence[Group], config: Config, layer: int) -> l
     reached = merged[order].cumsum(0)
     if reached[-1] < config.threshold - slack:
         best = f"all {config.score} scores together are {float(reached[-1]):.4f}"
-        hint = "use normalised scores or a smaller p"
-        refuse("E-RANGE", f"layer {layer}: {best}, below p = {config.threshold}; {hint}")
+        refuse("E-RANGE", f"layer {layer}: {best}, below p = {config.threshold}: normalise them")
     count = min(int((reached < config.threshold - SLACK).sum()) + 1, len(order))
     return [units[unit] for unit in order[:count].tolist()]

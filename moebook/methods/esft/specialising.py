@@ -148,9 +148,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
 def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Take a trained model apart and put it together again: save, restore, load, merge.
 
-    Returns the largest differences of any logit for the batch, ``input_ids`` and ``attention_mask``
-    ``[B, T]``, after ``loading`` and ``merging``; ``base unchanged``: 1 if `restore` brings back
-    the same weights; ``bytes`` of the saved folder.
+    Returns the largest differences of a logit, for ``input_ids`` and ``attention_mask [B, T]``,
+    after ``loading`` and ``merging``; ``base unchanged``: 1 after `restore`; ``bytes`` saved.
     """
     base = checkpoint.origin(model, Origin).base
     inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}

@@ -19,8 +19,7 @@ class Config(Presets):
     """How a dense decoder is crafted into a sparse one and what of it trains (PESC Sec. 2, 3.1).
 
     The defaults are the preset ``fixed``; ``paper`` is the text and ``released`` its code. The
-    recipe is no part of this (in paper and code: sequence 2048 or 512, batch 128 or 256, warm-up
-    ratio 0.03 or 200 steps).
+    recipe is no part of this (sequence 2048 or 512, batch 128 or 256, warm-up 0.03 or 200 steps).
 
     Attributes:
         experts: E, adapters a layer.

@@ -111,9 +111,8 @@ def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Modu
     """Make a dense model ready to train, in place: the host's tuning and, when sparse, `craft`.
 
     Camelidae is ``sparse=True``; Camel, the dense arm, is ``sparse=False``: no adapters. Afterwards
-    exactly what `trained` lists requires a gradient. With ``host="qlora"`` the linear layers inside
-    the decoder layers are held in NF4 with double quantisation and compute in the host's own dtype
-    (the paper: bfloat16).
+    exactly what `trained` lists requires a gradient. With ``host="qlora"`` linear layers of the
+    decoder are NF4, doubly quantised, and compute in the host's dtype.
     """
     base = checkpoint.fingerprint(model)
     return assemble(model, Origin(config=config, sparse=sparse, base=base))

@@ -77,8 +77,7 @@ def approximation_error(
     """Measure how far trained adapters are from full experts of the same start and data (Eq. 6).
 
     Both start from ``dense``, ``pesc`` crafted with ``host="frozen"``, ``full`` by `full_experts`.
-    Batches hold ``input_ids``, ``attention_mask`` and ``labels`` ``[B, T]`` (also with
-    ``logits_to_keep`` and the labels' last columns alone).
+    Batches hold ``input_ids``, ``attention_mask`` and ``labels [B, T]``.
 
     F of Eq. 6 is the training objective, so what counts is the loss: ``recovered`` averages to
     ``(loss(dense) - loss(pesc)) / (loss(dense) - loss(full))``, 1 where adapters learn as much. The

@@ -123,8 +123,8 @@ class Augmentation:
 def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int = 0) -> Augmentation:
     """Choose from open rows those that resemble the K shots and differ from each other (Alg. 2).
 
-    The shots are embeddings ``[K, D]``, the open rows any number of blocks ``[b, D]``. D_C is
-    sorted by similarity to the shots before duplicates go.
+    The shots are embeddings ``[K, D]``, the open rows blocks ``[b, D]``. D_C is sorted by
+    similarity first.
     """
     rule = config.duplicates
     drawn = draw(shots, blocks, config, config.budget * (REPR_POOL if rule == "repr" else 1), seed)

@@ -116,8 +116,7 @@ def score_bank(
 ) -> Case:  # fmt: skip
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
-    The encoder is that of the open data. The base, unaltered, writes the rationale itself where a
-    row carries none (the paper has WizardLM2-8x22B write them).
+    The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
     """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]

@@ -47,8 +47,7 @@ def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
-    1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit's ``random``), nearly one-hot at
-    D = 4096.
+    1/sqrt(D) (``nn.Linear``); ``"wide"`` N(0, 1) (mergekit), nearly one-hot.
     """
     host = anatomy(model)
     shape = (len(host.layers), experts, host.hidden)
@@ -66,8 +65,7 @@ def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
     After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe, one mean per task ("E =
-    number of tasks"). Of C centroids per task expert ``t * C + c`` is centroid c of task t, the
-    largest cluster first.
+    number of tasks"). Of C centroids per task expert ``t * C + c`` is the c-th largest of task t.
     """
     each, rest = divmod(experts or len(states.tasks), len(states.tasks))
     if rest:
@@ -105,7 +103,7 @@ def prompted(
     The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with
     `PROMPTS` at most per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
     input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
-    sums the tokens' embeddings. None is TRSU's attention output.
+    sums embeddings.
     """
     tasks = sorted({row["task"] for row in rows})
     if not 1 <= experts <= len(tasks):

@@ -42,8 +42,7 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     In each chosen layer E copies of the FFN, a gated MLP without biases, in fused 3-D weights
     replace it, behind a linear router that reads its (normed) input in float32 or wider; without a
     ``start`` it is SU's, N(0, 0.02^2). What is new requires a gradient; the rest stays (the paper
-    trains it all). W-ROUTER warns where with K = 1 a norm behind the FFN keeps routers from
-    learning.
+    trains it all). W-ROUTER warns where, with K = 1, a norm stops them learning.
     """
     host = anatomy(model)
     layers = dense_layers(host, config.layers, "upcycling")
@@ -87,8 +86,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     """Return ``alpha * N * sum_i f_i P_i``, summed over sparse layers, of the last pass (Eq. 3, 4).
 
     f_i counts each token's first choice (the argmax of Eq. 4, also with K = 2). Correction: in
-    Eq. 4 f and P sum to B; here both are shares of the batch's real tokens. The mask is by default
-    the one that the model was called with.
+    Eq. 4 f and P sum to B; here both are shares of the batch's real tokens.
     """
     weight = checkpoint.origin(model, Origin).config.balance_weight
     return weight * balance(mnn.routers(model), attention_mask, first=True)
