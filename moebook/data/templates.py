@@ -73,7 +73,7 @@ class Source:
         labels = [str(label) for label in _listed(self.labels, raw, where)][: len(texts)]
         label = raw.get(self.answer)
         if str(label).strip() not in labels:
-            refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; is it labelled?")
+            refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; no unlabelled splits")
         prompt = _rendered(self.prompt, raw, where, choices="\n".join(lettered))
         return {"prompt": prompt, "answer": lettered[labels.index(str(label).strip())]}
 

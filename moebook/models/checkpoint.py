@@ -1,9 +1,8 @@
 """The one checkpoint: what a method changed, what it was made from, and proof that it is whole.
 
-A folder is written under a temporary name beside its target, sealed (`MANIFEST.json` holds all
-settings and the sha256 of every file, `MANIFEST.sha256` its own), synced to the disk, then renamed.
-What bears the final name is therefore whole, and `verify` tells of any byte changed afterwards.
-Tensors are safetensors, the rest is JSON: no pickle.
+A folder is written under a temporary name, sealed (`MANIFEST.json` holds all settings and the
+sha256 of every file, `MANIFEST.sha256` its own), synced, then renamed: what bears the final name is
+whole, and `verify` tells of any byte changed afterwards. Safetensors and JSON alone: no pickle.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Checkpoints of a training that survive a kill at any instant (see `models.checkpoint`).
 
-A folder holds ``step-N`` folders and a lock. No states of random generators are kept: what is
-random in a step of training is a function of the seed and the step, and its rate one of the step.
-
-Under `moebook run` the folder `runtime.RESUME` holds a folder of each training of the run, told by
-its number and by what decides it, the machine included: a run that was killed goes on in them with
-the same bits. The runner names that folder by parameters and code, and removes it in the end.
+A folder holds ``step-N`` folders and a lock. What is random in a step is a function of the seed and
+the step: no states of generators are kept. Under `moebook run` the folder `runtime.RESUME`, which
+the runner names and removes, holds one for each training of the run, told by its number and by what
+decides it, the machine included: a run that was killed goes on with the same bits.
 """
 
 from __future__ import annotations
@@ -55,22 +53,15 @@ def size(model: nn.Module) -> int:
 
 @record
 class History:
-    """What happened at each step, one entry a step, and what was measured at milestones.
-
-    Attributes:
-        loss: Cross-entropy of the labels, nats a token, without the penalty.
-        norm: Norm of the gradient before it was clipped.
-        seconds, tokens: Since training began; padding is left out.
-        milestones: For each entry of ``milestones`` what was measured, by steps done.
-    """
+    """What happened at each step, one entry a step, and what was measured at milestones."""
 
     step: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)  # of the labels, nats a token
     penalty: list[float] = field(default_factory=list)
-    norm: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    milestones: list[dict[int, Any]] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)  # of the gradient before it was clipped
+    seconds: list[float] = field(default_factory=list)  # since training began
+    tokens: list[int] = field(default_factory=list)  # since training began, without padding
+    milestones: list[dict[int, Any]] = field(default_factory=list)  # each one's, by steps done
 
     def columns(self) -> dict[str, list[Any]]:
         """Return what has one entry a step, by name."""
@@ -116,8 +107,8 @@ class Store:
     def due(self, seconds: list[float], total: int, model: nn.Module) -> bool:
         """Whether to save now, at a step that ended after the last of so many ``seconds``.
 
-        At marks, at the end, after ``every`` steps, and when a long time has passed; but never
-        where a mark before it is missing, without which it could not be gone on from.
+        At marks, at the end, after ``every`` steps, and after a long time; but never where a mark
+        before it is missing, without which training could not go on from it.
         """
         step, there = len(seconds), self.steps()
         if {mark for mark in self.marks if 0 < mark < step} - {*there}:

@@ -182,7 +182,8 @@ def _resumed(
     history, steps = History(milestones=[{} for _ in milestones]), store.steps() if store else []
     newest = max(steps, default=0)
     if missed := marks - {0, *steps, *range(newest, total + 1)}:
-        refuse("E-RANGE", f"milestone at step {min(missed)}: not of step {newest} to {total}")
+        reason = f"the training goes from step {newest} to {total}"
+        refuse("E-RANGE", f"milestone at step {min(missed)}: {reason}")
     for mark in sorted(mark for mark in marks if mark < newest):
         if store and mark:
             store.restore(*state, mark)

@@ -1,9 +1,8 @@
 """adapters on a GPU, where K is 2: tokens sorted by the PAIR of their experts.
 
-Each token appears once: it is read, goes through both adapters, and is written, with neither a
-buffer of T * K wide rows nor atomic additions. The R columns between an adapter's two products are
-written and read, since the second product is spread over more programs than the first. The backward
-pass is the same kernels with the two matrices of an adapter exchanged.
+Each token is read once, goes through both adapters, and is written, with neither a buffer of T * K
+wide rows nor atomic additions. The R columns between an adapter's two products go through memory.
+The backward pass is the same kernels with the two matrices of an adapter exchanged.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -55,14 +55,13 @@ def precision() -> str:
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Choose a program's work: BM rows, BN columns, BK deep; large tiles need a `roomy` device."""
+    small = {"BM": 32, "BN": 64, "num_warps": 4}
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 64, "BK": 32, "PRECISION": precision(), "num_warps": 4,
-                "num_stages": 2}  # fmt: skip
+        return {**small, "BK": 32, "PRECISION": precision(), "num_stages": 2}
     if not large:
-        return {"BM": 32, "BN": 64, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
-                "num_stages": 4}  # fmt: skip
-    return {"BM": 128, "BN": 256, "BK": 64, "PRECISION": "ieee", "num_warps": 8,
-            "num_stages": 3}  # fmt: skip
+        return {**small, "BK": 64, "PRECISION": "ieee", "num_stages": 4}
+    wide = {"BM": 128, "BN": 256, "num_warps": 8}
+    return {**wide, "BK": 64, "PRECISION": "ieee", "num_stages": 3}
 
 
 def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from moebook.kernels.lora_mixture import mixture
 
 def blocks(dtype: torch.dtype) -> dict[str, Any]:
     """Choose a program's work: BM tokens, BN columns, BK of all experts' ranks at a time."""
+    shared = {"BM": 64, "num_warps": 4, "num_stages": 2}
     if dtype == torch.float32:
-        return {"BM": 64, "BN": 64, "BK": 32, "PRECISION": precision(), "num_warps": 4,
-                "num_stages": 2}  # fmt: skip
-    return {"BM": 64, "BN": 128, "BK": 64, "PRECISION": "ieee", "num_warps": 4,
-            "num_stages": 2}  # fmt: skip
+        return {**shared, "BN": 64, "BK": 32, "PRECISION": precision()}
+    return {**shared, "BN": 128, "BK": 64, "PRECISION": "ieee"}
 
 
 def run(x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

@@ -231,9 +231,8 @@ def _forward(
     def see(layer: int, arguments: tuple[Any, ...], output: Any) -> None:
         h = output if tensor == "attention_output" else arguments[0]
         h = h[0] if isinstance(h, tuple) else h
-        points[layer] = (
-            h[rows].float().mean(1) if columns is None else h[rows, columns].float()
-        ).cpu()
+        taken = h[rows].float().mean(1) if columns is None else h[rows, columns].float()
+        points[layer] = taken.cpu()
 
     with hooked({layer.index: _source(layer, tensor) for layer in host.layers}, see):
         inputs = {k: batch[k].to(device) for k in ("input_ids", "attention_mask") if k in batch}
