@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.nn import observe, routers
 
-KEYS = ["layer", "router"]
-"""What tells one router from another: a layer may have several."""
+KEYS = ["layer", "router"]  # what tells one router from another: a layer may have several
 
 
 def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:

@@ -20,8 +20,7 @@ from moebook.models.anatomy import longest
 from moebook.runtime import progress
 
 Pair = tuple[list[int], list[int]]
-Limit = tuple[int, tuple[str, ...]]
-"""Most new tokens of a generation, and the strings that end it."""
+Limit = tuple[int, tuple[str, ...]]  # most new tokens of a generation, and the strings that end it
 
 
 class InMemory(TemplateLM):

@@ -13,10 +13,8 @@ from moebook.kernels.dispatch import implementation, shapes
 from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Routing, grouped, lay_out
 
-ENOUGH = 64
-"""Tokens for each of the E * E ordered pairs of experts from which on rows are sorted by pair."""
-PART = 2**18
-"""Numbers of ``h`` up to which neighbouring experts or pairs are computed side by side."""
+ENOUGH = 64  # tokens for each of the E * E pairs of experts from which on rows are sorted by pair
+PART = 2**18  # numbers of ``h`` up to which neighbouring experts or pairs are computed side by side
 
 
 def adapters(

@@ -12,8 +12,7 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, indices, shapes
 from moebook.kernels.matmul import product
 
-LOGITS = {"cpu": 2**19, "cuda": 2**27}
-"""Logits of one block: with those few that are worked on, they stay in a CPU's cache."""
+LOGITS = {"cpu": 2**19, "cuda": 2**27}  # of one block: they stay in a CPU's cache
 
 
 class Answers(NamedTuple):

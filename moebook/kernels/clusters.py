@@ -12,8 +12,7 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, shapes
 from moebook.kernels.matmul import empty, product
 
-ROWS = {"cpu": 2**10, "cuda": 2**14}
-"""Points of one block: on a CPU they stay in the cache from their distances to their sums."""
+ROWS = {"cpu": 2**10, "cuda": 2**14}  # points of one block: they stay in a CPU's cache
 
 
 class Clusters(NamedTuple):

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from moebook.errors import refuse, refuse_unknown
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What the Triton kernels compute in."""
-CAPABILITY = (8, 0)
-"""The oldest GPUs that the kernels are compiled for in the tests: Ampere's, of 2020."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the Triton kernels compute in
+CAPABILITY = (8, 0)  # the oldest GPUs that the kernels are compiled for in tests: Ampere's, of 2020
 
 
 def implementation(

@@ -18,10 +18,8 @@ from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Part, Routing, lay_out
 
 Activation = Callable[[Tensor], Tensor]
-SILU = ("silu", "SiLU", "SiLUActivation")
-"""As torch's function, torch's module and transformers' module of the fused one are called."""
-PART = 2**18
-"""Numbers of the pre-activation up to which neighbouring experts are computed side by side."""
+SILU = ("silu", "SiLU", "SiLUActivation")  # torch's function and module, and transformers' module
+PART = 2**18  # numbers of the pre-activation up to which experts are computed side by side
 
 
 class Bank(NamedTuple):

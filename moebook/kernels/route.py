@@ -14,10 +14,8 @@ from moebook.kernels.dispatch import choice, implementation, indices, natural, s
 from moebook.kernels.matmul import empty, is_compiled
 
 COMBINE = ("renormalised", "probability")
-PART = 2**18
-"""Logits on a CPU of which the largest are found at once."""
-FEW = 2**12
-"""Logits below which a sort is faster."""
+PART = 2**18  # logits on a CPU of which the largest are found at once
+FEW = 2**12  # logits below which a sort is faster
 
 
 class Routing(NamedTuple):

@@ -14,20 +14,13 @@ from moebook.kernels.matmul import empty, product
 
 RULES = ("standing", "any")
 WRONG = "NaN, infinity or numbers too large to be squared"
-ROWS = 4096
-"""Rows of a pool on a CPU that are compared at once: they stay in the cache."""
-SLACK = 2.0**-7
-"""More than a cosine is off whose factors and result are rounded to bfloat16 (3 * 2^-9)."""
-SIEVED = 32
-"""Fewest shots for which a product in bfloat16 saves more than rounding the rows costs."""
-HELD = 3
-"""Times C rows are held before those that fell behind go."""
-BLOCK = {"cpu": 256, "cuda": 2048}
-"""Rows compared at once with all later ones for duplicates: what goes saves its products."""
-COSINES = {"cpu": 2**18, "cuda": 2**28}
-"""Most that are held at once: a CPU's cache keeps them until the near pairs are found."""
-ROUNDS = 4
-"""Of settling pairs side by side; what they leave is settled one after another."""
+ROWS = 4096  # rows of a pool on a CPU that are compared at once: they stay in the cache
+SLACK = 2.0**-7  # more than a cosine is off with factors and result in bfloat16 (3 * 2^-9)
+SIEVED = 32  # fewest shots for which a product in bfloat16 saves more than rounding the rows costs
+HELD = 3  # times C rows are held before those that fell behind go
+BLOCK = {"cpu": 256, "cuda": 2048}  # rows compared at once with all later ones for duplicates
+COSINES = {"cpu": 2**18, "cuda": 2**28}  # most that are held at once: a CPU's cache keeps them
+ROUNDS = 4  # of settling pairs side by side; what they leave is settled one after another
 Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 Pairs = tuple[Tensor, Tensor]
 

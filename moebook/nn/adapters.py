@@ -16,9 +16,9 @@ class Adapters(nn.Module):
     """E bottleneck adapters held in two tensors, ``down [E, D, R]`` and ``up [E, R, D]``.
 
     ``up`` starts at zero, so that at first every adapter adds nothing. ``down`` starts
-    kaiming-uniform with a = sqrt 5, or at zero too (``down_init="zero"``). With both at zero (the
-    paper's "omega_0 is initialised to zero", read literally) neither ever receives a gradient: that
-    of ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
+    kaiming-uniform with a = sqrt 5, or at zero too (``down_init="zero"``, the paper's "omega_0 is
+    initialised to zero", read literally): then neither ever receives a gradient, since that of
+    ``up`` is a multiple of gelu(0) = 0, that of ``down`` of ``up`` = 0.
 
     The output is multiplied by ``scale`` in training and by ``served_scale`` in evaluation mode
     (the released code merges with another). ``dropout`` is the share of inputs dropped before

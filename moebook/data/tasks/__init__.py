@@ -34,12 +34,9 @@ def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
 
 with formed(Path(__file__).with_name("tasks.yaml")) as _FILE:
     CATALOGUE = _catalogue(_FILE["target"])
-    KSHOT = _catalogue(_FILE["kshot"])
-    """Tasks to be met with a few annotated rows only; near to targets, never inside them."""
-    GENERAL = _catalogue(_FILE["general"])
-    """What the embedded bases know before any tuning: no target, but what tuning may forget."""
-KNOWN = CATALOGUE | GENERAL | KSHOT
-"""All of them: whatever can be drawn and evaluated by name."""
+    KSHOT = _catalogue(_FILE["kshot"])  # to be met with few annotated rows; near to targets
+    GENERAL = _catalogue(_FILE["general"])  # what the embedded bases know and tuning may forget
+KNOWN = CATALOGUE | GENERAL | KSHOT  # all of them: whatever can be drawn and evaluated by name
 
 
 def find(name: str) -> Task:

@@ -14,15 +14,12 @@ from torch import Tensor
 
 from moebook.kernels.route import Routing, weights_of
 
-ROWS = 32
-"""Tokens of one program that chooses."""
+ROWS = 32  # tokens of one program that chooses
 FIRST = tl.constexpr(2**31 - 1)
 LAST = tl.constexpr(-(2**31))
 """The largest and the smallest number of 32 bits; no logit has the bits of either."""
-ITEMS = 128
-"""Items of one program that sorts."""
-WARPS = 8
-"""Of a program that compares all its items with one another: with fewer, registers spill."""
+ITEMS = 128  # items of one program that sorts
+WARPS = 8  # of a program that compares all its items with one another: with fewer, registers spill
 
 
 def run(logits: Tensor, top_k: int, combine: str) -> Routing:

@@ -156,10 +156,8 @@ def deduplicate(
     Near-duplicates are rows of the embeddings ``[C, D]`` whose cosine is above the threshold; the
     rows' similarity to the shots is ``[C]``. Numbers come back ascending. The rules:
 
-    - ``"standing"``: Alg. 2 line by line: pairs (i, j) in order, both still in D_C; j goes if i is
-      nearer to the shots, else i. Of two equally near rows the earlier goes: the test is strict.
-    - ``"any"``: a row goes if any nearer one (of equally near ones, any later one) is its
-      near-duplicate, whether that one stays or not (SemDeDup; the text's "any two instructions").
+    - ``"standing"`` (Alg. 2 line by line), ``"any"`` (the text's "any two instructions"): as in
+      `moebook.kernels.similarity.duplicates`, by similarity.
     - ``"index"``: of two the later goes, whatever its nearness (released).
     - ``"repr"``: walk down and keep a row that is no near-duplicate of one kept: ``"standing"``
       where no two rows are equally near; `choose` gives it more rows. ``"keep"``: all stay.

@@ -30,8 +30,7 @@ from moebook.settings import settings
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
-UNMIXED = ("expert_lora", "perplexity")
-"""Arms without a mixture: a LoRA of a target's own training set, the bank's LoRAs tuned alone."""
+UNMIXED = ("expert_lora", "perplexity")  # a LoRA of the target's own set; the bank's tuned alone
 
 
 @settings

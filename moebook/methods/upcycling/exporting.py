@@ -47,10 +47,9 @@ def export(
 
     By default the form is the first that can hold the model:
 
-    - ``"mixtral"``: Llama and Mistral hosts, every layer sparse, ``"renormalised"`` (Mixtral always
-      renormalises) or K = E, which makes the two rules the same.
-    - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any layers. The shared expert
-      that the family has gets width 1 and weights 0, so it adds nothing.
+    - ``"mixtral"``: Llama and Mistral hosts, every layer sparse, ``"renormalised"`` or K = E.
+    - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any layers; the family's shared
+      expert gets weights 0.
     - ``"qwen3_moe"``: Qwen3 hosts (with norms on queries and keys), both rules, any layers.
 
     Routers are rounded to the host's dtype, as these families keep them: in half precision logits
