@@ -68,7 +68,8 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
     except ValueError as error:
         refuse("E-TYPE", f"{name} is '{text}': {error}; expected numbers with commas between")
     if values != sorted(set(values)) or not all(above < value <= most for value in values):
-        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers above {above} up to {most}")
+        limits = f"above {above}, at most {most}"
+        refuse("E-RANGE", f"{name} is '{text}', expected rising numbers {limits}, each once")
     return values
 
 

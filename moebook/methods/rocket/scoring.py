@@ -195,7 +195,7 @@ def _post(task: str) -> Callable[[str], str]:
     known = JUDGED.get(task)
     post = known.normalise if known else first_line
     if post is None:
-        why = "what a model wrote is not run here"
+        why = "code is right when it runs, and code that a model wrote is not run here"
         refuse("E-SANDBOX", f"task '{task}': {why}; give post= to compare texts, or another task")
     return post
 
