@@ -28,10 +28,7 @@ _chosen = partial(kernels.route, top_k=2, impl="reference")
 
 
 def errors(names: Iterable[str] | None = None, *, device: str = "auto") -> pd.DataFrame:
-    """Check ops (by default all), one row a check; float64 sets the tolerance where it can.
-
-    The ``error`` is relative to float64, or the number of answers that differ.
-    """
+    """Check ops (by default all), one row a check: ``error`` to float64, or how many differ."""
     place = runtime.resolve_device(device)
     chosen = [name for name in (OPS if names is None else names) if find(name)]
     lines = [[name, *check] for name in chosen for check in _checks(name, place)]

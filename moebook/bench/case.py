@@ -47,30 +47,25 @@ class Product(NamedTuple):
 def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:
     """Forward and backward pass of gated experts: ``6 S D F (2 + p)`` FLOPs.
 
-    ``slots`` is S = T K, ``trained`` p S, the slots whose experts have weight gradients; ``width``
-    is D and ``expert`` F.
+    S = T K ``slots``, p S of them ``trained`` with weight gradients; D ``width``, F ``expert``.
     """
     return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
 
 
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
-    """Return the floor as a contender: the products, each by the fastest library that is there.
-
-    That is `torch.mm` into memory at hand or, on a CPU, the ops' own product if a trial says so.
-    """
-    multiplications: list[Run] = []
-    for shape in products:
-        multiplications += shape.times * [_fastest(shape, device, dtype)]
+    """Return the floor as a contender: the products, each by the fastest library that is there."""
+    ways = [(shape.times, _fastest(shape, device, dtype)) for shape in products]
 
     def run() -> None:
-        for multiply in multiplications:
-            multiply()
+        for times, multiply in ways:
+            for _ in range(times):
+                multiply()
 
     return Contender("floor", run)
 
 
 def _fastest(shape: Product, device: torch.device, dtype: torch.dtype) -> Run:
-    """Draw two matrices, and return how they are multiplied."""
+    """Draw two matrices; return `torch.mm` or, if it is faster on a CPU, the ops' own product."""
     left = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
     right = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
     out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)

@@ -87,11 +87,7 @@ def _hosted(number: int, rank: int, device: torch.device) -> tuple[Any, dict[str
 
 
 def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Product]:
-    """List the products that scoring cannot do without.
-
-    Tokens that several shots begin with run once a LoRA, before the first LoRA once for all. Behind
-    the last keys and values only places that predict an answer are needed.
-    """
+    """List the products that scoring cannot do without: shared tokens once, then answers alone."""
     packs = scoring.packs(items, model.config.hidden_size)
     tokens = sum(len(pack.tokens) for pack in packs)
     places = number * sum(len(pack.answers.readers.unique()) for pack in packs)
@@ -136,10 +132,8 @@ def nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
     case.floor([Product(S, D, K)], device, dtype)
     case.add("numpy, all at once", at_once, host=True)
     case.invite("scikit-learn", by_sklearn, host=True)
-    search = "sentence_transformers.util"
-    case.invite(
-        "semantic_search", lambda: partial(peer(search).semantic_search, asked, rows, top_k=C)
-    )
+    util = partial(peer, "sentence_transformers.util")
+    case.invite("semantic_search", lambda: partial(util().semantic_search, asked, rows, top_k=C))
     return case
 
 
@@ -190,8 +184,7 @@ def grouped(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
 def clustered(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
     """One step of Lloyd's in all layers (the end of CRSU), from the same centres for everyone.
 
-    scikit-learn's KMeans centres the points before it and assigns them once more behind it; its
-    MiniBatchKMeans, whose one batch are all points, does the step alone.
+    scikit-learn's KMeans does more: it centres the points before, and labels them again behind.
     """
     torch.manual_seed(0)
     centres = torch.randn(L, E, D)

@@ -36,10 +36,7 @@ def routed(device: torch.device, T: int, E: int, K: int) -> Case:
 
 
 def balanced(device: torch.device, T: int, E: int, K: int) -> Case:
-    """Top-k, the loss and its gradient, against one-hot vectors and transformers' own loss.
-
-    Theirs takes its own top-k, so everyone's is inside the clock; a `route` would have it.
-    """
+    """Top-k, which theirs cannot leave out, the loss and its gradient, against transformers'."""
     logits = torch.randn(T, E, device=device, requires_grad=True)
 
     def loss(impl: str) -> Tensor:
@@ -50,9 +47,8 @@ def balanced(device: torch.device, T: int, E: int, K: int) -> Case:
     case.contenders.append(Contender("floor", logits.detach().clone))
     case.add("one-hot", partial(loss, "reference"))
     mixtral = "transformers.models.mixtral.modeling_mixtral"
-    case.invite(
-        "transformers", lambda: partial(peer(mixtral).load_balancing_loss_func, (logits,), E, K)
-    )
+    theirs = lambda: partial(peer(mixtral).load_balancing_loss_func, (logits,), E, K)  # noqa: E731
+    case.invite("transformers", theirs)
     return case
 
 
@@ -129,10 +125,7 @@ def half_trained(device: torch.device, T: int, D: int, F: int, E: int, K: int) -
 def routed_adapters(
     device: torch.device, T: int, D: int, R: int, E: int, K: int, backward: int = 1, F: int = 0
 ) -> Case:
-    """Routed adapters (PESC) against Eq. 7 and 8 as they are printed, and grouped_mm.
-
-    Forward only, beside an addition too; with ``F``, behind a frozen FFN, beside the FFN alone.
-    """
+    """Routed adapters (PESC) against Eq. 7 and 8 as printed; with ``F``, behind a frozen FFN."""
     torch.manual_seed(0)
     dtype = number_format(device)
     draw = partial(torch.randn, device=device, dtype=dtype)

@@ -19,9 +19,8 @@ from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
 from moebook.errors import Refusal
 from moebook.results import BENCH, Run, Value
 
-UNITS = {
-    "seconds": "seconds", "wall": "seconds", "ratio": "ratio", "memory": "bytes", "kept": "bytes",
-}  # fmt: skip
+UNITS = {"seconds": "seconds", "wall": "seconds", "ratio": "ratio",
+         "memory": "bytes", "kept": "bytes"}  # fmt: skip
 COUNTS = {"flops": "count", "traffic": "bytes"}
 """What is recorded of each contender and of each case."""
 KINDS: dict[str, tuple[str, Any, Any]] = {
@@ -45,9 +44,8 @@ def stated(frame: pd.DataFrame) -> bool:
 def judge(frame: pd.DataFrame) -> pd.DataFrame:
     """Compare what `running.measure` found with the goals of its device, one row a goal.
 
-    The verdict is ``met``, ``missed`` (also where our op refuses the case), ``not run`` (by the
-    contender) or ``not stated`` (for these settings). The reason of a missed goal is where our time
-    goes, and what the floor alone would take, in multiples of the other's.
+    The verdict is ``met``, ``missed`` (also where our op refuses the case; the reason is where our
+    time goes), ``not run`` (by the contender) or ``not stated`` (for these settings).
     """
     numbers = frame.astype({"kept": float})  # None is no number
     cases = {key: part.set_index("contender") for key, part in numbers.groupby(["op", "case"])}
@@ -204,23 +202,17 @@ def regrown(records: Mapping[str, Run]) -> pd.DataFrame:
 
 
 def reached(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Return what our ops made of products reach: FLOPs a byte that must move, and a second.
-
-    A case in another number format than the machine's roof is left out.
-    """
+    """Return what our ops made of products reach: FLOPs a byte that must move, and a second."""
     ours = frame[(frame["contender"] == "ours") & (frame["flops"] > 0)]
-    ours = ours[~ours["case"].str.endswith("bf16")]
+    ours = ours[~ours["case"].str.endswith("bf16")]  # another number format than the roof's
     points = zip(ours["flops"] / ours["traffic"], ours["flops"] / ours["seconds"], strict=True)
     return dict(zip(ours["op"] + ", " + ours["case"], points, strict=True))
 
 
 def curves(frame: pd.DataFrame) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other.
-
-    Left out is what does a part of the work only: a frozen layer alone.
-    """
+    """Return a panel for each op and letter: points (value, ms) of ours, floor, fastest other."""
     panels: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    whole = frame[~frame["contender"].str.endswith("alone")]
+    whole = frame[~frame["contender"].str.endswith("alone")]  # those do a part of the work only
     for (op, letter), part in whole.groupby(["op", "letter"], sort=False):
         who = part["contender"].where(part["contender"].isin(["ours", "floor"]), "fastest other")
         least = part.groupby([who, "value"], sort=False)["seconds"].min().sort_index() * 1e3

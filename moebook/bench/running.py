@@ -60,9 +60,7 @@ def measure(
 ) -> pd.DataFrame:
     """Time every case of some ops (by default all) against its floor and its peers.
 
-    The scale is one of `SCALES`, by default the one that the device's goals are stated for. A
-    contender that has worked for three seconds takes no further turn.
-
+    The scale is one of `SCALES`, by default the one that the device's goals are stated for.
     Returns one row a contender, `COLUMNS`: those of `timing.Cost`; ``key``, the name of its values
     in a record; ``flops`` and ``traffic`` of the case; ``note``, why it took no part; ``profile``,
     where the time of ours goes. ``attrs`` has ``device``, ``scale``, ``rounds`` and ``threads``.
@@ -82,9 +80,8 @@ def growth(
     names: Names = None, *, scale: str = "small", device: str = "auto", rounds: int = 1,
     points: int | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Measure each op at several sizes: one letter varies, the others are as in the first case.
+    """Measure each op at ``points`` sizes a letter; the others are as in the scale's first case.
 
-    The first case is that of the ``scale``. At most ``points`` sizes a letter, the smallest first.
     Returns the columns of `measure`, and ``letter``, ``value`` and ``exponent``: of the power law
     through a contender's first and last point (1 is linear).
     """

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,18 +27,13 @@ BUSY, ENTRIES = 20_000_000, 5
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing a case's work: ``"ours"``, the ``"floor"`` or a peer's.
-
-    ``run`` does the work once, after the gradients of ``leaves`` are freed; ``forward`` is the
-    forward pass alone, where a backward pass follows. A ``host`` works on the CPU whatever the
-    device, so that its own clock is the wall's.
-    """
+    """One way of doing a case's work: ``"ours"``, the ``"floor"`` or a peer's."""
 
     name: str
-    run: Callable[[], Any]
+    run: Callable[[], Any]  # does the work once, after the gradients of leaves are freed
     leaves: Sequence[torch.Tensor] = ()
-    forward: Callable[[], Any] | None = None
-    host: bool = False
+    forward: Callable[[], Any] | None = None  # alone, where a backward pass follows
+    host: bool = False  # works on the CPU whatever the device: its own clock is the wall's
 
     def prepare(self) -> None:
         """Free the gradients of the last run."""
@@ -68,12 +64,10 @@ class Cost(NamedTuple):
 def interleave(
     contenders: Sequence[Contender], device: torch.device, *, rounds: int, budget: float
 ) -> tuple[dict[str, Cost], dict[str, str]]:
-    """Let all contenders take turns with the first, in rounds whose order rotates.
+    """Let all contenders take turns with the first; return what each costs, or why it dropped out.
 
-    The first round warms up and is dropped, except for a contender that is so slow that it is all
-    it has; ours has run once before it. A contender that has worked for ``budget`` seconds takes no
-    further turn. A peer that fails drops out; what ours raises is raised. Returns what each costs,
-    and why others dropped out, by the contenders' names.
+    The first round warms up and is dropped, except for a contender that has no other, since after
+    ``budget`` seconds of work it takes no further turn; ours has run once before it.
     """
     ours, *others = contenders
     turns: dict[str, list[tuple[Timing, Timing]]] = {each.name: [] for each in contenders}
@@ -143,17 +137,15 @@ def _kept(contender: Contender, device: torch.device) -> int | None:
 def _clocked(contender: Contender, device: torch.device) -> Timing:
     """Run once, on a GPU twice: for the wall clock, then for the GPU's own.
 
-    Until the work is submitted the GPU is kept busy, as in a model, where the host runs ahead. A
-    contender that waits for the GPU in between pays for it.
+    Until the work is submitted the GPU is kept busy, as in a model, where the host runs ahead.
     """
     gpu = device.type == "cuda"
+    wait = partial(torch.cuda.synchronize, device) if gpu else lambda: None
     contender.prepare()
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait()
     wall, work = time.perf_counter(), time.process_time()
     result = contender.run()
-    if gpu:
-        torch.cuda.synchronize(device)
+    wait()
     work, wall = time.process_time() - work, time.perf_counter() - wall
     del result  # freed outside the clocks, for each contender alike
     if not gpu or contender.host:
@@ -170,10 +162,7 @@ def _clocked(contender: Contender, device: torch.device) -> Timing:
 
 
 def shares(contender: Contender, device: torch.device, seconds: float) -> dict[str, float]:
-    """Return shares of a contender's time by torch's op or GPU kernel, the rest as ``all else``.
-
-    ``seconds`` is what it takes on a GPU when nobody watches: a watched run is slower there.
-    """
+    """Return shares of a contender's ``seconds`` by torch's op or GPU kernel, and ``all else``."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs its own start and end otherwise
     gpu = device.type == "cuda"
     contender.prepare()
@@ -182,7 +171,7 @@ def shares(contender: Contender, device: torch.device, seconds: float) -> dict[s
         result = contender.run()
         if gpu:
             torch.cuda.synchronize(device)
-        else:
+        else:  # on a GPU a watched run is slower than that
             seconds = time.perf_counter() - start
     del result
     clock = "self_device_time_total" if gpu else "self_cpu_time_total"

@@ -1,7 +1,4 @@
-"""What was found: sentences, tables and forest plots made from pools, never typed.
-
-A sentence is a template filled with a claim's own words, its effect, interval, scale and seeds.
-"""
+"""What was found: sentences, tables and forest plots made from pools, never typed."""
 
 from __future__ import annotations
 
@@ -92,11 +89,7 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def forest(rows: Iterable[Row], title: str) -> Any:
-    """Draw every claim with an interval, scale by scale; effects to the right agree with the paper.
-
-    A claim of equality, or about a number, is drawn as the distance from what the paper prints.
-    None where nothing was measured.
-    """
+    """Draw every claim with an interval, scale by scale; None where nothing was measured."""
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
     points = [_point(one) | ({"line": row.claim.id} if several else {})
@@ -111,7 +104,10 @@ def forest(rows: Iterable[Row], title: str) -> Any:
 
 
 def _point(measured: Measurement) -> dict[str, object]:
-    """One line of a forest plot, turned so that right of zero is as claimed."""
+    """One line of a forest plot, turned so that right of zero is as claimed.
+
+    A claim of equality, or about a number, is drawn as the distance from what the paper prints.
+    """
     claim, (low, high) = measured.claim, measured.ends
     panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
     shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
@@ -122,10 +118,9 @@ def _point(measured: Measurement) -> dict[str, object]:
         "line": claim.id.partition(".")[2],
         "series": measured.pool.protocol,
         "value": turn * (measured.effect - shift),
-        "low": ends[0],
-        "high": ends[1],
+        "low": ends[0], "high": ends[1],
         "sure": measured.decides and measured.side != 0,
-    }
+    }  # fmt: skip
 
 
 def differences(
@@ -151,10 +146,9 @@ def differences(
 
 
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put the effects of each claim side by side, a column a scale, and say which way they go.
+    """Put the effects of each claim with several scales side by side, a column a scale.
 
-    Only claims with two scales or more; ``with scale`` compares the largest with the smallest, and
-    tells a change that is larger than what the two could see together.
+    ``with scale`` tells a change that is larger than what the first and last could see together.
     """
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -185,12 +179,10 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
     Arms without a run are left out.
     """
     lines = []
-    for measure, name in measures.items():
-        for arm in names:
-            effects = pool.effects(name.format(arm=arm))
-            if len(effects):
-                low, high = interval(effects) or (np.nan, np.nan)
-                lines.append([measure, arm, effects.mean(), low, high, len(effects)])
+    for measure, arm in product(measures, names):
+        if len(effects := pool.effects(measures[measure].format(arm=arm))):
+            low, high = interval(effects) or (np.nan, np.nan)
+            lines.append([measure, arm, effects.mean(), low, high, len(effects)])
     return pd.DataFrame(lines, columns=["measure", "arm", "value", "low", "high", "seeds"])
 
 
@@ -204,10 +196,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
-    """Find the arms ``<kind><number>``, such as ``experts4`` and ``experts16``, by number.
-
-    The number that all other arms have, and the arm that stands for it, are the ``default``.
-    """
+    """Find the arms ``<kind><number>``, such as ``experts4``, by number; others are ``default``."""
     texts = {arm.removeprefix(kind): arm for arm in pool.arms if arm.startswith(kind)}
     numbered = {int(text): arm for text, arm in texts.items() if text.isdigit()}
     return dict(sorted((numbered | dict([default])).items()))
@@ -221,10 +210,7 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
 
 
 def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
-    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions.
-
-    Names without a run are left out; curves at different positions are refused.
-    """
+    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions."""
     curves = {label: list(pool.curves(name).items()) for label, name in names.items()}
     every = [pair for pairs in curves.values() for pair in pairs]
     positions = every[0][1].x if every else ()

@@ -1,8 +1,7 @@
 """What pools of runs say about the papers' claims: pure functions from pools to verdicts.
 
 A claim is measured in each pool that its notebook has. Its verdict is the label of the largest
-scale that may decide. Only a pool of the paper's own scale can earn "reproduced", and a comparison
-is decided by three seeds of a study or better (`Measurement.decides`).
+scale that may decide (`Measurement.decides`).
 """
 
 from __future__ import annotations
@@ -40,15 +39,11 @@ SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the cl
 
 @dataclass(frozen=True)
 class Measurement:
-    """One claim in one pool.
-
-    Its ``effects`` are value minus reference by seed and test item, ``[S, I]``, in the claim's
-    unit; I is 1 where the values carry no items.
-    """
+    """One claim in one pool."""
 
     claim: Claim
     pool: Pool = field(repr=False)
-    effects: np.ndarray = field(repr=False)
+    effects: np.ndarray = field(repr=False)  # value minus reference, see `Pool.effects`: [S, I]
 
     @property
     def seeds(self) -> int:
@@ -159,10 +154,9 @@ class Measurement:
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
-    """Find a claim's effect in a pool; None when the pool does not hold what it needs.
+    """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
-    A run at a tier that the claim does not name is no evidence for it, nor are two arms that no
-    seed has together. A value in another unit than the claim's is refused (E-VERDICT).
+    No evidence are runs at a tier that the claim does not name, and arms that no seed has together.
     """
     if pool.tier not in claim.scales:
         return None

@@ -50,9 +50,8 @@ def _content(path: Path, limit: int) -> bytes:
 def json_object(content: bytes, where: object) -> dict[str, Any]:
     """Parse a JSON object from anywhere, or refuse it in one line (E-FORMAT).
 
-    Refused beside what is not JSON: bytes that are not UTF-8, a key that stands twice, halves of
-    surrogate pairs, whole numbers beyond a float's range, and more than `DEEPEST` levels. A
-    byte-order mark, NaN and Infinity pass.
+    Refused are also repeated keys, halves of surrogate pairs, whole numbers beyond a float's range,
+    and more than `DEEPEST` levels. A byte-order mark, NaN and Infinity pass.
     """
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
@@ -145,11 +144,14 @@ def read_ipynb(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
+    def stop(self, part: Any, problem: str) -> None:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=part.start_mark)
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         for kind in ("anchor", "tag"):
             if getattr(event, kind, None):
-                _break(event, f"a YAML {kind} is not allowed")
+                self.stop(event, f"a YAML {kind} is not allowed")
         return super().compose_node(parent, index)
 
     def compose_scalar_node(self, anchor: Any) -> Any:
@@ -157,21 +159,17 @@ class _Loader(yaml.SafeLoader):
         text = node.tag.endswith(":str")
         alike = not _NUMBER.fullmatch(node.value) if text else _ALIKE.fullmatch(node.value)
         if node.style is None and not alike:
-            _break(node, f"YAML 1.1 and 1.2 do not read '{node.value}' alike; quote a text, write "
-                   "numbers as 90 or 1.0e-5, and true or false")  # fmt: skip
+            self.stop(node, f"YAML 1.1 and 1.2 do not read '{node.value}' alike; quote a text, "
+                      "write numbers as 90 or 1.0e-5, and true or false")  # fmt: skip
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set[str]()
         for key, _ in node.value:
             if str(key.value) in seen:
-                _break(key, f"{key.value} is given twice")
+                self.stop(key, f"{key.value} is given twice")
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
-
-
-def _break(part: Any, problem: str) -> None:
-    raise yaml.MarkedYAMLError(problem=problem, problem_mark=part.start_mark)
 
 
 def read_yaml(path: Path, text: str | None = None) -> Any:
@@ -201,10 +199,7 @@ def read_places(path: Path, text: str | None = None) -> tuple[Any, list[str]]:
 
 @contextmanager
 def formed(path: Path) -> Iterator[Any]:
-    """Give a YAML file's content to a block, or refuse what the block does not find (E-FORMAT).
-
-    Of any other file the block reads what it wants by itself.
-    """
+    """Give a YAML file's content to a block, or refuse what it does not find in any file."""
     try:
         yield read_yaml(path) if path.suffix in (".yaml", ".yml") else None
     except Refusal:

@@ -60,16 +60,12 @@ Numbers = Annotated[tuple[float, ...], Field(min_length=1)]
 
 @record
 class Value:
-    """A number that a notebook measured, within the bounds of its unit.
-
-    Its ``items`` are the numbers, one per test row, whose mean it is, for intervals. They may have
-    been `rounded`, so that their mean may be off by 5e-4 of their mean size.
-    """
+    """A number that a notebook measured, within the bounds of its unit."""
 
     name: Name
     value: float
     unit: str
-    items: Numbers | None = None
+    items: Numbers | None = None  # one per test row; value is their mean before they are `rounded`
 
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)
@@ -111,9 +107,8 @@ def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
 class Run:
     """One execution of a notebook: one protocol, one seed, some or all of its arms.
 
-    ``settings`` are the protocol's parameters but ``seed``, ``arms`` and where it ran; ``rows``
-    hashes what it trained on (``train``) and was tested on (``test``), ``code`` what ran: the
-    ``notebook``'s code, the ``lock``, and ``modules`` by name.
+    ``rows`` and ``code`` are hashes: of what it trained on (``train``) and was tested on
+    (``test``); of the ``notebook``'s code, the ``lock``, and ``modules`` by name.
     """
 
     notebook: str  # short name, such as pesc
@@ -123,7 +118,7 @@ class Run:
     values: tuple[Value, ...]  # in the order of the notebook, each name once
     curves: tuple[Curve, ...] = ()
     arms: tuple[str, ...] = ()  # that ran; empty where the notebook has none
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # but seed, arms and where it ran
     rows: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str | Mapping[Module, str] | None] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)  # date, commit, machine, cost
@@ -155,10 +150,7 @@ def restored(kind: type[Part], data: object, where: str) -> Part:
 
 def packed(run: Run) -> bytes:
     """Return what a run's file holds."""
-    lines = [
-        *({"name": v.name, "unit": v.unit, "value": v.value, "items": v.items} for v in run.values),
-        *({"name": c.name, "unit": c.unit, "items": c.y, "x": c.x} for c in run.curves),
-    ]
+    lines = [*map(asdict, run.values), *(asdict(c) | {"items": c.y} for c in run.curves)]
     text = json.dumps(_head(run) | {"format": FORMAT, "digest": _digest(run)})
     table = pa.Table.from_pylist(lines, COLUMNS.with_metadata({HEAD: text.encode()}))
     content = io.BytesIO()
@@ -230,9 +222,9 @@ def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def since(run: Run, folder: Path | None = None, most: int = 3) -> str:
+def since(run: Run, folder: Path | None = None) -> str:
     """Say of which day a run is and what has changed since, the first names only."""
-    parts = changed(run, folder)
+    parts, most = changed(run, folder), 3
     names = ", ".join(parts[:most]) + (f" and {len(parts) - most} more" * (len(parts) > most))
     return f"of {day(run)}; " + (f"changed since: {names}" if parts else "code unchanged")
 
