@@ -132,11 +132,11 @@ def stopwatch(device: str | torch.device = "cpu") -> Iterator[Timing]:
         timing.seconds = time.perf_counter() - start
 
 
-def peak_memory(pid: int | str = "self") -> int | None:
-    """Return a process's peak resident bytes since it, or its last `stopwatch`, started (Linux)."""
-    with suppress(OSError):  # it has ended, or the system keeps no such mark
-        if mark := re.search(r"^VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M):
-            return int(mark[1]) * 1024
+def peak_memory(pid: int | str = "self", mark: str = "VmHWM") -> int | None:
+    """Return a process's peak resident bytes since its last `stopwatch`, or now's by ``VmRSS``."""
+    with suppress(OSError):  # it has ended, or the system, not Linux, keeps no such mark
+        if found := re.search(rf"^{mark}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M):
+            return int(found[1]) * 1024
     return None
 
 

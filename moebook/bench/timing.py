@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -117,11 +116,8 @@ def timed(contender: Contender, device: torch.device, *, watched: bool = False) 
 
 def _held(device: torch.device) -> int | None:
     """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if not (pages := Path("/proc/self/statm")).exists():
-        return None
-    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    gpu = device.type == "cuda"
+    return torch.cuda.memory_allocated(device) if gpu else runtime.peak_memory(mark="VmRSS")
 
 
 def _kept(contender: Contender, device: torch.device) -> int | None:

@@ -22,11 +22,10 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def execute(tier: str, only: str | None, folder: Path) -> None:
-    """Execute the notebooks side by side and publish each that ran.
+    """Execute the notebooks, or ``only`` one, at a tier side by side; publish each that ran.
 
     Findings notebooks come last and are executed at every build: they read pools and train nothing.
-    When all have ended, the first run that failed is refused; the others are published. ``tier`` is
-    the protocol of all of them, ``only`` the short name of the one to execute.
+    When all have ended, the first run that failed is refused; the others are published.
     """
     notebooks = sources.notebooks(folder)
     chosen = [sources.find(folder, only)] if only else list(notebooks.values())
@@ -67,8 +66,7 @@ def _publish(executed: Path, stem: str, folder: Path) -> None:
 def build(tier: str, folder: Path) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
-    A notebook's page shows the live run that is there, whatever its tier: one notebook may be run
-    again without the others. A refusal names the command that makes a missing page at this tier.
+    A notebook's page shows the live run that is there; a refusal names the command that makes one.
     """
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
@@ -93,8 +91,8 @@ def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows, places = verdicts.ledger(folder), pages.Places(folder)
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
-    titles = {paper: f"Findings: {pages.TITLES[paper]}" for paper in mine}
-    pictures = {paper: _forest(paper, titles[paper], mine[paper], folder) for paper in mine}
+    pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
+                for paper in mine}  # fmt: skip
     strongest = findings.strongest(row.committed for row in rows)
     front = _forest("front", "The strongest findings", strongest, folder)
     return {f"ledger_{paper}": pages.ledger(mine[paper], places) for paper in mine} | {
@@ -139,15 +137,14 @@ def _check(folder: Path, page: str, tier: str) -> None:
 def _render(folder: Path) -> None:
     """Run Jupyter Book, every warning an error; the whole log stays in ``_build/book.log``."""
     command = [sys.executable, "-c", COMMAND, "build", "-W", "-n", "--keep-going", "book"]
-    here = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, encoding="utf-8")  # fmt: skip
     log = folder / "_build" / "book.log"
     results.write(log, _COLOUR.sub("", done.stdout))
     if done.returncode:
-        lines = log.read_text(encoding="utf-8").splitlines()
+        lines = _COLOUR.sub("", done.stdout).splitlines()
         faults = [line for line in lines if re.search(r"WARNING|ERROR|Error", line)] or lines[-1:]
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         refuse("E-BOOK", f"the book has warnings: {faults[0]}{more}; see {log.relative_to(folder)}")

@@ -13,6 +13,7 @@ import pandas as pd
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
+from moebook.plotting.charts import COLUMNS
 from moebook.results import Pool
 from moebook.results.intervals import interval
 
@@ -92,35 +93,29 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     """Draw every claim with an interval, scale by scale; None where nothing was measured."""
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
-    points = [_point(one) | ({"line": row.claim.id} if several else {})
+    points = [_point(one, row.claim.id if several else row.claim.id.partition(".")[2])
               for row in every for one in row.measurements
               if one.interval and one.interval[1] > one.interval[0]]  # fmt: skip
     if not points:
         return None
-    frame = pd.DataFrame(points)
+    frame = pd.DataFrame(points, columns=COLUMNS)
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
     return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
 
 
-def _point(measured: Measurement) -> dict[str, object]:
+def _point(measured: Measurement, line: str) -> list[object]:
     """One line of a forest plot, turned so that right of zero is as claimed.
 
     A claim of equality, or about a number, is drawn as the distance from what the paper prints.
     """
-    claim, (low, high) = measured.claim, measured.ends
+    claim = measured.claim
     panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
     shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
     turn = -factor if claim.direction == "less" else factor
-    ends = sorted(turn * (end - shift) for end in (low, high))
-    return {
-        "panel": panel,
-        "line": claim.id.partition(".")[2],
-        "series": measured.pool.protocol,
-        "value": turn * (measured.effect - shift),
-        "low": ends[0], "high": ends[1],
-        "sure": measured.decides and measured.side != 0,
-    }  # fmt: skip
+    value, *ends = (turn * (x - shift) for x in (measured.effect, *measured.ends))
+    sure = measured.decides and measured.side != 0
+    return [panel, line, measured.pool.protocol, value, *sorted(ends), sure]
 
 
 def differences(
@@ -140,8 +135,7 @@ def differences(
             value, low, high = (factor * x for x in (effects.mean(), *ends))
             sure = len(effects) >= SEEDS and low * high > 0
             points.append([panel, line, pool.protocol, value, low, high, sure])
-    columns = ["panel", "line", "series", "value", "low", "high", "sure"]
-    frame = pd.DataFrame(points, columns=columns)
+    frame = pd.DataFrame(points, columns=COLUMNS)
     return plotting.forest(frame, xlabel=xlabel, title=title) if points else None
 
 

@@ -10,18 +10,12 @@ from typing import Any
 from moebook import results
 from moebook.errors import refuse, refuse_unknown
 from moebook.notebook import parameters, sources
-from moebook.notebook.session import CURVE, NOTE, VALUE, injected
+from moebook.notebook.session import CURVE, NOTE, RECORDED, VALUE, injected
 from moebook.notebook.sources import Notebook
-from moebook.results import Curve, Run, Value, restored
+from moebook.results import Run, restored
 
-NOTES = {
-    "environment": dict,
-    "modules": dict,
-    "rows": dict,
-    "files": dict,
-    "arms": list,
-    "known": list,
-}
+NOTES = {"environment": dict, "modules": dict, "rows": dict, "files": dict,
+         "arms": list, "known": list}  # fmt: skip
 
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
@@ -29,24 +23,19 @@ def code_cells(notebook: Any) -> list[tuple[int, Any]]:
     return list(enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), start=1))
 
 
-def values(notebook: Any) -> tuple[Value, ...]:
-    """Return what a notebook's `Run.record` calls left, in order."""
-    return tuple(restored(Value, content, where) for where, content in _outputs(notebook, VALUE))
-
-
-def curves(notebook: Any) -> tuple[Curve, ...]:
-    """Return what a notebook's `Run.curve` calls left, in order."""
-    return tuple(restored(Curve, content, where) for where, content in _outputs(notebook, CURVE))
+def values(notebook: Any, mime: str = VALUE) -> tuple[Any, ...]:
+    """Return what a notebook's `Run.record` calls left, or those of `Run.curve`, in order."""
+    return tuple(restored(RECORDED[mime], x, where) for where, x in _outputs(notebook, mime))
 
 
 def notes(notebook: Any) -> dict[str, Any]:
     """Gather what a notebook notes of its run: environment, modules, arms, rows, files."""
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {name: kind() for name, kind in NOTES.items()}
     for where, content in _outputs(notebook, NOTE):
         for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
             if not isinstance(fact, NOTES.get(name, ())):
                 refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
-            facts[name] = facts.get(name, {}) | fact if isinstance(fact, dict) else fact
+            facts[name] = facts[name] | fact if isinstance(fact, dict) else fact
     return facts
 
 
@@ -68,26 +57,22 @@ def seconds(executed: Any) -> dict[str, Any]:
 def harvest(
     executed: Any, source: Notebook, protocol: str, folder: Path, manifest: Mapping[str, Any]
 ) -> Run:
-    """Make a run of what an executed notebook (as JSON) left in its outputs.
-
-    The ``manifest`` holds all ``parameters`` with the values they had, and what else is known.
-    """
+    """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``."""
     facts, given = notes(executed), manifest["parameters"]
     lock = results.digest(folder / "requirements.lock")
-    code = {"notebook": results.source(source.path), "lock": lock}
-    known = {"environment": facts.get("environment", {}), "known_arms": facts.get("known", [])}
-    known |= {"files": facts["files"]} if "files" in facts else {}
+    known = {"environment": facts["environment"], "known_arms": facts["known"]}
+    known |= {"files": facts["files"]} if facts["files"] else {}
     return Run(
         notebook=source.name,
         protocol=protocol,
         tier=given["tier"],
         seed=given.get("seed", 0),
         values=values(executed),
-        curves=curves(executed),
-        arms=tuple(facts.get("arms", ())),
+        curves=values(executed, CURVE),
+        arms=tuple(facts["arms"]),
         settings=sources.design(given),
-        rows=facts.get("rows", {}),
-        code={**code, "modules": facts.get("modules", {})},
+        rows=facts["rows"],
+        code={"notebook": results.source(source.path), "lock": lock, "modules": facts["modules"]},
         manifest={**manifest, **known},
     )
 

@@ -1,8 +1,7 @@
 """The book's generated pages: jinja2 templates filled from verdicts, pools and the audit.
 
-Each page reads without JavaScript; ``_static/tables.js`` adds the filters. As a Sphinx extension
-(``extra_extensions`` in _config.yml) the module puts a badge under each notebook's title: what its
-run really cost. It is added while a page is read, so the executed copies stay as they ran.
+As a Sphinx extension (``extra_extensions`` in _config.yml) the module puts a badge under each
+notebook's title while a page is read: what its run cost. The executed copies stay as they ran.
 """
 
 from __future__ import annotations
@@ -157,9 +156,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 def _counted(pairs: Any) -> dict[str, Counter[str]]:
     """Count by paper, in the order of `TITLES`."""
-    counts: dict[str, Counter[str]] = {paper: Counter() for paper in TITLES}
-    for paper, label in pairs:
-        counts[paper][label] += 1
+    every = list(pairs)
+    counts = {paper: Counter(label for one, label in every if one == paper) for paper in TITLES}
     return {paper: count for paper, count in counts.items() if count}
 
 

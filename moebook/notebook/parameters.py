@@ -8,7 +8,7 @@ is int, float, bool or str and the rule, which ends the comment, is one of::
     width: int = 16       # adapter width, features [1, inf)
     base: str = "nano"    # base model {nano, smollm2}      choices
 
-A float may be given as an int; nothing else is converted. Values that are not finite are refused.
+A float may be given as a finite int; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class Parameter:
 
     def read(self, text: str, where: str) -> Scalar:
         """Turn the text of ``-p name=text`` into a checked value of this parameter's type."""
-        value: Scalar = text
         if self.type is bool:
-            value = {"true": True, "false": False}.get(text.lower(), text)
-        elif self.type is not str:
+            value: Scalar = {"true": True, "false": False}.get(text.lower(), text)
+        else:
             value = _number(text, self.type)
         self.check(value, where)
         return value
@@ -67,8 +66,8 @@ class Parameter:
     def choices(self) -> tuple[Scalar, ...]:
         """The values that the rule lists; empty when it is not a list."""
         match = _CHOICES.fullmatch(self.rule)
-        texts = [text.strip() for text in match[1].split(",")] if match else []
-        return tuple(text if self.type is str else _number(text, self.type) for text in texts)
+        texts = match[1].split(",") if match else []
+        return tuple(_number(text.strip(), self.type) for text in texts)
 
     def _allows(self, value: Any) -> bool:
         if isinstance(value, float) and not math.isfinite(value):
@@ -130,8 +129,7 @@ def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
     default = literal(statement.value, f"{place}: default of {name}")
     match = _CHOICES.search(comment) or _RANGE.search(comment)
     if match is None and comment.endswith(("]", "}")):
-        hint = f"cannot read the rule that ends '{comment}'; see [1, 64], {{a}}"
-        refuse("E-NOTEBOOK", f"{place}: {hint}")
+        refuse("E-NOTEBOOK", f"{place}: cannot read the rule '{comment}'; see [1, 64], {{a}}")
     rule, text = (match[0].strip(), comment[: match.start()]) if match else ("", comment)
     kind = TYPES[annotation]
     parameter = Parameter(name, kind, default, text.strip(" ,"), rule)
@@ -154,13 +152,12 @@ def literal(node: ast.expr | None, where: str) -> Scalar:
     return value
 
 
-def _number(text: str, kind: type) -> Scalar:
+def _number(text: str, kind: type) -> Any:
     """Read a number in Python's notation; text that is none comes back as it is."""
     try:
-        number: Scalar = kind(text)
+        return kind(text)
     except ValueError:
         return text
-    return number
 
 
 def listed(name: str, text: str, known: Iterable[str]) -> list[str]:

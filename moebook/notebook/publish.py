@@ -1,8 +1,7 @@
 """The filter between an executed notebook and the book: what may be shown, and nothing else.
 
-Allowed are text, PNG figures, tables, and recorded values. Text that a model wrote is text/plain
-like any other. A table's elements and attributes pass only if they are named here. Errors and
-secrets are refused, everything else is left out and counted.
+Allowed are plain text, PNG figures, tables of the elements and attributes named here, and recorded
+values. Errors and secrets are refused, everything else is left out and counted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lxml import etree
 
 from moebook.errors import refuse
 from moebook.notebook.harvest import code_cells
-from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
-from moebook.results import Curve, Value, plain, restored
+from moebook.notebook.session import GLUE, NOTE, RECORDED
+from moebook.results import plain, restored
 
 _ANSI = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
@@ -69,8 +68,7 @@ _ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
     """Return a copy of an executed notebook that may be published, and what was left out.
 
-    Paths in the project become relative. What was left out is counted by kind: MIME types,
-    ``stderr``, ``path``, ``metadata`` ... An error output, malformed value or secret is refused.
+    That is counted by kind: MIME types, ``stderr``, ``path``, ``metadata`` ...
     """
     notebook, dropped = json.loads(json.dumps(notebook)), Counter[str]()
     for number, cell in code_cells(notebook):
@@ -93,14 +91,10 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
             dropped[output["name"]] += 1
             return None
         return output | {"text": _text(output["text"], folder, dropped)}
-    data: dict[str, Any] = {}
-    for mime, content in output.get("data", {}).items():
-        allowed = _allowed(mime, content, folder, dropped)
-        if allowed is None:
-            dropped[mime] += 1
-        else:
-            data[mime] = allowed
-    hidden = data.keys() & {VALUE, CURVE, NOTE}
+    data = {mime: _allowed(mime, x, folder, dropped) for mime, x in output.get("data", {}).items()}
+    dropped.update(mime for mime, content in data.items() if content is None)
+    data = {mime: content for mime, content in data.items() if content is not None}
+    hidden = data.keys() & {*RECORDED, NOTE}
     metadata = _only(output.get("metadata", {}), ("scrapbook",) if hidden else ())
     return output | {"data": data, "metadata": metadata} if data else None
 
@@ -113,10 +107,10 @@ def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
         return None if table is None else _text(table, folder, dropped)
     if mime == "image/png":
         return _png(content, dropped)
-    if mime == VALUE:
-        return plain(restored(Value, content, "a recorded value"))
-    if mime == CURVE:
-        return plain(restored(Curve, content, "a recorded curve"))
+    if mime in RECORDED:
+        return plain(
+            restored(RECORDED[mime], content, f"a recorded {RECORDED[mime].__name__.lower()}")
+        )
     return json.loads(_text(json.dumps(content), folder, dropped)) if mime == NOTE else None
 
 
@@ -152,8 +146,7 @@ def _forbid_secrets(cell: Any) -> None:
         texts.append(output.get("text", ""))
         contents = (c for mime, c in output.get("data", {}).items() if mime != "image/png")
         texts += [c if isinstance(c, str) else json.dumps(c) for c in contents]
-    kind = secret("\n".join(texts))
-    if kind is not None:
+    if kind := secret("\n".join(texts)):
         place = f"In [{cell['execution_count']}]" if cell["cell_type"] == "code" else "a text cell"
         refuse("E-SECRET", f"{place} shows {kind}; nothing was published: remove it from the cell")
 
@@ -168,11 +161,7 @@ def environment() -> dict[str, str]:
 
 
 def secret(text: str, variables: Mapping[str, str] | None = None) -> str | None:
-    """Say what kind of secret a text shows, or None.
-
-    The values of variables with names such as TOKEN are found too: in this process's environment,
-    unless others are given.
-    """
+    """Say what kind of secret a text shows, or None; also the value of a variable such as TOKEN."""
     for kind, pattern in _SECRET_TEXT.items():
         if re.search(pattern, text):
             return kind
@@ -194,19 +183,15 @@ def scrub(text: str, folder: Path) -> tuple[str, int]:
 
 
 def reduced_table(text: str) -> str | None:
-    """Return the HTML of a table (pandas') with text, structure and classes only; None without one.
-
-    Scripts and styles go with their contents, other unknown elements without them.
-    """
+    """Return the HTML of a table (pandas') with text, structure and classes only, else None."""
     parser = lxml.html.HTMLParser(huge_tree=True)
     tree = lxml.html.document_fromstring(f"<body>{text}", parser).body
     etree.strip_elements(tree, *_SILENT, etree.Comment, etree.PI, with_tail=False)
     for element in list(tree.iterdescendants()):
-        if element.tag in _ELEMENTS:
-            for name in set(element.attrib) - set(_ATTRIBUTES):
-                del element.attrib[name]
-        else:
-            element.drop_tag()
+        if element.tag not in _ELEMENTS:
+            element.drop_tag()  # its contents stay
+        for name in set(element.attrib) - set(_ATTRIBUTES):
+            del element.attrib[name]
     if tree.find(".//table") is None:
         return None
     tree.attrib.clear()

@@ -2,13 +2,12 @@
 
 Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook (``.ipynb``) and its
 run (``.parquet``). One that is there already and that nothing has changed since is not repeated.
-A failed copy goes to ``runs/failed/<name>/`` and nowhere else. Nothing here touches the book:
-`moebook.notebook.book` publishes, `moebook.notebook.study` adds runs to pools.
+A failed copy goes to ``runs/failed/<name>/`` and nowhere else.
 
 Meanwhile each `training.fit` keeps checkpoints below ``runs/resume/<name>/<protocol>-<key>``. A run
 that was killed, or failed, goes on from them with the same bits, unless parameters, notebook, code
 or machine have changed; all but training runs again. Its ``seconds`` count the training it found
-done (``resumed``), so that they are about those of a run that nobody killed.
+done (``resumed``).
 """
 
 from __future__ import annotations
@@ -122,24 +121,19 @@ def run_notebook(
     *,
     folder: Path,
     force: bool = False,
-    cell_seconds: float | None = None,
 ) -> Outcome | None:
-    """Run a notebook under a protocol, unless an equal run is there.
+    """Run a notebook under a protocol, unless an equal run is there, or by ``force``.
 
     Under ``accelerate launch`` every process runs the notebook, in which they train together; the
     first one keeps what it left, the others return None. A notebook that fails is refused too: with
     ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or its own refusal.
-
-    ``overrides`` are parameters that go before the protocol's; ``force`` runs even when an equal
-    run is there; ``cell_seconds`` is the longest time for one cell, by tier in `CELL_SECONDS`.
+    ``overrides`` are parameters that go before the protocol's.
     """
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
-    store = request.store
-    run = None if force or request.notebook.findings else _kept(store, folder)
-    fresh = run is None
-    if run is None:
-        run = _execute(request, cell_seconds or CELL_SECONDS.get(str(request.settings["tier"])))
-    return Outcome(run, store, fresh) if run and not runtime.processes()[0] else None
+    kept = None if force or request.notebook.findings else _kept(request.store, folder)
+    run = kept or _execute(request)
+    first = runtime.processes()[0] == 0
+    return Outcome(run, request.store, fresh=kept is None) if run and first else None
 
 
 def _kept(store: Path, folder: Path) -> Run | None:
@@ -152,17 +146,14 @@ def _kept(store: Path, folder: Path) -> Run | None:
     return run if whole and not results.changed(run, folder) else None
 
 
-def _execute(request: Request, limit: float | None) -> Run | None:
+def _execute(request: Request) -> Run | None:
     """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
     with _place(request) if first else nullcontext(), _staging() as directory:
         staged = directory / "staged.ipynb"
         try:
-            peak = _papermill(request, staged, limit)
-            run = _keep(request, staged, peak) if first else None
-            if first:
-                _drop(request)
-            return run
+            peak = _papermill(request, staged)
+            return _keep(request, staged, peak) if first else None
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
@@ -227,10 +218,11 @@ def _aside(request: Request, staged: Path) -> Path:
         return staged.parent.rename(kept) / staged.name
 
 
-def _papermill(request: Request, staged: Path, limit: float | None) -> int | None:
+def _papermill(request: Request, staged: Path) -> int | None:
     """Execute into the staged copy; return the kernel's peak memory in bytes."""
     logging.getLogger("papermill").addHandler(logging.NullHandler())
     notebook, folder = request.notebook, request.folder
+    limit = CELL_SECONDS.get(str(request.settings["tier"]))
     with kernel(folder, staged.parent, request.resume) as manager:
         try:
             papermill.execute_notebook(
@@ -252,8 +244,7 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
             refuse(code, f"{where}: {text[:400]}")
         except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
             cells = code_cells(results.read_ipynb(staged)) if staged.is_file() else []
-            started = [cell for _, cell in cells
-                       if cell["metadata"].get("papermill", {}).get("start_time")]  # fmt: skip
+            started = [c for _, c in cells if c["metadata"].get("papermill", {}).get("start_time")]
             place = f"cell In [{len(started)}] of notebooks/{notebook.path.name}"
             if isinstance(error, CellTimeoutError):
                 refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
@@ -262,13 +253,13 @@ def _papermill(request: Request, staged: Path, limit: float | None) -> int | Non
 
 
 def _keep(request: Request, staged: Path, peak: int | None) -> Run:
-    """Filter an executed notebook, harvest its run, and write both to the store."""
+    """Filter an executed notebook, harvest its run, write both, and drop the checkpoints."""
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     spent, paths = seconds(executed), request.resume.glob(f"*/{runtime.FOUND}")
-    if found := [json.loads(path.read_text()) for path in paths]:
-        spent |= {"seconds": spent["seconds"] + sum(found), "resumed": sum(found)}
+    if found := sum(json.loads(path.read_text()) for path in paths):
+        spent |= {"seconds": spent["seconds"] + found, "resumed": found}
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": request.notebook.defaults | request.settings,
@@ -281,6 +272,7 @@ def _keep(request: Request, staged: Path, peak: int | None) -> Run:
     }
     run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
     put(request.store, text, run)
+    _drop(request)
     return run
 
 
@@ -329,10 +321,9 @@ class Kernel(AsyncKernelManager):
 
 @contextmanager
 def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
-    """Run a kernel in a project for the length of the block; it is gone afterwards.
+    """Run a kernel in a project for the length of the block; its trainings ``resume`` from there.
 
-    Its Unix sockets lie in a private, short-lived ``directory``: no other user and no network can
-    reach it. Its trainings keep checkpoints in ``resume``.
+    Its Unix sockets lie in a private ``directory``: no other user and no network can reach it.
     """
     if len(os.fsencode(directory)) > LONGEST:
         refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")

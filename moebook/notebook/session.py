@@ -1,8 +1,7 @@
 """What a notebook calls: `begin` after its parameters cell, then the methods of its `Run`.
 
 The check happens inside the notebook, so that plain papermill, an interactive session and
-``moebook run`` refuse the same values: papermill by itself runs on with the defaults when a name
-is wrong, and does not look at types.
+``moebook run`` refuse the same names and values.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 # MIME types of what no page shows.
 VALUE = "application/vnd.moebook.value+json"
 CURVE = "application/vnd.moebook.curve+json"
+RECORDED: dict[str, type[Value | Curve]] = {VALUE: Value, CURVE: Curve}
 NOTE = "application/vnd.moebook.note+json"  # a fact about the run: machine, code, arms, rows
 GLUE = "application/papermill.record/"  # prefix under which {glue} finds any of them, and hides it
 ALL = "all"  # what the parameter ``arms`` says for all arms of a notebook
@@ -42,10 +42,7 @@ class Run:
     tier: str
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
-        """Return those of the known arms that this run has, in their order, and note them.
-
-        The ``text`` is the parameter ``arms``: names with commas between them, or ``all``.
-        """
+        """Return the known arms that ``text``, the parameter ``arms``, names, and note them."""
         names = list(known) if text == ALL else parameters.listed("arms", text, known)
         if not names:
             refuse("E-RANGE", f"arms is empty; {nearest('', [ALL, *known])}")
@@ -54,10 +51,7 @@ class Run:
         return chosen
 
     def rows(self, **drawn: Any) -> None:
-        """Note the rows it trains on (``train=``) and is tested on (``test=``), as a hash of each.
-
-        Runs of one seed with different arms are only joined where these agree.
-        """
+        """Note hashes of the rows it trains on (``train=``) and is tested on (``test=``)."""
         texts = {name: json.dumps(rows, sort_keys=True) for name, rows in drawn.items()}
         _note(rows={k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
 
@@ -72,7 +66,7 @@ class Run:
 
         Its ``name`` is a slash path such as ``pesc/sparse/accuracy``, by which {glue} finds it, its
         ``unit`` one of `results.UNITS`; the finite ``value``, NumPy's and torch's too, is the mean
-        of the ``items``, one per test row, which are kept `rounded`.
+        of the ``items``, one per test row.
         """
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)
@@ -81,21 +75,14 @@ class Run:
     def curve(
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
     ) -> None:
-        """Keep a line that a figure over seeds needs, such as a training loss by name.
-
-        Its heights ``y``, in a unit of `results.UNITS`, are kept `rounded`; its positions ``x`` are
-        1, 2, ... by default.
-        """
+        """Keep a line that a figure over seeds needs; its positions ``x`` are 1, 2, ... if None."""
         heights = rounded(y)
         positions = range(1, len(heights) + 1) if x is None else x
         line = Curve(name, unit, tuple(map(float, positions)), heights)
         _leave(f"curve/{name}", {CURVE: results.plain(line)})
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
-        """Record what `evaluation.by_benchmark` found of an arm, such as ``pesc/sparse``.
-
-        Values are ``<arm>/accuracy``, ``/nll`` and, with ``domains``, ``/accuracy/<domain>``.
-        """
+        """Record what `evaluation.by_benchmark` found of an arm, as ``pesc/sparse/accuracy``."""
         self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
         nats = table.nll.dropna()
         if len(nats):
@@ -110,12 +97,11 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters: with the
     sources executed so far and the variables as they are now. The parameters cell is the latest
-    one that holds nothing but annotated assignments, ``tier`` among them. Cells after it that begin
-    with ``# Parameters`` are papermill's.
+    one that holds nothing but annotated assignments, ``tier`` among them.
     """
     index, declared = _declared(cells)
     for source in cells[index + 1 :]:
-        if source.lstrip().startswith("# Parameters"):
+        if source.lstrip().startswith("# Parameters"):  # papermill's
             parameters.check(declared, injected(source, "notebook"), "injected parameters")
     if missing := [name for name in declared if name not in names]:
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
@@ -149,8 +135,7 @@ def _note_code() -> None:
 
 def _note(**fact: Any) -> None:
     """Leave a fact about the run: environment, modules, arms or rows."""
-    digest = hashlib.sha256(json.dumps(fact).encode()).hexdigest()
-    _leave(f"note/{digest[:12]}", {NOTE: fact})
+    _leave(f"note/{hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:12]}", {NOTE: fact})
 
 
 def _leave(name: str, bundle: Mapping[str, Any]) -> None:
@@ -181,6 +166,6 @@ def injected(source: str, where: str) -> dict[str, object]:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 values[name] = parameters.literal(value, f"{where}: injected {name}")
             case _:
-                refuse("E-PARAMETER", f"{where}, injected line {statement.lineno}: expected "
-                       "name = value")  # fmt: skip
+                place = f"{where}, injected line {statement.lineno}"
+                refuse("E-PARAMETER", f"{place}: expected name = value")
     return values

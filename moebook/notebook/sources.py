@@ -1,9 +1,9 @@
 """The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and protocols.
 
 A protocol is a YAML file beside the notebook, ``NN_name.<protocol>.yaml``: one flat mapping of
-parameter to scalar, which plain ``papermill -f`` reads too. Its ``tier`` says which scale it
-belongs to. The tier that the parameters cell declares as its default needs no file. A notebook
-``NN_name_findings.ipynb`` reads pools of runs and trains nothing: it has no protocols.
+parameter to scalar, which plain ``papermill -f`` reads too. The tier that the parameters cell
+declares as its default needs no file. A notebook ``NN_name_findings.ipynb`` reads pools of runs and
+trains nothing: it has no protocols.
 """
 
 from __future__ import annotations
@@ -87,24 +87,23 @@ def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in parameters.items() if k not in ("seed", "arms", "device")}
 
 
-def _paths(folder: Path) -> list[Path]:
-    paths = sorted((folder / "notebooks").glob("*.ipynb"))
-    return [path for path in paths if _STEM.fullmatch(path.stem)]
+def _paths(folder: Path) -> dict[str, Path]:
+    paths = dict[str, Path]()
+    for path in sorted((folder / "notebooks").glob("*.ipynb")):
+        match = _STEM.fullmatch(path.stem)
+        if match and (other := paths.setdefault(match[1], path)) != path:
+            refuse("E-NOTEBOOK", f"{other.name} and {path.name} share a name")
+    return paths
 
 
 def notebooks(folder: Path) -> dict[str, Notebook]:
     """Read all notebooks of the project, by short name, in the order of their numbers."""
-    every: dict[str, Notebook] = {}
-    for notebook in map(read, _paths(folder)):
-        other = every.setdefault(notebook.name, notebook).path.name
-        if other != notebook.path.name:
-            refuse("E-NOTEBOOK", f"{other} and {notebook.path.name} share a name")
-    return every
+    return {name: read(path) for name, path in _paths(folder).items()}
 
 
 def find(folder: Path, name: str) -> Notebook:
     """Return the notebook with that short name, or refuse with the nearest one."""
-    known = {path.stem[3:]: path for path in _paths(folder)}
+    known = _paths(folder)
     if not known:
         refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
     refuse_unknown(name, known, "E-NOTEBOOK", f"unknown notebook '{name}':")

@@ -1,8 +1,7 @@
-"""Fill pools: each run in a process of its own, from a frozen copy of the commit.
+"""Fill pools: each run in a process of its own with one thread, from a frozen copy of the commit.
 
 A run that is in the pool is skipped, one that fails is reported while the others go on, and each is
-kept as soon as it has ended: what was finished survives whatever ends the study. A process has one
-thread.
+kept as soon as it has ended: what was finished survives whatever ends the study.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ Ended = Generator[tuple[Job, Outcome], None, None]
 def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
     """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    The processes wait at the read end of one pipe: when its other end closes, however this process
-    ends, they end as well.
+    The processes wait at one pipe: however this process ends, its end closes, and they end as well.
     """
     waiting, lifeline = os.pipe()
     with os.fdopen(waiting), ThreadPoolExecutor(workers) as threads:
@@ -126,9 +124,8 @@ def study(
 ) -> int:
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
-    The protocol is one whose tier is committed, such as ``nano``; ``arms`` are names with commas
-    between them, or ``all`` (default: the protocol's). ``jobs`` runs go at a time (default: cores;
-    a cluster decides by itself); the ``engine`` is ``local``, or ``ray`` for the cluster here.
+    ``arms`` are names with commas between them, or ``all`` (default: the protocol's). ``jobs`` runs
+    go at a time (default: cores); the ``engine`` is ``local``, or ``ray`` for the cluster here.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]

@@ -132,7 +132,7 @@ class Run:
                 refuse("E-VALUE", f"{where}: {twice[0]} is recorded twice; give each its own name")
 
 
-Part = TypeVar("Part", Value, Curve)
+Part = TypeVar("Part", bound=Value | Curve)
 
 
 def plain(part: Value | Curve) -> dict[str, Any]:

@@ -31,7 +31,7 @@ arms: str = "all"  # names with commas between them, or all"""
 ROUNDS = 5
 
 
-def executed(request, staged, limit):
+def executed(request, staged):
     """Stand in for papermill: the notebook with one value, which tells the process."""
     notebook = nbformat.read(request.notebook.path, as_version=4)
     value = plain(Value("toy/process", float(os.getpid()), "number"))

@@ -135,7 +135,8 @@ def _kept(mime, content):
 def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
     assert harvest.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
     assert harvest.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
-    assert harvest.curves(_kept(CURVE, CURVE_OF)) == (Curve("toy/a", "nats", (1, 2), (0.5, 0.25)),)
+    curve = Curve("toy/a", "nats", (1, 2), (0.5, 0.25))
+    assert harvest.values(_kept(CURVE, CURVE_OF), CURVE) == (curve,)
     parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
              {"modules": {"b.py": "2"}}, {"rows": {"train": "3"}}, {"environment": {}})  # fmt: skip
     cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]

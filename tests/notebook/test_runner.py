@@ -115,8 +115,9 @@ def test_a_run_is_repeated_when_what_it_is_made_of_changes(book, ran, monkeypatc
 def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, fate, message):
     before = _files(project / "runs" / "mine")
     monkeypatch.setenv("PYTHONPATH", light)
+    monkeypatch.setitem(runner.CELL_SECONDS, "smoke", 8)
     with pytest.raises(Refusal, match=message) as refusal:
-        run_notebook("toy", "smoke", {"fate": fate}, folder=project, cell_seconds=8)
+        run_notebook("toy", "smoke", {"fate": fate}, folder=project)
     copy = str(refusal.value).rpartition("the failed copy is ")[2]
     assert copy.startswith("runs/failed/toy/smoke-")
     assert json.loads((project / copy).read_text())["cells"]
