@@ -23,8 +23,7 @@ def printable(text: str) -> str:
 class Refusal(Exception):
     """Input that cannot be used, told in one line: what is wrong, where, and what was expected.
 
-    The command line exits with code 2. Codes such as ``E-RANGE`` are one vocabulary. Control
-    characters in what a message quotes are escaped, the middle of a very long one is left out.
+    Control characters in what it quotes are escaped, the middle of a very long one is left out.
     """
 
     def __init__(self, code: str, message: str) -> None:

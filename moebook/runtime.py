@@ -1,7 +1,4 @@
-"""The machine a run sees: its seeds, device, number format, clock, memory and environment.
-
-torch is imported inside the functions that need it, so that ``moebook list`` starts at once.
-"""
+"""The machine a run sees; torch is imported where it is needed, so ``moebook list`` is quick."""
 
 from __future__ import annotations
 

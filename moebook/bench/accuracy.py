@@ -1,7 +1,4 @@
-"""Whether an op's answer is right on small inputs: against its reference in float64, or PEFT.
-
-That the references mean what the papers say is shown in the tests, by loops of their own.
-"""
+"""Whether an op's answer is right on small inputs: against its reference in float64, or PEFT."""
 
 from __future__ import annotations
 

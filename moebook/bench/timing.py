@@ -107,17 +107,12 @@ def timed(contender: Contender, device: torch.device, *, watched: bool = False) 
     contender.prepare()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)  # what was freed goes to the system, so that its use counts as new
-    before = _held(device)
+    gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if gpu else runtime.peak_memory(mark="VmRSS")
     with runtime.stopwatch(device) as peak:
         timing = _clocked(contender, device)
     extra = None if before is None or peak.memory is None else max(peak.memory - before, 0)
     return timing._replace(memory=extra, kept=_kept(contender, device))
-
-
-def _held(device: torch.device) -> int | None:
-    """Bytes held now: allocated by torch on a GPU, resident in the process on a CPU (Linux)."""
-    gpu = device.type == "cuda"
-    return torch.cuda.memory_allocated(device) if gpu else runtime.peak_memory(mark="VmRSS")
 
 
 def _kept(contender: Contender, device: torch.device) -> int | None:

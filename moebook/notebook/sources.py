@@ -139,7 +139,7 @@ def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
 
 def overview(folder: Path) -> str:
     """Return the text of ``moebook list``: a block a notebook, with protocols and their costs."""
-    blocks = [_block(notebook, folder) for notebook in notebooks(folder).values()]
+    blocks = (_block(notebook, folder) for notebook in notebooks(folder).values())
     return "\n\n".join(blocks) or f"no notebooks/NN_name.ipynb in {folder}"
 
 

@@ -169,7 +169,7 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
 
 
 def side(claim: Claim, low: float, high: float) -> int:
-    """Where an interval lies: 1 where the claim says, -1 on the other side, 0 across the border."""
+    """Where an interval lies, as `Measurement.side` says."""
     if claim.direction == "greater":
         return int(low > 0) - int(high < 0)
     if claim.direction == "less":

@@ -2,9 +2,8 @@
 
 A file starts with a YAML header, each line behind ``# ``: table, caption, unit, source and, where
 they apply, damaged (what is wrong with our text), setting (what sets its numbers apart from equally
-named ones), names (this table's name -> the other tables') and derived (relations, see
-`papers.relations`). CSV in long form follows, one line a printed number in the reading order of the
-paper's text, with the columns ``row, column, <keys>, printed, unit, mark``.
+named ones), names (this table's name -> the other tables') and derived (see `papers.relations`).
+CSV follows, a line a printed number: ``row, column, <keys>, printed, unit, mark``.
 """
 
 from __future__ import annotations

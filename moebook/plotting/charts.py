@@ -63,14 +63,7 @@ def curves(
     return figure
 
 
-def bars(
-    frame: pd.DataFrame,
-    *,
-    group: str,
-    series: str,
-    ylabel: str,
-    title: str = "",
-) -> Figure:
+def bars(frame: pd.DataFrame, *, group: str, series: str, ylabel: str, title: str = "") -> Figure:
     """Draw grouped bars with their intervals; the number stands on each bar while there is room.
 
     ``frame`` has one row a bar: the columns that ``group`` (along the horizontal axis) and
@@ -139,9 +132,8 @@ def heatmap(
 ) -> Figure:
     """Draw one heat map a panel (a layer, say) on one colour scale, so that panels compare.
 
-    ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``; ``rows`` and
-    ``columns`` are names, such as domains and experts. ``label`` says what the colours mean, with
-    the unit, such as ``share of tokens``.
+    ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``, named by ``rows``
+    and ``columns``. ``label`` says what the colours mean, such as ``share of tokens``.
     """
     tables = {name: np.asarray(values, dtype=float) for name, values in panels.items()}
     shape = len(rows), len(columns)
@@ -176,9 +168,8 @@ def heatmap(
 def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
     """Draw one stacked bar a row (a layer, say): which share of the tokens each expert serves.
 
-    The number in a segment is its expert's. Dotted lines mark where the borders would lie if every
-    expert served the same share. ``shares`` is the row's name to the experts' shares ``[E]``, which
-    sum to 1.
+    The number in a segment is its expert's; dotted lines mark the borders of equal shares.
+    ``shares`` is the row's name to the experts' shares ``[E]``, which sum to 1.
     """
     table = {name: np.asarray(row, dtype=float) for name, row in shares.items()}
     experts = len(next(iter(table.values())))
@@ -242,10 +233,9 @@ def points(
 def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     """Draw effects as points with intervals around a line at zero, the first row on top.
 
-    ``frame`` has one row a point: ``panel`` (the unit, which its horizontal axis has), ``line``
-    (what stands at the left), ``series`` (colour and marker, such as the scale), ``value``, ``low``
-    and ``high`` in the panel's unit, and ``sure``: a filled marker, else a hollow one. Rows of one
-    panel and line stand beneath one another. ``xlabel`` says what an effect to the right means.
+    ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what stands at the
+    left), ``series`` (colour and marker, such as the scale), ``value``, ``low`` and ``high``, and
+    ``sure``: a filled marker, else a hollow one. ``xlabel`` says what is to the right.
     """
     require("forest", frame, COLUMNS)
     if frame.empty:

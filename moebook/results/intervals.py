@@ -19,11 +19,8 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     Every seed is tested on the same items, so the variance of the mean is that of the mean over
     seeds plus that of the mean over items (what belongs to neither counts twice, which errs on the
     wide side). Each is multiplied by the square of its own quantile of Student's distribution, and
-    the half width is the root of the sum (Banerjee, Sankhya 22, 1960). So the interval is never
-    narrower than Student's over the seeds alone, and covers at least what it says whichever is
-    larger.
-
-    None for a single number, about which nothing can be said. I is 1 where only means are known.
+    the half width is the root of the sum (Banerjee, Sankhya 22, 1960): never narrower than
+    Student's over the seeds alone. None for a single number; I is 1 where only means are known.
     """
     if effects.size == 1:
         return None

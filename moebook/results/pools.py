@@ -29,14 +29,11 @@ BASES = ("nano", "nano-moe", "smollm2")  # known by name, smallest first; others
 
 @dataclass(frozen=True)
 class Pool:
-    """All runs of one notebook under one protocol; runs that do not fit together are refused.
-
-    There is at least one; of one seed there may be several, with different arms.
-    """
+    """All runs of one notebook under one protocol; runs that do not fit together are refused."""
 
     notebook: str
     protocol: str
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # at least one; of a seed there may be several, with different arms
 
     def __post_init__(self) -> None:
         for number, run in enumerate(self.runs):
@@ -96,11 +93,9 @@ class Pool:
         return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
 
     def effects(self, name: str, reference: str | float | None = None) -> np.ndarray:
-        """A value less a reference (another value's name, or a number), by seed and item.
+        """A value less a reference (another's name, or a number), ``[S, I]`` by seed and item.
 
-        Returns:
-            ``[S, I]`` over the seeds that have both; I is 1 where not all carry the same items, and
-            S is 0 where no seed has both.
+        S are the seeds that have both, if any; I is 1 where not all carry the same items.
         """
         values = self.values(name)
         if isinstance(reference, str):
@@ -156,13 +151,12 @@ def _clashes(one: Run, other: Run) -> Iterator[str]:
 def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | None:
     """Read a protocol's committed runs in a project; None where there are none."""
     place = (folder or root()) / "results" / notebook / protocol
-    runs = []
-    for path in sorted(place.glob("*.parquet")):
-        run = read_run(path)
+    runs = {path: read_run(path) for path in sorted(place.glob("*.parquet"))}
+    for path, run in runs.items():
         if (run.notebook, run.protocol) != (notebook, protocol):
             refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
-        runs.append(run)
-    return Pool(notebook, protocol, tuple(sorted(runs, key=lambda run: run.seed))) if runs else None
+    rising = sorted(runs.values(), key=lambda run: run.seed)
+    return Pool(notebook, protocol, tuple(rising)) if rising else None
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:
