@@ -129,13 +129,14 @@ def write(
     if frame.attrs["device"] == "cpu":  # of a GPU that is there but was not used
         environment |= {"accelerator": None, "accelerator_memory": None}
     ran, gpu = frame[took_part], environment["accelerator"]
+    lock = results.digest(folder / "requirements.lock")
     run = Run(
         notebook=BENCH,
         protocol=slug(gpu or "cpu").lower(),
         tier="gpu" if gpu else "cpu",
         seed=0,
         values=tuple(_values(ran, growth, roof)),
-        code={"lock": results.digest(folder / "requirements.lock"), "modules": results.loaded()},
+        code={"lock": lock, "modules": results.files.loaded()},
         manifest={
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "parameters": frame.attrs,

@@ -12,7 +12,7 @@ from moebook.errors import refuse, refuse_unknown
 from moebook.notebook import parameters, sources
 from moebook.notebook.session import CURVE, NOTE, RECORDED, VALUE, injected
 from moebook.notebook.sources import Notebook
-from moebook.results import Run, restored
+from moebook.results.runs import Run, restored
 
 NOTES = {"environment": dict, "modules": dict, "rows": dict, "files": dict,
          "arms": list, "known": list}  # fmt: skip
@@ -60,6 +60,7 @@ def harvest(
     """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``."""
     facts, given = notes(executed), manifest["parameters"]
     lock = results.digest(folder / "requirements.lock")
+    code = {"notebook": results.files.source(source.path), "lock": lock}
     known = {"environment": facts["environment"], "known_arms": facts["known"]}
     known |= {"files": facts["files"]} if facts["files"] else {}
     return Run(
@@ -72,7 +73,7 @@ def harvest(
         arms=tuple(facts["arms"]),
         settings=sources.design(given),
         rows=facts["rows"],
-        code={"notebook": results.source(source.path), "lock": lock, "modules": facts["modules"]},
+        code={**code, "modules": facts["modules"]},
         manifest={**manifest, **known},
     )
 

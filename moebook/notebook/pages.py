@@ -25,7 +25,8 @@ from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import COMMITTED, LIVE, Run, Value, restored, since
+from moebook.results import COMMITTED, LIVE, Run, Value, since
+from moebook.results.runs import restored
 
 TITLES = {
     "bases": "Base and tasks",

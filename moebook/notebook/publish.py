@@ -25,7 +25,7 @@ from lxml import etree
 from moebook.errors import refuse
 from moebook.notebook.harvest import code_cells
 from moebook.notebook.session import GLUE, NOTE, RECORDED
-from moebook.results import plain, restored
+from moebook.results.runs import plain, restored
 
 _ANSI = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"

@@ -111,7 +111,7 @@ class Request:
     def resume(self) -> Path:
         """Where its trainings keep checkpoints: named by all that, and by the package's code."""
         place = self.folder / "runs" / "resume" / self.notebook.name
-        return place / f"{self.store.stem}-{results.package()[:12]}"
+        return place / f"{self.store.stem}-{results.files.package()[:12]}"
 
 
 def run_notebook(
@@ -143,7 +143,7 @@ def _kept(store: Path, folder: Path) -> Run | None:
     except Refusal:
         return None
     whole = run.manifest.get("executed") == results.digest(store)
-    return run if whole and not results.changed(run, folder) else None
+    return run if whole and not results.runs.changed(run, folder) else None
 
 
 def _execute(request: Request) -> Run | None:
@@ -285,7 +285,7 @@ def put(page: Path, text: str, run: Run) -> None:
         refuse("E-RUN", f"{run.notebook} at {run.protocol}: run and page disagree; run it again")
     with results.replacing(page.with_suffix(".parquet")) as last, results.replacing(page) as first:
         first.write_text(text, encoding="utf-8")
-        last.write_bytes(results.packed(run))
+        last.write_bytes(results.runs.packed(run))
 
 
 class Kernel(AsyncKernelManager):

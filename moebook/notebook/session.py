@@ -19,7 +19,7 @@ from moebook import results, runtime
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
-from moebook.results import Curve, Value, rounded
+from moebook.results.runs import Curve, Value, rounded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,7 +121,7 @@ def _note_code() -> None:
     shell, noted = get_ipython(), dict[str, str]()
 
     def note(*_: object) -> None:
-        if now := results.loaded(noted):
+        if now := results.files.loaded(noted):
             noted.update(now)
             _note(modules=now)
 

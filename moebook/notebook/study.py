@@ -274,6 +274,6 @@ def freeze(folder: Path) -> Path:
             if done.returncode:
                 refuse("E-GIT", f"git archive: {done.stderr.decode().strip()}")
             shutil.unpack_archive(archive, code, filter="data")
-            results.write(code / results.FROZEN, commit["id"])
+            results.write(code / results.files.FROZEN, commit["id"])
             code.rename(place)
     return place

@@ -232,10 +232,10 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     used = run.manifest["environment"]
     assert (used["accelerator"], used["accelerator_memory"], run.tier) == (None, None, "cpu")
     assert {"bench/timing.py", "bench/cases.yaml"} <= {*run.code["modules"]}
-    assert results.changed(run, project) == ()
+    assert results.runs.changed(run, project) == ()
     modules = run.code["modules"] | {"bench/timing.py": "another"}
     other = replace(run, code={"lock": "another", "modules": modules})
-    assert results.changed(other, project) == ("lock", "bench.timing")
+    assert results.runs.changed(other, project) == ("lock", "bench.timing")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from moebook import cli, results
 from moebook.notebook import runner
 from moebook.training import fit
 from transformers import LlamaForCausalLM
-results.loaded()  # what a notebook hashes is hashed once
+results.files.loaded()  # what a notebook hashes is hashed once
 
 class Fork:
     stdout = stderr = returncode = None

@@ -56,10 +56,10 @@ def test_a_run_leaves_its_page_and_what_the_notebook_recorded_and_nothing_else(r
     assert run.curves[0].y == run.values[2].items
     assert run.settings == {"tier": "smoke", "top_k": 4, "fate": "well"}
     assert set(run.rows) == {"train", "test"}
-    assert run.code["notebook"] == results.source(project / "notebooks" / "01_toy.ipynb")
+    assert run.code["notebook"] == results.files.source(project / "notebooks" / "01_toy.ipynb")
     assert {"notebook/session.py", "results/runs.py"} <= set(run.code["modules"])
     assert not {"cli.py", "notebook/runner.py", "training/fit.py"} & set(run.code["modules"])
-    assert results.changed(run, project) == ()
+    assert results.runs.changed(run, project) == ()
 
 
 def test_the_page_shows_text_and_tables_and_the_manifest_what_ran_where_at_what_cost(ran, project):

@@ -188,7 +188,7 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
         assert values["toy/mean"] == 0.5
         assert values["toy/here"] == 1.0, "the package of the copy"
         assert run.manifest["commit"] == {"id": head, "dirty": False}
-        assert "notebook" in results.changed(run, folder)
+        assert "notebook" in results.runs.changed(run, folder)
     assert not list(folder.glob("runs/mine/**/*.ipynb")), "what readers ran is theirs"
 
 
@@ -264,8 +264,8 @@ def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch
     assert capsys.readouterr().out == "toy at nano, seed 5: results/toy/nano/5.parquet\n"
     (run,) = stored(fresh)
     assert (run.seed, run.arms, run.settings) == (5, ("left", "right"), SETTINGS)
-    assert run.code["notebook"] == results.source(source)
-    assert 0 < run.manifest["seconds"] < 60 and results.day(run)
+    assert run.code["notebook"] == results.files.source(source)
+    assert 0 < run.manifest["seconds"] < 60 and results.runs.day(run)
     for command, words in (("list", "--on nano     "), ("verify", "seeds 5 agree")):
         assert cli.main([command]) == 0
         assert words in capsys.readouterr().out

@@ -54,9 +54,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(folder: Path) -> Run:
-    notebook = results.source(folder / "notebooks" / "01_toy.ipynb")
+    notebook = results.files.source(folder / "notebooks" / "01_toy.ipynb")
     lock = results.digest(folder / "requirements.lock")
-    code = {"notebook": notebook, "lock": lock, "modules": results.loaded()}
+    code = {"notebook": notebook, "lock": lock, "modules": results.files.loaded()}
     return Run("toy", "nano", "study", 0, (), code=code, manifest={"date": "2026-01-02T23:00:00"})
 
 
@@ -82,26 +82,26 @@ USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
 ])  # fmt: skip
 def test_code_and_data_count_and_comments_layout_and_prose_do_not(package, name, old, new, names):
     run, path = _run(package.parent), package.parent / name
-    assert results.changed(run, package.parent) == () and old in path.read_text()
+    assert results.runs.changed(run, package.parent) == () and old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
-    assert results.changed(run, package.parent) == names
+    assert results.runs.changed(run, package.parent) == names
 
 
 def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(package):
-    loaded = results.loaded()
+    loaded = results.files.loaded()
     assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.bin"}
-    assert set(results.loaded(loaded)) == set()
+    assert set(results.files.loaded(loaded)) == set()
     run, folder = _run(package.parent), package.parent
     for name in ("idle.py", "used/README.md", "papers/pesc/claims.yaml"):
         (package / name).unlink()
     assert results.since(run, folder) == "of 2026-01-02; code unchanged"
     for name in (NOTEBOOK, "requirements.lock", PART, "moebook/used/rows.csv"):
         (folder / name).unlink()
-    assert results.changed(run, folder) == ("notebook", "lock", "used.part", "used.rows.csv")
+    assert results.runs.changed(run, folder) == ("notebook", "lock", "used.part", "used.rows.csv")
     more = "of 2026-01-02; changed since: notebook, lock, used.part and 1 more"
     assert results.since(run, folder) == more
     with pytest.raises(Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"):
-        results.day(Run("toy", "nano", "study", 0, ()))
+        results.runs.day(Run("toy", "nano", "study", 0, ()))
 
 
 def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
@@ -116,7 +116,7 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
     assert results.commit(tmp_path) == found
     results.write(tmp_path / "notebooks" / "01_toy.ipynb", "[]")
     assert results.commit(tmp_path) == found | {"dirty": True}
-    results.write(tmp_path / results.FROZEN, "abc\n")
+    results.write(tmp_path / results.files.FROZEN, "abc\n")
     assert results.commit(tmp_path) == {"id": "abc", "dirty": False}
 
 

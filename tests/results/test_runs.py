@@ -14,8 +14,7 @@ import pytest
 
 from moebook import results
 from moebook.errors import Refusal
-from moebook.results import Curve, Run, Value, rounded
-from moebook.results.runs import HEAD
+from moebook.results.runs import HEAD, Curve, Run, Value, rounded
 
 NO_RUN = "no run of moebook"
 A = Value("toy/a", 1 / 3, "share", items=(0.0, 0.0, 1.0))
