@@ -142,7 +142,7 @@ def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
     cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]
     assert harvest.notes(new_notebook(cells=cells)) == {
         "modules": {"a.py": "1", "b.py": "2"}, "arms": ["x"], "known": ["x", "y"],
-        "rows": {"train": "3"}, "environment": {},
+        "rows": {"train": "3"}, "environment": {}, "files": {},
     }  # fmt: skip
 
 
