@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -162,8 +163,9 @@ def environment() -> dict[str, Any]:
     }
 
 
+@cache
 def versions() -> dict[str, str]:
-    """List the versions of the installed packages that results may depend on."""
+    """List the versions of the installed packages that results may depend on; read once."""
     present = [name for name in PACKAGES if any(importlib.metadata.distributions(name=name))]
     return {name: importlib.metadata.version(name) for name in present}
 

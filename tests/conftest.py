@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,16 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
+LONG = (
+    "its_values_are_in_the_page findings_are_drawn test_kills test_two_processes test_a_cluster"
+    " shipped_bases"
+).split()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no worker waits for another's last test."""
-    items.sort(key=lambda item: "smoke" not in item.name or "notebooks" not in item.nodeid)
+    names = (*LONG, "")
+    items.sort(key=lambda item: next(n for n, name in enumerate(names) if name in item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -62,6 +69,17 @@ def shared() -> Path:
     if not Path(folder).is_dir():
         pytest.fail(f"MOEBOOK_SHARED={folder} is not a folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Commands of `moebook` without the time that imports take."""
+    from tests.faults.forks import Forks
+
+    made = Forks(tmp_path_factory.mktemp("forks") / "told")
+    with made.process:
+        yield made
+    made.sweep()
 
 
 @pytest.fixture(scope="session")

@@ -78,8 +78,7 @@ def test_panels_show_first_middle_and_last_layer_by_group():
 
 
 @pytest.mark.parametrize(("measure", "changes", "code"), [
-    (purity, {"labels": torch.zeros(2)}, "E-SHAPE"),
-    (purity, {"clusters": 41}, "E-DATA"),
+    (purity, {"labels": torch.zeros(2)}, "E-SHAPE"), (purity, {"clusters": 41}, "E-DATA"),
     (purity, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
     (project, {"method": "umapp"}, "E-CHOICE: method is 'umapp'"),
     (project, {"points": two_groups()[:, :15]}, "E-SHAPE"),

@@ -238,18 +238,15 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     assert results.runs.changed(other, project) == ("lock", "bench.timing")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["expert"], "E-NAME: unknown op 'expert'; did you mean 'experts'?"),
-        ([""], "E-USAGE: moebook bench: op is empty"),
-        (["route", "--threads", "0"], "E-RANGE: --threads is 0"),
-        (["route", "--rounds", "0"], "E-RANGE: rounds is 0"),
-        (["route", "--scale", "big"], "E-CHOICE: unknown scale 'big'; one of: full, model"),
-        (["--peers", "--threads", "2"], "E-USAGE: moebook bench: --peers takes neither an op nor"),
-        (["route", "--device", "cudo"], "E-DEVICE: unknown device 'cudo'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["expert"], "E-NAME: unknown op 'expert'; did you mean 'experts'?"),
+    ([""], "E-USAGE: moebook bench: op is empty"),
+    (["route", "--threads", "0"], "E-RANGE: --threads is 0"),
+    (["route", "--rounds", "0"], "E-RANGE: rounds is 0"),
+    (["route", "--scale", "big"], "E-CHOICE: unknown scale 'big'; one of: full, model"),
+    (["--peers", "--threads", "2"], "E-USAGE: moebook bench: --peers takes neither an op nor"),
+    (["route", "--device", "cudo"], "E-DEVICE: unknown device 'cudo'"),
+])  # fmt: skip
 def test_bad_input_ends_in_one_line(project, capsys, arguments, message):
     assert cli.main(["bench", *arguments]) == 2
     shown = capsys.readouterr().err

@@ -50,15 +50,14 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     assert encoded["input_ids"] == whole["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "match"),
-    [([], {}, "E-DATA: no rows"), ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
-     ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
-     ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
-     ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
-     ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
-     ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence")],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "options", "match"), [
+    ([], {}, "E-DATA: no rows"), ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
+    ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
+    ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
+    ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
+    ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
+    ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence"),
+])  # fmt: skip
 def test_rows_that_cannot_be_encoded_are_refused(rows, options, match):
     with pytest.raises(Refusal, match=match):
         data.encode(rows, **({"tokenizer": Bytes(), "max_length": 99} | options))

@@ -117,13 +117,12 @@ def test_commits_and_names_are_read_or_refused():
         hub.load("gsm8", revision=COMMIT)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(ConnectionError("offline"), f"E-OFFLINE: ybisk/piqa@{COMMIT} is not cached"),
-     (datasets.exceptions.DatasetNotFoundError("no such"), f"E-NOFILE: ybisk/piqa@{COMMIT}"),
-     (RuntimeError("Dataset scripts are no longer supported"), "E-REMOTECODE: .*refs/convert"),
-     (ValueError("Unknown split"), "E-DATA: ybisk/piqa@.*Unknown split")],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "code"), [
+    (ConnectionError("offline"), f"E-OFFLINE: ybisk/piqa@{COMMIT} is not cached"),
+    (datasets.exceptions.DatasetNotFoundError("no such"), f"E-NOFILE: ybisk/piqa@{COMMIT}"),
+    (RuntimeError("Dataset scripts are no longer supported"), "E-REMOTECODE: .*refs/convert"),
+    (ValueError("Unknown split"), "E-DATA: ybisk/piqa@.*Unknown split"),
+])  # fmt: skip
 def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(Refusal, match=code):
@@ -145,36 +144,31 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (b"\n \n", "1: the file is empty"), (GOOD + b'{"problem": "a"', "2: not JSON"),
-        (GOOD + b"\n[1]", "3: a row is list, expected an object"),
-        (GOOD + b"[" * 100_000, "2: JSON nested too deeply"),
-        (GOOD + b'{"problem": "a"}', "2: field 'solution' is missing; the row has prob"),
-        (b'{"problem": "a", "solution": 4}', "1: field 'solution' is int, expected text"),
-        (GOOD + b'{"problem": "\xff", "solution": "b"}', "2: invalid UTF-8 at byte 13"),
-        (b'{"problem": "\\ud800", "solution": "b"}', "1: field 'problem' holds a lone surrogate"),
-        (GOOD + b'{"problem": "' + b"a" * 100_001, "2: line longer than 100,001 bytes"),
-    ],
-    ids=range(9),
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "match"), [
+    (b"\n \n", "1: the file is empty"), (GOOD + b'{"problem": "a"', "2: not JSON"),
+    (GOOD + b"\n[1]", "3: a row is list, expected an object"),
+    (GOOD + b"[" * 100_000, "2: JSON nested too deeply"),
+    (GOOD + b'{"problem": "a"}', "2: field 'solution' is missing; the row has prob"),
+    (b'{"problem": "a", "solution": 4}', "1: field 'solution' is int, expected text"),
+    (GOOD + b'{"problem": "\xff", "solution": "b"}', "2: invalid UTF-8 at byte 13"),
+    (b'{"problem": "\\ud800", "solution": "b"}', "1: field 'problem' holds a lone surrogate"),
+    (GOOD + b'{"problem": "' + b"a" * 100_001, "2: line longer than 100,001 bytes"),
+], ids=range(9))  # fmt: skip
 def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content, match):
     monkeypatch.setattr(files, "LONGEST_LINE", 100_001)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
         hub.load("magicoder_oss", path=written(tmp_path, content))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "match"),
-    [("gsm8k", {"answer": "4"}, "no last line '#### number'"),
-     ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
-     ("metamathqa", {"query": None}, "field 'query' is NoneType"),
-     ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
-     ("arc_easy", {"choices": ["x"]}, "field 'choices.text' is missing, expected a list"),
-     ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
-     ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "change", "match"), [
+    ("gsm8k", {"answer": "4"}, "no last line '#### number'"),
+    ("gsm8k", {"answer": "four\n#### four"}, "no last line '#### number'"),
+    ("metamathqa", {"query": None}, "field 'query' is NoneType"),
+    ("arc_easy", {"answerKey": "9"}, "answer '9' is none of"),
+    ("arc_easy", {"choices": ["x"]}, "field 'choices.text' is missing, expected a list"),
+    ("piqa", {"label": -1}, "answer -1 is none of .*unlabelled splits"),
+    ("slimorca", {"conversations": [{"from": "bot", "value": ""}]}, "unknown chat role 'bot'"),
+])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, change, match):
     path = jsonl(tmp_path, RAW[name], RAW[name] | change)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:2: .*{match}"):
@@ -203,13 +197,12 @@ def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused
 USER = {"role": "user", "content": "a"}
 
 
-@pytest.mark.parametrize(
-    ("messages", "match"),
-    [([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
-     ([USER], "messages hold prompt"), ([{"role": "user", "content": 3}], "content as text"),
-     ([USER, {"role": "gpt", "content": "\ud800"}], "field 'answer' holds a lone surrogate"),
-     ("user", "messages is str"), (["user"], "a message is str"), ([], "messages hold nothing")],
-)  # fmt: skip
+@pytest.mark.parametrize(("messages", "match"), [
+    ([{"role": "usr", "content": "x"}], "x:1: unknown chat role 'usr': did you mean 'user'"),
+    ([USER], "messages hold prompt"), ([{"role": "user", "content": 3}], "content as text"),
+    ([USER, {"role": "gpt", "content": "\ud800"}], "field 'answer' holds a lone surrogate"),
+    ("user", "messages is str"), (["user"], "a message is str"), ([], "messages hold nothing"),
+])  # fmt: skip
 def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(messages, match):
     turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
     assert files.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
@@ -218,11 +211,10 @@ def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(message
         files.exchange(messages, "x:1")
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("It is 24, in all 72.", "72"), ("-1,080.50", "-1080.5"), ("10-3=7", "7"), ("none", ""),
-     ("from 5 to 12,000,", "12000"), ("$18.00", "18"), ("May 2-3", "3"),
-     ("\u22127", "-7"), ("it is .50", "0.5"), ("1000", "1000")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "number"), [
+    ("It is 24, in all 72.", "72"), ("-1,080.50", "-1080.5"), ("10-3=7", "7"), ("none", ""),
+    ("from 5 to 12,000,", "12000"), ("$18.00", "18"), ("May 2-3", "3"), ("\u22127", "-7"),
+    ("it is .50", "0.5"), ("1000", "1000"),
+])  # fmt: skip
 def test_a_solutions_final_number_is_its_last_one_plainly_written(text, number):
     assert final_number(text) == number

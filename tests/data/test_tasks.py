@@ -177,13 +177,12 @@ def test_answers_are_compared_after_the_tasks_own_normalisation():
     assert same_json('{"a": 2') == '{"a": 2'
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [(("gcd", "test", 0), "have 200 rows, need 0"),
-     (("gcd", "test", 201), "have 200 rows, need 201"),
-     (("copylef", "test", 1), "unknown task 'copylef': did you mean 'copyleft'"),
-     (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "message"), [
+    (("gcd", "test", 0), "have 200 rows, need 0"),
+    (("gcd", "test", 201), "have 200 rows, need 201"),
+    (("copylef", "test", 1), "unknown task 'copylef': did you mean 'copyleft'"),
+    (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'"),
+])  # fmt: skip
 def test_sizes_tasks_and_splits_that_are_not_there_are_refused(asked, message):
     with pytest.raises(Refusal, match=f"E-DATA: .*{message}"):
         tasks.rows(*asked)

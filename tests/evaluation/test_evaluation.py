@@ -254,15 +254,14 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch,
     assert set(found.domain) == {"benchmark"}
 
 
-@pytest.mark.parametrize(
-    ("names", "given", "words"),
-    [("gcdd", {}, "did you mean 'gcd'"), ([], {}, "E-DATA: no task"),
-     ("gcd", {"limit": 0}, "E-RANGE: limit is 0"),
-     ("gcd", {"batch_size": 0}, "E-RANGE: batch_size is 0"),
-     ("gcd", {"split": "tset"}, "did you mean 'test'"),
-     ("gcd", {"format": "camle"}, "did you mean 'camel'"),
-     ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "given", "words"), [
+    ("gcdd", {}, "did you mean 'gcd'"), ([], {}, "E-DATA: no task"),
+    ("gcd", {"limit": 0}, "E-RANGE: limit is 0"),
+    ("gcd", {"batch_size": 0}, "E-RANGE: batch_size is 0"),
+    ("gcd", {"split": "tset"}, "did you mean 'test'"),
+    ("gcd", {"format": "camle"}, "did you mean 'camel'"),
+    ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
+])  # fmt: skip
 def test_what_does_not_exist_or_is_not_there_is_refused_in_one_line(
     llama, tokenizer, names, given, words, index, monkeypatch, tmp_path
 ):
@@ -305,11 +304,10 @@ TABLE = pd.DataFrame(
 )
 
 
-@pytest.mark.parametrize(
-    ("domains", "score", "by_domain"),
-    [(DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
-     (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5})],
-)  # fmt: skip
+@pytest.mark.parametrize(("domains", "score", "by_domain"), [
+    (DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
+    (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5}),
+])  # fmt: skip
 def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score, by_domain):
     items = evaluation.by_benchmark(TABLE, domains)
     assert items.score.mean() == pytest.approx(np.mean(score))

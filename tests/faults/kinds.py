@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -59,13 +60,8 @@ def digest(model: torch.nn.Module) -> str:
     return total.hexdigest()
 
 
-def make_model(folder: Path, get: Get) -> None:
-    get("tiny")(num_hidden_layers=1).save_pretrained(folder, max_shard_size="40KB")
-    get("byte_tokenizer").save_pretrained(folder)
-
-
-def make_whole(folder: Path, get: Get) -> None:
-    get("tiny")(num_hidden_layers=1).save_pretrained(folder)
+def make_model(folder: Path, get: Get, largest: str = "40KB") -> None:
+    get("tiny")(num_hidden_layers=1).save_pretrained(folder, max_shard_size=largest)
     get("byte_tokenizer").save_pretrained(folder)
 
 
@@ -279,11 +275,8 @@ def make_data(folder: Path, get: Get) -> None:
     scores = {kind: {str(layer): {str(e): 0.25 for e in range(4)} for layer in (1, 2)}
               for kind in ("token_scores", "gate_scores")}  # fmt: skip
     (folder / "scores.json").write_text(json.dumps(scores))
-    chosen = {
-        "experts": {"1": [0, 3], "2": [2]},
-        "shared_experts": False,
-        "non_expert_modules": True,
-    }
+    chosen = {"shared_experts": False, "non_expert_modules": True}
+    chosen["experts"] = {"1": [0, 3], "2": [2]}
     (folder / "selection.json").write_text(json.dumps(chosen))
     lines = "1\t0\t0\t3\t\t0.5\t0.25\n2\t0\t1\t2\t\t0.75\t0.125\n"
     (folder / "routing.txt").write_text(lines)
@@ -358,7 +351,7 @@ PROMISED: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
 ]  # fmt: skip
 """What is made, and how each of its files is read: those of which a hash promises the value."""
 OTHERS: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
-    (make_whole, dict.fromkeys((
+    (partial(make_model, largest="1MB"), dict.fromkeys((
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
         "model.safetensors"), read_model)),
     (make_model, {"model.safetensors.index.json": read_model}),

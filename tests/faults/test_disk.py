@@ -91,9 +91,8 @@ class Writer:
 def run(value: float, text: str = "") -> Run:
     manifest = {"date": "2026-11-01", "seconds": 1.0, "peak_memory": None, "environment": {}}
     manifest["executed"] = hashlib.sha256(text.encode()).hexdigest()
-    return Run(
-        "toy", "nano", "study", int(value), (Value("toy/x", value, "count"),), manifest=manifest
-    )
+    values = (Value("toy/x", value, "count"),)
+    return Run("toy", "nano", "study", int(value), values, manifest=manifest)
 
 
 PAGE = '{"nbformat": 4, "cells": [], "metadata": {}, "x": %d}'

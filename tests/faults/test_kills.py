@@ -1,21 +1,16 @@
 """Runs of a notebook are killed at any moment until they end: nothing is lost, no bit differs.
 
-The processes that are killed are forks of one that has imported everything, kernels included: an
-import takes longer than the run. MOEBOOK_FAULTS=10 kills 300 times.
+MOEBOOK_FAULTS=10 kills 300 times.
 """
 
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,63 +23,6 @@ from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
 
 pytestmark = pytest.mark.timeout(600 * int(os.environ.get("MOEBOOK_FAULTS", "1")))
 KILLS, STUDIES = 24, 6
-FORKS = """
-import json, os, sys, tempfile, datasets, ipykernel.ipkernel, ipykernel.kernelapp
-import jupyter_client.launcher
-from moebook import cli, results
-from moebook.notebook import runner
-from moebook.training import fit
-from transformers import LlamaForCausalLM
-results.files.loaded()  # what a notebook hashes is hashed once
-
-class Fork:
-    stdout = stderr = returncode = None
-
-    def __init__(self, command, *, env, cwd, **_):
-        with os.fdopen(write, "w") as pipe:
-            json.dump([command[command.index("-m") + 2:], env, cwd], pipe)
-        self.pid, self.stdin = kernel, open(os.devnull)
-
-    def poll(self):
-        if self.returncode is None and (done := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(done[1])
-        return self.returncode
-
-    def wait(self, timeout=None):
-        while self.poll() is None:
-            os.sched_yield()
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-jupyter_client.launcher.Popen = Fork
-for line in sys.stdin:
-    folder, temporary, errors, *words = json.loads(line)
-    if not (run := os.fork()):
-        os.chdir(folder)
-        tempfile.tempdir = temporary
-        sys.path.insert(0, folder)
-        told = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(told, 1), os.dup2(told, 2)
-        read, write = os.pipe()
-        if not (kernel := os.fork()):
-            os.setsid()
-            os.close(write)
-            with os.fdopen(read) as pipe:
-                text = pipe.read() or os._exit(0)
-            arguments, environment, place = json.loads(text)
-            os.environ.clear()
-            os.environ.update(environment)
-            os.chdir(place)
-            ipykernel.kernelapp.launch_new_instance(argv=arguments)
-            os._exit(0)
-        os.close(read)
-        os._exit(cli.main(words))
-    print(run, flush=True)
-    sys.stdin.readline()
-    print(os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]), flush=True)
-"""
 
 IMPORTS = """\
 import torch
@@ -110,28 +48,22 @@ for arm in ("left", "right"):
 run.record("toy/drawn", float(torch.rand(())), "share")"""
 
 
-class Forks:
-    """Starts commands of `moebook` in a project by forking; kills them and tells how they ended."""
+class Toy:
+    """Runs the toy; kills it and tells what is there."""
 
-    def __init__(self, folder, temporary):
-        self.folder, self.temporary = folder / "toy", temporary
-        self.errors, self.draw = folder / "errors", random.Random(0)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", FORKS], **pipes)
+    def __init__(self, forks, folder, temporary):
+        self.forks, self.folder, self.temporary = forks, folder / "toy", temporary
+        self.draw = random.Random(0)
 
     def run(self, moment=None):
-        """Run the toy; kill it after so many seconds, half the time without its kernel."""
-        places = map(str, (self.folder, self.temporary, self.errors))
-        words = json.dumps([*places, "run", "toy", "--on=smoke"])
-        print(words, file=self.process.stdin, flush=True)
-        pid = self.process.stdout.readline().strip()
+        """Run it; kill it after so many seconds, half the time without its kernel."""
+        pid = self.forks.begin(self.folder, self.temporary, "run", "toy", "--on=smoke")
         if moment is not None:
             time.sleep(moment)
             kernels = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             for one in (pid, *(kernels if self.draw.random() < 0.5 else ())):
                 os.kill(int(one), signal.SIGKILL)
-        print(file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        return self.forks.end()
 
     def steps(self):
         """The newest checkpoint of each training, and whether one was being saved."""
@@ -163,35 +95,25 @@ def temporary():
 
 
 @pytest.fixture
-def forks(tmp_path, temporary, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+def toy(forks, tmp_path, temporary):
     make_project(tmp_path / "toy", IMPORTS, PARAMETERS, (TRAIN,), {"smoke": "tier: smoke\n"})
-    mark = f"FORKS_OF={temporary}"
-    monkeypatch.setenv(*mark.split("="))
-    made = Forks(tmp_path, temporary)
-    try:
-        with made.process:
-            yield made
-    finally:  # kernels that did not see that their parent was killed
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if path.parent.name != str(os.getpid()) and mark.encode() in path.read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+    yield Toy(forks, tmp_path, temporary)
+    forks.sweep()
 
 
-def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(forks, times, figures):
-    assert forks.run() == 0, forks.errors.read_text()
-    whole = forks.kept()
+def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(toy, times, figures):
+    assert toy.run() == 0, toy.forks.told.read_text()
+    whole = toy.kept()
     assert whole.values and whole.curves and "resumed" not in whole.manifest
-    shutil.rmtree(forks.folder / "runs")
+    shutil.rmtree(toy.folder / "runs")
     draw, count, before = random.Random(1), Counter(killed=0, saving=0, lost=0, ended=0), Counter()
     spent = []
     while count["killed"] < KILLS * times or before:
         last = count["killed"] >= KILLS * times
-        code = forks.run(None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"]))
-        assert code in (0, -signal.SIGKILL), forks.errors.read_text()
-        newest, saving = forks.steps()
-        run = forks.kept()
+        code = toy.run(None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"]))
+        assert code in (0, -signal.SIGKILL), toy.forks.told.read_text()
+        newest, saving = toy.steps()
+        run = toy.kept()
         count.update(killed=code != 0, saving=saving, ended=run is not None)
         if run is None:
             count["lost"] += any(newest[name] < step for name, step in before.items())
@@ -200,10 +122,10 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(forks
         for part in ("values", "curves", "arms", "settings", "rows", "code"):
             assert getattr(run, part) == getattr(whole, part), part
         if not code:
-            assert forks.left() == 2
+            assert toy.left() == 2
             spent.append(run.manifest.get("resumed", 0))
         before = Counter()
-        shutil.rmtree(forks.folder / "runs")
+        shutil.rmtree(toy.folder / "runs")
     figures("kills", "notebook run", **count)
     assert not count["lost"] and count["ended"] and any(spent)
 

@@ -57,14 +57,12 @@ def write(number, processes, folder, meet, told):
     for turn in range(ROUNDS):
         for seed in (0, turn * processes + number + 1):  # all runs of one key, then of its own
             meet.wait(60)
-            done = outcome(
-                runner.run_notebook, "toy", "smoke", {"seed": seed}, folder=folder, force=True
-            )
+            more = {"folder": folder, "force": True}
+            done = outcome(runner.run_notebook, "toy", "smoke", {"seed": seed}, **more)
             told.put(done if isinstance(done, str) else "kept")
         meet.wait(60)
-        told.put(
-            outcome(lambda it: book._publish(it.notebook, "01_toy", folder), done) or "published"
-        )
+        shown = outcome(lambda it: book._publish(it.notebook, "01_toy", folder), done)
+        told.put(shown or "published")
         added = {"protocol": "nano", "tier": "study", "seed": turn, "arms": (f"a{number}",)}
         added |= {"settings": {"tier": "study"}, "values": ()}
         kept = outcome(lambda it, more: study.add(replace(it.run, **more), folder), done, added)
@@ -92,11 +90,8 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
             process.join()
         assert count.keys() <= {"torn", "kept", "published", "added", "E-LOCKED"}, count
         for path in (folder / "runs" / "mine" / "toy").glob("*.ipynb"):
-            run, cells = (
-                results.read_run(path.with_suffix(".parquet")),
-                json.loads(path.read_text()),
-            )
-            shown = cells["cells"][-1]["outputs"][0]["data"][VALUE]
+            run = results.read_run(path.with_suffix(".parquet"))
+            shown = json.loads(path.read_text())["cells"][-1]["outputs"][0]["data"][VALUE]
             hashes = run.manifest["executed"], results.digest(path)
             count["torn"] += len({*hashes}) > 1 or shown != plain(run.values[0])
         findings = verify(None, folder)
@@ -122,13 +117,10 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "message"), [
-    (errno.ENOSPC, "E-DISK: nothing was run, .* could not keep it"),
-    (errno.EROFS, "E-PERM: "),
+    (errno.ENOSPC, "E-DISK: nothing was run, .* could not keep it"), (errno.EROFS, "E-PERM: "),
     (None, r"E-LOCKED: .*/smoke-\w+.lock is held by process %d; wait"),
 ])  # fmt: skip
-def test_a_place_that_cannot_take_a_run_is_refused_before_it_runs(
-    run, monkeypatch, number, message
-):
+def test_a_place_that_cannot_take_a_run_is_refused_at_once(run, monkeypatch, number, message):
     (begin, request), place = run, nullcontext()
     monkeypatch.setattr(runner, "_papermill", None)
     if number:
@@ -141,9 +133,7 @@ def test_a_place_that_cannot_take_a_run_is_refused_before_it_runs(
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyError("a fault")])
 @pytest.mark.parametrize("full", [False, True])
-def test_whatever_fails_while_a_run_is_kept_its_copy_stays_and_is_named(
-    run, monkeypatch, error, full
-):
+def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(run, monkeypatch, error, full):
     begin, request = run
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="copy is ") as refusal:
         patch.setattr(results, "packed", Mock(side_effect=error))

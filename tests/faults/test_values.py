@@ -148,9 +148,8 @@ def fits(value: Any, hint: Any) -> bool:
         return all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in pairs)
     if bare in (int, float):
         suits = isinstance(value, int if bare is int else (int, float))
-        return (
-            suits and not isinstance(value, bool) and (type(value) is int or math.isfinite(value))
-        )
+        finite = suits and (isinstance(value, int) or math.isfinite(value))
+        return finite and not isinstance(value, bool)
     return bare is Any or isinstance(value, kind or bare)
 
 

@@ -17,7 +17,7 @@ from moebook import kernels
 from moebook.errors import Refusal
 from moebook.kernels import dispatch
 from moebook.kernels.clusters import clusters
-from moebook.kernels.dispatch import implementation, shapes
+from moebook.kernels.dispatch import implementation
 from moebook.kernels.groups import groups
 from moebook.kernels.similarity import nearest_rows
 
@@ -138,18 +138,15 @@ def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-@pytest.mark.parametrize(
-    ("op", "changes"),
-    [
-        ("experts", {"gate_up": lambda t: t[:, :0], "down": lambda t: t[..., :0]}),
-        ("split_experts", {"trained_gate_up": lambda t: t[:, :0], "gate_up": lambda t: t[:, :0],
-                           "trained_down": lambda t: t[..., :0], "down": lambda t: t[..., :0]}),
-        ("adapters", {"down": lambda t: t[..., :0], "up": lambda t: t[:, :0]}),
-        ("lora_mixture", {"up": lambda t: t[:, :0], "base": lambda t: t[:, :0]}),
-        ("clusters", {"centres": lambda t: t[..., :0], "points": lambda t: t[..., :0]}),
-        ("grouped", {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "changes"), [
+    ("experts", {"gate_up": lambda t: t[:, :0], "down": lambda t: t[..., :0]}),
+    ("split_experts", {"trained_gate_up": lambda t: t[:, :0], "gate_up": lambda t: t[:, :0],
+                       "trained_down": lambda t: t[..., :0], "down": lambda t: t[..., :0]}),
+    ("adapters", {"down": lambda t: t[..., :0], "up": lambda t: t[:, :0]}),
+    ("lora_mixture", {"up": lambda t: t[:, :0], "base": lambda t: t[:, :0]}),
+    ("clusters", {"centres": lambda t: t[..., :0], "points": lambda t: t[..., :0]}),
+    ("grouped", {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0]}),
+])  # fmt: skip
 def test_a_width_of_zero_is_refused(op, changes, impl):
     refused(f"E-SHAPE: {op}: .* 0", op, impl=impl, **changes)
 
@@ -169,18 +166,15 @@ def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
     refused(f"E-SHAPE: {op}: .* the routing's order", op, order=lambda t: t[1:])
 
 
-@pytest.mark.parametrize(
-    ("message", "run"),
-    [
-        ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
-        ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
-        ("E-SHAPE: clusters: .*points", lambda: clusters(ones(0, 5, 4), ones(0, 2, 4))),
-        ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
-         lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
-        ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
-         lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]]))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("message", "run"), [
+    ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
+    ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
+    ("E-SHAPE: clusters: .*points", lambda: clusters(ones(0, 5, 4), ones(0, 2, 4))),
+    ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
+     lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
+    ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",
+     lambda: kernels.balance_loss(torch.zeros(1, 3), torch.tensor([[-1, 2]]))),
+])  # fmt: skip
 def test_what_has_no_rows_or_names_no_expert_is_refused(run, message):
     with pytest.raises(Refusal, match=f"^{message}"):
         run()
@@ -225,42 +219,6 @@ def test_autocast_changes_nothing_inside_an_op(op, impl):
 
 
 TABLE = {"torch": len, "reference": sum, "triton": "known.run"}
-
-
-@pytest.mark.parametrize(
-    ("named", "sizes"),
-    [
-        ({"x": (ones(5, 6), "T D"), "gate_up": (ones(3, 8, 6), "E 2F D"),
-          "ids": (ones(5, 2).long(), "T K", "int"), "order": (ones(10).long(), "TK", "int64")},
-         {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2}),
-        ({"x": (ones(2, 3, 6), "... D"), "base": (ones(2, 3, 7), "... O")},
-         {"...": (2, 3), "D": 6, "O": 7}),
-        ({"x": (ones(0, 6), "T D")}, {"T": 0, "D": 6}),
-    ],
-)  # fmt: skip
-def test_letters_are_bound_to_sizes(named, sizes):
-    assert shapes("op", named) == sizes
-
-
-@pytest.mark.parametrize(
-    ("code", "named", "rest"),
-    [
-        (r"E-SHAPE: op: expected x \[T, D\], y \[T\] .*; got \(5, 6\), \(4,\)",
-         {"x": (ones(5, 6), "T D"), "y": (ones(4), "T")}, {}),
-        ("E-SHAPE", {"x": (ones(5, 3), "T 2F")}, {}),
-        ("E-SHAPE", {"x": (ones(5, 2), "T K"), "y": (ones(9), "TK")}, {}),
-        ("E-SHAPE", {"x": (ones(2, 6), "... D"), "y": (ones(3, 6), "... D")}, {}),
-        ("E-SHAPE", {"x": (ones(()), "... D")}, {}),
-        (r"E-SHAPE: .*\(only T, S may be 0\)", {"x": (ones(5, 0), "T D")}, {}),
-        ("E-SHAPE", {"x": (ones(0, 5), "T D")}, {"empty": ""}),
-        ("E-DTYPE: op: x is torch.int64, expected floating", {"x": (ones(5).long(), "T")}, {}),
-        ("E-DTYPE: op: y is torch.float64, x is torch.float32: cast one",
-         {"x": (ones(5), "T"), "y": (ones(5).double(), "T")}, {"alike": ("x", "y")}),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(code, named, rest):
-    with pytest.raises(Refusal, match=code):
-        shapes("op", named, **rest)
 
 
 def test_a_name_is_obeyed_or_refused_and_auto_is_the_first_on_a_cpu(monkeypatch):

@@ -142,14 +142,11 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(op):
         assert not any(want[name].any() for name in ("gate_up", "down"))
 
 
-@pytest.mark.parametrize(
-    ("op", "tokens", "K", "impl"),
-    [
-        *((op, tokens, K, impl) for op, tokens, K in (("experts", 5, 2), ("adapters", 5, 2),
-          ("adapters", 7, 3), ("adapters", 300, 2)) for impl in ("torch", "reference")),
-        ("adapters", 7, 2, "triton"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "tokens", "K", "impl"), [
+    *((op, tokens, K, impl) for op, tokens, K in (("experts", 5, 2), ("adapters", 5, 2),
+      ("adapters", 7, 3), ("adapters", 300, 2)) for impl in ("torch", "reference")),
+    ("adapters", 7, 2, "triton"),
+])  # fmt: skip
 def test_an_expert_that_a_token_chose_twice_counts_twice(op, tokens, K, impl):
     """Tokens that choose one expert twice, the other twice, or both; the last by pair."""
     if impl == "triton" and find_spec("triton") is None:
@@ -180,15 +177,12 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
 
 
 @both
-@pytest.mark.parametrize(
-    ("act", "why"),
-    [
-        ("silu", "act is 'silu', expected a function"),
-        (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
-        (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
-        (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
-    ],
-)
+@pytest.mark.parametrize(("act", "why"), [
+    ("silu", "act is 'silu', expected a function"),
+    (torch.nn.PReLU(), "act is PReLU, whose parameters would get no gradient"),
+    (torch.nn.SiLU(inplace=True), "act is SiLU, expected one that is not in place"),
+    (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
+])  # fmt: skip
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
     with pytest.raises(Refusal, match=f"E-TYPE: experts: {why}"):
         by_op("experts", given("experts")[0], impl, act=act)

@@ -42,10 +42,9 @@ def test_among_equal_logits_the_lower_expert_wins(logits, ids, impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"),
-    [(17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1), (700, 8, 8), (90, 64, 6), (30, 300, 3)],
-)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [
+    (17, 5, 2), (1, 4, 4), (0, 3, 1), (9, 1, 1), (700, 8, 8), (90, 64, 6), (30, 300, 3),
+])  # fmt: skip
 def test_fast_path_chooses_what_the_reference_chooses(tokens, experts, top_k, dtype):
     logits = torch.randn(tokens, experts).round(decimals=1).to(dtype)  # rounding makes ties
     for number in (torch.inf, -torch.inf, torch.nan, -torch.tensor(torch.nan), -0.0):
@@ -81,17 +80,14 @@ def test_weights_carry_the_softmax_gradient(combine):
 IDS = torch.zeros(4, 1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("function", "changes", "message"),
-    [
-        (route, {"top_k": 4}, "E-RANGE"), (route, {"top_k": 0}, "E-RANGE"),
-        (route, {"top_k": 2.0}, "E-TYPE"), (route, {"combine": "sum"}, "E-CHOICE"),
-        (balance_loss, {"form": "dead"}, "E-CHOICE"),
-        (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
-        (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
-        (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"), (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "changes", "message"), [
+    (route, {"top_k": 4}, "E-RANGE"), (route, {"top_k": 0}, "E-RANGE"),
+    (route, {"top_k": 2.0}, "E-TYPE"), (route, {"combine": "sum"}, "E-CHOICE"),
+    (balance_loss, {"form": "dead"}, "E-CHOICE"),
+    (balance_loss, {"mask": torch.ones(3)}, "E-SHAPE"),
+    (balance_loss, {"logits": torch.zeros(4, 0)}, r"E-SHAPE: .*: expected logits \[T, E\]"),
+    (balance_loss, {"ids": IDS[:, :0]}, "E-SHAPE"), (balance_loss, {"ids": IDS[:2]}, "E-SHAPE"),
+])  # fmt: skip
 def test_unusable_arguments_are_refused(function, changes, message):
     right = {"top_k": 1} if function is route else {"ids": IDS}
     with pytest.raises(Refusal, match=message):
@@ -150,10 +146,9 @@ def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatc
 
 
 @both
-@pytest.mark.parametrize(
-    ("experts", "chosen", "want"),
-    [(4, [[0], [1], [2], [3]], 1), (4, [[2]] * 4, 4), (8, [[0, 1]] * 6, 4)],
-)
+@pytest.mark.parametrize(("experts", "chosen", "want"), [
+    (4, [[0], [1], [2], [3]], 1), (4, [[2]] * 4, 4), (8, [[0, 1]] * 6, 4),
+])  # fmt: skip
 def test_value_is_1_for_uniform_and_E_over_K_for_collapsed_routing(experts, chosen, want, impl):
     ids = torch.tensor(chosen)
     logits = torch.zeros(len(ids), experts, dtype=torch.float64).scatter(1, ids, 60.0)

@@ -194,31 +194,28 @@ def scored(hidden, head, **answers):
 FORTY = {"similarity": torch.zeros(40, 40), "worth": torch.zeros(40)}
 
 
-@pytest.mark.parametrize(
-    ("op", "change", "message"),
-    [
-        (groups, {"similarity": torch.zeros(3, 4)}, r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)"),
-        (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
-        (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
-        (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
-        (groups, {"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
-        (groups, {"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity"),
-        (groups, {"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
-        (groups, {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)}, "E-NONFINITE: .* adds"),
-        (groups, FORTY | {"size": 20}, "E-RANGE: .* 40 candidates have 137,846,528,820 groups"),
-        (groups, FORTY | {"worth": torch.arange(40) * 1e6, "size": 7},
-         r"E-RANGE: groups: best is 1,000 and worth runs from 0 to 3.9e\+07"),
-        (clusters, {"centres": torch.zeros(1, 2, 4)}, "E-SHAPE: clusters: "),
-        (clusters, {"centres": torch.zeros(1, 0, 3)}, "E-SHAPE: clusters: "),
-        (clusters, {"points": torch.full((1, 2, 3), torch.nan)}, "E-NONFINITE: clusters: "),
-        (clusters, {"centres": torch.full((1, 2, 3), torch.inf)}, "E-NONFINITE: clusters: "),
-        (scored, {"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
-        (scored, {"targets": torch.zeros(5).long()}, "E-SHAPE: bank_scoring: expected hidden"),
-        (scored, {"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
-        (scored, {"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* 0 to 6"),
-        (scored, {"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* 0 to 10"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "change", "message"), [
+    (groups, {"similarity": torch.zeros(3, 4)}, r"E-SHAPE: groups: .* got \(3, 4\), \(4,\)"),
+    (groups, {"size": 5}, "E-RANGE: groups: size is 5, expected 1 to 4"),
+    (groups, {"best": 0}, "E-RANGE: groups: best is 0"),
+    (groups, {"best": 2.5}, "E-TYPE: groups: best is 2.5, expected a whole number"),
+    (groups, {"diversity": "inverted"}, "E-CHOICE: groups: unknown diversity 'inverted'"),
+    (groups, {"similarity": torch.full((4, 4), torch.nan)}, "E-NONFINITE: groups: similarity"),
+    (groups, {"worth": torch.full((4,), torch.inf)}, "E-NONFINITE: groups: worth holds"),
+    (groups, {"worth": torch.tensor([1e308] * 4, dtype=torch.float64)}, "E-NONFINITE: .* adds"),
+    (groups, FORTY | {"size": 20}, "E-RANGE: .* 40 candidates have 137,846,528,820 groups"),
+    (groups, FORTY | {"worth": torch.arange(40) * 1e6, "size": 7},
+     r"E-RANGE: groups: best is 1,000 and worth runs from 0 to 3.9e\+07"),
+    (clusters, {"centres": torch.zeros(1, 2, 4)}, "E-SHAPE: clusters: "),
+    (clusters, {"centres": torch.zeros(1, 0, 3)}, "E-SHAPE: clusters: "),
+    (clusters, {"points": torch.full((1, 2, 3), torch.nan)}, "E-NONFINITE: clusters: "),
+    (clusters, {"centres": torch.full((1, 2, 3), torch.inf)}, "E-NONFINITE: clusters: "),
+    (scored, {"head": torch.zeros(11, 9)}, "E-SHAPE: bank_scoring: expected hidden"),
+    (scored, {"targets": torch.zeros(5).long()}, "E-SHAPE: bank_scoring: expected hidden"),
+    (scored, {"lengths": torch.tensor([2, 1])}, "E-SHAPE: bank_scoring: lengths sum to 3"),
+    (scored, {"readers": torch.tensor([0, 1, 2, 3, 4, 7])}, "E-RANGE: .* readers .* 0 to 6"),
+    (scored, {"targets": torch.tensor([0, -1, 2, 3, 4, 7])}, "E-RANGE: .* targets .* 0 to 10"),
+])  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(op, change, message):
     hidden, head, answers = asked(BANKS[0])
     usual = {

@@ -43,11 +43,10 @@ def test_large_tiles_are_for_gpus_that_have_the_shared_memory(kilobytes, monkeyp
     assert grouped.roomy(torch.device("cuda", 0)) == (kilobytes > 99)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [("fp32_precision", "tf32", "tf32"), ("fp32_precision", "ieee", "ieee"),
-     ("allow_tf32", True, "tf32"), ("allow_tf32", False, "ieee")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value", "wanted"), [
+    ("fp32_precision", "tf32", "tf32"), ("fp32_precision", "ieee", "ieee"),
+    ("allow_tf32", True, "tf32"), ("allow_tf32", False, "ieee"),
+])  # fmt: skip
 def test_float32_is_multiplied_as_pytorch_is_told_by_either_name(name, value, wanted):
     from moebook.kernels._triton import grouped
 
@@ -88,11 +87,10 @@ def test_a_base_that_the_interpreter_would_round_wrongly_is_refused(dtype):
         call("lora_mixture", of | {"base": of["base"].to(dtype)}, "triton")
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "number"),
-    [("lora_mixture", "scale", np.float32(0.5)), ("duplicates", "threshold", np.float32(0.5)),
-     ("duplicates", "threshold", torch.tensor(0.5))],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "name", "number"), [
+    ("lora_mixture", "scale", np.float32(0.5)), ("duplicates", "threshold", np.float32(0.5)),
+    ("duplicates", "threshold", torch.tensor(0.5)),
+])  # fmt: skip
 def test_numbers_of_numpy_and_pytorch_are_numbers_to_a_kernel(op, name, number):
     of = given(op) | {"key": torch.ones(6, device=DEVICE)}
     assert torch.equal(*(call(op, of, "triton", **{name: value}) for value in (0.5, number)))

@@ -83,17 +83,14 @@ def assert_same(one, other, batch):
     assert torch.equal(one(**batch).logits, other.eval()(**batch).logits)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        *(("pesc", {"name": n}) for n in ("frozen", "lora", "qlora", "full")),
-        *(("pesc", {"name": n, "sparse": False}) for n in ("lora", "qlora", "full")),
-        *(("pesc", {"name": n, "merged": True}) for n in ("lora", "qlora")),
-        *(("esft", options) for options in ({}, OPTIONS)),
-        *(("rocket", {"gate_input": reads}) for reads in ("layer", "expert")),
-        *(("upcycling", c) for c in ({"layers": (1,)}, {"combine": "renormalised", "top_k": 2})),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), [
+    *(("pesc", {"name": n}) for n in ("frozen", "lora", "qlora", "full")),
+    *(("pesc", {"name": n, "sparse": False}) for n in ("lora", "qlora", "full")),
+    *(("pesc", {"name": n, "merged": True}) for n in ("lora", "qlora")),
+    *(("esft", options) for options in ({}, OPTIONS)),
+    *(("rocket", {"gate_input": reads}) for reads in ("layer", "expert")),
+    *(("upcycling", c) for c in ({"layers": (1,)}, {"combine": "renormalised", "top_k": 2})),
+])  # fmt: skip
 def test_models_of_every_kind_are_restored(name, changes, host, sparse, batch, tmp_path):
     module, make = METHODS[name]
     base = sparse if module is esft else host

@@ -216,8 +216,7 @@ def mixed(host, apart):
     ("Llama", {**RAW, "top_k": 1}, {"head_dim": 16}, "qwen2_moe"),
     ("Llama", {**MIXED, "layers": (1,)}, {}, "qwen2_moe"),
     ("Mistral", RAW, {"sliding_window": None}, "qwen2_moe"),
-    ("Qwen2", RAW, {"tie_word_embeddings": True}, "qwen2_moe"),
-    ("Qwen3", RAW, {}, "qwen3_moe"),
+    ("Qwen2", RAW, {"tie_word_embeddings": True}, "qwen2_moe"), ("Qwen3", RAW, {}, "qwen3_moe"),
     ("Qwen3", {**MIXED, "layers": (0,)}, {"head_dim": 16}, "qwen3_moe"),
 ])  # fmt: skip
 def test_export_reloads_in_plain_transformers_with_equal_logits(

@@ -91,10 +91,9 @@ def test_crafted_layers_are_sparse_with_a_shared_mlp():
     assert type(sparse.shared).__name__ == "LlamaMLP"
 
 
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [("gpt2", "no decoder layers.*GPT2MLP"), ("phi", "decoder layer 0 .*PhiMLP")],
-)
+@pytest.mark.parametrize(("family", "words"), [
+    ("gpt2", "no decoder layers.*GPT2MLP"), ("phi", "decoder layer 0 .*PhiMLP"),
+])  # fmt: skip
 def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, words):
     with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
         anatomy(build(family))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from papermill.translators import PythonTranslator
 
 from moebook import results
-from moebook.notebook import runner, session, sources
+from moebook.notebook import session, sources
 from moebook.notebook.session import NOTE, VALUE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +32,23 @@ def project(tmp_path_factory):
     return folder
 
 
-def _run(name, project, protocol="smoke"):
-    """Run a notebook; what its file holds must be what its page shows."""
-    outcome = runner.run_notebook(name, protocol, folder=project)
-    assert outcome is not None
-    cells = json.loads(outcome.notebook.read_text())["cells"]
-    outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
-    shown = [data[VALUE] for data in outputs if VALUE in data]
-    assert [json.loads(json.dumps(results.plain(value))) for value in outcome.run.values] == shown
-    return outcome.run
+@pytest.fixture
+def run(project, forks):
+    """Run a notebook as the command does; what its file holds must be what its page shows."""
+
+    def by_command(name, protocol="smoke"):
+        with tempfile.TemporaryDirectory() as temporary:  # whose name is short enough for sockets
+            forks.begin(project, temporary, "run", name, f"--on={protocol}")
+            assert forks.end() == 0, forks.told.read_text()
+        (page,) = (project / "runs" / "mine" / name).glob("*.ipynb")
+        run = results.read_run(page.with_suffix(".parquet"))
+        cells = json.loads(page.read_text())["cells"]
+        outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+        shown = [data[VALUE] for data in outputs if VALUE in data]
+        assert [json.loads(json.dumps(results.plain(value))) for value in run.values] == shown
+        return run
+
+    return by_command
 
 
 @pytest.fixture
@@ -64,8 +73,8 @@ def here(project, monkeypatch):
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, project):
-    run = _run(name, project)
+def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, run):
+    run = run(name)
     assert run.values and run.tier == "smoke"
     assert run.manifest["known_arms"] == list(run.arms), "at smoke every cell is run"
 
@@ -79,9 +88,9 @@ def test_every_cell_of_a_notebook_runs_with_a_single_arm(name, here):
 
 
 @pytest.mark.parametrize("name", FINDINGS)
-def test_findings_are_drawn_from_the_pools_that_are_there(name, project, here):
+def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
     if name == FINDINGS[0]:
-        assert _run(name, project, "cpu").protocol == "cpu"
+        assert run(name, "cpu").protocol == "cpu"
     else:
         here(name, {"tier": "cpu"})
 

@@ -96,10 +96,9 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
 
 
 @pytest.mark.parametrize(("arms", "asked", "wanted"), [
-    (None, None, "right"), (None, "all", "all"), (None, "left", "left"),
-    (("left",), None, "right"), (("right",), None, None), (("left", "right"), "all", None),
-    (("left",), "all", "right"), (("left",), "left", None), (("right",), "left,right", "left"),
-    (("left",), "third", "third"),
+    (None, None, "right"), (None, "all", "all"), (None, "left", "left"), (("left",), None, "right"),
+    (("right",), None, None), (("left", "right"), "all", None), (("left",), "all", "right"),
+    (("left",), "left", None), (("right",), "left,right", "left"), (("left",), "third", "third"),
 ])  # fmt: skip
 def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, asked, wanted):
     begun = []

@@ -13,7 +13,7 @@ from scipy import stats
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import verdicts
-from moebook.notebook.verdicts import amount, chance, measure, row
+from moebook.notebook.verdicts import amount, chance, row
 from moebook.results import TIERS, Pool, Run, Value, write_run
 
 DIRECTION = replace(
@@ -188,19 +188,6 @@ def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():
     trained = replace(read, rows={"train": "0" * 64})
     for other in (drawn.runs[0], trained):
         assert judge(DIRECTION, replace(drawn, runs=(other,))) == "inconclusive"
-
-
-def test_arms_are_paired_by_seed_and_by_item():
-    rng = np.random.default_rng(0)
-    hard = rng.integers(0, 2, 200).astype(float)
-    better = [np.where(rng.random(200) < 0.1, 1.0, hard) for _ in range(3)]
-    pairs = [(accuracy("a", list(items)), accuracy("b", list(hard))) for items in better]
-    runs = pool("study", *pairs)
-    measured = measure(DIRECTION, replace(runs, runs=runs.runs[::-1]))
-    assert (measured.effects == np.stack(better) - hard).all()
-    assert 0 < measured.interval[0] < measured.effect < measured.interval[1]
-    apart = measure(DIRECTION, pool("study", *((a, accuracy("b", 0.4)) for a, _ in pairs)))
-    assert apart.effects.shape == (3, 1)
 
 
 def at_p(p, name):

@@ -175,14 +175,13 @@ def test_numbers_of_the_text_are_recomputed_and_a_round_one_explained(audited):
     assert found[-1].explanation == "agrees when rounded to 5"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("is: average, of: []", "unknown relation 'average'"),
-     ('is: same, of: [{table: "7"}]', "no table '7'"),
-     ('is: same, of: [{table: "1", row: q}]', "no cell matches"),
-     ('is: difference, of: [{table: "1", row: x}]', "difference needs 2 cells, selected 1"),
-     ("is: mean", "names its operands as a list")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    ("is: average, of: []", "unknown relation 'average'"),
+    ('is: same, of: [{table: "7"}]', "no table '7'"),
+    ('is: same, of: [{table: "1", row: q}]', "no cell matches"),
+    ('is: difference, of: [{table: "1", row: x}]', "difference needs 2 cells, selected 1"),
+    ("is: mean", "names its operands as a list"),
+])  # fmt: skip
 def test_a_malformed_relation_is_refused(audited, text, message):
     with pytest.raises(Refusal, match=f"E-FORMAT: .*{message}"):
         audited("---\n" + rows(("x", "1.0"), columns="a"), stated=stated("1", text))

@@ -155,23 +155,20 @@ def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_fr
     assert roof == pytest.approx(np.array([[5, 50], [10, 100], [80, 100]]))
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: plotting.curves({"a": [1.0]}, steps=[0, 1], **STEPS), "E-SHAPE: .* 1 points; st"),
-        (lambda: plotting.curves({"a": [1.0]}, steps=[0], window=0, **STEPS), "E-RANGE: curves: w"),
-        (lambda: plotting.bars(BARS.drop(columns="low"), **MODELS), r"E-KEYS: .* column \['low'\]"),
-        (lambda: plotting.heatmap({}, **ONE), "E-DATA: no panels"),
-        (lambda: plotting.heatmap({"p": CLOUD}, **ONE), r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
-        (lambda: plotting.loads({"a": [0.5, 0.5], "b": [0.5, 0.6]}), "E-RANGE: loads: row 'b'"),
-        (lambda: plotting.loads({"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: loads: row 'b'"),
-        (lambda: plotting.points({"p": {"a": np.zeros(3)}}), "E-SHAPE: points: 'a' of 'p' is"),
-        (lambda: plotting.points({}), "E-DATA: no panels"),
-        (lambda: plotting.forest(EFFECTS.iloc[:0], xlabel=""), "E-DATA: forest: no effects"),
-        (lambda: speed.multiples(TIMES.assign(value=0.0), xlabel=""), "E-RANGE: multiples"),
-        (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("draw", "message"), [
+    (lambda: plotting.curves({"a": [1.0]}, steps=[0, 1], **STEPS), "E-SHAPE: .* 1 points; st"),
+    (lambda: plotting.curves({"a": [1.0]}, steps=[0], window=0, **STEPS), "E-RANGE: curves: w"),
+    (lambda: plotting.bars(BARS.drop(columns="low"), **MODELS), r"E-KEYS: .* column \['low'\]"),
+    (lambda: plotting.heatmap({}, **ONE), "E-DATA: no panels"),
+    (lambda: plotting.heatmap({"p": CLOUD}, **ONE), r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
+    (lambda: plotting.loads({"a": [0.5, 0.5], "b": [0.5, 0.6]}), "E-RANGE: loads: row 'b'"),
+    (lambda: plotting.loads({"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: loads: row 'b'"),
+    (lambda: plotting.points({"p": {"a": np.zeros(3)}}), "E-SHAPE: points: 'a' of 'p' is"),
+    (lambda: plotting.points({}), "E-DATA: no panels"),
+    (lambda: plotting.forest(EFFECTS.iloc[:0], xlabel=""), "E-DATA: forest: no effects"),
+    (lambda: speed.multiples(TIMES.assign(value=0.0), xlabel=""), "E-RANGE: multiples"),
+    (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
+])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(draw, message):
     with pytest.raises(Refusal, match=message):
         draw()

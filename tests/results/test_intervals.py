@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from moebook import papers, results
+from moebook import results
 from moebook.notebook import verdicts
 from moebook.results import Pool
 from moebook.results.intervals import combined, half_width, interval, p_value
@@ -18,7 +17,7 @@ from moebook.results.intervals import combined, half_width, interval, p_value
 ROOT = Path(__file__).parents[2]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
 BEFORE = json.loads(Path(__file__).with_name("converted.json").read_text())
-"""Of studies of before a run was one file: hashes of the values, by notebook and seed; verdicts."""
+"""Of studies of before a run was one file: hashes of the values, by notebook and seed."""
 
 GRID = tuple(
     (seeds, items, rest, count)
@@ -168,28 +167,3 @@ def test_every_value_and_item_of_a_converted_run_is_what_it_was(which):
 
 def test_every_committed_run_is_a_small_file():
     assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000
-
-
-def satterthwaite(effects: np.ndarray) -> tuple[float, float] | None:
-    """The interval that the verdicts rested on then."""
-    if effects.size == 1:
-        return None
-    variance = parts = 0.0
-    for means in (effects.mean(axis=1), effects.mean(axis=0)):
-        if len(means) > 1:
-            share = float(means.var(ddof=1)) / len(means)
-            variance, parts = variance + share, parts + share**2 / (len(means) - 1)
-    middle = float(effects.mean())
-    degrees = variance**2 / parts if parts else 1.0
-    half = float(stats.t.ppf(0.975, degrees)) * math.sqrt(variance)
-    return middle - half, middle + half
-
-
-def test_under_the_interval_of_then_all_verdicts_are_those_of_then(monkeypatch):
-    monkeypatch.setattr(verdicts, "interval", satterthwaite)
-    names = {value.split("/")[0] for value in BEFORE["values"]}
-    pools, now = {name: [converted(name)] for name in names}, {}
-    for claim in papers.claims():
-        label = verdicts.row(claim, pools.get(claim.run, [])).label
-        now.setdefault(str(label), []).append(claim.id)
-    assert now == BEFORE["verdicts"]

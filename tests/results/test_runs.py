@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,20 +74,6 @@ def test_writing_and_reading_a_run_keeps_every_bit(path):
     assert results.read_run(path) == bare
 
 
-def test_no_damaged_byte_and_no_cut_goes_unseen(path):
-    whole, draw = path.read_bytes(), random.Random(0)
-    for place in [0, *draw.sample(range(len(whole)), 300), len(whole) - 1]:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        try:  # what no reader looks at, such as a statistic, may differ: then the run does not
-            assert results.read_run(path) == RUN, f"byte {place}"
-        except Refusal as refusal:
-            assert refusal.code in ("E-RUN", "E-VALUE", "E-TIER"), f"byte {place}"
-    for size in (0, 3, *draw.sample(range(4, len(whole)), 20), len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(Refusal, match="E-RUN"):
-            results.read_run(path)
-
-
 def _head(changes: dict[str, object]) -> Callable[[pa.Table], pa.Table]:
     """An edit of the head: None takes a key away."""
 
@@ -108,8 +93,7 @@ def _value(table: pa.Table) -> pa.Table:
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (_value, "altered"),
-    (_head({"seed": 4}), "altered"), (_head({"digest": "0" * 64}), "altered"),
+    (_value, "altered"), (_head({"seed": 4}), "altered"), (_head({"digest": "0" * 64}), "altered"),
     (_head({"settings": {**RUN.settings, "steps": 601}}), "altered"),
     (_head({"format": 2}), "has format 2, this moebook reads 1: update"),
     (_head({"digest": None}), NO_RUN), (_head({"tier": None}), NO_RUN),

@@ -25,20 +25,11 @@ def test_the_same_seed_gives_the_same_numbers_from_all_generators():
     assert draw() == draw()
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "7"])
-def test_a_seed_that_numpy_cannot_take_is_refused(seed):
-    with pytest.raises(Refusal, match=r"E-(RANGE|TYPE): seed"):
-        runtime.seed_everything(seed)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "name", "wanted"),
-    [
-        (0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"), (2, "cuda:1", "cuda:1"),
-        (0, "cuda", "not on this machine"), (0, "cuda:0", "not on this machine"),
-        (0, "cpus", "did you mean 'cpu'"), (2, "cuda:2", "2 GPUs"), (2, "cuda:x", "unknown device"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("gpus", "name", "wanted"), [
+    (0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"), (2, "cuda:1", "cuda:1"),
+    (0, "cuda", "not on this machine"), (0, "cuda:0", "not on this machine"),
+    (0, "cpus", "did you mean 'cpu'"), (2, "cuda:2", "2 GPUs"), (2, "cuda:x", "unknown device"),
+])  # fmt: skip
 def test_devices_are_resolved_or_refused(gpus, name, wanted, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     if " " not in wanted:

@@ -54,11 +54,10 @@ def square(model):
     return 0.05 * sum(p.pow(2).mean() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shares"),
-    [("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]), ("wsd", [1, 1, 1 / 2]),
-     ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)])],
-)  # fmt: skip
+@pytest.mark.parametrize(("schedule", "shares"), [
+    ("constant", [1, 1, 1]), ("linear", [3 / 4, 2 / 4, 1 / 4]), ("wsd", [1, 1, 1 / 2]),
+    ("cosine", [0.5 + 0.5 * math.cos(math.pi * t / 4) for t in (1, 2, 3)]),
+])  # fmt: skip
 def test_training_equals_a_plain_loop(tiny, rows, schedule, shares):
     ours, theirs = tiny().double(), tiny().double()
     history = fit(
@@ -161,15 +160,14 @@ def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, mon
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("given", "code"),
-    [({"steps": 2, "epochs": 1}, "E-USAGE: steps"), ({"lr": math.nan}, "E-RANGE: lr"),
-     ({"betas": (0.9, 1.0)}, "E-RANGE: betas"), ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
-     ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
-     ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
-     ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
-     ({"milestones": [((1, 3), id)], "steps": 2}, "E-RANGE: milestone at step 3: .* step 0")],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "code"), [
+    ({"steps": 2, "epochs": 1}, "E-USAGE: steps"), ({"lr": math.nan}, "E-RANGE: lr"),
+    ({"betas": (0.9, 1.0)}, "E-RANGE: betas"), ({"schedule": "cosin"}, "E-CHOICE: .*'cosine'"),
+    ({"optimizer": "paged_32bit"}, "E-DEVICE: optimizer"),
+    ({"rates": {"weigh": 0.1}}, "E-NAME: rates names 'weigh'"),
+    ({"rates": {"lora_A": -1.0}}, "E-RANGE: rates.lora_A is -1.0"),
+    ({"milestones": [((1, 3), id)], "steps": 2}, "E-RANGE: milestone at step 3: .* step 0"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
     model = lora()
     with pytest.raises(Refusal, match=code):
@@ -309,11 +307,10 @@ def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_los
     assert sum(batches.tokens(step) for step in range(32)) == batches.lengths.sum()
 
 
-@pytest.mark.parametrize(
-    ("ids", "labels", "words"),
-    [([], [], "no rows"), ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
-     ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked")],
-)  # fmt: skip
+@pytest.mark.parametrize(("ids", "labels", "words"), [
+    ([], [], "no rows"), ([[1, 2]], [[-100]], "row 0: 2 input_ids but 1 labels"),
+    ([[1, 2], [3, 4]], [[-100, 2], [1, -100]], "row 1: every label is masked"),
+])  # fmt: skip
 def test_rows_that_cannot_be_learnt_are_refused(ids, labels, words):
     with pytest.raises(Refusal, match=f"E-DATA: .*{words}"):
         Batches(Dataset.from_dict({"input_ids": ids, "labels": labels}), 2, seed=0, pad_id=2)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tracemalloc
 from importlib.util import find_spec
 
 import numpy as np
@@ -183,15 +182,3 @@ def test_the_embedded_encoder_knows_what_is_alike():
     found = augmentation.encoder()
     one, two, other = found.encode(["What is 3 plus 4?", "Add 3 and 4.", "He closed the door."])
     assert one @ two > 0.6 > 0.3 > one @ other
-
-
-def test_memory_does_not_grow_with_the_rows_of_the_stream():
-    peaks, shots, config = [], vectors(0, 8, 3), Config(budget=6)
-    for rows in (8192, 40960):
-        rng = np.random.default_rng(0)
-        stream = (rng.standard_normal((4096, 3)) for _ in range(rows // 4096))
-        tracemalloc.start()
-        augmentation.choose(shots, stream, config)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0]

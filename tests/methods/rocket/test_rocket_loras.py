@@ -158,12 +158,11 @@ def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
             assert torch.allclose(model(**batch).logits, logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"size": math.nan}, r"E-NONFINITE: down\.model\.layers.*q_proj is .*neither NaN"),
-     ({"size": 1e39}, "E-NONFINITE: down"), ({"alpha": math.inf}, "E-RANGE: alpha is inf"),
-     ({"rank": 0}, "E-RANGE: rank is 0")],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"size": math.nan}, r"E-NONFINITE: down\.model\.layers.*q_proj is .*neither NaN"),
+    ({"size": 1e39}, "E-NONFINITE: down"), ({"alpha": math.inf}, "E-RANGE: alpha is inf"),
+    ({"rank": 0}, "E-RANGE: rank is 0"),
+])  # fmt: skip
 def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(changes, message, model, lora):
     with pytest.raises(Refusal, match=message):
         lora(model, "one", 0, **changes)

@@ -124,10 +124,9 @@ def test_factors_are_compared_apart_and_in_another_basis_only_they_differ(bank):
         assert bool(abs(left - right) < 1e-6) is same
 
 
-@pytest.mark.parametrize(
-    ("cosine", "ordered", "inverse"),
-    [(0.5, 2.0, 2.0), (0.0, math.inf, math.inf), (-0.25, math.inf, -4.0)],
-)
+@pytest.mark.parametrize(("cosine", "ordered", "inverse"), [
+    (0.5, 2.0, 2.0), (0.0, math.inf, math.inf), (-0.25, math.inf, -4.0),
+])  # fmt: skip
 def test_diversity_has_an_answer_where_equation_6_has_none(cosine, ordered, inverse):
     mean = np.array([cosine])
     assert selection.diversity(mean) == ordered
