@@ -49,3 +49,8 @@ function filtered(table) {
 }
 
 document.querySelectorAll("table[data-filters]").forEach(filtered);
+
+// The theme calls these buttons other than they read: "Search" where it shows "Search Ctrl+K".
+for (const button of document.querySelectorAll(".search-button-field, .theme-switch-button")) {
+  button.removeAttribute("aria-label");
+}

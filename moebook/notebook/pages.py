@@ -207,6 +207,7 @@ def tested(folder: Path) -> str:
 def setup(app: Any) -> dict[str, Any]:
     """Connect to Sphinx."""
     app.connect("source-read", _insert)
+    app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
     return {"parallel_read_safe": True}
 
 
@@ -219,6 +220,17 @@ def _insert(app: Any, docname: str, source: list[str]) -> None:
     text, notebook = badge(results.read_run(path), path.parents[2]), json.loads(source[0])
     notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": text})
     source[0] = json.dumps(notebook)
+
+
+def _mend(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Keep one of the scripts that several extensions add, and no role that ARIA has given up."""
+    first: dict[Any, Any] = {}
+    for script in context["script_files"]:
+        body = script.attributes.get("body") or ""
+        first.setdefault((script.filename or "", body), script)
+    context["script_files"] = list(first.values())
+    for role in (' role="list" class="citation-list"', ' role="doc-biblioentry"'):
+        context["body"] = context.get("body", "").replace(role, role.partition('list"')[2])
 
 
 def badge(run: Run, folder: Path) -> str:

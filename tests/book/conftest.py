@@ -17,7 +17,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Chromium:
-    """One browser with one page; every request that the page makes is kept in `requests`."""
+    """One browser with one page; `requests` and `errors` keep what it asks for and throws."""
 
     def __init__(self, executable, profile):
         (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
@@ -33,7 +33,7 @@ class Chromium:
         self._commands = os.fdopen(our_out, "wb", buffering=0)
         self._replies = os.fdopen(our_in, "rb", buffering=0)
         self._buffer, self._count, self._session, self._loaded = b"", 0, "", False
-        self.requests = []
+        self.requests, self.errors = [], []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -92,6 +92,8 @@ class Chromium:
         message = json.loads(line)
         if message.get("method") == "Network.requestWillBeSent":
             self.requests.append(message["params"]["request"]["url"])
+        elif message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(message["params"]["exceptionDetails"])
         elif message.get("method") == "Page.loadEventFired":
             self._loaded = True
         return message

@@ -196,7 +196,7 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         missing = "[...document.images].filter(e => !e.alt && !e.ariaHidden).map(e => e.src)"
         assert browser.run(missing) == [], page
     outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
-    assert outside == [] and formulas > 50
+    assert outside == [] == browser.errors and formulas > 50
 
 
 @pytest.mark.browser
