@@ -115,13 +115,9 @@ class Request:
 
 
 def run_notebook(
-    name: str,
-    protocol: str,
-    overrides: Mapping[str, Scalar] | None = None,
-    *,
-    folder: Path,
-    force: bool = False,
-) -> Outcome | None:
+    name: str, protocol: str, overrides: Mapping[str, Scalar] | None = None,
+    *, folder: Path, force: bool = False,
+) -> Outcome | None:  # fmt: skip
     """Run a notebook under a protocol, unless an equal run is there, or by ``force``.
 
     Under ``accelerate launch`` every process runs the notebook, in which they train together; the

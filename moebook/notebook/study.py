@@ -113,15 +113,9 @@ def seeds(text: str) -> list[int]:
 
 
 def study(
-    name: str,
-    protocol: str,
-    wanted: Sequence[int],
-    *,
-    arms: str | None = None,
-    jobs: int | None = None,
-    engine: str = "local",
-    folder: Path,
-) -> int:
+    name: str, protocol: str, wanted: Sequence[int], *, folder: Path,
+    arms: str | None = None, jobs: int | None = None, engine: str = "local",
+) -> int:  # fmt: skip
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
     ``arms`` are names with commas between them, or ``all`` (default: the protocol's). ``jobs`` runs

@@ -25,14 +25,9 @@ COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
 
 
 def curves(
-    series: Mapping[str, npt.ArrayLike],
-    *,
-    steps: npt.ArrayLike,
-    xlabel: str,
-    ylabel: str,
-    title: str = "",
-    window: int = 1,
-) -> Figure:
+    series: Mapping[str, npt.ArrayLike], *, steps: npt.ArrayLike, xlabel: str, ylabel: str,
+    title: str = "", window: int = 1,
+) -> Figure:  # fmt: skip
     """Draw one line a series over training, with a band from the lowest seed to the highest.
 
     The band is the range and no confidence interval: with three seeds nothing finer is honest.
@@ -99,13 +94,9 @@ def bars(frame: pd.DataFrame, *, group: str, series: str, ylabel: str, title: st
 
 
 def accuracies(
-    tables: Mapping[str, pd.DataFrame],
-    *,
-    by: str,
-    column: str = "correct",
-    series: str = "arm",
+    tables: Mapping[str, pd.DataFrame], *, by: str, column: str = "correct", series: str = "arm",
     title: str = "",
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Draw `bars` of accuracy over test items: a ``column``'s mean for each arm and group ``by``.
 
     ``tables`` are evaluations of one run, by arm; ``series`` is what the arms are called.
@@ -121,15 +112,9 @@ def accuracies(
 
 
 def heatmap(
-    panels: Mapping[str, npt.ArrayLike],
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    label: str,
-    xlabel: str = "",
-    ylabel: str = "",
-    title: str = "",
-) -> Figure:
+    panels: Mapping[str, npt.ArrayLike], *, rows: Sequence[str], columns: Sequence[str], label: str,
+    xlabel: str = "", ylabel: str = "", title: str = "",
+) -> Figure:  # fmt: skip
     """Draw one heat map a panel (a layer, say) on one colour scale, so that panels compare.
 
     ``panels`` is the panel's title to its values ``[len(rows), len(columns)]``, named by ``rows``
@@ -204,13 +189,9 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
 
 
 def points(
-    panels: Mapping[str, Series],
-    *,
-    xlabel: str = "",
-    ylabel: str = "",
-    title: str = "",
+    panels: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = "",
     ticks: bool = True,
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Draw one cloud a series, by colour and by marker; panels share their axes.
 
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in this order.

@@ -136,7 +136,7 @@ def test_a_place_that_cannot_take_a_run_is_refused_at_once(run, monkeypatch, num
 def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(run, monkeypatch, error, full):
     begin, request = run
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="copy is ") as refusal:
-        patch.setattr(results, "packed", Mock(side_effect=error))
+        patch.setattr(results.runs, "packed", Mock(side_effect=error))
         if full:
             patch.setattr(results, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space")))
         begin()
