@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -92,13 +92,13 @@ class _Local(ConfigurableTask):
         tested = "test_split" if config.get("test_split") else "validation_split"
         shown = "fewshot_split" if config.get("fewshot_split") else "training_split"
         needed = {tested, shown} if config.get("num_fewshot") else {tested}
-        self.files: list[Path] = []
+        self.files: dict[str, Path] = {}  # that were read, by their place in the folder
         where = f"benchmark '{config['task']}' from {self.folder}"
         try:
             super().__init__(config=config | dict.fromkeys(SPLITS - needed))
             examples = self.fewshot_docs() if config.get("num_fewshot") else []
             for number, item in enumerate(chain(self.eval_docs, examples), start=1):
-                where = f"{', '.join(map(str, self.files))}: item {number}"
+                where = f"{self.folder}: item {number} of {', '.join(self.files)}"
                 self._check({key: value for key, value in item.items() if value is not None})
         except (Refusal, ImportError):
             raise
@@ -122,7 +122,7 @@ class _Local(ConfigurableTask):
             files = _files(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split)
             rows = [row for file in files for _, row in hub.local(file)]
             self.dataset[split] = Dataset.from_list(rows)
-            self.files += files
+            self.files |= {str(path.relative_to(self.folder)): path for path in files}
 
 
 def _files(folder: Path, repository: str, name: str | None, split: str) -> list[Path]:
@@ -139,12 +139,6 @@ def _files(folder: Path, repository: str, name: str | None, split: str) -> list[
         refuse("E-NOFILE", f"{place / (name or '')}: split '{split}' is {have}; expected one file "
                f"{split}.jsonl, .json or .parquet, or all of {split}-00000-of-...")  # fmt: skip
     return list(found)
-
-
-def files(loaded: Iterable[Mapping[str, Task]]) -> dict[str, Path]:
-    """Return the files of a folder that tasks read, by their place in it."""
-    every = [task for tasks in loaded for task in tasks.values() if isinstance(task, _Local)]
-    return {str(path.relative_to(task.folder)): path for task in every for path in task.files}
 
 
 def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[tuple[Any, ...]]:

@@ -24,7 +24,6 @@ COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "out
            "unnormalised", "chance", "asked"]  # fmt: skip
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
-Row = tuple[Any, ...]
 
 
 @checked
@@ -67,7 +66,8 @@ def evaluate(
             rows += [(*row, name) for row in benchmarks.rows(lm, members, limit)]
     rows.sort(key=lambda row: names.index(row[-1]))
     table = pd.DataFrame(rows, columns=COLUMNS)
-    table.attrs["files"] = benchmarks.files(loaded.values())
+    read = [getattr(task, "files", {}) for each in loaded.values() for task in each.values()]
+    table.attrs["files"] = {name: path for files in read for name, path in files.items()}
     return table
 
 
@@ -143,7 +143,7 @@ def paired(
 
 def _embedded(
     lm: InMemory, names: list[str], limit: int | None, split: str, format: str
-) -> list[Row]:
+) -> list[tuple[Any, ...]]:
     items, pairs, limits, table = [], [], [], []
     for name in names:
         task = tasks.find(name)
