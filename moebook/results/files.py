@@ -110,7 +110,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 def digest(path: Path) -> str | None:
     """Return the sha256 of a file's bytes in hex; None when there is no such file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:  # weights do not fit into memory twice
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def source(notebook: Path) -> str | None:
