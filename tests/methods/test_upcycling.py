@@ -180,10 +180,17 @@ def test_arms_are_measured_at_parts_of_their_steps_and_differ_as_their_names_say
         assert arm.scored[-1] == arm.steps
         assert not arm.start or arm.watched[3] == arm.steps
     assert [name for name, arm in arms.items() if not arm.laboratory] == list(MAIN)
-    assert (arms["su4"].length, arms["crsu"].length) == ("raw", "unit")
+    assert (arms["su4"].length, arms["wide"].length) == ("unit", "raw")
     assert (arms["crsu"].path, arms["crsu_matched"].path) == ("crsu", "lab/crsu_matched")
     renormalised = {name for name, arm in arms.items() if arm.combine == "renormalised"}
-    assert renormalised == {"su4_renormalised", "crsu_renormalised"}
+    assert renormalised == {f"{name}_renormalised" for name in ("su", "trsu", "su4", "crsu")}
+
+
+def test_a_norm_behind_the_ffn_takes_the_routers_gradient_until_two_experts_differ():
+    table = upcycling.behind_norms()
+    assert table.loc["llama"].min() > 1e-3
+    rest = table.drop("llama")
+    assert len(rest) == 5 and rest[["k1", "k2"]].max(axis=None) < 1e-4 < rest.k2_noise.min()
 
 
 def test_step_zero_measures_loss_and_gradient_of_each_rule_and_leaves_the_model(host, batch):

@@ -49,19 +49,21 @@ class Config:
 
 # Experts, start, and the length of its rows; "" is the length that was asked for.
 MAIN = {
-    "dense": (1, "", ""), "su": (2, "random", "raw"), "trsu": (2, "trsu", ""),
-    "su4": (4, "random", "raw"), "crsu": (4, "crsu", ""), "trsu3": (3, "trsu3", ""),
-    "crsu2": (2, "crsu", ""), "su8": (8, "random", "raw"), "crsu8": (8, "crsu", ""),
+    "dense": (1, "", ""), "su": (2, "random", ""), "trsu": (2, "trsu", ""),
+    "su4": (4, "random", ""), "crsu": (4, "crsu", ""), "trsu3": (3, "trsu3", ""),
+    "crsu2": (2, "crsu", ""), "su8": (8, "random", ""), "crsu8": (8, "crsu", ""),
+    "su_renormalised": (2, "random", ""), "trsu_renormalised": (2, "trsu", ""),
+    "su4_renormalised": (4, "random", ""), "crsu_renormalised": (4, "crsu", ""),
 }  # fmt: skip
 LABORATORY = {
     "kaiming": (4, "kaiming", "raw"), "wide": (4, "wide", "raw"),
     "random_matched": (4, "random", "matched"), "crsu_matched": (4, "crsu", "matched"),
     "ffn_input": (4, "ffn_input", "matched"), "trsu4": (4, "trsu", ""),
     "hidden": (4, "hidden", "raw"), "hidden_avg": (4, "hidden_avg", "raw"),
-    "cheap_embed": (4, "cheap_embed", "raw"), "su4_renormalised": (4, "random", "raw"),
-    "crsu_renormalised": (4, "crsu", ""),
+    "cheap_embed": (4, "cheap_embed", "raw"),
 }  # fmt: skip
-LED = ("su4", "crsu")  # tested after each quarter (Table 5), compared with the laboratory's
+# Tested after each quarter (Table 5), compared with the laboratory's.
+LED = ("su4", "crsu", "su4_renormalised", "crsu_renormalised")
 
 
 class Arm(NamedTuple):

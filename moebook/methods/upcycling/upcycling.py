@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moebook import nn as mnn
-from moebook.analysis.routers import gradients
+from moebook.analysis.routers import gradients, reach
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start, same_base, su
@@ -26,6 +26,13 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, normed
 from moebook.nn import balance
 from moebook.settings import settings
+
+FAMILIES = ("llama", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4")
+TINY = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 @settings
@@ -109,6 +116,24 @@ def step_zero(
         norm = np.linalg.norm(gradients(model, batch).gradient)
         rows[rule, k, name] = {"loss": model(**batch).loss.item() - dense_loss, "gradient": norm}
     return pd.DataFrame(rows).T.rename_axis(["combine", "experts per token", "start"])
+
+
+def behind_norms() -> pd.DataFrame:
+    """Ask tiny random hosts of six families whether the language-model loss reaches their routers.
+
+    `reach` at step 0 under Eq. 2 for one expert per token, two, and two that noise has parted, a
+    row a family. All but Llama norm what the FFN puts out: a factor common to the chosen cancels.
+    """
+    forms = {"k1": {"top_k": 1}, "k2": {"top_k": 2}, "k2_noise": {"top_k": 2, "noise": 0.1}}
+    ids = torch.arange(48).view(3, 16)
+    batch, lines = {"input_ids": ids, "labels": ids}, {}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        for family in FAMILIES:
+            torch.manual_seed(0)
+            dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY))
+            made = {name: upcycle(deepcopy(dense), Config(**form)) for name, form in forms.items()}
+            lines[family] = {name: reach(model, batch) for name, model in made.items()}
+    return pd.DataFrame(lines).T
 
 
 def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config) -> None:
