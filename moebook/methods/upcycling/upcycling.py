@@ -124,14 +124,15 @@ def behind_norms() -> pd.DataFrame:
     `reach` at step 0 under Eq. 2 for one expert per token, two, and two that noise has parted, a
     row a family. All but Llama norm what the FFN puts out: a factor common to the chosen cancels.
     """
-    forms = {"k1": {"top_k": 1}, "k2": {"top_k": 2}, "k2_noise": {"top_k": 2, "noise": 0.1}}
+    two = Config(top_k=2)
+    forms = {"k1": Config(top_k=1), "k2": two, "k2_noise": replace(two, noise=0.1)}
     ids = torch.arange(48).view(3, 16)
     batch, lines = {"input_ids": ids, "labels": ids}, {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         for family in FAMILIES:
             torch.manual_seed(0)
             dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY))
-            made = {name: upcycle(deepcopy(dense), Config(**form)) for name, form in forms.items()}
+            made = {name: upcycle(deepcopy(dense), form) for name, form in forms.items()}
             lines[family] = {name: reach(model, batch) for name, model in made.items()}
     return pd.DataFrame(lines).T
 
