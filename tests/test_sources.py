@@ -132,17 +132,18 @@ def test_a_fault_in_a_cell_is_found(source, problem):
 
 
 def test_outputs_missing_text_and_a_missing_frame_are_found():
-    broken = behind_the_frame("x = 1", "plotting.curves(history)")
-    broken["cells"][9]["metadata"]["mystnb"] = {
-        "figure": {"name": "fig-loss", "caption": "Loss."}, "image": {"alt": "A falling line."},
-    }  # fmt: skip
-    assert list(notebook_problems(broken)) == []
+    broken = behind_the_frame("x = 1")
     broken["cells"][7]["outputs"] = [{"output_type": "stream", "text": "1"}]
     del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
     broken["cells"][5]["source"] = "x = 0"
     problems = "\n".join(notebook_problems(broken))
-    assert all(fault in problems for fault in ("holds outputs", "a reading after it is missing"))
-    assert all(fault in problems for fault in ("tagged `parameters`", "`notebook.begin`"))
+    for fault in (
+        "holds outputs",
+        "after it is missing",
+        "tagged `parameters`",
+        "`notebook.begin`",
+    ):
+        assert fault in problems
 
 
 def test_a_long_function_and_unfinished_work_are_found(tmp_path):

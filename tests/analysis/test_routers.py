@@ -171,10 +171,8 @@ THREE, TOP_1 = [FIRST, SECOND, THIRD], [sets({0}, {1}, {2}, {3}), sets({0}, {1},
 def test_consistency_is_the_mean_jaccard_index_of_the_tokens(checkpoints, over, score):
     consistency = routers.consistency(checkpoints, over=over).consistency
     assert consistency.tolist() == pytest.approx([score])
-
-
-def test_overall_is_the_mean_over_layers_at_the_chosen_steps():
     watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
+    # The overall one is the mean over layers at the chosen steps.
     assert routers.overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
 
 

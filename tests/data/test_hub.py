@@ -129,14 +129,6 @@ def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
         hub.load("piqa", revision=COMMIT)
 
 
-def test_a_data_set_that_is_not_cached_is_refused_offline(monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
-    with pytest.raises(Refusal, match=f"E-OFFLINE: openai/gsm8k@{COMMIT}"):
-        hub.load("gsm8k", revision=COMMIT)
-
-
 def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     content = b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"\r\n\n" + GOOD
     path = written(tmp_path, content)

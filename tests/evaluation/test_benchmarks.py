@@ -112,18 +112,17 @@ def test_mbpp_lies_as_on_the_hub_and_is_not_run(tmp_path):
 PLACE = "baber/piqa/validation.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [({}, r"E-NOFILE: .*baber/piqa: split 'validation' is missing; expected one"),
-     ({PLACE: [PIQA], "baber/piqa/data/validation.json": [PIQA]}, "is data/val.*, val.*; expected"),
-     ({"baber/piqa/validation-00000-of-00002.parquet": [PIQA]}, "is .*-of-00002.*; expected one"),
-     ({PLACE: [PIQA, None]}, r"E-DATA: .*validation.jsonl:2: a row is NoneType"),
-     ({PLACE: [PIQA, {"goal": "To bark"}]}, "E-DATA: .* 2 of baber.* not .*KeyError: 'label'"),
-     ({PLACE: [PIQA, PIQA | {"goal": None}]}, "E-DATA: .*item 2 of .*'goal' is undefined"),
-     ({PLACE: [{"question": "?"}]}, r"E-DATA: benchmark 'piqa' from .* is not as on the hub"),
-     ({PLACE: [PIQA, PIQA | {"label": 2}]}, "E-DATA: .*item 2 .*answer 2 of .'be a dog'"),
-     ({PLACE: [PIQA, PIQA | {"label": "x"}]}, "E-DATA: benchmark 'piqa'")],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "words"), [
+    ({}, r"E-NOFILE: .*baber/piqa: split 'validation' is missing; expected one"),
+    ({PLACE: [PIQA], "baber/piqa/data/validation.json": [PIQA]}, "is data/val.*, val.*; expected"),
+    ({"baber/piqa/validation-00000-of-00002.parquet": [PIQA]}, "is .*-of-00002.*; expected one"),
+    ({PLACE: [PIQA, None]}, r"E-DATA: .*validation.jsonl:2: a row is NoneType"),
+    ({PLACE: [PIQA, {"goal": "To bark"}]}, "E-DATA: .* 2 of baber.* not .*KeyError: 'label'"),
+    ({PLACE: [PIQA, PIQA | {"goal": None}]}, "E-DATA: .*item 2 of .*'goal' is undefined"),
+    ({PLACE: [{"question": "?"}]}, r"E-DATA: benchmark 'piqa' from .* is not as on the hub"),
+    ({PLACE: [PIQA, PIQA | {"label": 2}]}, "E-DATA: .*item 2 .*answer 2 of .'be a dog'"),
+    ({PLACE: [PIQA, PIQA | {"label": "x"}]}, "E-DATA: benchmark 'piqa'"),
+])  # fmt: skip
 def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
     for name, rows in files.items():
         put(tmp_path, name, rows)

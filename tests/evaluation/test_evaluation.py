@@ -86,9 +86,7 @@ def nats(model, before, scored):
     return logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)].sum().item()
 
 
-def test_likelihoods_in_a_batch_equal_those_one_by_one_and_greedy_ones_are_recognised(
-    llama, tokenizer
-):
+def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llama, tokenizer):
     continuations = [" is", " four and five", "!", " the", " it"]
     pairs = list(zip(CONTEXTS, continuations, strict=True))
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
@@ -104,9 +102,7 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_greedy_ones_are_recog
     assert [greedy for _, greedy in got] == [True, False]
 
 
-def test_likelihoods_over_a_large_vocabulary_are_without_bias_wherever_they_are_taken(
-    llama, tokenizer, monkeypatch
-):
+def test_likelihoods_over_a_large_vocabulary_have_no_bias(llama, tokenizer, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(2, 41, 49_152, generator=draw)
     ids = torch.randint(0, 49_152, (2, 41), generator=draw)
@@ -262,7 +258,7 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch,
     ("gcd", {"format": "camle"}, "did you mean 'camel'"),
     ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
 ])  # fmt: skip
-def test_what_does_not_exist_or_is_not_there_is_refused_in_one_line(
+def test_what_is_not_there_is_refused(
     llama, tokenizer, names, given, words, index, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
@@ -272,9 +268,7 @@ def test_what_does_not_exist_or_is_not_there_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_benchmark_that_lacks_a_package_or_a_metric_is_refused_as_such(
-    llama, tokenizer, index, monkeypatch
-):
+def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, index, monkeypatch):
     script = "Couldn't find a module script at code_eval.py. Module 'code_eval' doesn't exist"
     splits = datasets.Dataset.from_dict(ARC)
     hub = Mock(return_value=datasets.DatasetDict(train=splits, test=splits))

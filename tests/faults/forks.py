@@ -1,7 +1,4 @@
-"""Commands of `moebook` in forks of one process that has imported everything, kernels included.
-
-An import takes longer than a run. Whoever is killed leaves the process as it was.
-"""
+"""Commands of `moebook` and their kernels in forks of one process, since imports take longest."""
 
 import json
 import os

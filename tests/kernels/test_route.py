@@ -94,38 +94,6 @@ def test_unusable_arguments_are_refused(function, changes, message):
         function(**{"logits": torch.zeros(4, 3), **right, **changes})
 
 
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(50, 3, 2), (7, 20, 3), (1, 2, 1), (0, 4, 2), (200, 20, 2)])
-def test_rows_lie_in_the_segment_of_their_expert_and_sum_to_their_token(sizes, dtype):
-    tokens, experts, top_k = sizes
-    torch.manual_seed(0)
-    routing = route(torch.randn(tokens, experts), top_k)
-    layout = lay_out(routing, dtype, 1)
-    gates = layout.spread(routing.weights)
-    expert_of = torch.full((len(layout.token),), -1)
-    for expert, rows in layout.segments:
-        assert (expert_of[rows] == -1).all()
-        expert_of[rows], count = expert, routing.counts[expert]
-        assert (layout.token[rows][count:] == layout.token[rows][count - 1]).all()
-        assert (gates[rows][count:] == 0).all(), "rows that fill up repeat the last one, at 0"
-    assert tokens < 200 or dtype == torch.float32 or len(expert_of) > 400, "some fill up"
-    assert (expert_of >= 0).all() and len(layout.place.unique()) == tokens * top_k
-    assert torch.equal(expert_of[layout.place], routing.ids)
-    assert (layout.token[layout.place] == torch.arange(tokens)[:, None]).all()
-    assert torch.equal(gates[layout.place].squeeze(2), routing.weights)
-    assert gates.sum().item() == pytest.approx(tokens, rel=1e-5)
-    rows = torch.randn(len(layout.token), 2)
-    torch.testing.assert_close(layout.combine(rows), rows[layout.place].sum(1))
-    # Parts join neighbouring segments up to so many rows.
-    for most in (1, 50, 1000):
-        seen = [(expert, slice(part.rows.start + own.start, part.rows.start + own.stop))
-                for part in layout.parts(most) for expert, own in part.segments]  # fmt: skip
-        assert seen == layout.segments
-        for part in layout.parts(most):
-            assert part.rows.stop - part.rows.start <= most or len(part.segments) == 1
-
-
 def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatch):
     counts = [*range(1, 70), *range(70, 3000, 37), 1000, 1001]
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,9 +234,10 @@ def settings(scale, said):
     return found | ({"mix": "idae-720k"} if "mix" in named else {})
 
 
-def written(chosen):
+@cache
+def written(*parameters):
     """A pattern of all names that the notebook's cells record under these parameters."""
-    source = "\n".join(CELLS)
+    source, chosen = "\n".join(CELLS), dict(parameters)
     names = re.findall(r'run\.record\(f?"([^"]+)"', source)
     for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
         names += [f"{path}/accuracy", f"{path}/nll", f"{path}/accuracy/{{domain}}"]
@@ -267,11 +269,11 @@ def written(chosen):
 @pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])
 def test_a_cell_writes_the_claims_value_at_the_scale(claim, scale):
     chosen = settings(scale, claim.why)
-    assert re.fullmatch(written(chosen), claim.value), "no cell records it"
+    assert re.fullmatch(written(*chosen.items()), claim.value), "no cell records it"
     if isinstance(claim.reference, str):
         smaller = {**chosen, "mix": settings(scale, "")["mix"]}
-        pattern = f"{written(chosen)}|{written(smaller)}"  # of two runs, where `mix` is named
-        assert re.fullmatch(pattern, claim.reference), "no cell records what it is compared with"
+        both = written(*chosen.items()), written(*smaller.items())  # of two runs with `mix`
+        assert re.fullmatch("|".join(both), claim.reference), "no cell records the other side"
 
 
 def test_a_larger_base_or_mixture_has_a_name_of_its_own_and_writes_no_value_of_the_7b_claims():
@@ -281,5 +283,5 @@ def test_a_larger_base_or_mixture_has_a_name_of_its_own_and_writes_no_value_of_t
     assert pesc.root("01-ai/Yi-34B@01", "idae-500k") == "pesc/34b"
     assert pesc.root("01-ai/Yi-34B@01", "idae-720k") == "pesc/34b/pro"
     other = settings("paper", "The parameter `base` names the 13B base.")
-    assert not re.fullmatch(written(other), "pesc/sparse/accuracy")
-    assert re.fullmatch(written(settings("paper", "")), "pesc/sparse/accuracy")
+    assert not re.fullmatch(written(*other.items()), "pesc/sparse/accuracy")
+    assert re.fullmatch(written(*settings("paper", "").items()), "pesc/sparse/accuracy")

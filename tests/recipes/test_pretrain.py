@@ -60,9 +60,7 @@ def run(recipe, folder: str, steps: int | None = None) -> list[float]:
     return pretraining.pretrain(recipe, work, work / "out", steps=steps, dtype=torch.float32)
 
 
-def test_an_interrupted_run_ends_as_an_uninterrupted_one_with_a_base_that_loads(
-    recipe, monkeypatch
-):
+def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(recipe, monkeypatch):
     batch = Mock(side_effect=corpus.batch)
     monkeypatch.setattr(corpus, "batch", batch)
     whole = run(recipe, "whole")

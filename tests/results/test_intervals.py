@@ -1,7 +1,5 @@
-"""Intervals cover what they say and agree with p; the first committed runs are what they were."""
+"""Intervals cover what they say and agree with p; committed runs are what they were."""
 
-import hashlib
-import json
 from functools import cache
 from pathlib import Path
 
@@ -11,13 +9,10 @@ from scipy import stats
 
 from moebook import results
 from moebook.notebook import verdicts
-from moebook.results import Pool
 from moebook.results.intervals import combined, half_width, interval, p_value
 
 ROOT = Path(__file__).parents[2]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
-BEFORE = json.loads(Path(__file__).with_name("converted.json").read_text())
-"""Of studies of before a run was one file: hashes of the values, by notebook and seed."""
 
 GRID = tuple(
     (seeds, items, rest, count)
@@ -150,20 +145,6 @@ def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_ha
     assert p_value(sure) == 1e-15 > stats.ttest_1samp(sure[0], 0).pvalue
 
 
-def converted(name: str) -> Pool:
-    pool = results.pools(name, ROOT)["nano"]
-    return Pool(name, "nano", tuple(run for run in pool.runs if run.seed < 3))
-
-
-@pytest.mark.parametrize("which", BEFORE["values"])
-def test_every_value_and_item_of_a_converted_run_is_what_it_was(which):
-    name, seed = which.split("/")
-    (run,) = (run for run in converted(name).runs if run.seed == int(seed))
-    rows = sorted([v.name, v.value, v.unit, v.items and list(v.items)] for v in run.values)
-    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest() == BEFORE["values"][which]
-    assert run.manifest["parameters"]["seeds"] == 3
-    assert run.manifest["date"].startswith("2026-11-22")
-
-
-def test_every_committed_run_is_a_small_file():
+def test_every_committed_run_is_small_and_sealed_as_it_was():
+    assert results.unsealed(ROOT) == {}
     assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000

@@ -37,7 +37,7 @@ def same(one, other):
 
 
 @pytest.fixture(scope="module")
-def ends_as_uninterrupted(lora, rows):
+def ends_whole(lora, rows):
     """Go on in a folder and compare with a run that nothing interrupted."""
 
     def trained(**more):
@@ -71,11 +71,9 @@ def interrupted(once_interrupted, tmp_path):
     return Path(shutil.copytree(once_interrupted, tmp_path / "run"))
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    lora, ends_as_uninterrupted, interrupt, interrupted
-):
-    ends_as_uninterrupted(interrupted)
-    ends_as_uninterrupted(interrupted, interrupt(1))  # a finished run is read and not repeated
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(lora, ends_whole, interrupt, interrupted):
+    ends_whole(interrupted)
+    ends_whole(interrupted, interrupt(1))  # a finished run is read and not repeated
     tensors = load_file(interrupted / "step-8" / "tensors.safetensors")
     trained = {f"model.{name}" for name, p in lora().named_parameters() if p.requires_grad}
     assert {name for name in tensors if name.startswith("model.")} == trained
@@ -103,9 +101,7 @@ def test_the_state_of_bitsandbytes_optimizers_is_restored_bit_for_bit(kind):
     assert torch.equal(one.weight, other.weight)
 
 
-def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
-    lora, rows, ends_as_uninterrupted, tmp_path
-):
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(lora, rows, ends_whole, tmp_path):
     commit = checkpoint.commit
 
     def kill(stage, target):
@@ -119,12 +115,10 @@ def test_a_run_killed_inside_a_save_goes_on_from_the_save_before(
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert committed(tmp_path)[:2] == [".stage-step-4", ".step-4.lock"]
-    ends_as_uninterrupted(tmp_path)
+    ends_whole(tmp_path)
 
 
-def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
-    lora, rows, interrupted, monkeypatch
-):
+def test_a_damaged_newest_checkpoint_is_named(lora, rows, interrupted, monkeypatch):
     os.truncate(interrupted / "step-4" / "tensors.safetensors", 100)
     with pytest.raises(Refusal, match=rf"E-HASH: {interrupted / 'step-4'}"):
         fit(lora(), rows(), **SETTINGS, output=interrupted)
@@ -135,9 +129,7 @@ def test_a_damaged_newest_checkpoint_is_an_error_that_names_it(
         fit(lora(), rows(), **SETTINGS, output=unreadable)
 
 
-def test_a_folder_of_another_run_or_in_use_and_a_file_in_its_place_are_refused(
-    lora, rows, once_interrupted, tmp_path
-):
+def test_folders_of_others_or_in_use_and_files_are_refused(lora, rows, once_interrupted, tmp_path):
     for lr, seed, data, words in [
         (3e-2, 0, 20, "lr 0.01 -> 0.03"), (1e-2, 1, 20, "model "), (1e-2, 0, 21, "data "),
     ]:  # fmt: skip
@@ -151,9 +143,7 @@ def test_a_folder_of_another_run_or_in_use_and_a_file_in_its_place_are_refused(
         fit(lora(), rows(), steps=1, output=tmp_path / "run")
 
 
-def test_other_threads_are_warned_of_and_a_full_disk_keeps_the_old_checkpoint(
-    lora, rows, interrupted, monkeypatch
-):
+def test_other_threads_are_told_and_a_full_disk_keeps_the_old(lora, rows, interrupted, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setattr(checkpoint, "seal", Mock(side_effect=OSError(28, "No space left")))
     with pytest.warns(UserWarning, match="W-REPRO"), pytest.raises(Refusal, match="E-DISK"):
@@ -203,9 +193,7 @@ def found(folder):
     return {path.parent.name[:3]: json.loads(path.read_text()) for path in folder.glob("*/found*")}
 
 
-def test_trainings_of_a_run_go_on_where_they_were_and_tell_the_time_that_was_found(
-    process, interrupt, tmp_path, monkeypatch
-):
+def test_trainings_go_on_and_tell_the_time_found(process, interrupt, tmp_path, monkeypatch):
     monkeypatch.delenv(runtime.RESUME)
     whole = process()
     assert list(tmp_path.iterdir()) == []

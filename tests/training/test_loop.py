@@ -265,21 +265,6 @@ def test_an_epoch_holds_every_row_once_in_an_order_of_seed_and_epoch_alone(rows)
     assert there != drawn(range(12), seed=6)
 
 
-def test_parts_of_a_step_share_its_rows_and_one_without_rows_teaches_nothing(rows):
-    batches, empty = Batches(rows(10), 4, seed=0, pad_id=2), 0
-    for step in range(3):
-        dealt = [batches.part(step, part, 3) for part in range(3)]
-        taught = [int((inputs["labels"][:, 1:] != -100).sum()) for inputs, _ in dealt]
-        whole = int((batches[step]["labels"][:, 1:] != -100).sum())
-        assert sum(taught) == whole == batches.labels(step)
-        assert sum(share for _, share in dealt) == pytest.approx(1)
-        for (inputs, share), count in zip(dealt, taught, strict=True):
-            tokens = int(inputs["attention_mask"].sum())
-            assert share == (pytest.approx(tokens / batches.tokens(step)) if count else 0)
-            empty += not count
-    assert empty
-
-
 def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_loss(rows, tiny):
     ids, labels = [[5, 6, 7, 8], [9, 10, 11]], [[-100, -100, 7, 8], [-100, -100, 11]]
     table = {"input_ids": ids, "labels": labels}

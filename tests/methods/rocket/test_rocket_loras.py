@@ -111,9 +111,7 @@ def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, bas
 
 @pytest.mark.parametrize("hosted", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_loras_stored_in_16_bits_compute_in_float32_as_with_peft_and_in_a_mixture(
-    stored, hosted, foreign, base, batch
-):
+def test_loras_of_16_bits_compute_in_float32_as_in_peft(stored, hosted, foreign, base, batch):
     _, folder = foreign
     settings(lora_alpha=7)(folder)  # in 16 bits a factor of 3.5 would round
     tensors(lambda factors: {name: factor.to(stored) for name, factor in factors.items()})(folder)
@@ -128,9 +126,7 @@ def test_loras_stored_in_16_bits_compute_in_float32_as_with_peft_and_in_a_mixtur
     assert (served - want).abs().max() <= bound * want.abs().max()
 
 
-def test_a_written_lora_is_the_same_for_us_and_peft_and_bound_to_its_base_and_bytes(
-    model, base, batch, lora, tmp_path
-):
+def test_a_written_lora_is_pefts_too_bound_to_base_and_bytes(model, base, batch, lora, tmp_path):
     one = lora(model, "one", 0, provenance={"data": "sums", "prompts": ["ab"], "training": {}})
     folder = loras.write(one, tmp_path / "one")
     again = loras.read(folder, model, fingerprint(model))
