@@ -200,7 +200,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
     """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's."""
     place = (folder or root()) / "results" / notebook
-    names = sorted(path.name for path in place.glob("*") if path.is_dir())
+    names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
     every = [one for name in names if (one := pool(notebook, name, folder))]
     every.sort(key=lambda one: one.rank)
     every += [one] if shown and (one := live(notebook, folder)) else []
