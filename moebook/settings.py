@@ -57,38 +57,32 @@ def record(kind: type[Kind]) -> type[Kind]:
 
 def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=CHECKS)(kind)
-    construct = made.__init__
-
-    @functools.wraps(construct)
-    def __init__(self: Any, /, *args: Any, **values: Any) -> None:
-        names = [field.name for field in fields(made)]
-        _check_size(names, args, values)
-        with in_one_line(names):
-            construct(self, *args, **values)
-
-    made.__init__ = __init__
+    made.__init__ = _told(made.__init__, [field.name for field in fields(made)], own=1)
     return made
 
 
 def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
     """Check a function's arguments by their annotations, as `settings` checks fields."""
-    validated = validate_call(config=CHECKS)(function)
     names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: Given.args, **values: Given.kwargs) -> Kind:
-        _check_size(names, args, values)
-        with in_one_line(names):
-            return validated(*args, **values)
-
+    call: Callable[Given, Kind] = _told(validate_call(config=CHECKS)(function), names)
     return call
 
 
-def _check_size(names: Sequence[str], args: Sequence[object], values: Mapping[str, object]) -> None:
-    """Refuse whole numbers beyond every float, which neither JSON nor a message can hold."""
-    for name, value in (*zip(names, args, strict=False), *values.items()):
-        if type(value) is int and value.bit_length() > 1024:
-            refuse("E-RANGE", f"{name} has {value.bit_length()} bits, expected at most 1024")
+def _told(function: Any, names: Sequence[str], own: int = 0) -> Any:
+    """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
+
+    Whole numbers beyond every float, which neither JSON nor a message can hold, are refused too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **values: Any) -> Any:
+        for name, value in (*zip(names, args[own:], strict=False), *values.items()):
+            if type(value) is int and value.bit_length() > 1024:
+                refuse("E-RANGE", f"{name} has {value.bit_length()} bits, expected at most 1024")
+        with in_one_line(names):
+            return function(*args, **values)
+
+    return call
 
 
 @contextmanager
