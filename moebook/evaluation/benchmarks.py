@@ -27,8 +27,7 @@ from moebook.errors import Refusal, nearest, refuse
 from moebook.evaluation.model import InMemory
 from moebook.results import formed
 
-METRICS = ("exact_match", "acc_norm", "acc")
-"""What counts as correct in a benchmark: the first of these that it reports."""
+METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:

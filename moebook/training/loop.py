@@ -44,34 +44,25 @@ Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
 class Recipe:
     """What decides a training, beside model and rows.
 
-    Attributes:
-        steps: Optimizer steps; or give ``epochs``, rounded up to whole steps. Default: one epoch.
-        batch: B, rows a step, of all processes together.
-        schedule: Of the rate after the warm-up: constant; down to 0 in a line or a cosine; or
-            ``"wsd"``, constant but for the last fifth of all steps, in which a line goes to 0.
-        warmup: Share of the steps over which the rate rises linearly from 0.
-        weight_decay: Of all but biases and normalisations.
-        clip: The gradient is scaled down to this norm; ``inf`` never scales.
-        accumulate: Parts of a step that each process computes in turn, to need less memory.
-        optimizer: The paged are bitsandbytes' AdamW, in main memory when the GPU is full.
-        bf16: Compute under torch's autocast to bfloat16, whatever the parameters are in.
-        rates: Rates of their own for parameters with such a name on their path; none decays.
+    After the warm-up the rate is constant, or goes down to 0 in a line, in a cosine, or in a line
+    over the last fifth of all steps (``"wsd"``). The paged optimizers are bitsandbytes' AdamW, in
+    main memory when the GPU is full.
     """
 
-    steps: Count | None = None
-    epochs: Positive | None = None
-    batch: Count = 32
+    steps: Count | None = None  # of the optimizer; else one epoch
+    epochs: Positive | None = None  # or these, rounded up to whole steps
+    batch: Count = 32  # B, rows a step, of all processes together
     lr: Positive = 2e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    warmup: Share = 0.03
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup: Share = 0.03  # of the steps, over which the rate rises linearly from 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of all but biases and normalisations
     betas: tuple[Share, Share] = (0.9, 0.999)
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # norm of the gradient at most
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    accumulate: Count = 1
+    accumulate: Count = 1  # parts of a step that each process computes in turn, to save memory
     optimizer: Literal["adamw", "paged_32bit", "paged_8bit"] = "adamw"
-    bf16: bool = False
-    rates: dict[str, Positive] | None = None
+    bf16: bool = False  # computes under torch's autocast, whatever the parameters are in
+    rates: dict[str, Positive] | None = None  # by a name on a parameter's path; none decays
 
     def __post_init__(self) -> None:
         if self.steps and self.epochs:

@@ -41,25 +41,19 @@ class Config(Presets):
     experts follow, and ``fixed``, the defaults, the same without its rounding. The paper's
     thresholds are 0.2 for the token score and 0.1 for the gate score (Sec. 4.3).
 
-    Attributes:
-        score: Relevance of an expert: ``"token"``, the share of routed slots that it gets (Eq. 7),
-            or ``"gate"``, the mean of its gates (Eq. 6).
-        threshold: p of Eq. 8: the best experts of a layer are taken until their scores reach it.
-        pooling: Average over all ``"tokens"`` (released), or over ``"samples"`` (as printed).
-        normalised: Whether p is a share of a layer's total, as the paper says. The released code
-            does not divide: the token scores sum to 1 anyway, gates only if renormalised.
-        decimals: Places to which scores are rounded before the choice (released: 4), or None.
-        shared_experts, router, non_expert_modules: Whether these train too; the last are all else:
-            attention, norms, embeddings, dense layers, head (released: and routers).
+    An expert's relevance is the share of routed slots that it gets (``"token"``, Eq. 7) or the mean
+    of its gates (``"gate"``, Eq. 6), over all ``"tokens"`` (released) or within each of the
+    ``"samples"`` and then over these (as printed). The released code divides by no total: token
+    scores sum to 1 anyway, gates only if renormalised.
     """
 
     score: Score = "token"
-    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.2  # p of Eq. 8
     pooling: Pooling = "tokens"
-    normalised: bool = False
-    decimals: Annotated[int, Field(ge=1, le=15)] | None = None
-    shared_experts: bool = False
-    non_expert_modules: bool = False
+    normalised: bool = False  # whether p is a share of a layer's total, as the paper says
+    decimals: Annotated[int, Field(ge=1, le=15)] | None = None  # of scores before the choice
+    shared_experts: bool = False  # whether they train too
+    non_expert_modules: bool = False  # all else: attention, norms, head (released: and routers)
     router: bool = False
 
     PRESETS: ClassVar = {

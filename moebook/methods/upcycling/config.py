@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.settings import settings
+from moebook.settings import Count, settings
 
 Rule = Literal["renormalised", "probability"]
 
@@ -16,29 +16,22 @@ Rule = Literal["renormalised", "probability"]
 class Config:
     """How a dense decoder becomes a sparse one with full experts (router-initialisation Sec. 4).
 
-    Attributes:
-        experts: E, copies of the FFN per layer (2 or 4 in the paper).
-        top_k: K, experts per token (1 in the paper).
-        combine: ``"probability"`` (Eq. 2 as printed): at step 0 a layer's output is the dense FFN's
-            times the sum of the token's K largest probabilities, between K/E and 1: NOT the dense
-            model, but the router has a gradient, even with K = 1, unless the host norms what its
-            FFN puts out (Gemma 2, OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral,
-            mergekit): the weights sum to 1, so the model is the dense one. Where the sum is 1 or
-            cancels, the language-model loss never reaches the router with K = 1, and with K > 1
-            not until the experts differ: with ``noise`` at once, else after the first step.
-        noise: Deviation of Gaussian noise on the experts, as a share of the dense tensor's.
-        layers: Decoder layers to upcycle; None for all of them (the paper's).
-        balance_weight: alpha of Eq. 3, which the paper never gives; 0.01 is Switch's.
-        seed: Of the noise, and of the random routers that `upcycle` draws without a start.
+    ``"probability"`` (Eq. 2 as printed) makes a layer's output at step 0 the dense FFN's times the
+    sum of the token's K largest probabilities, between K/E and 1: NOT the dense model, but the
+    router has a gradient, even with K = 1, unless the host norms what its FFN puts out (Gemma 2,
+    OLMo 2): there that factor cancels. ``"renormalised"`` (Mixtral, mergekit): the weights sum to
+    1, so the model is the dense one. Where the sum is 1 or cancels, the language-model loss never
+    reaches the router with K = 1, and with K > 1 not until the experts differ: with ``noise`` at
+    once, else after the first step. None of ``layers`` stands for all of them (the paper's).
     """
 
-    experts: Annotated[int, Field(ge=1)] = 4
-    top_k: Annotated[int, Field(ge=1)] = 1
+    experts: Count = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
+    top_k: Count = 1  # K, experts per token
     combine: Rule = "probability"
-    noise: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    noise: Annotated[float, Field(ge=0, le=1000)] = 0.0  # deviation, as a share of the weights'
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
-    balance_weight: Annotated[float, Field(ge=0)] = 0.01
-    seed: Annotated[int, Field(ge=0)] = 0
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01  # alpha of Eq. 3, not given; Switch's
+    seed: Annotated[int, Field(ge=0)] = 0  # of the noise, and of routers without a start
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:

@@ -22,8 +22,8 @@ from moebook.analysis.routers import logit_scale
 from moebook.errors import refuse
 from moebook.kernels.clusters import clusters
 from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
+from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
-from moebook.models.checkpoint import fingerprint
 from moebook.settings import FINITE, checked, record
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
@@ -120,7 +120,8 @@ def prompted(
         table = model.get_input_embeddings().weight.cpu()
         real = [each["input_ids"][each["attention_mask"].bool()] for [each] in batches.values()]
         sums = torch.stack([table[ids].float().sum(0) for ids in real])
-        return Start(_unit(sums).repeat(len(anatomy(model).layers), 1, 1), fingerprint(model))
+        base = checkpoint.fingerprint(model)
+        return Start(_unit(sums).repeat(len(anatomy(model).layers), 1, 1), base)
     tokens: Tokens = "last" if mode == "hidden" else "mean"
     states = collect(model, batches, tensor="block_input", tokens=tokens)
     return Start(_unit(states.means()), states.base)
@@ -145,7 +146,7 @@ def scaled(
         return replace(start, weights=_unit(start.weights))
     if inputs is None or inputs.tensor != "ffn_input":
         refuse("E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')")
-    same_base(inputs.base, start.base)
+    checkpoint.check_base("the start", start.base or inputs.base, inputs.base)
     rows = []
     for layer, (points, weight) in enumerate(zip(inputs.points, start.weights, strict=True)):
         spread = logit_scale(points @ weight.T)
@@ -153,12 +154,6 @@ def scaled(
             refuse("E-DATA", f"layer {layer}: the routers' logits are all equal, no scale fits")
         rows.append(weight * (target / spread))
     return replace(start, weights=torch.stack(rows), base=inputs.base)
-
-
-def same_base(base: str, other: str | None) -> None:
-    """Refuse what was collected from another model; None fits any."""
-    if other is not None and other != base:
-        refuse("E-BASE", f"collected from base {other[:12]}..., not from {base[:12]}...")
 
 
 def _centroids(

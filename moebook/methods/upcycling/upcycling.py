@@ -21,7 +21,7 @@ from moebook import nn as mnn
 from moebook.analysis.routers import gradients, reach
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
-from moebook.methods.upcycling.starts import Start, same_base, su
+from moebook.methods.upcycling.starts import Start, su
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, normed
 from moebook.nn import balance
@@ -55,7 +55,7 @@ def upcycle(model: nn.Module, config: Config, start: Start | None = None) -> nn.
     layers = dense_layers(host, config.layers, "upcycling")
     base = checkpoint.fingerprint(model)
     start = su(model, config.experts, seed=config.seed) if start is None else start
-    same_base(base, start.base)
+    checkpoint.check_base("the start", start.base or base, base)
     shape, expected = tuple(start.weights.shape), (len(host.layers), config.experts, host.hidden)
     if shape != expected:
         refuse("E-SHAPE", f"the router start is {shape}, expected [L, E, D] = {expected}")
