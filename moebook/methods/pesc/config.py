@@ -22,13 +22,6 @@ class Config(Presets):
     recipe is no part of this (sequence 2048 or 512, batch 128 or 256, warm-up 0.03 or 200 steps).
 
     Attributes:
-        experts: E, adapters a layer.
-        top_k: K, experts per token, 1 to E (2 in the paper). With 1 nothing but the balance loss
-            reaches the routers (W-ROUTER).
-        adapter_width: R. 512 is what the printed sizes imply; the released code trains 64.
-        adapter_scale: Factor on the adapters' output in training (1 in Eq. 8).
-        served_scale: The same in evaluation mode; released: trains with 1, serves with 0.25.
-        adapter_dropout: Share dropped before ``down`` (0.1 as released; the paper is silent).
         down_init: ``down`` starts ``"kaiming"`` (released) or ``"zero"`` (the paper's omega_0 = 0,
             read literally: such adapters never receive a gradient). ``up`` is 0 in both.
         layers: Decoder layers to craft; None for all of them.
@@ -37,21 +30,20 @@ class Config(Presets):
             ``"none"``; its alpha is ``balance_weight``.
         host: What of the host trains: ``"frozen"`` nothing, ``"lora"`` LoRA, ``"qlora"`` LoRA over
             NF4 weights with double quantisation, ``"full"`` everything (for small bases).
-        lora_rank, lora_alpha, lora_dropout, lora_targets: LoRA's settings, as released.
     """
 
-    experts: Count = 8
-    top_k: Count = 2
-    adapter_width: Count = 512
-    adapter_scale: float = 1.0
-    served_scale: float = 1.0
-    adapter_dropout: Share = 0.1
+    experts: Count = 8  # E, adapters a layer
+    top_k: Count = 2  # K, experts per token; with 1 only the balance loss reaches the routers
+    adapter_width: Count = 512  # R; the printed sizes imply 512, the released code trains 64
+    adapter_scale: float = 1.0  # factor on the adapters' output in training (1 in Eq. 8)
+    served_scale: float = 1.0  # the same in evaluation mode (released: 0.25)
+    adapter_dropout: Share = 0.1  # dropped before ``down`` (0.1 as released; the paper is silent)
     down_init: Literal["kaiming", "zero"] = "kaiming"
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     balance: Literal["live", "kept", "constant", "none"] = "live"
     balance_weight: Weight = 0.01
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
-    lora_rank: Count = 64
+    lora_rank: Count = 64  # LoRA's settings are as released
     lora_alpha: Weight = 16.0
     lora_dropout: Share = 0.1
     lora_targets: Annotated[tuple[Target, ...], Field(min_length=1)] = get_args(Target)

@@ -18,7 +18,6 @@ class Config(Presets):
     what the authors' code does, with Alg. 1 in place of its fixed lists of experts.
 
     Attributes:
-        shots, candidates, experts, top_k: K, M, N and k; k <= N <= M.
         reduction: Eq. 1's exponent: ``"mean"`` over the answer's tokens (released) or ``"sum"``
             (the paper's text, which ranks by length).
         rationale: Whether Phi (Eq. 3) puts the answer first (Fig. 3) or the rationale (Table 8).
@@ -30,36 +29,32 @@ class Config(Presets):
             groups first, since that of diversity has the widest range.
         sampler: How open data are drawn: by the largest cosine over the shots (Eq. 13), the least
             Euclidean distance to their centroid (released), at random, out of their hull (Eq. 16)
-            or by their density (Eq. 17), whose bandwidth is ``gamma``.
-        budget: C (1000; released 5000).
-        threshold: tau; two rows are duplicates when their cosine is larger.
+            or by their density (Eq. 17).
         duplicates: Which rows stay, see `augmentation.deduplicate`.
         components: Principal axes of the shots in which the hull is taken: K points span at most
             K - 1 dimensions, so in the encoder's own space no other text lies inside.
         gate_input: A gate reads the layer's input (released) or each expert's output (Eq. 9).
-        lora_scale: Whether alpha / r is applied or omitted (released).
-        lora_dropout: Share dropped before the experts in training (0.05 as released).
     """
 
-    shots: Count = 50
+    shots: Count = 50  # K
     reduction: Literal["mean", "sum"] = "mean"
     rationale: Literal["answer_first", "rationale_first"] = "answer_first"
     compare: Literal["product", "factors"] = "product"
     cosine: Literal["signed", "absolute"] = "signed"
     diversity: Literal["ordered", "inverse"] = "ordered"
     ranking: Literal["sum", "normalised"] = "sum"
-    candidates: Count = 8
-    experts: Count = 4
-    top_k: Count = 2
+    candidates: Count = 8  # M
+    experts: Count = 4  # N, at most M
+    top_k: Count = 2  # k, at most N
     sampler: Literal["maximum", "centroid", "random", "hull", "kde"] = "maximum"
-    budget: Count = 1000
-    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9
+    budget: Count = 1000  # C (released: 5000)
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9  # tau, of duplicates' cosine
     duplicates: Literal["standing", "any", "index", "repr", "keep"] = "standing"
-    gamma: Positive = 2.0
+    gamma: Positive = 2.0  # bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
-    lora_scale: Literal["applied", "omitted"] = "applied"
-    lora_dropout: Share = 0.05
+    lora_scale: Literal["applied", "omitted"] = "applied"  # alpha / r (released: omitted)
+    lora_dropout: Share = 0.05  # before the experts, in training (0.05 as released)
 
     def __post_init__(self) -> None:
         if self.experts > self.candidates:
