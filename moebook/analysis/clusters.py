@@ -24,26 +24,21 @@ Method = Literal["umap", "pca"]
 
 
 @checked
-def purity(
-    points: Annotated[Tensor, FINITE], labels: Tensor, *, clusters: int | None = None, seed: int = 0
-) -> pd.DataFrame:
+def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: int = 0) -> pd.DataFrame:
     """Cluster each layer's points without their labels and count how well the clusters are domains.
 
-    Points are ``[L, S, D]``, labels ``[S]`` their domains; by default there are as many clusters
-    as domains. Purity grows with the number of clusters: compare at equal numbers. One row a layer:
-    ``layer`` (its place among the L), ``purity``, the share of points that belong to the most
-    frequent domain of their cluster, and ``largest``, the share of the largest domain.
+    Points are ``[L, S, D]``, labels ``[S]`` their domains, of which there are as many as clusters:
+    purity grows with their number. One row a layer: ``layer`` (its place among the L), ``purity``,
+    the share of points that belong to the most frequent domain of their cluster, and ``largest``,
+    the share of the largest domain.
     """
     if points.dim() != 3 or labels.shape != points.shape[1:2] or not len(labels):
         shapes = f"{tuple(points.shape)} and {tuple(labels.shape)}"
         refuse("E-SHAPE", f"purity: expected points [L, S, D] and labels [S], got {shapes}")
     domains = labels.unique(return_inverse=True)[1]
-    wanted = int(domains.max()) + 1 if clusters is None else clusters
-    if not 1 <= wanted <= len(labels):
-        refuse("E-DATA", f"purity: {wanted} clusters of {len(labels)} points, expected 1 to that")
     largest, rows = float(domains.bincount().max()) / len(labels), []
     for layer, part in enumerate(points.float().numpy()):
-        assigned = KMeans(wanted, n_init=4, random_state=seed).fit_predict(part)
+        assigned = KMeans(int(domains.max()) + 1, n_init=4, random_state=seed).fit_predict(part)
         table = pd.crosstab(assigned, domains.numpy())
         rows.append((layer, float(table.max(axis=1).sum()) / len(labels), largest))
     return pd.DataFrame(rows, columns=["layer", "purity", "largest"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations, pairwise
-from typing import Any, Literal
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.nn import Decision, evaluating, observe
-from moebook.settings import checked
 
 
 def logit_scale(logits: Tensor) -> float:
@@ -118,17 +117,13 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
     return torch.cat(parts, dim=1)
 
 
-@checked
-def consistency(
-    checkpoints: Sequence[Tensor], *, over: Literal["pairs", "successive", "joint"] = "pairs"
-) -> pd.DataFrame:
+def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
     """Compare the experts that tokens activate at several checkpoints by the Jaccard index.
 
     For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts, averaged over
-    tokens (router initialisation, Sec. 5.3.3). With K = 1 the mean is the share of tokens that kept
-    their expert; two unrelated uniform routings give 1/E. Which checkpoints are compared is open:
-    ``"pairs"`` averages over all pairs, ``"successive"`` over neighbours, ``"joint"`` the
-    intersection over the union of all. Columns ``layer`` (place among sparse ones) and
+    tokens and over all pairs of checkpoints (router initialisation, Sec. 5.3.3, which leaves open
+    which are compared). With K = 1 the mean is the share of tokens that kept their expert; two
+    unrelated uniform routings give 1/E. Columns ``layer`` (place among sparse ones) and
     ``consistency`` in [0, 1].
     """
     if len(checkpoints) < 2:
@@ -136,12 +131,10 @@ def consistency(
     shapes = {tuple(each.shape) for each in checkpoints}
     if len(shapes) > 1 or any(len(shape) != 3 or not all(shape) for shape in shapes):
         refuse("E-SHAPE", f"checkpoints: {sorted(shapes)}, expected one [L, T, E] of the same text")
-    pairs = combinations(checkpoints, 2) if over == "pairs" else pairwise(checkpoints)
-    scores = []
-    for group in [checkpoints] if over == "joint" else pairs:
-        sets = torch.stack([*group])  # [checkpoints, L, T, E]
-        shared, either = sets.all(0).sum(-1), sets.any(0).sum(-1)
-        scores.append((shared.double() / either).mean(-1))
+    scores = [
+        ((one & other).sum(-1).double() / (one | other).sum(-1)).mean(-1)
+        for one, other in combinations(checkpoints, 2)
+    ]
     means = torch.stack(scores).mean(0)
     return pd.DataFrame({"layer": range(len(means)), "consistency": means.tolist()})
 

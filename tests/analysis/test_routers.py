@@ -1,7 +1,6 @@
 """Routers, ours and transformers', against scipy and autograd; shares and indices by hand."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -162,15 +161,11 @@ FIRST, SECOND, THIRD = sets({0, 1}, {2, 3}), sets({0, 1}, {1, 2}), sets({2, 3}, 
 THREE, TOP_1 = [FIRST, SECOND, THIRD], [sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})]
 
 
-@pytest.mark.parametrize(("checkpoints", "over", "score"), [
-    (THREE, "pairs", (1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6),
-    (THREE, "successive", (1 + 1 / 3 + 0 + 1) / 4),
-    (THREE, "joint", (0 / 4 + 1 / 3) / 2),
-    (TOP_1, "pairs", 0.75),  # with one expert a token: the share that kept theirs
-])  # fmt: skip
-def test_consistency_is_the_mean_jaccard_index_of_the_tokens(checkpoints, over, score):
-    consistency = routers.consistency(checkpoints, over=over).consistency
-    assert consistency.tolist() == pytest.approx([score])
+def test_consistency_is_the_mean_jaccard_index_of_the_tokens():
+    three = routers.consistency(THREE).consistency
+    assert three.tolist() == pytest.approx([(1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6])
+    kept = routers.consistency(TOP_1).consistency  # with one expert a token: the share
+    assert kept.tolist() == pytest.approx([0.75])
     watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
     # The overall one is the mean over layers at the chosen steps.
     assert routers.overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
@@ -188,7 +183,6 @@ def test_models_texts_and_checkpoints_that_cannot_be_measured_are_refused(model_
         (routing.shares, (model_of("upcycled"), {"law": []}), "E-DATA: domain 'law'"),
         (routers.consistency, ([FIRST],), "E-DATA"),
         (routers.consistency, ([FIRST, FIRST[:, :1]],), "E-SHAPE"),
-        (partial(routers.consistency, over="pair"), ([FIRST, SECOND],), "E-CHOICE: over is 'pair'"),
     ):
         with pytest.raises(Refusal, match=code):
             measure(*given)

@@ -301,14 +301,14 @@ def test_prompt_starts_equal_mergekits_own_output(host):
         torch.testing.assert_close(ours, theirs / theirs.norm(dim=-1, keepdim=True))
 
 
-def test_matched_starts_give_logits_of_the_target_deviation_and_unit_ones_rows_of_length_1(host):
+def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_1(host):
     model = host()
     text = {"a": [{"input_ids": torch.randint(3, 48, (8, 16))}]}
     inputs = upcycling.collect(model, text, tensor="ffn_input")
     raw = upcycling.crsu(upcycling.collect(model, text), 4)
-    start = upcycling.scaled(raw, "matched", inputs=inputs, target=0.7)
+    start = upcycling.scaled(raw, "matched", inputs=inputs)
     sparse = upcycling.upcycle(model, upcycling.Config(combine="renormalised"), start)
-    assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx([0.7, 0.7], rel=1e-4)
+    assert statistics(sparse, text["a"]).scale.tolist() == pytest.approx([1.0, 1.0], rel=1e-4)
     assert upcycling.scaled(start, "raw") is start
     lengths = upcycling.scaled(start, "unit").weights.norm(dim=-1)
     torch.testing.assert_close(lengths, torch.ones(2, 4))

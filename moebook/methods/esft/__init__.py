@@ -21,7 +21,6 @@ from moebook.methods.esft.scoring import (
     Config,
     Scores,
     Selection,
-    Tally,
     measure,
     random_selection,
     samples,

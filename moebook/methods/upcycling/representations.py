@@ -61,11 +61,7 @@ def perplexities(model: nn.Module, rows: Dataset, *, size: int = 32, pad_id: int
 
 @checked
 def hardest(
-    model: nn.Module,
-    tasks: Mapping[str, Dataset],
-    *,
-    share: Share = 0.05,
-    pad_id: int = 0,
+    model: nn.Module, tasks: Mapping[str, Dataset], *, share: Share = 0.05, pad_id: int = 0
 ) -> dict[str, Dataset]:
     """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
 

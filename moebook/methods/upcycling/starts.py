@@ -133,12 +133,11 @@ def scaled(
     scale: Literal["raw", "unit", "matched"],
     *,
     inputs: Representations | None = None,
-    target: Annotated[float, Field(ge=1e-6)] = 1.0,
 ) -> Start:
     """Give a start another length, which sets the temperature of the routers' first choices.
 
     ``"raw"`` leaves it (the paper); ``"unit"`` makes every row of length 1 (mergekit);
-    ``"matched"`` scales each layer so that the logits of ``inputs`` have `logit_scale` ``target``.
+    ``"matched"`` scales each layer so that the logits of ``inputs`` have `logit_scale` 1.
     """
     if scale == "raw":
         return start
@@ -152,7 +151,7 @@ def scaled(
         spread = logit_scale(points @ weight.T)
         if not spread > 0:
             refuse("E-DATA", f"layer {layer}: the routers' logits are all equal, no scale fits")
-        rows.append(weight * (target / spread))
+        rows.append(weight * (1 / spread))
     return replace(start, weights=torch.stack(rows), base=inputs.base)
 
 
