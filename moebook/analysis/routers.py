@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.nn import Decision, evaluating, observe
+from moebook.settings import checked
 
 
 def logit_scale(logits: Tensor) -> float:
@@ -117,6 +118,7 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
     return torch.cat(parts, dim=1)
 
 
+@checked
 def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
     """Compare the experts that tokens activate at several checkpoints by the Jaccard index.
 

@@ -16,14 +16,11 @@ IGNORED = -100  # label that the loss leaves out
 
 
 class Format(NamedTuple):
-    """How one exchange becomes text, and whether the beginning-of-sequence token comes first.
+    """How one exchange becomes text, which the end-of-sequence token always follows."""
 
-    `render` maps (prompt, answer, system) to (text before the answer, answer's text); an empty
-    system leaves its block out. The end-of-sequence token always follows the answer.
-    """
-
+    # Maps (prompt, answer, system, which may be empty) to (text before the answer, answer's text).
     render: Callable[[str, str, str], tuple[str, str]]
-    bos: bool
+    bos: bool  # whether the beginning-of-sequence token comes first
 
 
 def camel(prompt: str, answer: str, system: str = "") -> tuple[str, str]:

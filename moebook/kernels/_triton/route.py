@@ -15,9 +15,8 @@ from torch import Tensor
 from moebook.kernels.route import Routing, weights_of
 
 ROWS = 32  # tokens of one program that chooses
-FIRST = tl.constexpr(2**31 - 1)
-LAST = tl.constexpr(-(2**31))
-"""The largest and the smallest number of 32 bits; no logit has the bits of either."""
+FIRST = tl.constexpr(2**31 - 1)  # the largest and the smallest number of 32 bits, of which no
+LAST = tl.constexpr(-(2**31))  # logit has the bits
 ITEMS = 128  # items of one program that sorts
 WARPS = 8  # of a program that compares all its items with one another: with fewer, registers spill
 

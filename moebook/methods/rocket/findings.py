@@ -16,8 +16,7 @@ from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.results.intervals import interval
 
-KINDS = {"bare answers": False, "with rationales": True}
-"""Log-perplexities of the shots by what is read, and whether rationales are (Figure 8)."""
+KINDS = {"bare answers": False, "with rationales": True}  # whether rationales are read (Figure 8)
 
 
 def foretold(
