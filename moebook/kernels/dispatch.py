@@ -1,7 +1,4 @@
-"""What every op does first: checks its arguments' shapes, and chooses an implementation.
-
-``impl=`` is obeyed or refused, never swapped silently.
-"""
+"""What every op does first: check its arguments' shapes, and obey ``impl=`` or refuse it."""
 
 from __future__ import annotations
 

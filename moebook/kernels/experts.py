@@ -1,7 +1,4 @@
-"""experts: sum_k w_k down_e (act(gate_e x) * up_e x), gated FFNs in fused 3-D weights.
-
-All trained (`experts`), or in two banks, one frozen and one trained (`split_experts`).
-"""
+"""experts: sum_k w_k down_e (act(gate_e x) * up_e x), gated FFNs in one fused bank, or in two."""
 
 from __future__ import annotations
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from moebook.errors import refuse
 from moebook.kernels.dispatch import choice, implementation, natural, shapes
 
-MASKS = {"ordered": -1, "inverse": 2**62 - 1}
-"""By diversity, what a sum of similarities is masked with: the second puts negative sums last."""
-MOST, LISTED = 10**9, 10**7
-"""Most groups that are searched (a hundred million take a fifth of a second), and that are kept."""
+MASKS = {"ordered": -1, "inverse": 2**62 - 1}  # of sums: the second puts negative ones last
+MOST, LISTED = 10**9, 10**7  # groups searched (10**8 take a fifth of a second), and kept
 BITS = 60  # bits of a sum of similarities in whole steps
 Array = np.ndarray[Any, Any]
 Search = Callable[[Array, Array, int, int, int], tuple[Array, Array, Array]]

@@ -19,8 +19,7 @@ from torch import Tensor
 from moebook.kernels._triton.grouped import precision, roomy
 from moebook.kernels.similarity import Pairs, through
 
-MARKS = 2**32
-"""Most pairs of a block: a bit each. Each block costs the host some milliseconds."""
+MARKS = 2**32  # most pairs of a block, a bit each; a block costs the host some milliseconds
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Sparsity crafting: each MLP of a dense decoder becomes that MLP, E adapters and a router.
-
-What of the host trains beside them is nothing, LoRA, QLoRA or everything.
-"""
+"""Sparsity crafting: each MLP of a dense decoder becomes that MLP, E adapters and a router."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export of an upcycled model as a plain checkpoint of transformers, readable without this package.
-
-An export gets its name only after a form that fits the model has given the same logits.
-"""
+"""Export of an upcycled model as a plain checkpoint of transformers, once its logits agree."""
 
 from __future__ import annotations
 
