@@ -19,10 +19,7 @@ from moebook.settings import checked
 
 
 def logit_scale(logits: Tensor) -> float:
-    """Return the standard deviation of a token's logits ``[T, E]`` over the experts.
-
-    A root mean square over tokens; a token's mean, which changes nothing, is taken out first.
-    """
+    """Return the standard deviation of a token's logits ``[T, E]`` over experts, RMS over T."""
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
 
@@ -102,10 +99,7 @@ def summary(
 
 
 def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    """Return which experts each real token activates, ``[L, T, E]`` boolean on the CPU.
-
-    To be compared between checkpoints of a model, over the same held-out text.
-    """
+    """Return which experts each real token activates, ``[L, T, E]`` boolean on the CPU."""
     parts = []
     for batch in batches:
         layers = real_decisions(model, batch)

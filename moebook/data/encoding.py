@@ -30,10 +30,7 @@ def camel(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
 
 
 def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
-    """ESFT's form: `User: ...`, an empty line, `Assistant: ...`.
-
-    The space after the colon opens the answer's text, as byte-pair tokenizers see words in text.
-    """
+    """ESFT's form: `User: ...`, an empty line, `Assistant:`; a space opens the answer's text."""
     head = f"{system}\n\n" if system else ""
     return f"{head}User: {prompt}\n\nAssistant:", f" {answer}"
 

@@ -61,10 +61,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def text(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
-    """Take a text field of a raw row, or the default where it is missing or null.
-
-    Half of a surrogate pair, which no tokenizer can encode, is refused too.
-    """
+    """Take a text field of a raw row (see `clean`), or the default where it is missing or null."""
     value = row.get(name)
     if value is None and default is not None:
         return default
@@ -85,10 +82,7 @@ def clean(value: object, name: str, where: str) -> str:
 
 
 def exchange(messages: object, where: str) -> Row:
-    """Turn a list of messages into system (where there is one), prompt and answer.
-
-    A message has role and content, or from and value; the roles are those of `ROLES`.
-    """
+    """Turn messages, whose roles are those of `ROLES`, into system (if any), prompt and answer."""
     if not isinstance(messages, list):
         refuse("E-DATA", f"{where}: messages is {type(messages).__name__}, expected a list")
     turns = [_turn(message, where) for message in messages]

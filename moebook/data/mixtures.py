@@ -20,10 +20,7 @@ PASSAGES = {  # domain: a file that ships, and the fields of its rows
 
 
 def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
-    """Draw rows of several tasks, so many of each, and shuffle them together.
-
-    The seed decides draw, wording and order.
-    """
+    """Draw rows of several tasks, so many of each, and shuffle them, all by the seed."""
     if not sizes:
         refuse("E-DATA", "the mixture names no task; expected at least one, as {'gcd': 200}")
     rows = [row for name, size in sizes.items() for row in tasks.rows(name, split, size, seed)]

@@ -52,10 +52,7 @@ class Source:
         return COMPARE[self.compare]
 
     def row(self, raw: Mapping[str, Any], where: str) -> Row:
-        """Map a raw row to prompt, answer and, where there is one, system or rationale.
-
-        A field that is missing or not text is refused with `where` it stands (E-DATA).
-        """
+        """Map a raw row to prompt, answer, maybe system or rationale; E-DATA for bad fields."""
         if self.form:
             return FORMS[self.form](raw, where)
         if self.options:

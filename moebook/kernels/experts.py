@@ -220,10 +220,7 @@ def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor]
 def _unwritten(
     weight: Tensor, bank: int, parts: list[Part], where: list[tuple[int, int]]
 ) -> Tensor:
-    """Make a weight's gradient: zero for the experts without rows, the others are yet to come.
-
-    To fill it all with zeros first would touch every byte twice.
-    """
+    """Make a weight's gradient, zero only for experts without rows: no byte is written twice."""
     grad = empty(weight.shape, weight)
     used = {where[expert] for part in parts for expert, _ in part.segments}
     for place in range(len(weight)):

@@ -72,10 +72,7 @@ def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: fl
 
 
 class _Mixture(torch.autograd.Function):
-    """Kept for the backward pass: all but the base, and ``A_n x`` of all experts ``[T, N * R]``.
-
-    The gradient of the base is the incoming one itself.
-    """
+    """Kept for the backward pass: all but the base, and ``A_n x`` of all experts ``[T, N * R]``."""
 
     @staticmethod
     def forward(

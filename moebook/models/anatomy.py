@@ -51,10 +51,7 @@ class Anatomy:
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """Find a model's decoder layers and their parts, also inside a PEFT wrapper.
-
-    Experts whose tensors PEFT adapts (``target_parameters``) are shown without their wrapper.
-    """
+    """Find a model's decoder layers and their parts, also inside PEFT's wrappers."""
     host = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = host.get_decoder() if hasattr(host, "get_decoder") else host
     if not hasattr(decoder, "layers"):  # Llama 4 calls itself its decoder

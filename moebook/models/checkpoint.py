@@ -38,10 +38,7 @@ _ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
 
 @settings
 class Origin:
-    """What a model was made from; the model keeps it under the method's name, as ``model.pesc``.
-
-    ``base`` is the fingerprint of the model before it was changed. Methods add their settings.
-    """
+    """What a model was made from, with its ``base``'s fingerprint; kept as ``model.<method>``."""
 
     method: ClassVar[str] = ""
     base: str

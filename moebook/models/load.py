@@ -160,10 +160,7 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Build one of transformers' kinds of model from a folder that passes all checks.
-
-    ``names`` are the model types of that kind. Returns the model and the report on its keys.
-    """
+    """Build a model of one of transformers' kinds from a checked folder; report on its keys."""
     files = _checked(folder, kind, names)
     with telling(folder, "model"), quiet():
         count = sum(len(safe_open(folder / name, "pt").keys()) for name in files)
@@ -265,10 +262,7 @@ def _items(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _weights(folder: Path, named: object) -> set[str]:
-    """Return the files that hold the weights, or refuse what is no safetensors of this folder.
-
-    ``named`` is the file, or the index of files, that config.json names, if any.
-    """
+    """Return the files of weights, or of config.json's ``named`` one; safetensors alone."""
     names = ("model.safetensors", INDEX) if named is None else (str(named),)
     present = {path.name for path in folder.iterdir() if path.is_file()}
     files = {first := next((name for name in names if name in present), "")}

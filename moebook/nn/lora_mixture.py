@@ -64,10 +64,7 @@ class LoraMixture(nn.Module):
         return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
 
     def _own_logits(self, source: Tensor) -> Tensor:
-        """Return what each expert's own output adds to its logit, ``[T, N]``.
-
-        The outputs are not formed: ``w . B h`` is ``(B' w) . h``.
-        """
+        """Return what an expert's output adds to its logit, ``[T, N]``: ``w B h = (B' w) h``."""
         hidden = F.linear(source, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
         weight = self.router.weight
         with torch.autocast(source.device.type, enabled=False):

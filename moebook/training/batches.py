@@ -98,10 +98,7 @@ class Batches:
         return total.hexdigest()
 
     def collate(self, rows: np.ndarray) -> dict[str, Any]:
-        """Pad rows on the right to ``[B, T]``; keep the last columns of labels, and of logits.
-
-        They begin one before the first label of any row: the head and the loss skip the rest.
-        """
+        """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any."""
         ids, mask = padded([self.row_ids[row] for row in rows], self.pad_id)
         labels, _ = padded([self.row_labels[row] for row in rows], IGNORED)
         first = int((labels[:, 1:] != IGNORED).any(0).int().argmax())

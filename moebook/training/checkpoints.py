@@ -119,10 +119,7 @@ class Store:
         return waited > PAUSE + size(model) / RATE
 
     def save(self, model: nn.Module, optimizer: Optimizer, history: History) -> None:
-        """Commit ``step-<steps done>`` and drop all but marks and the newest `KEPT`.
-
-        A tensor that is not finite (E-NONFINITE) or a full disk leaves the earlier ones untouched.
-        """
+        """Commit ``step-N``, drop all but marks and the newest `KEPT`; refused, drop nothing."""
         facts = {"settings": self.run, "history": history.columns()}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
         step = len(history.step)
@@ -142,10 +139,7 @@ class Store:
     def restore(
         self, model: nn.Module, optimizer: Optimizer, rates: LambdaLR, step: int
     ) -> History:
-        """Go back to the checkpoint of a step and return its history.
-
-        A damaged one is refused (delete it to go back further), and so is another run's.
-        """
+        """Go back to a step's checkpoint and return its history; refuse damage and others'."""
         path = self.folder / f"step-{step}"
         found = checkpoint.verify(path) | results.read_json(path / FACTS)
         with located(path):

@@ -47,10 +47,7 @@ def licence() -> Iterator[Item]:
 
 
 def reserved() -> set[str]:
-    """Return the clauses kept apart for `copyleft`: two thirds of all, by their hash.
-
-    Whoever trains on `licence` leaves them out, so that `copyleft` is new to the model.
-    """
+    """Return the clauses, two thirds by their hash, that are left to `copyleft` in any training."""
     clauses = {row["clause"] for row in shipped("licence.jsonl")}
     return {text for text in clauses if hashlib.sha256(text.encode()).digest()[0] % 3}
 

@@ -158,10 +158,7 @@ def _through(
     rows: Tensor, base: Tensor | None, by: _Order, gate: Tensor, matrices: tuple[Tensor, Tensor],
     pre: Tensor, *, back: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return both adapters' sum on the base, what lay between the products, weighted, d_gate.
-
-    The last two are of use in the backward pass alone.
-    """
+    """Return both adapters' sum on the base, what lay between; for backward weighted, d_gate."""
     width, rank = rows.shape[1], pre.shape[2]
     sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
     inward, outward = blocks(rows.dtype, rank)

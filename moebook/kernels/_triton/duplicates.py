@@ -23,10 +23,7 @@ MARKS = 2**32  # most pairs of a block, a bit each; a block costs the host some 
 
 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
-    """Choose a program's work: BM rows against BN later ones at a time, BK deep; WORD marks.
-
-    Large tiles are for a `roomy` device.
-    """
+    """Choose a program's work: BM rows by BN later ones, BK deep, WORD marks; large if `roomy`."""
     if dtype == torch.float32:
         return {"BM": 32, "BN": 64, "BK": 32, "WORD": 32, "PRECISION": precision(), "num_warps": 4,
                 "num_stages": 2}  # fmt: skip

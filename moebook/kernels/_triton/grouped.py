@@ -35,10 +35,7 @@ class Sorted(NamedTuple):
 
 
 def roomy(device: torch.device, kilobytes: int = 160) -> bool:
-    """Whether a program can have the shared memory that large tiles of 16-bit numbers need.
-
-    An A100 has 163 KB, an H100 227, desktops' GPUs and a T4 less; the interpreter needs none.
-    """
+    """Whether a program can have large tiles' shared memory: 163 KB on an A100, not on a T4."""
     if device.type == "cpu":
         return True
     has = torch.cuda.get_device_properties(device)
@@ -73,10 +70,7 @@ def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> di
 
 
 def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
-    """Make the tables that the kernels read, on the device.
-
-    ``slots [E]`` are where an expert lies in the first of two banks, -1 for the second.
-    """
+    """Make the kernels' tables on the device; ``slots [E]`` are places in the first bank, or -1."""
     order, counts = routing.order, routing.counts.contiguous()
     many = len(order) >= 64 * len(counts)  # rows that an expert can expect
     chosen = blocks(dtype, large=many and roomy(order.device))
@@ -91,10 +85,7 @@ def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None)
 
 
 def fetched(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Whether the tensor memory accelerator fetches tiles of tensors with such rows.
-
-    Triton's interpreter plays it, so that its code is tested without a GPU.
-    """
+    """Whether the tensor memory accelerator, which the interpreter plays, fetches such rows."""
     if dtype == torch.float32 or any(2 * width % 16 for width in widths):
         return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] >= 9

@@ -109,10 +109,7 @@ def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
 def by_arm(
     tables: Mapping[tuple[str, str], pd.DataFrame], tests: Iterable[str]
 ) -> dict[str, pd.DataFrame]:
-    """Join each arm's evaluations over the tasks that it was tuned on, each test a benchmark.
-
-    Returns tables as of `evaluation.by_benchmark`, by arm, with the task in ``tuned``.
-    """
+    """Join each arm's evaluations over the tasks it was ``tuned`` on, each test a benchmark."""
     names = {name: name for name in tests}
     table = pd.concat(dict(tables), names=["arm", "tuned"]).reset_index("tuned")
     by = table.groupby("arm", sort=False)

@@ -88,10 +88,7 @@ def group(
 
 
 def check(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Refuse a model whose experts `group` cannot bind in groups of these sizes, before any count.
-
-    A router must be a plain weight ``[E, D]``, without a bias for the choice or device groups.
-    """
+    """Refuse a model whose experts `group` cannot bind: routers must be plain ``[E, D]``."""
     for size, layer in product(sizes, sparse_layers(model)):
         router, where = layer.router, f"layer {layer.index}"
         if parametrize.is_parametrized(router, "weight"):

@@ -145,10 +145,7 @@ class Tally:
         self._sums = torch.zeros(2, 2, experts, dtype=torch.float64)  # pooling, kind, expert
 
     def add(self, ids: Tensor, gates: Tensor, mask: Tensor | None = None) -> None:
-        """Count a batch of chosen experts ``ids`` and their ``gates``, ``[B, T, K]`` both.
-
-        The mask ``[B, T]`` is true where a token is real; a row without one is no sample.
-        """
+        """Count a batch's ids and gates ``[B, T, K]``; the mask ``[B, T]`` is true where real."""
         real = torch.ones(ids.shape[:2], device=ids.device) if mask is None else mask
         weight = real.double().unsqueeze(2)
         lengths, rows = weight.sum((1, 2)), weight.new_zeros(2, len(ids), self.experts)

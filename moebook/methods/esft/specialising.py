@@ -68,10 +68,7 @@ def install(model: nn.Module, selection: Selection, layers: list[Layer], base: s
 
 
 def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
-    """Return the sparse layers, or refuse a selection or a model that does not fit.
-
-    Experts must be gated FFNs in two fused tensors, ``[E, 2F, D]`` and ``[E, D, F]``.
-    """
+    """Return the sparse layers, or refuse what does not fit: experts are gated and fused."""
     layers = sparse_layers(model)
     named, sparse = sorted(selection.experts), sorted(layer.index for layer in layers)
     if named != sparse:
@@ -130,10 +127,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
-    """Put a task's trained experts on their base, in place and bit for bit; refused, untouched.
-
-    A specialised model is swapped to the new task: what it had trained is dropped.
-    """
+    """Put a task's trained experts on their base, or in place of another task's, bit for bit."""
 
     def swap(model: nn.Module, made: Origin) -> dict[str, nn.Parameter]:
         if checkpoint.origin_or_none(model, Origin):

@@ -50,10 +50,7 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
 
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the balance loss of one batch, mean over layers, and how hard it pulls at the routers.
-
-    The pull is the norm of the gradient over all routers of a crafted model in training mode.
-    """
+    """Return a batch's balance loss, mean over layers, and its gradient's norm over all routers."""
     model(**batch)
     routers = mnn.routers(model)
     value = balance_loss(model) / len(routers)
@@ -139,10 +136,7 @@ class Counts(NamedTuple):
 
 
 def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
-    """Count a crafted model's parameters on the meta device, where nothing is allocated.
-
-    The host is one of `HOSTS` or a configuration of transformers.
-    """
+    """Count a crafted model's parameters on meta, for one of `HOSTS` or a configuration."""
     if isinstance(host, str):
         refuse_unknown(host, HOSTS, "E-MODEL", f"unknown host '{host}';")
         sizes: dict[str, Any] = dict(zip(NEEDED, HOSTS[host], strict=True))

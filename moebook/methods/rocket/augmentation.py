@@ -201,10 +201,7 @@ def log_density(shots: Array, block: Array, gamma: float) -> Array:
 
 
 def inside_hull(shots: Array, block: Array, components: int) -> Array:
-    """Say which rows lie in the convex hull of the shots on their first principal axes (Eq. 16).
-
-    A row is inside when non-negative weights that sum to 1 rebuild it: non-negative least squares.
-    """
+    """Say which rows lie in the convex hull of the shots on their first axes (Eq. 16), by NNLS."""
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
     corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T

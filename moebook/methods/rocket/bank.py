@@ -55,10 +55,7 @@ def load(
 
 
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
-    """Read every PEFT folder inside a folder as the bank of this base, by name in order.
-
-    A warning (W-BASE) tells which LoRAs are tied to the base by keys and shapes alone.
-    """
+    """Read the PEFT folders of a folder as this base's bank; W-BASE tells of untied ones."""
     paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
     if not paths:
         refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")

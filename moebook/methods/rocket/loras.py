@@ -162,10 +162,7 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
-    """Read a PEFT folder, ours or anyone's, as a LoRA of the unaltered base of this fingerprint.
-
-    A manifest of ours ties it to its base. Nothing is fetched or run.
-    """
+    """Read a PEFT folder as a LoRA of the unaltered base of this fingerprint; nothing is run."""
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     with located(folder):
         facts = Facts(**{key: manifest[key] for key in Facts.__annotations__ if key in manifest})

@@ -257,10 +257,7 @@ class Pack(NamedTuple):
 
 
 def packs(items: Sequence[Item], limit: int) -> list[Pack]:
-    """Pack samples in the order of their tokens, so that those with a common beginning meet.
-
-    A pack has so many tokens at most; a longer sample has one to itself.
-    """
+    """Pack samples that begin alike together, up to a limit of tokens; longer ones alone."""
     groups: list[list[int]] = []
     before: list[int] = []
     size = limit

@@ -42,10 +42,7 @@ def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dic
 @checked
 @torch.no_grad()
 def perplexities(model: nn.Module, rows: Dataset, *, size: int = 32, pad_id: int = 0) -> Tensor:
-    """Return the perplexity of each answer given its prompt, ``[len(rows)]`` float64.
-
-    The paper says "instance-level perplexity", and not of what.
-    """
+    """Return each answer's perplexity ``[S]`` given its prompt (the paper: "instance-level")."""
     device, means = next(model.parameters()).device, [torch.zeros(0, dtype=torch.float64)]
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
