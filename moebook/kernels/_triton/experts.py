@@ -117,10 +117,7 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
 
 
 class _GatedFFN(torch.autograd.Function):
-    """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K.
-
-    The tensor memory accelerator needs rows in their order: they are gathered once for it.
-    """
+    """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K."""
 
     @staticmethod
     def forward(

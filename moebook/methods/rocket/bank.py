@@ -146,10 +146,7 @@ def train(
 def tune(
     model: nn.Module, encoded: Any, config: LoraConfig, *, name: str, base: str, **settings: Any
 ) -> Lora:
-    """Train a fresh PEFT LoRA on encoded rows and take it off the base, which is as it was again.
-
-    Its provenance keeps each step's loss. ``settings`` are for `training.fit`; the seed starts it.
-    """
+    """Train a fresh PEFT LoRA on encoded rows by `training.fit` and take it off the base."""
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])

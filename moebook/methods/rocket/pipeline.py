@@ -168,10 +168,7 @@ def tune(
     model: nn.Module, tokenizer: Any, loras: Sequence[Lora], chosen: Sequence[Row], config: Config,
     *, seed: int, max_length: int = 1024, **settings: Any,
 ) -> training.History:  # fmt: skip
-    """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
-
-    One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and the order.
-    """
+    """Train a mixture of these LoRAs (one: alone) on the base; the seed is of gates and order."""
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)
     with torch.random.fork_rng():
