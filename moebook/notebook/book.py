@@ -103,6 +103,7 @@ def generated(folder: Path) -> dict[str, str]:
         "front": pages.front(rows, front),
         "audit": pages.audit(papers.audit()),
         "records": pages.records(folder),
+        "designs": pages.designs(folder),
         "tested": pages.tested(folder),
     }
 

@@ -19,13 +19,14 @@ import jinja2
 
 from moebook import results
 from moebook.errors import printable
-from moebook.notebook import findings, sources, verdicts
+from moebook.notebook import findings, sources, study, verdicts
 from moebook.notebook.session import VALUE
 from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
 from moebook.results import COMMITTED, LIVE, Run, Value, since
+from moebook.results.intervals import sees
 from moebook.results.runs import restored
 
 TITLES = {
@@ -46,6 +47,14 @@ KINDS = {
     "not run": "notrun",
 }
 """Label to the badge's class in ``_static/moebook.css``; the others are inconclusive."""
+DECIDED = (
+    "Primary measure",
+    "Smallest effect of interest",
+    "Seeds",
+    "Spread on record",
+    "Test rows",
+)
+"""What the head of a protocol decides before its first run, a line each; the last is optional."""
 FAULTS = {
     "values": "Generated values",
     "mutations": "Changed files",
@@ -195,6 +204,34 @@ def records(folder: Path) -> str:
     pools = [pool for name in names for pool in results.pools(name, folder).values()]
     pools += [pool for name in names if (pool := results.live(name, folder))]
     return _page("records", pools=pools, folder=folder)
+
+
+def designs(folder: Path) -> str:
+    """Return what was decided before each study ran: the heads of the protocols that say so."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        for protocol in notebook.protocols:
+            head = notebook.head(protocol)
+            if any(line.startswith("Decided before the first run") for line in head):
+                facts = {k: x[len(k) + 2 :] for x in head for k in DECIDED if x.startswith(f"{k}:")}
+                said = (f"`{x}`" if x.startswith("moebook ") else x or "\n\n" for x in head)
+                prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
+                ran = results.pool(name, protocol, folder)
+                every.append((name, protocol, facts | _chance(name, facts, folder), prose, ran))
+    return _page("designs", designs=every)
+
+
+def _chance(name: str, facts: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Simulate the chance to see the smallest effect, from the spread of the pool on record."""
+    if not {*facts} >= {*DECIDED[:4]} or not (
+        pool := results.pool(name, facts[DECIDED[3]], folder)
+    ):
+        return {}
+    value, reference = facts[DECIDED[0]].split(" less ")
+    number = len(study.seeds(facts[DECIDED[2]]))
+    items = int(facts.get(DECIDED[4], 0))
+    seen = sees(pool.effects(value, reference), float(facts[DECIDED[1]]), number, items)
+    return {"Chance to see it": f"{seen:.0%} with {number} seeds"}
 
 
 def tested(folder: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ class Notebook:
             wanted = protocol if protocol in TIERS else ", ".join(COMMITTED)
             refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {wanted}")
         return settings
+
+    def head(self, protocol: str) -> list[str]:
+        """Return the comment at the top of a protocol's file, line by line."""
+        file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return [line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
 
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""

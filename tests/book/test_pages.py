@@ -194,6 +194,17 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
     assert pages.records(project / "empty") == "No run has been recorded yet.\n"
 
 
+def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
+    page = pages.designs(ROOT)
+    parts = [
+        part for part in re.split(r"^## ", page, flags=re.MULTILINE) if "Primary measure: `" in part
+    ]
+    assert len(parts) >= 3
+    for part in parts:
+        assert re.search(r"Chance to see it: `\d+% with \d+ seeds`", part), part
+    assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
+
+
 def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
     told = {"date": "2026-01-02T03", "times": 10, "seconds": 60, "versions": {},
             "commit": {"id": "abcdef0123", "dirty": True},

@@ -9,7 +9,7 @@ from scipy import stats
 
 from moebook import results
 from moebook.notebook import verdicts
-from moebook.results.intervals import combined, half_width, interval, p_value
+from moebook.results.intervals import combined, half_width, interval, p_value, sees
 
 ROOT = Path(__file__).parents[2]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
@@ -143,6 +143,19 @@ def test_p_is_students_where_items_or_seeds_do_not_differ_and_the_extremes_by_ha
     assert (p_value(np.zeros((3, 4))), p_value(np.full((3, 4), 0.5))) == (1, 0)
     sure = 1 + np.random.default_rng(5).normal(0, 0.1, (1, 400))
     assert p_value(sure) == 1e-15 > stats.ttest_1samp(sure[0], 0).pvalue
+
+
+def test_the_chance_to_see_an_effect_is_the_power_of_students_test_and_rises_with_seeds():
+    effects = np.random.default_rng(1).normal(size=(6, 1))
+    spread, chances = effects.std(ddof=1), []
+    for seeds in (3, 8, 20):
+        far = seeds**0.5 / spread  # of an effect of 1, in standard errors
+        truth = stats.nct.sf(stats.t.isf(0.025, seeds - 1), seeds - 1, far)
+        chances.append(sees(effects, 1.0, seeds))
+        assert chances[-1] == pytest.approx(truth, abs=0.02)
+    assert chances == sorted(chances)
+    crossed = effects + 3 * np.random.default_rng(2).normal(size=(6, 400))
+    assert sees(crossed, 0.0, 8) < 0.03 < sees(crossed, 2.0, 8) <= sees(crossed, 2.0, 8, 4000)
 
 
 def test_every_committed_run_is_small_and_sealed_as_it_was():
