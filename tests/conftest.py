@@ -40,8 +40,8 @@ sys.addaudithook(cut_the_network)
 
 
 LONG = (
-    "its_values_are_in_the_page findings_are_drawn test_kills test_two_processes test_a_cluster"
-    " shipped_bases"
+    "its_values_are_in_the_page findings_are_drawn test_kills compile_and_fit test_two_processes"
+    " test_a_cluster smollm2_is_converted shipped_bases"
 ).split()
 
 
