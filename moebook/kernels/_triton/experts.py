@@ -90,10 +90,7 @@ def _gated_up(
 
 @triton.jit
 def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.constexpr):
-    """One row: from the gradient of its weighted hidden, all that hangs on it.
-
-    The weighted hidden itself takes the place of the gradient that was read.
-    """
+    """One row: from the gradient of its weighted hidden, which that replaces, all the rest."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(weight + row)
     total = tl.zeros((BF,), dtype=tl.float32)

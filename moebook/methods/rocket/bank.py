@@ -228,10 +228,7 @@ def embedded(
 def targets(
     names: Sequence[str], source: str, pins: Mapping[str, str]
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
-    """Return, by target task, its annotated rows, those for training, and the rows that test it.
-
-    The source is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
-    """
+    """Return target tasks' annotated and test rows by name, ``"embedded"`` or the hub's."""
     if source == "embedded":
         sizes = {name: tasks.find(name).available("train") for name in names}
         annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}

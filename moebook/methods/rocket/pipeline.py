@@ -113,10 +113,7 @@ def score_bank(
     model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], encoder: Encoder,
     annotated: Sequence[Row], config: Config, *, task: str, seed: int,
 ) -> Case:  # fmt: skip
-    """Draw K shots from a task's annotated rows and score the whole bank on them.
-
-    The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
-    """
+    """Draw K shots from annotated rows, score the bank; the base writes missing rationales."""
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
     if bare:
