@@ -182,11 +182,15 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    text = [f"{row.value:.3f}" + f" ({row.low:.3f} to {row.high:.3f})" * (row.low == row.low)
+    text = [_said(row.value) + f" ({_said(row.low)} to {_said(row.high)})" * (row.high > row.low)
             for row in frame.itertuples()]  # fmt: skip
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
+
+
+def _said(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3f}"
 
 
 def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:

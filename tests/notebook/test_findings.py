@@ -156,6 +156,7 @@ def test_arms_are_measured_over_their_seeds_and_put_into_a_table():
     assert text.loss["a"] == f"3.000 ({3 - half:.3f} to {3 + half:.3f})"
     frame = findings.arms(replace(TOY, runs=(lone,)), ["c"], names)
     assert findings.table(frame).loss["c"] == "2.000"
+    assert findings.table(frame.assign(value=4e5, low=4e5, high=4e5)).loss["c"] == "400,000"
     assert findings.arms(TOY, ["d"], names).empty
     told = findings.runs({"nano": TOY})
     assert told.loc["nano", ["seeds", "runs", "arms"]].tolist() == ["0, 1, 4", 3, 2]
