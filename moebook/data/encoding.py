@@ -89,7 +89,10 @@ def _rendered(row: Mapping[str, str], form: Format, index: int) -> tuple[str, st
 def padded(
     rows: Sequence[Sequence[int]], fill: int, *, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows ``[B, T]``, padded on the right (or left), and a 0/1 mask, both int64."""
+    """Return the rows ``[B, T]``, filled up on the right (or left), and the mask of what is real.
+
+    Both are int64; the mask holds 1 and 0.
+    """
     lengths = torch.tensor([len(row) for row in rows])[:, None]
     places = torch.arange(int(lengths.max()))
     mask = places >= len(places) - lengths if left else places < lengths

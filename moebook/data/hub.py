@@ -55,7 +55,10 @@ def pins(text: str) -> dict[str, str]:
 
 
 def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 0) -> list[Row]:
-    """Draw rows of several sets at their commits (names joined by + are one pool); shuffle."""
+    """Draw training rows of several data sets, at their commits, and shuffle them together.
+
+    Sizes are by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
+    """
     drawn = []
     for names, size in sizes.items():
         pool = [(name, pinned(_source(name), revisions.get(name), "train"))

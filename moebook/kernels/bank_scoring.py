@@ -70,7 +70,10 @@ def reference(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) ->
 
 
 def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's nats ``[N, A]``; the head runs on the answers' rows, in blocks."""
+    """Return each token's nats ``[N, A]``; the head runs on the answers' rows, block by block.
+
+    A loss of a row needs its whole row of logits, but no other row: so blocks are of rows.
+    """
     rows = hidden[:, readers].flatten(0, 1)
     wanted = targets.repeat(len(hidden))
     wide = torch.promote_types(hidden.dtype, torch.float32)

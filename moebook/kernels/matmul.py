@@ -62,7 +62,10 @@ def is_compiled(dtype: torch.dtype, device: torch.device, multiplications: int) 
 
 @cache
 def is_wider() -> bool:
-    """Whether oneDNN multiplies float32 in wider registers here: known for MKL on AMD in Linux."""
+    """Whether oneDNN multiplies float32 in wider registers here than PyTorch's own product does.
+
+    Known for MKL on AMD under Linux; wherever it is not, or PyTorch lacks the op, it is not taken.
+    """
     amd = INFO.exists() and "AuthenticAMD" in INFO.read_text()
     wide: bool = torch.backends.cpu.get_cpu_capability() == "AVX512"
     mkl: bool = torch.backends.mkl.is_available()

@@ -19,7 +19,10 @@ FEW = 2**12  # logits below which a sort is faster
 
 
 class Routing(NamedTuple):
-    """Where T tokens go: slot ``t * K + k`` is choice k of token t; chosen twice counts twice."""
+    """Where T tokens go; slot ``t * K + k`` is choice k of token t. Made by `route` or `grouped`.
+
+    An expert that a token names twice counts twice.
+    """
 
     ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
     weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype

@@ -157,7 +157,10 @@ def unpacked(path: Path) -> dict[str, Tensor]:
 
 
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
-    """Read safetensors of the expected names and shapes; unless ``exact``, any wide float does."""
+    """Read safetensors of exactly the expected names, shapes and dtypes.
+
+    ``expected`` may be on the meta device; unless ``exact``, any float of 16 bits or more will do.
+    """
     limit = 8 * sum(tensor.numel() for tensor in expected.values()) + 2**20
     if path.is_file() and (size := path.stat().st_size) > limit:
         refuse("E-LIMIT", f"{path} has {size} bytes, expected at most {limit} for this base")

@@ -55,7 +55,10 @@ class Adapters(nn.Module):
 
 
 class AdapterMoE(nn.Module):
-    """Stands in for a dense MLP: the ``shared`` MLP once a token, adapters on its output."""
+    """Stands in for a dense MLP: the MLP once a token, routed adapters on its output.
+
+    The router reads what the MLP ``shared`` reads, the adapters what it puts out.
+    """
 
     def __init__(self, shared: nn.Module, router: Router, adapters: Adapters) -> None:
         super().__init__()

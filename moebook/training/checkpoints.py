@@ -80,13 +80,16 @@ class _Kept:
 
 @settings
 class Store:
-    """The checkpoints of one training, told from others by JSON values."""
+    """The checkpoints of one training, told from others by JSON values.
+
+    ``marks`` are steps whose checkpoints stay. Those of a notebook's run nobody ``asked`` for.
+    """
 
     folder: Path
     run: dict[str, Any]
     every: Annotated[int, Field(ge=1)]
-    marks: frozenset[int] = frozenset()  # steps whose checkpoints stay
-    asked: bool = True  # a notebook's run has some without asking
+    marks: frozenset[int] = frozenset()
+    asked: bool = True
 
     @contextmanager
     def locked(self) -> Iterator[None]:

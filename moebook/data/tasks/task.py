@@ -106,7 +106,10 @@ class Task:
         return len(self.items(split))
 
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
-        """Draw `size` rows of a split, worded by the seed: a prefix of any longer draw."""
+        """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
+
+        A prefix of any longer draw with this seed: task, domain, prompt, answer and any rationale.
+        """
         items, have = list(self.items(split)), self.available(split)
         if not 1 <= size <= have:
             where = f"{self.name}/{split}"

@@ -90,7 +90,10 @@ def _gated_up(
 
 @triton.jit
 def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.constexpr):
-    """One row: from the gradient of its weighted hidden, which that replaces, all the rest."""
+    """One row: from the gradient of its weighted hidden, all that hangs on it.
+
+    The weighted hidden itself takes the place of the gradient that was read.
+    """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(weight + row)
     total = tl.zeros((BF,), dtype=tl.float32)
@@ -114,7 +117,10 @@ def _gated_back(pre, d_hidden, weight, d_pre, d_weight, F: tl.constexpr, BF: tl.
 
 
 class _GatedFFN(torch.autograd.Function):
-    """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K."""
+    """Kept for the backward pass: ``x`` and the pre-activation ``[S, 2F]``, S = T * K.
+
+    The tensor memory accelerator needs rows in their order: they are gathered once for it.
+    """
 
     @staticmethod
     def forward(

@@ -164,7 +164,10 @@ def _weight_gradient(
     HIGH: tl.constexpr, WIDE: tl.constexpr, BY_TOKEN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r]; 0 where that is -1."""
+    """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token.
+
+    It is 0 where the owner is -1.
+    """
     expert = tl.load(owner + tl.program_id(1))
     end = tl.load(ends + expert, mask=expert >= 0, other=0).to(tl.int32)
     start = end - tl.load(counts + expert, mask=expert >= 0, other=0).to(tl.int32)

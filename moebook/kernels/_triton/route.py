@@ -1,4 +1,7 @@
-"""route on a GPU: K maxima a row in one kernel, a sort by counting; nothing waits or is atomic."""
+"""route on a GPU: the K largest logits of each row in one kernel, then a sort by counting.
+
+Nothing here waits for the GPU, and nothing is atomic: two runs give the same order.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -46,7 +46,10 @@ class Arm:
 def sweep(
     thresholds_gate: str, thresholds_token: str, ranks: str, group_sizes: str
 ) -> dict[str, list[float]]:
-    """Read the sweeps' values (Fig. 6, 7) by arm: rising, as many gate thresholds as ranks."""
+    """Read the values of the sweeps (Fig. 6 and 7) by arm: rising numbers with commas between.
+
+    Gate thresholds and ranks are compared place by place, so there must be as many.
+    """
     tried = {
         "gate": _rising("thresholds_gate", thresholds_gate, float, 0, 1),
         "token": _rising("thresholds_token", thresholds_token, float, 0, 1),

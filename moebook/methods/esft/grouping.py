@@ -26,7 +26,10 @@ MOST = 2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 expe
 
 
 def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
-    """Count by layer ``[E, E]`` how often two experts serve the same token (Appendix C)."""
+    """Count how often two experts of a layer serve the same token (Appendix C); no padding.
+
+    By layer ``[E, E]`` float64, symmetric; 0 on the diagonal, as an expert's company is others.
+    """
     counts: dict[int, Tensor] = {}
     for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
         ids = seen.real().ids.cpu()

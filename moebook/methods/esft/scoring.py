@@ -65,7 +65,10 @@ class Config(Presets):
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of routed experts by layer, ``[E]`` float64: token (Eq. 7) and gate (Eq. 6)."""
+    """Scores of all routed experts: finite, none negative, E alike in all decoder layers.
+
+    By layer ``[E]`` float64: token is the share of its slots (Eq. 7), gate the mean gate (Eq. 6).
+    """
 
     token: dict[int, Tensor]
     gate: dict[int, Tensor]

@@ -80,7 +80,10 @@ HumanEval and MBPP are missing: they run what the model wrote. MATH is `hendryck
 
 
 def reading(name: str) -> dict[str, Any]:
-    """Return how a preset reads what the paper leaves open, to ``replace`` it in a config."""
+    """Return how a preset reads what the paper leaves open: start, dropout, scales, balance loss.
+
+    ``replace(config, **reading("paper"))`` keeps the sizes and the host's tuning of ``config``.
+    """
     preset = Config.preset(name)
     return {field: getattr(preset, field) for field in OPEN}
 

@@ -190,7 +190,10 @@ def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, see
 
 
 def log_density(shots: Array, block: Array, gamma: float) -> Array:
-    """Return log of Eq. 17 with a Gaussian kernel, ``[b]``; near uniform from gamma = 2 on."""
+    """Return the logarithm of Eq. 17 with a Gaussian kernel of bandwidth gamma, ``[b]``.
+
+    From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
+    """
     squares = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
     exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2

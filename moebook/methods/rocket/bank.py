@@ -146,7 +146,10 @@ def train(
 def tune(
     model: nn.Module, encoded: Any, config: LoraConfig, *, name: str, base: str, **settings: Any
 ) -> Lora:
-    """Train a fresh PEFT LoRA on encoded rows by `training.fit` and take it off the base."""
+    """Train a fresh PEFT LoRA on encoded rows and take it off the base, which is as it was again.
+
+    Its provenance keeps each step's loss. ``settings`` are for `training.fit`; the seed starts it.
+    """
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
@@ -228,7 +231,10 @@ def embedded(
 def targets(
     names: Sequence[str], source: str, pins: Mapping[str, str]
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
-    """Return target tasks' annotated and test rows by name, ``"embedded"`` or the hub's."""
+    """Return, by target task, its annotated rows, those for training, and the rows that test it.
+
+    The source is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
+    """
     if source == "embedded":
         sizes = {name: tasks.find(name).available("train") for name in names}
         annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}

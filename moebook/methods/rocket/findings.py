@@ -38,7 +38,7 @@ def foretold(
 
 
 def correlations(frame: pd.DataFrame, one: Sequence[str], other: Sequence[str]) -> pd.Series:
-    """Correlate columns by rank over each task's LoRAs (Fig. 2, 8), leaving constant ones out."""
+    """Correlate columns by rank over each task's LoRAs (Fig. 2, 8); no constant ones."""
     ranks = {
         (left, right, task): spearmanr(part[left], part[right]).statistic
         for task, part in frame.groupby("task", sort=False)

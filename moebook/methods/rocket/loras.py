@@ -133,7 +133,10 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
 
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
-    """Run the base with N alike LoRAs, one for each of N equal parts of the rows, by hooks."""
+    """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
+
+    Equals PEFT's LoRA, and a mixture of one, without LoRA's own dropout, by forward hooks.
+    """
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)

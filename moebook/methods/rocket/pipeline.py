@@ -113,7 +113,10 @@ def score_bank(
     model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], encoder: Encoder,
     annotated: Sequence[Row], config: Config, *, task: str, seed: int,
 ) -> Case:  # fmt: skip
-    """Draw K shots from annotated rows, score the bank; the base writes missing rationales."""
+    """Draw K shots from a task's annotated rows and score the whole bank on them.
+
+    The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
+    """
     shots, order = scoring.draw(annotated, config.shots, seed), config.rationale
     bare = [place for place, row in enumerate(shots) if not row.get("rationale", "").strip()]
     if bare:
@@ -165,7 +168,10 @@ def tune(
     model: nn.Module, tokenizer: Any, loras: Sequence[Lora], chosen: Sequence[Row], config: Config,
     *, seed: int, max_length: int = 1024, **settings: Any,
 ) -> training.History:  # fmt: skip
-    """Train a mixture of these LoRAs (one: alone) on the base; the seed is of gates and order."""
+    """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
+
+    One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and the order.
+    """
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)
     with torch.random.fork_rng():

@@ -171,7 +171,10 @@ def accuracy(
 
 
 def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataFrame:
-    """Bring both measures to one number a LoRA (Eq. 4, 5), without LoRAs that lack a finite one."""
+    """Bring both measures to one number a LoRA (Eq. 4, 5), leaving out LoRAs without a finite one.
+
+    ``log_perplexity`` is the logarithm of the sum over shots of exp, in nats, ``accuracy`` a share.
+    """
     if list(log_perplexities.index) != list(accuracies.index):
         refuse("E-BANK", "perplexities and accuracies are of different LoRAs; score one bank")
     nats = log_perplexities.to_numpy(dtype=np.float64)

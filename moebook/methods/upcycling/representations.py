@@ -60,7 +60,10 @@ def perplexities(model: nn.Module, rows: Dataset, *, size: int = 32, pad_id: int
 def hardest(
     model: nn.Module, tasks: Mapping[str, Dataset], *, share: Share = 0.05, pad_id: int = 0
 ) -> dict[str, Dataset]:
-    """Return each task's ``floor(share * rows)`` of highest perplexity, in order (App. B)."""
+    """Return each task's instances of highest perplexity, in their order (App. B: the top 5 %).
+
+    ``floor(share * instances)`` are kept, of equal ones the first (Sec. 4.2: "representative").
+    """
     hard = {}
     for task, rows in tasks.items():
         wanted = math.floor(share * len(rows) + 1e-9)
