@@ -204,19 +204,37 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     """Return values of several names by seed, ``[S, T]``, over the seeds that have them all."""
     every = [pool.values(name) for name in names]
     seeds = [seed for seed in pool.seeds if all(seed in values for values in every)]
-    return np.array([[values[seed].value for values in every] for seed in seeds])
+    rows = [values[seed].value for seed in seeds for values in every]
+    return np.array(rows).reshape(len(seeds), len(names))
 
 
-def bands(pool: Pool, names: dict[str, str]) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
-    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions."""
-    curves = {label: list(pool.curves(name).items()) for label, name in names.items()}
-    every = [pair for pairs in curves.values() for pair in pairs]
+def beside(pool: Pool, names: Sequence[str], printed: Iterable[float]) -> dict[str, np.ndarray]:
+    """Return our shares and the paper's per cent as points above the first, ``[S, T]``, ``[T]``."""
+    ours, theirs = 100 * series(pool, names), np.array([*printed])
+    return {"here": ours - ours[:, :1], "in the paper": theirs - theirs[:1]}
+
+
+def bands(
+    pool: Pool, names: dict[str, str], less: str | None = None
+) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
+    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions.
+
+    They are differences to the curve ``less`` of the same seed, if given.
+    """
+    zero = pool.curves(less) if less else {}
+    curves = {
+        label: [pair for pair in pool.curves(name).items() if pair[0] in zero or not less]
+        for label, name in names.items()
+    }
+    every = [pair for pairs in [zero.items(), *curves.values()] for pair in pairs]
     positions = every[0][1].x if every else ()
     for seed, curve in every:
         if curve.x != positions:
             where = f"{curve.name}, seed {seed}, has {len(curve.x)} positions"
             refuse("E-SHAPE", f"{where}; expected the {len(positions)} of the first curve")
-    lines = {k: np.array([curve.y for _, curve in pairs]) for k, pairs in curves.items() if pairs}
+    rows = {k: [np.array(c.y) - (zero[seed].y if less else 0) for seed, c in pairs]
+            for k, pairs in curves.items()}  # fmt: skip
+    lines = {label: np.array(several) for label, several in rows.items() if several}
     return lines, positions
 
 

@@ -191,7 +191,13 @@ def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_s
     lines, steps = findings.bands(TOY, names)
     assert steps == (1.0, 2.0) and list(lines) == ["A", "B"]
     assert lines["A"].tolist() == [[1, 3], [2, 4], [3, 5]] and lines["B"].tolist() == [[2, 2]]
+    less, _ = findings.bands(TOY, names, less="toy/b/loss")  # which one seed alone has
+    assert {name: rows.tolist() for name, rows in less.items()} == {"A": [[-1, 1]], "B": [[0, 0]]}
     assert findings.bands(TOY, {"none": "toy/c/loss"}) == ({}, ())
+    assert findings.series(TOY, ["toy/a/loss", "none"]).shape == (0, 2)
+    grown = findings.beside(TOY, ["toy/b/loss", "toy/a/loss"], [40.0, 41.5])
+    assert {name: rows.tolist() for name, rows in grown.items()} == {
+        "here": [[0, 0]], "in the paper": [0, 1.5]}  # fmt: skip
     other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
     with pytest.raises(Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"):
         findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
