@@ -9,6 +9,7 @@ from typing import Any
 
 from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
+from moebook.models import checkpoint
 from moebook.notebook import harvest, sources, verdicts
 from moebook.results import TIERS, Pool, Run
 
@@ -29,7 +30,7 @@ class Finding:
 
 
 def verify(name: str | None, folder: Path) -> list[Finding]:
-    """Check runs of one notebook (or ``bench``), or all: digests, pools and executed copies.
+    """Check runs of one notebook (or ``bench``, ``banks``), or all: digests, pools, copies, seals.
 
     A run that is merely behind the code does not fail.
     """
@@ -52,6 +53,9 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
             run = results.read_run(path)
             failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
             return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+        if path.parent.name == "banks":
+            seals = [checkpoint.verify(lora) for lora in sorted(path.iterdir())]
+            return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
         pool = results.pool(path.parent.name, path.name, folder)
         if pool is None:
             return Finding(place, (*faults, "it holds no run"))
