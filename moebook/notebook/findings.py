@@ -217,10 +217,7 @@ def beside(pool: Pool, names: Sequence[str], printed: Iterable[float]) -> dict[s
 def bands(
     pool: Pool, names: dict[str, str], less: str | None = None
 ) -> tuple[dict[str, np.ndarray], tuple[float, ...]]:
-    """Return curves by label, ``[S, T]`` over the seeds that recorded them, and their positions.
-
-    They are differences to the curve ``less`` of the same seed, if given.
-    """
+    """Return curves ``[S, T]`` by label, less the seed's curve ``less``, and their positions."""
     zero = pool.curves(less) if less else {}
     curves = {
         label: [pair for pair in pool.curves(name).items() if pair[0] in zero or not less]

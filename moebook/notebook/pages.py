@@ -39,14 +39,13 @@ TITLES = {
     "routing": "ESFT's routing",
     "kernels": "Kernels",
 }
-KINDS = {
+KINDS = {  # label to the badge's class in _static/moebook.css; others are inconclusive
     "reproduced": "reproduced",
     "direction holds": "holds",
     "direction fails": "fails",
     "not testable here": "notrun",
     "not run": "notrun",
 }
-"""Label to the badge's class in ``_static/moebook.css``; the others are inconclusive."""
 DECIDED = (
     "Primary measure",
     "Smallest effect of interest",

@@ -21,7 +21,7 @@ from moebook.results import COMMITTED, Pool
 from moebook.results.intervals import CONFIDENCE, interval, p_value
 
 SEEDS = 3  # that a comparison needs to be decided
-LABELS = {
+LABELS = {  # as a reader should meet them: what each is called where there is little room
     "direction fails": "fails",
     "reproduced": "reproduced",
     "direction holds": "holds",
@@ -31,9 +31,6 @@ LABELS = {
     "not testable here": "not testable",
     "not run": "not run",
 }
-"""Verdicts as a reader should meet them, and what each is called where there is little room.
-
-`Measurement.label` holds their rules."""
 SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
 
 
@@ -182,14 +179,11 @@ def side(claim: Claim, low: float, high: float) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger: a claim and its measurements by pool, the smallest scale first.
-
-    It ``survives`` if Benjamini and Hochberg's correction over the whole ledger leaves its verdict.
-    """
+    """One line of the ledger: a claim and its measurements by pool, the smallest scale first."""
 
     claim: Claim
     measurements: tuple[Measurement, ...]
-    survives: bool = False
+    survives: bool = False  # Benjamini and Hochberg's correction over the whole ledger
 
     @property
     def best(self) -> Measurement | None:

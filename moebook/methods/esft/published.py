@@ -23,9 +23,8 @@ SCORES = "results/expert_scores"  # in a clone of their repository
 def published(folder: str | os.PathLike[str], tasks: Iterable[str]) -> dict[str, list[Path]]:
     """Find the published files of tasks: that of the scores first, then those of the routing.
 
-    The ``folder`` is a clone of the authors' repository, or one of ``<task>.scores.json`` and
-    ``<task>.routing.txt.gz``; of its name, ``$NAME`` stands in the environment. A task may lack its
-    routing.
+    The ``folder`` is a clone of the authors' repository, or has ``<task>.scores.json`` and, where
+    there is routing, ``<task>.routing.txt.gz``; ``$NAME`` in it is read from the environment.
     """
     place, found = Path(os.path.expandvars(folder)), dict[str, list[Path]]()
     for task in tasks:
