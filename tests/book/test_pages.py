@@ -196,10 +196,8 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
 
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
     page = pages.designs(ROOT)
-    parts = [
-        part for part in re.split(r"^## ", page, flags=re.MULTILINE) if "Primary measure: `" in part
-    ]
-    assert len(parts) >= 3
+    parts = [one for one in re.split("^## ", page, flags=re.M) if "Spread on record: `" in one]
+    assert len(parts) >= 4
     for part in parts:
         assert re.search(r"Chance to see it: `\d+% with \d+ seeds`", part), part
     assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
