@@ -148,8 +148,9 @@ def test_a_wrong_call_is_refused_at_once(fresh, monkeypatch, protocol, overrides
     (signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143),
 ])  # fmt: skip
 def test_an_interrupted_run_leaves_nothing(fresh, light, number, code):
-    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP; children inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    heard += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     start = heard + "import sys; from moebook.cli import main; sys.exit(main())"
     command = [sys.executable, "-W", "error", "-c", start, *"run toy --on smoke".split()]
     options, before = ("-p", "fate=slow"), _files(fresh)

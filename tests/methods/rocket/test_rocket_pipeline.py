@@ -238,7 +238,7 @@ def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tas
         assert used[name] == stated[name]["value"]
     assert float(used["rates"]) == stated["lr"]["value"]
     assert used["batch"] == stated["batch"]["value"] * stated["accumulation"]["value"]
-    assert '"weight_decay": weight_decay' in cell("fitting = ")
+    assert '"weight_decay": weight_decay' in cell("tried, fitting = ")
     printed = papers.table("rocket", 1).query("row == 'Ours' and model == 'Mistral-7B'")
     questions = set(rocket.bank.QUESTIONS)
     mean = printed.value[printed.column.replace("PiQA", "PIQA").isin(questions)].mean()
