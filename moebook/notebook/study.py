@@ -31,7 +31,7 @@ from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
 from moebook.results import COMMITTED, Pool, Run
 
-CODE = ("moebook", "notebooks", "_config.yml", "requirements.lock")  # of a frozen copy
+CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 START = """
 import os, threading
 end = lambda: (os.read(0, 1), os.kill(os.getpid(), 15))

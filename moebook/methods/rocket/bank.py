@@ -24,7 +24,7 @@ from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
-from moebook.results import formed
+from moebook.results import formed, locked
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
@@ -48,16 +48,27 @@ TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_
 def load(
     model: nn.Module, tokenizer: Any, folder: str | Path = "", *, own_starts: bool = False
 ) -> dict[str, Lora]:
-    """Load the shipped bank, which is of ``nano``, or a folder's; made there if it has none."""
-    if folder and not list(Path(folder).glob(f"[!.]*/{loras.SETTINGS}")):
-        return make(model, tokenizer, EMBEDDED, folder, own_starts=own_starts)
-    return read(folder or FOLDER, model)
+    """Load the shipped bank, which is of ``nano``, or a folder's; made there if it has none.
+
+    One process makes it while others wait, beside the folder, which appears when all are trained.
+    """
+    target = Path(folder or FOLDER)
+    if folder and not _paths(target):
+        with locked(target.with_name(f".{target.name}.lock"), wait=True):
+            if not _paths(target):
+                draft = target.with_name(f".{target.name}")
+                make(model, tokenizer, EMBEDDED, draft, own_starts=own_starts)
+                draft.rename(target)
+    return read(target, model)
+
+
+def _paths(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob(f"[!.]*/{loras.SETTINGS}"))
 
 
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read the PEFT folders of a folder as this base's bank; W-BASE tells of untied ones."""
-    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
-    if not paths:
+    if not (paths := _paths(Path(folder))):
         refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
     base = fingerprint(model)
     bank = {path.name: loras.read(path, model, base) for path in paths}

@@ -1,6 +1,7 @@
 """The bank: read in order, trained and reused, guarded; its sets of rows; the shipped one."""
 
 import re
+import shutil
 from pathlib import Path
 
 import lm_eval.tasks
@@ -108,8 +109,14 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
 
 
 def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp_path, monkeypatch):
-    monkeypatch.setattr(bank, "make", lambda model, tokenizer, names, folder, **_: (names, folder))
-    assert bank.load(*nano, tmp_path) == (bank.EMBEDDED, tmp_path)  # an empty folder
+    def make(model, tokenizer, names, folder, **_):
+        assert names == bank.EMBEDDED and not list(target.iterdir())  # nobody sees a part of a bank
+        shutil.copytree(bank.FOLDER, folder)
+
+    (target := tmp_path / "bank").mkdir()
+    monkeypatch.setattr(bank, "make", make)
+    assert list(bank.load(*nano, target)) == sorted(bank.EMBEDDED)
+    monkeypatch.delattr(bank, "make")
     shipped = bank.load(*nano)
     assert set(shipped) == set(bank.load(*nano, bank.FOLDER)) == set(bank.EMBEDDED)
     sets = bank.embedded(bank.ROWS, seed=bank.RECIPE["seed"])
