@@ -1,1 +1,1 @@
-"""What a model does and needs: where its routers send tokens, what a training step holds."""
+"""What a model does: where its routers send tokens, and whether representations form clusters."""

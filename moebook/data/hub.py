@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from moebook.data import files
 from moebook.data.templates import Row, Source
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
+LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
+SCRIPTS = (".py", ".pyc", ".ipynb", ".sh")  # endings of what is no data: no code is ever run
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
@@ -126,20 +127,21 @@ def pinned(source: Source, revision: str | None, split: str) -> Rows:
 
 def local(path: Path) -> Rows:
     """Open a JSONL, JSON or parquet file in the hub's own form."""
-    files.refuse_scripts(path)
-    if path.suffix not in (".parquet", ".json"):
-        return list(files.objects(path))
+    if path.name.endswith(SCRIPTS):
+        refuse("E-REMOTECODE", f"{path}: a script is not data; give its output as JSONL or parquet")
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
-    try:
-        rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
-    except Refusal:
-        raise
-    except Exception as error:  # StopIteration, RecursionError and pyarrow's own among them
-        refuse("E-DATA", f"{path}: not a readable {path.suffix[1:]} file ({error!s:.200})")
-    if not rows:
-        refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
-    return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
+    if path.suffix not in (".parquet", ".json"):
+        rows = list(_lines(path))
+    else:
+        try:
+            found = _parquet(path) if path.suffix == ".parquet" else _json(path)
+        except Refusal:
+            raise
+        except Exception as error:  # StopIteration, RecursionError and pyarrow's own among them
+            refuse("E-DATA", f"{path}: not a readable {path.suffix[1:]} file ({error!s:.200})")
+        rows = [(f"{path}:{number}", row) for number, row in enumerate(found, 1)]
+    return rows or refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
 
 
 def _parquet(path: Path) -> list[Any]:
@@ -151,7 +153,7 @@ def _json(path: Path) -> list[Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
-        return [row for _, row in files.objects(path)]
+        return [row for _, row in _lines(path)]
     if isinstance(content, dict):
         columns = all(isinstance(column, list) for column in content.values())
         lines = zip(*content.values(), strict=True) if columns else [content.values()]
@@ -159,3 +161,35 @@ def _json(path: Path) -> list[Any]:
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise TypeError("expected objects")
     return content
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, object) for each line of a JSONL file that is not blank."""
+    with path.open("rb") as file:
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            if text := _decoded(line, where, first=number == 1):
+                yield where, _parsed(text, where)
+
+
+def _decoded(line: bytes, where: str, *, first: bool) -> str:
+    if len(line) > LONGEST_LINE:
+        refuse("E-DATA", f"{where}: line longer than {LONGEST_LINE:,} bytes; one row a line")
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        refuse("E-DATA", f"{where}: invalid UTF-8 at byte {error.start}; save the file as UTF-8")
+    return text.strip()
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        refuse("E-DATA", f"{where}: JSON nested too deeply; expected a flat object")
+    except ValueError as error:
+        refuse("E-DATA", f"{where}: not JSON ({error}); expected one object a line")
+    if not isinstance(value, dict):
+        refuse("E-DATA", f"{where}: a row is {type(value).__name__}, expected an object")
+    return value

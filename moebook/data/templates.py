@@ -16,11 +16,12 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from moebook.data import files
 from moebook.data.tasks.task import first_line
-from moebook.errors import refuse
+from moebook.errors import refuse, refuse_unknown
 
 Row = dict[str, str]
+ROLES = {"system": "system", "user": "prompt", "human": "prompt", "assistant": "answer",
+         "gpt": "answer"}  # fmt: skip
 _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 
 
@@ -58,14 +59,14 @@ class Source:
         if self.options:
             return self._chosen(raw, where)
         row = {name: _rendered(getattr(self, name), raw, where) for name in ("prompt", "answer")}
-        if self.system and (system := files.text(raw, self.system, where, default="")):
+        if self.system and (system := field(raw, self.system, where, default="")):
             row["system"] = system
         return row
 
     def _chosen(self, raw: Mapping[str, Any], where: str) -> Row:
         """Ask the options with letters; the answer is the one that the row's label names."""
         values = _listed(self.options, raw, where)
-        texts = [files.clean(value, self.options, where) for value in values]
+        texts = [clean(value, self.options, where) for value in values]
         lettered = [f"{chr(ord('A') + place)}. {text}" for place, text in enumerate(texts)]
         labels = [str(label) for label in _listed(self.labels, raw, where)][: len(texts)]
         label = raw.get(self.answer)
@@ -84,7 +85,7 @@ def _compiled(template: str) -> tuple[jinja2.Template, tuple[str, ...]]:
 
 def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) -> str:
     compiled, names = _compiled(template)
-    fields = {n: files.text(raw, n, where) for n in names if n not in more}
+    fields = {n: field(raw, n, where) for n in names if n not in more}
     return compiled.render(fields | more)
 
 
@@ -92,12 +93,56 @@ def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
     """The list that an expression over a raw row gives; simple fields in it must be text."""
     for name in _compiled(f"{{{{ {expression} }}}}")[1]:
         if not isinstance(raw.get(name), (list, Mapping)):
-            files.text(raw, name, where)
+            field(raw, name, where)
     values = _JINJA.compile_expression(expression, undefined_to_none=False)(dict(raw))
     if not isinstance(values, list) or not values:
         kind = "missing" if isinstance(values, jinja2.Undefined) else type(values).__name__
         refuse("E-DATA", f"{where}: field '{expression}' is {kind}, expected a list")
     return values
+
+
+def field(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
+    """Take a text field of a raw row (see `clean`), or the default where it is missing or null."""
+    value = row.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in row:
+        refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {', '.join(row)}")
+    return clean(value, name, where)
+
+
+def clean(value: object, name: str, where: str) -> str:
+    """Return a field's value; refuse anything but text without halves of surrogate pairs."""
+    if not isinstance(value, str):
+        refuse("E-DATA", f"{where}: field '{name}' is {type(value).__name__}, expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        refuse("E-DATA", f"{where}: field '{name}' holds a lone surrogate at {error.start}")
+    return value
+
+
+def exchange(messages: object, where: str) -> Row:
+    """Turn messages, whose roles are those of `ROLES`, into system (if any), prompt and answer."""
+    if not isinstance(messages, list):
+        refuse("E-DATA", f"{where}: messages is {type(messages).__name__}, expected a list")
+    turns = [_turn(message, where) for message in messages]
+    parts = [part for part, _ in turns]
+    if parts not in (["prompt", "answer"], ["system", "prompt", "answer"]):
+        wanted = "expected a prompt, an answer and perhaps a system message first: split long talks"
+        refuse("E-DATA", f"{where}: messages hold {', '.join(parts) or 'nothing'}; {wanted}")
+    return dict(turns)
+
+
+def _turn(message: Any, where: str) -> tuple[str, str]:
+    if not isinstance(message, Mapping):
+        refuse("E-DATA", f"{where}: a message is {type(message).__name__}, expected an object")
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        refuse("E-DATA", f"{where}: a message needs role and content as text")
+    refuse_unknown(role, ROLES, "E-DATA", f"{where}: unknown chat role '{role}':")
+    return ROLES[role], clean(content, ROLES[role], where)
 
 
 def final_number(text: str) -> str:
@@ -112,10 +157,10 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
 
     Table 8 prints the worked solution as the answer; but Eq. 5 compares answers.
     """
-    worked, mark, number = files.text(raw, "answer", where).rpartition("\n#### ")
+    worked, mark, number = field(raw, "answer", where).rpartition("\n#### ")
     if not mark or not final_number(number):
         refuse("E-DATA", f"{where}: field 'answer' has no last line '#### number'")
-    prompt = f"Question: {files.text(raw, 'question', where)}"
+    prompt = f"Question: {field(raw, 'question', where)}"
     return {"prompt": prompt, "answer": number.strip(), "rationale": worked}
 
 
@@ -123,14 +168,14 @@ def conversation(raw: Mapping[str, Any], where: str) -> Row:
     """Take the one exchange of a ShareGPT row (from: system, human, gpt)."""
     if "conversations" not in raw:
         refuse("E-DATA", f"{where}: field 'conversations' is missing; the row has {', '.join(raw)}")
-    return files.exchange(raw["conversations"], where)
+    return exchange(raw["conversations"], where)
 
 
 def instruction(raw: Mapping[str, Any], where: str) -> Row:
     """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
     raw = {key.lower(): value for key, value in raw.items()}
-    asked = [files.text(raw, "instruction", where), files.text(raw, "input", where, default="")]
-    return {"prompt": "\n".join(filter(None, asked)), "answer": files.text(raw, "output", where)}
+    asked = [field(raw, "instruction", where), field(raw, "input", where, default="")]
+    return {"prompt": "\n".join(filter(None, asked)), "answer": field(raw, "output", where)}
 
 
 FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}

@@ -1,4 +1,4 @@
 """Training: one visible loop over accelerate, its batches and its checkpoints."""
 
 from moebook.training.batches import nats
-from moebook.training.loop import History, Recipe, fit
+from moebook.training.loop import History, Recipe, fit, step_memory

@@ -7,8 +7,8 @@ from torch import nn
 
 from moebook.analysis import clusters
 from moebook.analysis.clusters import panels, project, purity
-from moebook.analysis.memory import step_memory
 from moebook.errors import Refusal
+from moebook.training import step_memory
 
 
 def test_purity_counts_the_most_frequent_domain_of_each_cluster():

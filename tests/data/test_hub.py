@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import datasets
 import pytest
 
-from moebook.data import files, hub
+from moebook.data import hub, templates
 from moebook.data.templates import final_number
 from moebook.errors import Refusal
 
@@ -132,7 +132,7 @@ def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
 def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     content = b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"\r\n\n" + GOOD
     path = written(tmp_path, content)
-    assert [where.rpartition(":")[2] for where, _ in files.objects(path)] == ["1", "4"]
+    assert [where.rpartition(":")[2] for where, _ in hub.local(path)] == ["1", "4"]
     assert [row["prompt"] for row in hub.load("magicoder_oss", path=path)] == ["a", "a"]
 
 
@@ -147,7 +147,7 @@ def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
     (GOOD + b'{"problem": "' + b"a" * 100_001, "2: line longer than 100,001 bytes"),
 ], ids=range(9))  # fmt: skip
 def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content, match):
-    monkeypatch.setattr(files, "LONGEST_LINE", 100_001)
+    monkeypatch.setattr(hub, "LONGEST_LINE", 100_001)
     with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:{match}"):
         hub.load("magicoder_oss", path=written(tmp_path, content))
 
@@ -197,10 +197,10 @@ USER = {"role": "user", "content": "a"}
 ])  # fmt: skip
 def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(messages, match):
     turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
-    assert files.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
-    assert files.exchange(turns, "x") == {"prompt": "a", "answer": "b", "system": "s"}
+    assert templates.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
+    assert templates.exchange(turns, "x") == {"prompt": "a", "answer": "b", "system": "s"}
     with pytest.raises(Refusal, match=f"E-DATA: .*{match}"):
-        files.exchange(messages, "x:1")
+        templates.exchange(messages, "x:1")
 
 
 @pytest.mark.parametrize(("text", "number"), [

@@ -17,13 +17,13 @@ from torch import nn
 
 from moebook import evaluation, papers
 from moebook.analysis import routing
-from moebook.analysis.memory import step_memory
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
 from moebook.notebook import sources
+from moebook.training import step_memory
 
 NO_DROPOUT = {"adapter_dropout": 0.0, "lora_dropout": 0.0}
 SMALL = {"experts": 4, "adapter_width": 6, "lora_rank": 4, **NO_DROPOUT}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moebook import models
+from moebook import kernels, models
 from moebook.errors import Refusal
 from moebook.kernels import experts
 from moebook.methods import pesc
@@ -107,7 +107,7 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
         rows.append(len(x))
         return experts(x, *args)
 
-    monkeypatch.setattr(models.registry, "experts", counted)
+    monkeypatch.setattr(kernels, "experts", counted)
     models.register_experts()
     model, ids, seen = build(family).double(), torch.randint(2, 64, (2, 9)), []
     for parameter in model.parameters():  # some families start so small that nothing would show

@@ -16,7 +16,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from pydantic import Field
 from torch import Tensor, nn
 
-from moebook.analysis.memory import step_memory
 from moebook.data import hub, tasks
 from moebook.errors import refuse
 from moebook.methods.esft import scoring
@@ -25,7 +24,7 @@ from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.settings import checked
-from moebook.training import fit
+from moebook.training import fit, step_memory
 from moebook.training.batches import Batches
 
 RANKS = 512  # the largest rank of LoRA in the paper's sweep (Sec. 6.2)

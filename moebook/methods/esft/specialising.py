@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.methods.esft.scoring import Selection
 from moebook.models import checkpoint
-from moebook.models.anatomy import Layer, sparse_layers
-from moebook.models.registry import incompatibility
+from moebook.models.anatomy import Layer, incompatibility, sparse_layers
 from moebook.nn import SplitExperts
 from moebook.settings import settings
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from moebook import nn as mnn
-from moebook.analysis.memory import step_memory
 from moebook.data import IGNORED
 from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.bank_scoring import token_nats
@@ -23,7 +22,7 @@ from moebook.methods.pesc.crafting import Origin, craftable, install
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import balance, evaluating
-from moebook.training import fit
+from moebook.training import fit, step_memory
 
 # What a count needs of the public configurations; Yi-34B has Llama's form.
 NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
