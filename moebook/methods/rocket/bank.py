@@ -46,20 +46,25 @@ TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_
 
 
 def load(
-    model: nn.Module, tokenizer: Any, folder: str | Path = "", *, own_starts: bool = False
-) -> dict[str, Lora]:
-    """Load the shipped bank, which is of ``nano``, or a folder's; made there if it has none.
+    model: nn.Module, tokenizer: Any, folder: str | Path = "",
+    *, names: Collection[str] = (), **changes: Any,
+) -> dict[str, Lora]:  # fmt: skip
+    """Load ``names``, or all, of the shipped bank, which is of ``nano``, or of a folder's.
 
-    One process makes it while others wait, beside the folder, which appears when all are trained.
+    A folder without LoRAs gets those that `make` trains. One process does that while others wait,
+    beside the folder, which appears when all are there.
     """
     target = Path(folder or FOLDER)
     if folder and not _paths(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
             if not _paths(target):
                 draft = target.with_name(f".{target.name}")
-                make(model, tokenizer, EMBEDDED, draft, own_starts=own_starts)
+                make(model, tokenizer, names or EMBEDDED, draft, **changes)
                 draft.rename(target)
-    return read(target, model)
+    bank = read(target, model)
+    for name in names:
+        refuse_unknown(name, bank, "E-BANK", f"{target} has no LoRA '{name}';")
+    return {name: bank[name] for name in names or bank}
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -182,11 +187,16 @@ def tune(
 
 def make(
     model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None,
-    *, own_starts: bool = False,
+    *, rows: int = ROWS, **changes: Any,
 ) -> dict[str, Lora]:  # fmt: skip
-    """Train two or more of `EMBEDDED` by the recipe, or what the folder lacks of them."""
-    sets = embedded(ROWS, seed=RECIPE["seed"], names=names)
-    return train(model, tokenizer, sets, folder, own_starts=own_starts, **RECIPE)
+    """Train two or more of `EMBEDDED`, or what the folder lacks of them.
+
+    The recipe is the shipped bank's; ``rows`` a set and ``changes`` for `train` go before its own.
+    """
+    for name in names:
+        refuse_unknown(name, EMBEDDED, "E-DATA", f"no set of the bank is called '{name}';")
+    sets = embedded(rows, seed=RECIPE["seed"], names=names)
+    return train(model, tokenizer, sets, folder, **RECIPE | changes)
 
 
 def hashes(rows: Iterable[Row]) -> list[str]:
