@@ -147,19 +147,20 @@ def _embedded(
     items, pairs, limits, table = [], [], [], []
     for name in names:
         task = tasks.find(name)
+        chance = task.majority()  # reads the whole train split: not once an item
         available = task.available(split)
         drawn = tasks.rows(name, split, min(limit or available, available))
         encoded = encode(drawn, lm.tokenizer, format=format, max_length=sys.maxsize)
         for number, (row, ids) in enumerate(zip(drawn, encoded, strict=True)):
             border = ids["labels"].count(IGNORED)
-            items.append((task, number, row["answer"]))
+            items.append((task, chance, number, row["answer"]))
             pairs.append((ids["input_ids"][:border], ids["input_ids"][border:]))
             limits.append((task.max_new_tokens, ()))
     texts = lm.answer([context for context, _ in pairs], limits)
     results = zip(items, texts, lm.score(pairs), pairs, strict=True)
-    for (task, number, answer), text, (nats, _), (_, scored) in results:
+    for (task, chance, number, answer), text, (nats, _), (_, scored) in results:
         correct = int(task.normalise(text) == task.normalise(answer))
         nll = -nats / len(scored)
         found = task.name, task.domain, number, correct, nll, -nats, answer, text
-        table.append((*found, correct, task.majority(), task.name))
+        table.append((*found, correct, chance, task.name))
     return table
