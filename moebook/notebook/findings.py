@@ -119,12 +119,12 @@ def _point(measured: Measurement, line: str) -> list[object]:
 
 
 def differences(
-    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]], *, xlabel: str, title: str
+    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str
 ) -> Any:
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
-    ``pairs`` are a line's text to two values' names. Pairs that no pool has are left out; None
-    where there is none.
+    ``pairs`` are a line's text to two values' names, or to one and a number. Pairs that no pool has
+    are left out; None where there is none.
     """
     points = []
     for pool, (line, (name, other)) in product(pools, pairs.items()):

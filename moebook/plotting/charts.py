@@ -190,12 +190,13 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
 
 def points(
     panels: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = "",
-    ticks: bool = True,
+    ticks: bool = True, joined: bool = False, xscale: str = "linear",
 ) -> Figure:  # fmt: skip
     """Draw one cloud a series, by colour and by marker; panels share their axes.
 
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in this order.
-    Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing.
+    Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing. Points
+    may be ``joined`` by a line in their order, and the horizontal axis ``log``.
     """
     clouds, looks = theme.arrays("points", panels)
     figure, cells = grid(list(panels), 3, 3.0, xlabel, ylabel, title, shared=True)
@@ -205,6 +206,9 @@ def points(
             many = max(len(other[name]) for other in clouds if name in other) >= MANY
             dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 26, "alpha": 0.85})
             handles.setdefault(name, axes.scatter(*cloud.T, linewidths=0, **dress))
+            if joined:
+                axes.plot(*cloud.T, color=dress["color"], lw=1.2)
+        axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
     theme.legend(figure, handles, 5)

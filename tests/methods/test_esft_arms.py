@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from moebook import data
 from moebook.data import hub, tasks
 from moebook.errors import Refusal
 from moebook.methods import esft
@@ -37,7 +38,7 @@ def test_a_sweep_is_read_or_refused():
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
     known = esft.arms(TRIED, USUAL)
-    main = ["fft", "lora", "token", "random_token", "gate", "random_gate"]
+    main = ["fft", "lora", "lora_attention", "token", "random_token", "gate", "random_gate"]
     assert list(known) == [*main, "gate-0.3", "lora-4", "fft-g2", "gate-g2"]
     assert [name for name, arm in known.items() if arm.main] == main
     assert known["gate-0.3"] == Arm("gate", 0.3, main=False)
@@ -64,8 +65,8 @@ def test_main_arms_run_on_every_task_and_get_the_experts_of_their_own_score(mixt
         trained_on = [task for other, task in plan if other == name]
         assert trained_on == (["one", "two"] if arm.main else ["one"])
     assert plan["fft", "two"] == plan["fft-g2", "one"] == {}
-    assert plan["lora", "one"] == {"rank": 8, "scale": 3.0}
-    assert plan["lora-4", "one"] == {"rank": 4, "scale": 3.0}
+    assert plan["lora", "one"] == {"rank": 8, "scale": 3.0, "attention": False}
+    assert plan["lora-4", "one"] == {"rank": 4, "scale": 3.0, "attention": False}
     for name, p in {"token": 0.2, "gate": 0.1, "gate-0.3": 0.3}.items():
         config = esft.Config(score=known[name].method, threshold=p)
         assert plan[name, "one"] == {"selection": esft.select(scores["one"], config)}
@@ -93,6 +94,27 @@ def test_lora_starts_at_the_base_and_has_the_ranks_asked_for(family, mixture, ba
         if ".lora_" in name:
             rank = 4 * experts if ".mlp.experts." in name else 4
             assert rank in parameter.shape and parameter.grad is not None, name
+
+
+def test_lora_on_attention_alone_leaves_every_expert_frozen(mixture):
+    model = esft.lora(mixture("DeepseekV2"), rank=2, attention=True)
+    free = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(free) == 3 * 4 * 2 and all(".self_attn." in name for name in free)
+
+
+def test_an_arm_starts_on_a_copy_with_what_it_trains(mixture, batch):
+    model = mixture("DeepseekV2", num_experts_per_tok=4)
+    together, drawn = esft.cooccurrence(model, [batch]), {"one": [batch]}
+    scores, base = {"one": esft.measure(model, [batch])}, fingerprint(model)
+    known = esft.arms(TRIED, USUAL)
+    plan = esft.plan(known, model, drawn, scores, together, preset="fixed", scale=2.0, seed=0)
+    sizes = {}
+    for (name, _), given in plan.items():
+        tuned = esft.start(model, known[name], given, together)
+        sizes[name] = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
+    assert max(sizes, key=sizes.get).startswith("fft")
+    assert sizes["lora_attention"] < sizes["lora"] and sizes["gate"] <= sizes["gate-0.3"]
+    assert fingerprint(model) == base and not hasattr(model, "esft")
 
 
 def test_lora_adapts_all_but_norms_and_routers_and_multiplies_by_the_scale(mixture):
@@ -135,6 +157,9 @@ def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
     whole = tasks.find("licence").available("train")
     assert drawn["licence"] == tasks.rows("licence", "train", whole, 3)
     assert len(esft.rows(["licence"], ["licence"], 7, seed=0)["licence"]) == 7
+    rest = esft.rows(["licence"], [], 5000, split="rest", seed=3)["licence"]
+    data.refuse_leak(rest, tasks.rows("licence", "fresh", 400))
+    assert len(rest) == tasks.find("licence").available("rest")
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.5, 10), (0.2, 3), (0.75, 30)])
@@ -212,6 +237,28 @@ def test_an_arms_average_counts_each_task_once_whatever_its_rows():
     assert joined["fft"].score.mean() == pytest.approx((0.75 + 0.0) / 2)
     assert joined["fft"].tuned.tolist() == ["a"] * 4 + ["b"] * 2
     assert list(joined) == ["fft", "lora"] and joined["lora"].score.mean() == 0.25
+
+
+def test_what_is_left_is_compared_at_equal_target_accuracy():
+    # One arm reaches 0.8 and keeps 0, another 0.4 and keeps half: the first had 3/4 left at 0.4.
+    solved, other = np.array([0.0, 0.4, 0.8]), np.array([0.0, 0.2, 0.4])
+    one = solved, np.array([[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0.0]])
+    two = other, np.array([[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0.0]])
+    assert esft.at_equal_accuracy(one, two).tolist() == [1, 0, 0, 0]
+    assert esft.at_equal_accuracy(two, one).tolist() == [-1, 0, 0, 0]
+    assert esft.at_equal_accuracy(one, one).tolist() == [0] * 4
+    # Half way between two checkpoints: half of each; one that is beaten in both does not count.
+    early = np.array([0.0, 0.1, 0.2]), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1.0]])
+    assert esft.at_equal_accuracy(one, early).tolist() == [0, 0, 0, -0.5]
+
+
+def test_a_front_is_read_off_evaluations_with_general_tasks_of_equal_weight():
+    asked, correct = ["t", "t", "a", "b", "b"], ([0, 0, 1, 1, 1], [1, 0, 1, 0, 1])
+    tables = [pd.DataFrame({"task": asked, "asked": asked, "domain": "d", "correct": hits})
+              for hits in correct]  # fmt: skip
+    solved, scores = esft.front(tables, "t")
+    assert solved.tolist() == [0, 0.5]
+    assert scores.mean(axis=1).tolist() == pytest.approx([1, 0.75]) and scores.shape == (2, 3)
 
 
 def test_layers_are_described_as_they_are(mixture):

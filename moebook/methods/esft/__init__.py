@@ -4,11 +4,13 @@
 """
 
 from moebook.methods.esft import grouping
-from moebook.methods.esft.arms import arms, budget, cost, full, lora, mix, plan, rows, sweep
+from moebook.methods.esft.arms import arms, budget, cost, full, lora, mix, plan, rows, start, sweep
 from moebook.methods.esft.comparing import (
+    at_equal_accuracy,
     by_arm,
     concentration,
     counts,
+    front,
     half_mass,
     layers,
     overlap,

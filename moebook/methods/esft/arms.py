@@ -20,7 +20,7 @@ from moebook.data import hub, tasks
 from moebook.errors import refuse
 from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
-from moebook.methods.esft.specialising import Origin
+from moebook.methods.esft.specialising import Origin, specialise
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.settings import checked
@@ -38,6 +38,7 @@ class Arm:
     method: str  # fft, lora, or the score that chooses experts, token or gate
     size: float = 1  # rank of LoRA or threshold of the score
     random: bool = False  # as many random experts stand for those that the score chooses
+    attention: bool = False  # LoRA adapts attention alone, no expert
     group: int = 1  # experts that share a gate
     main: bool = True  # runs on every task; else on the first one
 
@@ -75,6 +76,7 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
 def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, Arm]:
     """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
     known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
+    known["lora_attention"] = Arm("lora", usual["lora"], attention=True)
     for score in get_args(scoring.Score):
         known[score] = Arm(score, usual[score])
         known[f"random_{score}"] = Arm(score, usual[score], random=True)
@@ -116,7 +118,7 @@ def plan(
     for name, arm in arms.items():
         for task in list(scores) if arm.main else list(scores)[:1]:
             if arm.method in ("fft", "lora"):
-                sizes = {"rank": int(arm.size), "scale": scale}
+                sizes = {"rank": int(arm.size), "scale": scale, "attention": arm.attention}
                 calls[name, task] = sizes if arm.method == "lora" else {}
                 continue
             config = scoring.Config.preset(preset, score=arm.method, threshold=arm.size)
@@ -133,6 +135,16 @@ def plan(
     return calls
 
 
+def start(
+    model: nn.Module, arm: Arm, given: Mapping[str, Any], together: Mapping[int, Tensor]
+) -> nn.Module:
+    """Return a copy of the base that is ready to train as an arm, with what `plan` has for it."""
+    tuned = deepcopy(model)
+    if arm.group > 1:
+        group(tuned, together, arm.group)
+    return {"fft": full, "lora": lora}.get(arm.method, specialise)(tuned, **given)
+
+
 def full(model: nn.Module) -> nn.Module:
     """Let every parameter of a mixture train, routers included (FFT)."""
     _check_plain(model)
@@ -140,12 +152,14 @@ def full(model: nn.Module) -> nn.Module:
 
 
 @checked
-def lora(model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0) -> nn.Module:
+def lora(
+    model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0, attention: bool = False
+) -> nn.Module:
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
     On modules that the paper leaves open: the linear layers of attention, of dense layers' MLPs and
     of shared experts, and the routed experts' fused tensors, to which PEFT adds one product of rank
-    ``rank`` per expert (a fused gate and up share it), times ``scale``.
+    ``rank`` per expert (a fused gate and up share it), times ``scale``; or on ``attention`` alone.
     """
     _check_plain(model)
     layers = anatomy(model).layers
@@ -153,10 +167,12 @@ def lora(model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0) -> nn
     # the name of an unfused expert, rename it, and leave dense layers and shared experts out.
     blocks = nn.ModuleList(layer.block for layer in layers)
     adapted = [layer.attention for layer in layers]
-    adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
+    if not attention:
+        adapted += [layer.mlp if layer.kind == "dense" else layer.shared for layer in layers]
     parts = [part for owner in adapted if owner for part in owner.modules()]
     linears = {part for part in parts if isinstance(part, nn.Linear)}
-    banks = {p for layer in sparse_layers(model) for p in layer.experts.parameters()}
+    sparse = [] if attention else sparse_layers(model)
+    banks = {p for layer in sparse for p in layer.experts.parameters()}
     config = LoraConfig(
         r=rank,
         lora_alpha=scale * rank,
@@ -180,18 +196,20 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def rows(
-    targets: Iterable[str], alignment: Iterable[str], size: int, *, revisions: str = "", seed: int
-) -> dict[str, list[dict[str, str]]]:
+    targets: Iterable[str], alignment: Iterable[str], size: int, *,
+    split: str = "train", revisions: str = "", seed: int,
+) -> dict[str, list[dict[str, str]]]:  # fmt: skip
     """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
-    A name is an embedded task or a set of the hub, of which twice as many alignment rows come.
+    A name is an embedded task, whose ``split`` may be the ``rest`` beside fresh test rows, or a set
+    of the hub, of which twice as many alignment rows come.
     """
     pins, drawn = hub.pins(revisions), {}
     for times, names in ((2, alignment), (1, targets)):
         for name in names:
             if name in tasks.KNOWN:
-                count = min(size, tasks.find(name).available("train"))
-                drawn[name] = tasks.rows(name, "train", count, seed)
+                count = min(size, tasks.find(name).available(split))
+                drawn[name] = tasks.rows(name, split, count, seed)
             else:
                 pin = pins.get(name)
                 drawn[name] = hub.load(name, revision=pin, size=times * size, seed=seed)

@@ -114,3 +114,32 @@ def by_arm(
     table = pd.concat(dict(tables), names=["arm", "tuned"]).reset_index("tuned")
     by = table.groupby("arm", sort=False)
     return {arm: by_benchmark(part.reset_index(drop=True), names) for arm, part in by}
+
+
+Front = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Accuracy ``[S]`` on the target, scores ``[S, I]`` of general items: base first, then steps."""
+
+
+def front(tables: Iterable[pd.DataFrame], target: str) -> Front:
+    """Read a `Front` off evaluations on a ``target`` and on general tasks, which count equally."""
+    solved, kept = [], []
+    for table in tables:
+        solved.append(table[table.asked == target].correct.mean())
+        rest = table[table.asked != target]
+        kept.append(by_benchmark(rest, {name: name for name in rest.asked}).score)
+    return np.array(solved), np.array(kept)
+
+
+def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
+    """Return what one arm keeps of the general items ``[I]`` less what another keeps.
+
+    Both are read at the highest target accuracy that both reach, on lines between the Pareto-best
+    of their checkpoints: who learns less of the target has no lead from that.
+    """
+    level, kept = min(one[0].max(), other[0].max()), []
+    for solved, scores in (one, other):
+        mean, order = scores.mean(axis=1), np.argsort(solved, kind="stable")
+        best = [i for i in order if mean[i] >= mean[solved >= solved[i]].max()]
+        shares = [np.interp(level, solved[best], unit) for unit in np.eye(len(best))]
+        kept.append(np.array(shares) @ scores[best])
+    return np.subtract(*kept)
