@@ -97,7 +97,7 @@ def test_a_notebook_is_a_recipe_without_outputs(path):
 def test_the_notebooks_that_run_are_short_and_know_one_seed():
     cells = {path.stem: code_cells(json.loads(path.read_text())) for path in RUN}
     lines = {name: sum(map(code_lines, codes)) for name, codes in cells.items()}
-    assert len(lines) == 8 and sum(lines.values()) <= 1360, lines
+    assert len(lines) == 8 and sum(lines.values()) <= 1390, lines
     assert not [name for name, codes in cells.items() if SEVERAL.search(" ".join(map(code, codes)))]
 
 

@@ -109,6 +109,9 @@ def test_points_keep_their_colours_the_legend_hides_no_label_and_a_map_has_no_nu
     labels = [axes.xaxis.label.get_window_extent() for axes in figure.axes if axes.get_xlabel()]
     assert len(labels) == 3
     assert not any(map(legend.get_window_extent().overlaps, labels))
+    figure = plotting.points({"a": {"pool": CLOUD}}, joined=True, xscale="log")
+    assert figure.axes[0].lines[0].get_xydata().tolist() == CLOUD.tolist()
+    assert figure.axes[0].get_xscale() == "log"
     figure = plotting.points({"map": {"pool": np.random.rand(200, 2)}}, ticks=False)
     (axes,) = figure.axes
     assert len(axes.get_xticks()) == len(axes.get_yticks()) == len(figure.legends) == 0
