@@ -3,7 +3,8 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 TIER   ?= cpu
 PORT   ?= 8000
 ARGS   ?=
-# All tests run on every core (each worker holds torch, hence a limit), some of them in one process.
+# All tests run on every core (tests/conftest.py counts them; each worker holds torch, hence a limit),
+# some of them in one process.
 WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
 
 LOCKS   := requirements.lock requirements.nodeps.lock requirements.hashes.lock pyproject.toml

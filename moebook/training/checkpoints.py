@@ -108,9 +108,12 @@ class Store:
         """Whether to save now, at a step that ended after the last of so many ``seconds``.
 
         At marks, at the end, after ``every`` steps, and after a long time; but never where a mark
-        before it is missing, without which training could not go on from it.
+        before it is missing, without which training could not go on from it, nor unasked where
+        the whole training takes less time than a checkpoint may.
         """
         step, there = len(seconds), self.steps()
+        if not self.asked and seconds[-1] / step * total < min(PAUSE, size(model) / RATE):
+            return False
         if {mark for mark in self.marks if 0 < mark < step} - {*there}:
             return False
         if step % self.every == 0 or step in {total, *self.marks}:

@@ -233,17 +233,6 @@ def test_trsu_is_the_mean_of_each_task_or_its_clusters_the_largest_first():
     torch.testing.assert_close(start.weights, torch.tensor(want))
 
 
-def test_centroids_are_the_means_of_the_points_nearest_to_them():
-    torch.manual_seed(0)
-    centres = 20 * torch.randn(5, 8)
-    points = centres[torch.arange(4000) % 5] + torch.randn(4000, 8)
-    centroids = upcycling.crsu(states(points.tolist()), 5).weights[0]
-    nearest = torch.cdist(points, centroids).argmin(1)
-    means = torch.stack([points[nearest == number].mean(0) for number in range(5)])
-    torch.testing.assert_close(centroids, means, rtol=1e-4, atol=1e-4)
-    assert torch.cdist(centres, centroids).min(1).values.max() < 0.3
-
-
 def test_random_starts_have_the_spread_they_name(host):
     model = host(hidden_size=64)
     for kind, deviation in (("normal", 0.02), ("wide", 1.0), ("kaiming", 1 / math.sqrt(3 * 64))):

@@ -11,31 +11,15 @@ from moebook.errors import Refusal
 from moebook.kernels import experts
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
+from tests.methods.conftest import MIXTURES, build
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "intermediate_size": 40, "pad_token_id": 0, "eos_token_id": 1,
-         "bos_token_id": 1}  # fmt: skip
-SPARSE = {  # with four experts of width 24
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 24},
-    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-                    "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8,
-                    "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                    "v_head_dim": 16, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                  "head_dim": 16},
-}  # fmt: skip
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SPARSE = ("Mixtral", "Olmoe", "DeepseekV2", "Qwen3Moe")
 
 
-def build(family, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **SPARSE.get(family, {}), **changes})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"])
 def test_dense_families_show_their_mlps(family):
-    model = build(family, head_dim=16)
+    model = build(family)
     found = anatomy(model)
     assert (found.hidden, found.decoder) == (32, model.model)
     for index, (layer, block) in enumerate(zip(found.layers, model.model.layers, strict=True)):
@@ -47,7 +31,7 @@ def test_dense_families_show_their_mlps(family):
 
 
 def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
-    model = build("llama4_text", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1])
+    model = build("Llama4", intermediate_size_mlp=40, num_local_experts=4, moe_layers=[1])
     found = [(layer.kind, layer.width) for layer in anatomy(model).layers]
     assert found == [("dense", 40), ("sparse", 40)]
     assert model.get_decoder() is model and anatomy(model).decoder is model.model
@@ -55,34 +39,34 @@ def test_a_model_that_calls_itself_its_decoder_shows_its_layers():
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_sparse_families_show_router_and_fused_experts(family):
-    first, layer = anatomy(build(family)).layers
-    assert (layer.kind, layer.width) == ("sparse", 24)
+    first, *_, layer = anatomy(build(family, **MIXTURES[family])).layers
+    assert (layer.kind, layer.width) == ("sparse", 16)
     assert layer.router is layer.mlp.gate
-    assert layer.experts.gate_up_proj.shape == (4, 48, 32)
-    assert layer.experts.down_proj.shape == (4, 32, 24)
-    assert (layer.shared is not None) == (family == "deepseek_v2")
-    assert first.kind == ("dense" if family == "deepseek_v2" else "sparse")
+    experts = len(layer.router.weight)
+    assert layer.experts.gate_up_proj.shape == (experts, 2 * 16, 32)
+    assert layer.experts.down_proj.shape == (experts, 32, 16)
+    assert (layer.shared is not None) == (family == "DeepseekV2") == (first.kind == "dense")
 
 
 def test_transposed_experts_show_their_own_width():
-    _, layer = anatomy(build("gpt_oss", num_local_experts=4)).layers
+    _, layer = anatomy(build("GptOss", num_local_experts=4)).layers
     assert layer.experts.down_proj.shape == (4, 40, 32) and layer.width == 40
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
 def test_a_peft_wrapper_is_looked_through_and_experts_that_it_adapts_are_shown_as_they_were():
-    model = build("mixtral")
+    model = build("Mixtral", **MIXTURES["Mixtral"])
     decoder, experts = model.model, [layer.experts for layer in anatomy(model).layers]
     adapted = ["experts.gate_up_proj", "experts.down_proj"]
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=adapted)
     found = anatomy(peft.get_peft_model(model, lora))
     assert found.decoder is decoder
     assert [layer.experts for layer in found.layers] == experts
-    assert [(layer.kind, layer.width) for layer in found.layers] == [("sparse", 24)] * 2
+    assert [(layer.kind, layer.width) for layer in found.layers] == [("sparse", 16)] * 2
 
 
 def test_crafted_layers_are_sparse_with_a_shared_mlp():
-    model = build("llama")
+    model = build()
     pesc.craft(model, pesc.Config(experts=3, adapter_width=4, layers=(1,)))
     dense, sparse = anatomy(model).layers
     assert (dense.kind, sparse.kind, sparse.width) == ("dense", "sparse", 40)
@@ -96,7 +80,7 @@ def test_crafted_layers_are_sparse_with_a_shared_mlp():
 ])  # fmt: skip
 def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, words):
     with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
-        anatomy(build(family))
+        anatomy(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL)))
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -109,7 +93,8 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
 
     monkeypatch.setattr(kernels, "experts", counted)
     models.register_experts()
-    model, ids, seen = build(family).double(), torch.randint(2, 64, (2, 9)), []
+    model = build(family, torch.float64, **MIXTURES[family])
+    ids, seen = torch.randint(2, 48, (2, 9)), []
     for parameter in model.parameters():  # some families start so small that nothing would show
         nn.init.normal_(parameter, std=0.3)
     for implementation in ("eager", "moebook"):
@@ -131,7 +116,7 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
 
 def test_experts_of_another_form_are_refused():
     models.register_experts()
-    model = build("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    model = build("GptOss", num_local_experts=4, num_experts_per_tok=2)
     model.set_experts_implementation("moebook")
     with pytest.raises(Refusal, match="E-MODEL: GptOssExperts: experts implementation 'moebook'"):
         model(input_ids=torch.tensor([[3, 4]]))

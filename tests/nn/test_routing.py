@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from moebook.errors import Refusal
 from moebook.kernels import route
-from moebook.nn import ExpertMoE, Experts, Router, Trace, balance, evaluating, observe, routers
+from moebook.nn import Router, Trace, balance, evaluating, observe, routers
 
 BATCH = {
     "input_ids": torch.arange(12).view(2, 6),
@@ -138,18 +137,3 @@ def test_every_module_gets_its_own_mode_back(training):
         assert not any(module.training for module in model.modules())
         raise ZeroDivisionError
     assert [module.training for module in model.modules()] == before
-
-
-@pytest.mark.parametrize("combine", ["renormalised", "probability"])
-def test_copies_are_the_dense_mlp_by_the_sum_of_their_gates(combine):
-    """The sum is 1 where gates are renormalised."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    mlp = LlamaMLP(LlamaConfig(**sizes)).double()
-    router = Router(8, 4, 2, layer=0, trace=Trace(), combine=combine, dtype=torch.float64)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    shares = F.linear(x, router.weight).softmax(-1).topk(2).values.sum(-1, keepdim=True)
-    want = mlp(x) * (shares if combine == "probability" else 1)
-    torch.testing.assert_close(ExpertMoE(router, Experts(mlp, 4))(x), want)
-    with pytest.raises(Refusal, match="E-MODEL"):
-        Experts(LlamaMLP(LlamaConfig(**sizes, mlp_bias=True)), 4)

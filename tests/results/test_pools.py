@@ -77,23 +77,6 @@ def test_effects_are_paired_by_seed_and_item_and_else_means_are_compared():
         assert (pool.effects("toy/left", "toy/right").item() > 0.0) == differs
 
 
-def test_one_more_seed_changes_nothing_of_the_others(tmp_path):
-    draw = np.random.default_rng(0)
-    arms = [{a: tuple(draw.normal(size=5)) for a in BOTH} for _ in range(4)]
-    runs = [made(seed, of) for seed, of in enumerate(arms)]
-    place = tmp_path / "results" / "toy" / "nano"
-    for run in runs[:3]:
-        results.write_run(place / f"{run.seed}.parquet", run)
-    three, before = results.pools("toy", tmp_path), {p.read_bytes() for p in place.iterdir()}
-    results.write_run(place / "3.parquet", runs[3])
-    three, four = three["nano"], results.pools("toy", tmp_path)["nano"]
-    assert four.runs[:3] == three.runs == tuple(runs[:3])
-    wanted = [np.subtract(*of.values()) for of in arms]
-    assert np.array_equal(four.effects("toy/left", "toy/right"), wanted)
-    assert np.array_equal(three.effects("toy/left", "toy/right"), wanted[:3])
-    assert before < {p.read_bytes() for p in place.iterdir()}
-
-
 def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tmp_path):
     large = replace(ONE, protocol="big", settings={"base": "smollm2"})
     for run in (large, ONE, replace(ONE, protocol="a100", tier="gpu")):

@@ -212,6 +212,11 @@ def test_trainings_go_on_and_tell_the_time_found(process, interrupt, tmp_path, m
     monkeypatch.setattr(checkpoints, "environment", lambda: {"cpu": "another", "memory": 2**40})
     process()
     assert len(list(tmp_path.iterdir())) == 4, "another machine begins anew"
+    monkeypatch.setattr(checkpoints, "PAUSE", 300.0)
+    monkeypatch.setattr(checkpoints, "RATE", 1.0)
+    monkeypatch.setattr(checkpoints, "environment", lambda: {"cpu": "a third", "memory": 2**40})
+    process()
+    assert sum(bool(committed(folder)) for folder in tmp_path.iterdir()) == 4, "faster anew"
 
 
 def test_a_run_without_room_for_checkpoints_is_trained_to_the_end(process, monkeypatch, tmp_path):
