@@ -3,8 +3,7 @@
 Each form is compiled once: by pointers in bfloat16 for the A100, which has the least memory for it;
 in float32, and by the memory accelerator in bfloat16, for the H100. An H200 is an H100 to the
 compiler, half precision differs from bfloat16 by the name of a type. What is compiled is kept
-beside pytest's own cache, by Triton's hash of sources and options, so that only changed kernels are
-compiled again. It is done by this file as a process of its own, since in the tests' process Triton
+beside pytest's own cache. This file does it as a process of its own: in the tests' one Triton
 interprets.
 """
 

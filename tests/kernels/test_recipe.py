@@ -1,10 +1,8 @@
 """The recipe for every op: what a CPU runs, and its kernel, interpreted where there is no GPU.
 
-Each is held against float64: an error is at most twice that of PyTorch's own computation in the
-same dtype, of every output and every gradient, in shapes of each kind. Two runs are bitwise equal.
-The interpreter computes bfloat16 wrongly, so kernels run in it on a GPU alone. What ops refuse
-stands in `test_all_ops`, that each kernel compiles for GPUs which are not there in
-`test_compile_gate`, and that references mean what the papers say in the test of each op.
+An error is at most twice that of PyTorch's own computation in the same dtype, of every output and
+every gradient, in shapes of each kind; two runs are bitwise equal. The interpreter computes
+bfloat16 wrongly, so kernels run in it on a GPU alone.
 """
 
 import os

@@ -212,13 +212,9 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1: top_k is given twice"),
     ("top_k: 1\n", "E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),
     ("top_k: !!python/tuple [1]\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:1:8: a YAML tag"),
-    ("top_k: !!int '1'\n", "E-CONFIG.*1:8: a YAML tag"), ("a: !!omap []\n", "1:4: a YAML tag"),
     ("top_k: &x 1\nfate: *x\n", r"E-CONFIG.*1:8: a YAML anchor"),
     ("top_k: [1, 2]\n", r"E-CONFIG.*1:1: expected one flat mapping"),
-    ("top_k: {a: 1}\n", r"E-CONFIG.*1:1: expected one flat mapping"),
-    ("top_k:\n  a: 1\n", r"E-CONFIG.*one flat mapping"),
     ("- 1\n", r"E-CONFIG.*1:1: expected name: value"),
-    ("just text\n", r"E-CONFIG.*1:1: expected name: value"),
     ("%YAML 2.0\n---\ntop_k: 1\n", "E-CONFIG"), ("a: " + "[" * 9999, "E-CONFIG"),
     ("top_k: 1\n---\ntop_k: 2\n", "E-CONFIG"), ("top_k: on\n", r"/01_toy.smoke.yaml:1:8: YAML 1.1"),
     *((f"top_k: {text}\n", "1:8: YAML 1.1 and 1.2 do not read") for text in (
