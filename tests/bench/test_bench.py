@@ -62,7 +62,7 @@ def test_goals_name_cases_and_who_takes_part_and_every_op_has_each_scale_and_swe
             assert part in bench.OPS[op][running.STATED[device]]
             assert kind in report.KINDS and bound > 0
             if part in bench.OPS[op]["tiny"]:
-                there = tiny[(tiny["op"] == op) & (tiny["part"] == case)]
+                there = tiny[(tiny["op"] == op) & (tiny["case"] == part)]
                 assert against in set(there["contender"])
     for op in bench.OPS.values():
         assert all(op[scale] for scale in running.SCALES)
