@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from moebook import cli, results
 from moebook.errors import Refusal
 from moebook.notebook import study
+from moebook.notebook.study import Job, side_by_side
 from moebook.results import Run
 
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
@@ -115,6 +116,19 @@ def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, ask
     assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
 
 
+def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
+    watch = study.START.partition("from moebook")[0]
+    waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
+    monkeypatch.setattr(study, "START", watch + waits)
+    jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), closing(side_by_side(jobs, tmp_path, 3)) as outcomes:
+        for job, outcome in outcomes:
+            assert (job.notebook, outcome) == ("short", Path("done"))
+            raise KeyboardInterrupt
+    assert time.monotonic() - begun < 30
+
+
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory, project):
     """The toy with modules of its own, in git."""
@@ -178,13 +192,13 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
 
 
 def test_ctrl_c_keeps_what_is_finished_and_one_job_gives_the_bits_of_two(studied, cloned, staging):
-    process = start(cloned, staging, "--seeds", "0,60,61", "--jobs", "1")
+    process = start(cloned, staging, "--seeds", "0,60", "--jobs", "1")
     while not list(cloned.glob("runs/frozen/*/started")) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, "interrupted; nothing half-written was left\n")
-    assert out.count("seed 0: ") == 1 and "seed 6" not in out
+    assert out.count("seed 0: ") == 1 and "seed 60" not in out
     assert ended(cloned, 1.0) and os.listdir(staging) == []
     (alone,) = stored(cloned)
     same_bits(alone, stored(studied[0])[0])
