@@ -8,7 +8,7 @@ OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps fused experts like them:
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moebook import kernels
 from moebook.errors import refuse
-from moebook.nn import Experts, evaluating, hooked
+from moebook.nn import Experts, Router, Trace, evaluating, hooked
 
 NAME = "moebook"  # of our experts among the implementations of transformers
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -107,6 +107,23 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
     if wanted[-1] > last:
         refuse("E-RANGE", f"layers names layer {wanted[-1]}, the host has 0 to {last}")
     return [host.layers[index] for index in wanted]
+
+
+def graft(
+    host: Anatomy, layers: Iterable[Layer], build: Callable[[Layer, Router], nn.Module], **how: Any
+) -> None:
+    """Replace the layers' MLPs by what ``build`` makes of each and of a router, set by ``how``.
+
+    All are built before the first is put in. Routers are float32 or wider, and share a trace.
+    """
+    trace, modules = Trace(), []
+    for layer in layers:
+        weight = next(p for p in layer.block.parameters() if p.is_floating_point())
+        router = Router(host.hidden, layer=layer.index, trace=trace, **beside(weight), **how)
+        modules.append((layer, build(layer, router).train(layer.block.training)))
+    for layer, module in modules:
+        layer.replace(module)
+    trace.follow(host.decoder)
 
 
 @torch.no_grad()

@@ -1,5 +1,15 @@
 """What the four papers claim, as data: tables, claims, settings, and an audit of their sums."""
 
 from moebook.papers.arithmetic import STATUSES, Finding, audit, judge, report
-from moebook.papers.printed import PAPERS, Number, hyperparameters, number, table, tables, wide
-from moebook.papers.statements import Claim, claim, claims
+from moebook.papers.printed import (
+    PAPERS,
+    Claim,
+    Number,
+    claim,
+    claims,
+    hyperparameters,
+    number,
+    table,
+    tables,
+    wide,
+)

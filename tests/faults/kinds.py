@@ -29,7 +29,7 @@ from moebook.models.checkpoint import fingerprint
 from moebook.notebook import book, pages, sources
 from moebook.notebook.compare import compare, verify
 from moebook.notebook.session import VALUE
-from moebook.papers import printed, statements
+from moebook.papers import printed
 from moebook.results import Curve, Run, Value
 from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
@@ -258,7 +258,7 @@ def make_papers(folder: Path, get: Get) -> None:
 
 
 def read_papers(folder: Path) -> Any:
-    for each in (printed._read, statements._read):
+    for each in (printed._read, printed._read_claims):
         each.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(printed, "FOLDER", folder)

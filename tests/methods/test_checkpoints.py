@@ -32,10 +32,9 @@ def drift(model, seed=3):
     return model.eval()
 
 
-def crafted(model, name="lora", sparse=True, merged=False):
+def crafted(model, name="lora", sparse=True):
     config = pesc.Config(experts=4, adapter_width=6, lora_rank=4, host=name)
-    model = drift(pesc.prepare(model, config, sparse=sparse))
-    return pesc.merge_lora(model) if merged else model
+    return drift(pesc.prepare(model, config, sparse=sparse))
 
 
 def specialised(model, experts=(5, 2), seed=3, **options):
@@ -86,7 +85,6 @@ def assert_same(one, other, batch):
 @pytest.mark.parametrize(("name", "changes"), [
     *(("pesc", {"name": n}) for n in ("frozen", "lora", "qlora", "full")),
     *(("pesc", {"name": n, "sparse": False}) for n in ("lora", "qlora", "full")),
-    *(("pesc", {"name": n, "merged": True}) for n in ("lora", "qlora")),
     *(("esft", options) for options in ({}, OPTIONS)),
     *(("rocket", {"gate_input": reads}) for reads in ("layer", "expert")),
     *(("upcycling", c) for c in ({"layers": (1,)}, {"combine": "renormalised", "top_k": 2})),
@@ -99,7 +97,7 @@ def test_models_of_every_kind_are_restored(name, changes, host, sparse, batch, t
     again = module.load(base(), folder)
     assert repr(getattr(again, name)) == repr(getattr(model, name))
     free = [{n for n, p in each.named_parameters() if p.requires_grad} for each in (model, again)]
-    assert free[0] == free[1] or "merged" in changes  # which is saved whole
+    assert free[0] == free[1]
     assert_same(model, again, batch)
 
 

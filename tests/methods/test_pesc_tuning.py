@@ -91,19 +91,6 @@ def test_qlora_holds_the_layers_linears_in_double_quantised_nf4_alone(host, monk
     assert [type(m) for m in model.modules()] == before
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("name", ["lora", "qlora"])
-def test_merging_lora_changes_no_output_and_leaves_plain_layers(name, sparse, host, batch):
-    model = train(pesc.prepare(host(), pesc.Config(**SMALL, host=name), sparse=sparse), batch)
-    before = model(**batch).logits
-    assert pesc.merge_lora(model) is model
-    torch.testing.assert_close(model(**batch).logits, before, rtol=2e-4, atol=2e-4)
-    assert not [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
-    assert {type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)} == {"Linear"}
-    with pytest.raises(Refusal, match="nothing to merge"):
-        pesc.merge_lora(model)
-
-
 def test_a_half_precision_host_gets_float32_adapters_and_runs(host, batch):
     model = pesc.prepare(host(dtype=torch.bfloat16), pesc.Config(**SMALL, host="lora"))
     assert {p.dtype for p in pesc.trained(model, model.pesc.config).values()} == {torch.float32}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from moebook.analysis.routers import reach
 from moebook.errors import Refusal
 from moebook.methods import pesc, upcycling
-from moebook.methods.upcycling import exporting
+from moebook.methods.upcycling import upcycling as made
 from moebook.methods.upcycling.config import MAIN
 from moebook.methods.upcycling.starts import Start
 from moebook.models import checkpoint
@@ -282,11 +282,11 @@ def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkey
         upcycling.export(model, tmp_path)
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError("No space left on device"))
-        patch.setattr(exporting.checkpoint, "seal", full)
+        patch.setattr(made.checkpoint, "seal", full)
         with pytest.raises(OSError, match="No space"):
             upcycling.export(model, tmp_path / "out")
-    carried = [key for key in exporting.CARRIED if key != "rope_parameters"]
-    monkeypatch.setattr(exporting, "CARRIED", carried)
+    carried = [key for key in made.CARRIED if key != "rope_parameters"]
+    monkeypatch.setattr(made, "CARRIED", carried)
     with pytest.raises(Refusal, match="E-FORM: the logits of MixtralForCausalLM differ"):
         upcycling.export(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -13,9 +13,8 @@ import yaml
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.papers.printed import _read, folder
-from moebook.papers.statements import Scale
-from moebook.papers.statements import _read as read_claims
+from moebook.papers.printed import Scale, _read, folder
+from moebook.papers.printed import _read_claims as read_claims
 from moebook.results import TIERS
 
 TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]

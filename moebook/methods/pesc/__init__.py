@@ -9,7 +9,6 @@ from moebook.methods.pesc.crafting import (
     craft,
     full_experts,
     load,
-    merge_lora,
     prepare,
     save,
     trained,

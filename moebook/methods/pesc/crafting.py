@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 
 from moebook import nn as mnn
 from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
-from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers
+from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
 from moebook.settings import settings
 
 Chosen = tuple[Anatomy, list[Layer]]
@@ -61,7 +57,11 @@ def full_experts(model: nn.Module, config: Config) -> nn.Module:
         refuse("E-CHOICE", f"host is '{config.host}', expected 'frozen': Eq. 6 is of experts")
     chosen = craftable(model, config)
     base, of_host = checkpoint.fingerprint(model), list(model.parameters())
-    graft(chosen, config, lambda at, gate: mnn.ExpertMoE(gate, mnn.Experts(at.mlp, config.experts)))
+
+    def build(layer: Layer, router: mnn.Router) -> nn.Module:
+        return mnn.ExpertMoE(router, mnn.Experts(layer.mlp, config.experts))
+
+    graft(*chosen, build, experts=config.experts, top_k=config.top_k)
     for parameter in of_host:
         parameter.requires_grad_(False)
     model.pesc = Origin(config=config, sparse=True, base=base)
@@ -87,21 +87,7 @@ def install(chosen: Chosen, config: Config) -> None:
         adapters = mnn.Adapters(width, experts, config.adapter_width, **made)
         return mnn.AdapterMoE(layer.mlp, router, adapters)
 
-    graft(chosen, config, build)
-
-
-def graft(chosen: Chosen, config: Config, build: Callable[[Layer, mnn.Router], nn.Module]) -> None:
-    """Replace the chosen MLPs by what ``build`` makes of each, all built before one is put in."""
-    host, layers = chosen
-    trace, modules = mnn.Trace(), []
-    for layer in layers:
-        weight = next(p for p in layer.block.parameters() if p.is_floating_point())
-        where = {"layer": layer.index, "trace": trace, **beside(weight)}
-        router = mnn.Router(host.hidden, config.experts, config.top_k, **where)
-        modules.append(build(layer, router).train(layer.block.training))
-    for layer, module in zip(layers, modules, strict=True):
-        layer.replace(module)
-    trace.follow(host.decoder)
+    graft(*chosen, build, experts=config.experts, top_k=config.top_k)
 
 
 def prepare(model: nn.Module, config: Config, *, sparse: bool = True) -> nn.Module:
@@ -171,34 +157,6 @@ def adapter_norm(model: nn.Module) -> float:
     if not ups:
         refuse("E-MODEL", "no adapters to measure: the model is dense or has full experts")
     return torch.stack([up.norm() for up in ups]).norm().item()
-
-
-@torch.no_grad()
-def merge_lora(model: nn.Module) -> nn.Module:
-    """Fold LoRA into the host's weights in place, so that the layers are plain linear ones again.
-
-    NF4 weights are dequantised first and stay so: folding into 4 bits again (as PEFT does) would
-    round LoRA away. The merged model counts as ``host="full"``, so `save` keeps all of it.
-    """
-    made_from = checkpoint.origin(model, Origin)
-    host = made_from.config.host
-    if host not in ("lora", "qlora"):
-        refuse("E-MODEL", f"nothing to merge: the model was prepared with host='{host}'")
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, LoraLayer):
-            model.set_submodule(name, _merged(layer))
-    model.is_loaded_in_4bit = False
-    model.pesc = replace(made_from, config=replace(made_from.config, host="full"))
-    return model
-
-
-def _merged(layer: LoraLayer) -> nn.Linear:
-    base, delta = layer.get_base_layer(), layer.get_delta_weight("default")
-    weight, bias = dequantize_module_weight(base), base.bias
-    linear = nn.Linear(base.in_features, base.out_features, bias is not None, device="meta")
-    linear.weight = nn.Parameter((weight.to(delta.dtype) + delta).to(weight.dtype))
-    linear.bias = None if bias is None else nn.Parameter(bias.detach())
-    return linear.train(layer.training)
 
 
 def _quantise(model: nn.Module, host: Anatomy) -> None:

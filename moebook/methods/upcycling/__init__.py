@@ -5,12 +5,12 @@
 """
 
 from moebook.methods.upcycling.config import LED, Config, arms, quarters, thirds
-from moebook.methods.upcycling.exporting import export
 from moebook.methods.upcycling.representations import batches, clouds, collect, hardest
 from moebook.methods.upcycling.starts import MODES, crsu, prompted, scaled, su, trsu
 from moebook.methods.upcycling.upcycling import (
     balance_loss,
     behind_norms,
+    export,
     load,
     save,
     step_zero,

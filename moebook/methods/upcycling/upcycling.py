@@ -1,4 +1,8 @@
-"""Sparse upcycling: each FFN of a dense decoder becomes E copies of it behind a router."""
+"""Sparse upcycling: each FFN of a dense decoder becomes E copies of it behind a router.
+
+`save` and `load` keep the model of any host; `export` writes a plain checkpoint of transformers,
+once its logits agree.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,24 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from moebook import __version__
 from moebook import nn as mnn
 from moebook.analysis.routers import gradients, reach
 from moebook.errors import refuse
 from moebook.methods.upcycling.config import Config, Rule
 from moebook.methods.upcycling.starts import Start, su
 from moebook.models import checkpoint
-from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, normed
-from moebook.nn import balance
-from moebook.settings import settings
+from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers, graft, normed
+from moebook.nn import balance, evaluating
+from moebook.settings import checked, settings
 
 FAMILIES = ("llama", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4")
 TINY = {
@@ -33,6 +38,18 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+FORMS = {  # types of transformers, and of the hosts whose attention each has
+    "mixtral": ("llama", "mistral"),
+    "qwen2_moe": ("llama", "mistral", "qwen2"),
+    "qwen3_moe": ("qwen3",),
+}
+CARRIED = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    " num_key_value_heads head_dim hidden_act max_position_embeddings initializer_range"
+    " rms_norm_eps use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings"
+    " attention_dropout rope_parameters"
+).split()
+AGREE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative error of the logits; 0.1 in halves
 
 
 @settings
@@ -138,20 +155,18 @@ def behind_norms() -> pd.DataFrame:
 
 
 def _install(host: Anatomy, layers: list[Layer], weights: Tensor, config: Config) -> None:
-    """Make all blocks, with routers that start at ``weights [L, E, D]``, then put them in."""
-    trace, blocks = mnn.Trace(), []
-    for layer in layers:
+    """Put experts in the layers, behind routers that start at ``weights [L, E, D]``."""
+
+    def build(layer: Layer, router: mnn.Router) -> nn.Module:
         experts = mnn.Experts(layer.mlp, config.experts)
         if config.noise:
             _disturb(experts, config.noise, config.seed + layer.index)
-        sizes, kind = (host.hidden, config.experts, config.top_k), beside(experts.down_proj)
-        router = mnn.Router(*sizes, layer=layer.index, trace=trace, combine=config.combine, **kind)
         with torch.no_grad():
             router.weight.copy_(weights[layer.index])
-        blocks.append(mnn.ExpertMoE(router, experts).train(layer.block.training))
-    for layer, block in zip(layers, blocks, strict=True):
-        layer.replace(block)
-    trace.follow(host.decoder)
+        return mnn.ExpertMoE(router, experts)
+
+    how = {"experts": config.experts, "top_k": config.top_k, "combine": config.combine}
+    graft(host, layers, build, **how)
 
 
 @torch.no_grad()
@@ -162,3 +177,107 @@ def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
         deviation = weight[0].float().std().item()  # all experts are still copies
         weight.add_((drawn * (noise * deviation)).to(weight))
+
+
+@checked
+def export(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    *,
+    form: Literal["mixtral", "qwen2_moe", "qwen3_moe"] | None = None,
+) -> Path:
+    """Write an upcycled model as a checkpoint that ``AutoModelForCausalLM`` loads as it is.
+
+    By default the form is the first that can hold the model:
+
+    - ``"mixtral"``: Llama and Mistral hosts, every layer sparse, ``"renormalised"`` or K = E.
+    - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any layers; the family's shared
+      expert gets weights 0.
+    - ``"qwen3_moe"``: Qwen3 hosts (with norms on queries and keys), both rules, any layers.
+
+    Routers are rounded to the host's dtype, as these families keep them: in half precision logits
+    agree to about 1 %, since a token near a tie may take another expert.
+    """
+    target, source = Path(folder), checkpoint.origin(model, Origin)
+    if target.exists():
+        refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            refuse("E-NONFINITE", f"{name} holds NaN or infinity: nothing was exported")
+    problems = {each: _problem(model, source.config, each) for each in ([form] if form else FORMS)}
+    fitting = [each for each, problem in problems.items() if problem is None]
+    if not fitting:
+        reasons = (f"form '{each}' {problem}" for each, problem in problems.items())
+        refuse("E-FORM", "; ".join(reasons))
+    twin = _twin(model, fitting[0], source.config)
+    _compare(model, twin)
+    with checkpoint.building(target, base=source.base, version=__version__) as stage:
+        twin.save_pretrained(stage)
+    return target
+
+
+def _problem(model: PreTrainedModel, config: Config, form: str) -> str | None:
+    """Return why a form cannot hold a model, or None."""
+    if (kind := model.config.model_type) not in FORMS[form]:
+        return f"holds hosts of type {', '.join(FORMS[form])}, this one is {kind}"
+    if getattr(model.config, "attention_bias", False):
+        return "has no biases in its attention, this host has"
+    if form != "mixtral":
+        window = getattr(model.config, "sliding_window", None)
+        return f"would lose the host's sliding window of {window}" if window else None
+    if config.combine != "renormalised" and config.top_k < config.experts:
+        return f"always renormalises, this model combines by '{config.combine}': use 'qwen2_moe'"
+    if any(layer.kind == "dense" for layer in anatomy(model).layers):
+        return "makes every layer sparse, this model has dense ones: use 'qwen2_moe'"
+    return None
+
+
+def _configuration(model: PreTrainedModel, config: Config, form: str) -> PreTrainedConfig:
+    source = model.config
+    carried = {key: getattr(source, key, None) for key in CARRIED}
+    values: dict[str, Any] = {key: value for key, value in carried.items() if value is not None}
+    values |= {"num_experts_per_tok": config.top_k, "router_aux_loss_coef": config.balance_weight}
+    if form == "mixtral":
+        values["num_local_experts"] = config.experts
+        values["sliding_window"] = getattr(source, "sliding_window", None)
+        return AutoConfig.for_model(form, **values)
+    dense = [layer.index for layer in anatomy(model).layers if layer.kind == "dense"]
+    values |= {"num_experts": config.experts, "moe_intermediate_size": source.intermediate_size}
+    values |= {"norm_topk_prob": config.combine == "renormalised", "mlp_only_layers": dense}
+    if form == "qwen2_moe":
+        values |= {"qkv_bias": source.model_type == "qwen2", "shared_expert_intermediate_size": 1}
+    return AutoConfig.for_model(form, **values)
+
+
+@torch.no_grad()
+def _twin(model: PreTrainedModel, form: str, config: Config) -> PreTrainedModel:
+    """Return the same weights as a model of the form's family, without copying them."""
+    configuration = _configuration(model, config, form)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(configuration, dtype=model.dtype).eval()
+    state = {
+        name.replace(".mlp.router.", ".mlp.gate."): tensor.to(model.dtype)
+        for name, tensor in model.state_dict().items()
+    }
+    for name, part in twin.state_dict().items():
+        if ".shared_expert" in name:
+            state[name] = torch.zeros(part.shape, dtype=model.dtype, device=model.device)
+    twin.load_state_dict(state, assign=True)
+    rotary = twin.model.rotary_emb  # its buffers are in no state dict: made anew, off "meta"
+    twin.model.rotary_emb = type(rotary)(configuration).to(model.device)
+    twin.tie_weights()
+    twin.generation_config = model.generation_config
+    return twin
+
+
+@torch.no_grad()
+def _compare(model: PreTrainedModel, twin: nn.Module) -> None:
+    """Refuse a twin with other logits on a fixed text: a setting of the host was not carried."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, 24), generator=generator).to(model.device)
+    with evaluating(model):
+        expected, logits = (each(input_ids=ids).logits.double() for each in (model, twin))
+    error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
+    if not error <= AGREE.get(model.dtype, 0.1):
+        ours, theirs = type(model).__name__, type(twin).__name__
+        refuse("E-FORM", f"the logits of {theirs} differ from {ours}'s by {error:.1e}")
