@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, indices, shapes
-from moebook.kernels.matmul import product
+from moebook.kernels.matmul import product, wide
 
 LOGITS = {"cpu": 2**19, "cuda": 2**27}  # of one block: they stay in a CPU's cache
 
@@ -58,9 +58,9 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     adds a row's exponentials pairwise: a CPU's cross-entropy, which does not, is off by 4e-6 nats
     where logits spread by 4 and V is 49,152, and by 7e-5 with the classes not last.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(targets < 0, 0.0, wide.logsumexp(-1) - chosen)
+    logits = wide(logits)
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(targets < 0, 0.0, logits.logsumexp(-1) - chosen)
 
 
 def reference(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> Tensor:
@@ -76,12 +76,11 @@ def _blocked(hidden: Tensor, head: Tensor, readers: Tensor, targets: Tensor) -> 
     """
     rows = hidden[:, readers].flatten(0, 1)
     wanted = targets.repeat(len(hidden))
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    nats = torch.empty(len(rows), dtype=wide, device=rows.device)
+    nats = wide(rows.new_empty(len(rows)))
     size = max(1, LOGITS[rows.device.type] // len(head))
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        logits = product(rows[part], head.T).to(wide)
+        logits = wide(product(rows[part], head.T))
         nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
     return nats.view(len(hidden), len(targets))
 

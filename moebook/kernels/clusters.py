@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import implementation, shapes
-from moebook.kernels.matmul import empty, product
+from moebook.kernels.matmul import empty, product, wide
 
 ROWS = {"cpu": 2**10, "cuda": 2**14}  # points of one block: they stay in a CPU's cache
 
@@ -52,8 +52,7 @@ def clusters(points: Tensor, centres: Tensor, *, impl: str = "auto") -> Clusters
 
 def reference(points: Tensor, centres: Tensor) -> Clusters:
     """Take the minimum over all distances, each as a sum of squared differences."""
-    wide = torch.promote_types(points.dtype, torch.float32)
-    points, centres = points.to(wide), centres.to(wide)
+    points, centres = wide(points), wide(centres)
     nearest = (points.unsqueeze(2) - centres.unsqueeze(1)).square().sum(-1).min(-1)
     chosen = one_hot(nearest.indices, centres.shape[1])
     sums = chosen.double().mT @ points.double()
@@ -62,17 +61,16 @@ def reference(points: Tensor, centres: Tensor) -> Clusters:
 
 def _blocked(points: Tensor, centres: Tensor) -> Clusters:
     """Go through each layer's points block by block: ``argmin |c|^2 / 2 - x c`` is one product."""
-    wide = torch.promote_types(points.dtype, torch.float32)
     layers, rows, width = points.shape
     ids = torch.empty(layers, rows, dtype=torch.int64, device=points.device)
     sums = torch.zeros_like(centres, dtype=torch.float64)
     inertia = torch.zeros(layers, dtype=torch.float64, device=points.device)
-    centres, size = centres.to(wide), ROWS[points.device.type]
+    centres, size = wide(centres), ROWS[points.device.type]
     gaps = empty((min(size, rows), width), centres)
     for layer, mine in enumerate(centres):  # [E, D]
         offset = mine.square().sum(1) / -2
         for start in range(0, rows, size):
-            block = points[layer, start : start + size].to(wide)
+            block = wide(points[layer, start : start + size])
             near = product(block, mine.T).add_(offset).argmax(1)
             apart = torch.index_select(mine, 0, near, out=gaps[: len(block)]).sub_(block).flatten()
             ids[layer, start : start + size] = near

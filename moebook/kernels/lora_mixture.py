@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.kernels.dispatch import implementation, obstacle, shapes
-from moebook.kernels.matmul import empty, product
+from moebook.kernels.matmul import empty, product, wide
 
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -66,7 +66,7 @@ def mixture(
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
     """Add all B in one product to ``base [T, O]``: of ``A_n x [T, N * R]``, gates ``[T, N]``."""
-    weighted = _weighted(hidden, _wide(gates) * scale)
+    weighted = _weighted(hidden, wide(gates) * scale)
     delta = _multiply(weighted, _columns(up).T)
     return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
 
@@ -89,12 +89,12 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, gates, down, up = ctx.saved_tensors
         of_x, _, of_gates, of_down, of_up = ctx.needs_input_grad[2:]
-        narrow, factors = _flat(grad).to(x.dtype), _wide(_flat(gates)) * ctx.scale
+        narrow, factors = _flat(grad).to(x.dtype), wide(_flat(gates)) * ctx.scale
         d_weighted = product(narrow, _columns(up))  # [T, O] @ [O, N * R]
         d_hidden = _weighted(d_weighted, factors)  # [T, N * R]
         d_x = d_gates = d_down = d_up = None
         if of_gates:  # [T, N, R] to [T, N]
-            by_expert = (_wide(d_weighted) * _wide(hidden)).unflatten(1, (len(down), -1))
+            by_expert = (wide(d_weighted) * wide(hidden)).unflatten(1, (len(down), -1))
             d_gates = by_expert.sum(2).mul_(ctx.scale).to(gates.dtype).view(gates.shape)
         if of_up:  # [N * R, T] @ [T, O] to [N, O, R]
             d_up = _multiply(_weighted(hidden, factors).T, narrow).view(up.mT.shape).mT
@@ -123,8 +123,3 @@ def _weighted(columns: Tensor, factors: Tensor) -> Tensor:
     """Multiply the R columns of each expert ``[T, N * R]`` by its factor ``[T, N]``."""
     by_expert = columns.unflatten(1, (factors.shape[1], -1))
     return (by_expert * factors.unsqueeze(2)).to(columns.dtype).flatten(1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

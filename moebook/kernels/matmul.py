@@ -72,6 +72,11 @@ def is_wider() -> bool:
     return amd and wide and mkl and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an unwritten tensor of the dtype and device of ``like``; a large one in kept memory.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import choice, implementation, natural, shapes
-from moebook.kernels.matmul import empty, product
+from moebook.kernels.matmul import empty, product, wide
 
 RULES = ("standing", "any")
 WRONG = "NaN, infinity or numbers too large to be squared"
@@ -122,19 +122,14 @@ def lengths(rows: Tensor) -> Tensor:
     return norms.masked_fill_(norms == 0, 1).masked_fill_(norms.isinf(), torch.nan)
 
 
-def _wide(rows: Tensor) -> Tensor:
-    """Return rows in float32 at least: a cosine rounded to fewer bits is another."""
-    return rows if rows.element_size() >= 4 else rows.float()
-
-
 def _compared(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Compare unit rows with each target and take the largest cosine: the reference."""
-    return _all(rows), (unit(_wide(rows)) @ _wide(targets).T).amax(1)
+    return _all(rows), (unit(wide(rows)) @ wide(targets).T).amax(1)
 
 
 def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Divide the largest product by the row's length; where it pays, only for rows in question."""
-    rows, targets = _wide(rows), _wide(targets)
+    rows, targets = wide(rows), wide(targets)
     long = lengths(rows)
     worthwhile = floor > -torch.inf and len(targets) >= SIEVED
     worthwhile &= rows.device.type == "cpu" and rows.dtype == torch.float32
@@ -184,7 +179,7 @@ def duplicates(
 
 def _looped(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
     """Run the two loops of Alg. 2 as they are printed; without ``standing``, each pair once."""
-    rows = unit(_wide(vectors))
+    rows = unit(wide(vectors))
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for i in range(len(rows)):
         for j in range(0 if standing else i + 1, len(rows)):
@@ -196,7 +191,7 @@ def _looped(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> T
 
 
 def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
-    rows = unit(_wide(vectors))
+    rows = unit(wide(vectors))
     return through(rows, key, threshold, standing, BLOCK[rows.device.type], near)
 
 

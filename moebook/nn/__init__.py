@@ -1,6 +1,5 @@
 """Modules that the methods put into a host model: routers, adapters, full experts."""
 
-from moebook.nn.adapters import AdapterMoE, Adapters
-from moebook.nn.experts import ExpertMoE, Experts, SplitExperts
+from moebook.nn.experts import AdapterMoE, Adapters, ExpertMoE, Experts, SplitExperts
 from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
 from moebook.nn.routing import Router, balance, routers

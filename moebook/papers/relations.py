@@ -40,7 +40,7 @@ PLACES = {"table", "row", "column", "except"}  # of a selection; its other entri
 
 @dataclass(frozen=True)
 class Cell:
-    """A printed number with its place; `value` and `decimals` as in `papers.Number`."""
+    """A printed number with its place; `value` and `decimals` as in `papers.printed.Number`."""
 
     table: str
     row: str

@@ -1,9 +1,14 @@
-"""Curves, bars with intervals, heat maps and loads of experts; clouds of points and effects."""
+"""Curves, bars, heat maps, loads of experts, clouds of points and effects, in one look.
+
+Okabe-Ito colours, readable sizes, panels of the text's width.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,10 +20,28 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moebook.errors import refuse
-from moebook.plotting import theme
-from moebook.plotting.theme import COLOURS, INK, Look, Series, grid, look, require, single
 from moebook.results.intervals import interval
 
+COLOURS: tuple[str, ...] = (
+    "#0072B2",  # blue
+    "#D55E00",  # vermilion
+    "#009E73",  # bluish green
+    "#CC79A7",  # reddish purple
+    "#E69F00",  # orange
+    "#56B4E9",  # sky blue
+    "#5F5F5F",  # grey, for Okabe-Ito's black, which would hide axes and error bars
+    "#F0E442",  # yellow, last: weakest on white
+)
+"""Okabe and Ito's palette, strongest on white first; told apart with every colour vision."""
+DARK_COLOURS = frozenset({"#0072B2", "#5F5F5F"})
+"""Those of `COLOURS` on which white text reads better than dark."""
+MARKERS = "osD^vPX*"
+HATCHES = ("", "///", "...", "xxx")
+WIDTH = 7.2
+"""Width of a figure in inches: the book's text column."""
+INK = "#14171A"
+Series = Mapping[str, npt.ArrayLike]
+Look = dict[str, Any]
 MANY = 150
 """From so many points on in a panel a series is drawn small and pale, as a background."""
 COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
@@ -77,19 +100,19 @@ def bars(frame: pd.DataFrame, *, group: str, series: str, ylabel: str, title: st
         drawn = axes.bar(
             places, heights, width * 0.92, yerr=whiskers if whiskers.any() else None,
             color=COLOURS[index % len(COLOURS)], edgecolor="white", ecolor=INK, capsize=3,
-            hatch=theme.HATCHES[index // len(COLOURS) % len(theme.HATCHES)], label=str(name),
+            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)], label=str(name),
         )  # fmt: skip
         if len(groups) * len(names) <= 16:
             numbers = [f"{height:#.3g}" if np.isfinite(height) else "" for height in heights]
             size = 8.5 if len(names) < 5 else 7
             axes.bar_label(drawn, numbers, padding=1, fontsize=size)
     axes.set_xticks(range(len(groups)), [str(each) for each in groups])
-    theme.tilt_when_long(axes, groups)
+    tilt_when_long(axes, groups)
     axes.set(ylabel=ylabel, title=title)
     handles, labels = axes.get_legend_handles_labels()
     columns = min(len(labels), 5)  # filled one after another: rows should read in order
     order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
-    theme.legend(figure, {labels[place]: handles[place] for place in order}, columns)
+    legend(figure, {labels[place]: handles[place] for place in order}, columns)
     return figure
 
 
@@ -134,7 +157,7 @@ def heatmap(
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
-        theme.tilt_when_long(axes, columns, across)
+        tilt_when_long(axes, columns, across)
         axes.set_yticks(range(len(rows)), rows if index % across == 0 else [""] * len(rows))
         axes.tick_params(length=0)
         axes.grid(False)
@@ -167,14 +190,14 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
     widths, left = np.stack(list(table.values())), np.zeros(len(table))
     for expert in range(experts):
         colour = COLOURS[expert % len(COLOURS)]
-        hatch = theme.HATCHES[expert // len(COLOURS) % len(theme.HATCHES)]
+        hatch = HATCHES[expert // len(COLOURS) % len(HATCHES)]
         dress: Look = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         patches = axes.barh(list(table), widths[:, expert], left=left, **dress)
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
         names = [str(expert) if share > 0.022 else "" for share in widths[:, expert]]
         axes.bar_label(
             patches, names, label_type="center", fontsize=8.5,
-            color="white" if colour in theme.DARK_COLOURS else INK,
+            color="white" if colour in DARK_COLOURS else INK,
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
         left += widths[:, expert]
@@ -198,7 +221,7 @@ def points(
     Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing. Points
     may be ``joined`` by a line in their order, and the horizontal axis ``log``.
     """
-    clouds, looks = theme.arrays("points", panels)
+    clouds, looks = arrays("points", panels)
     figure, cells = grid(list(panels), 3, 3.0, xlabel, ylabel, title, shared=True)
     handles: dict[str, Artist] = {}
     for axes, panel in zip(cells, clouds, strict=True):
@@ -211,7 +234,7 @@ def points(
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
-    theme.legend(figure, handles, 5)
+    legend(figure, handles, 5)
     return figure
 
 
@@ -228,7 +251,7 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     panels = dict(list(frame.groupby("panel", sort=False)))
     sizes = [part.line.nunique() for part in panels.values()]
     figure, cells = plt.subplots(
-        len(panels), 1, figsize=(theme.WIDTH, 0.27 * sum(sizes) + 0.85 * len(panels) + 0.5),
+        len(panels), 1, figsize=(WIDTH, 0.27 * sum(sizes) + 0.85 * len(panels) + 0.5),
         height_ratios=[size + 0.8 for size in sizes], layout="constrained", squeeze=False,
     )  # fmt: skip
     plt.close(figure)
@@ -238,7 +261,7 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
         axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left")
     marks = {name: Line2D([], [], ls="", **look(place)) for place, name in enumerate(names)}
-    theme.legend(figure, marks, 5)
+    legend(figure, marks, 5)
     return figure
 
 
@@ -259,3 +282,81 @@ def _panel(axes: Axes, part: pd.DataFrame, names: list[str]) -> None:
     axes.grid(axis="x")
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
+
+
+def style() -> None:
+    """Set matplotlib to the book's look for the rest of the session; call it once a notebook."""
+    plt.style.use(Path(__file__).with_name("book.mplstyle"))
+
+
+def single(height: float) -> tuple[Figure, Axes]:
+    """Open one panel of the text's width and so many inches in height."""
+    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    plt.close(figure)
+    return figure, axes
+
+
+def grid(
+    names: Sequence[str], across: int, height: float,
+    xlabel: str, ylabel: str, title: str, *, shared: bool = False,
+) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    """Open one panel a name, at most ``across`` in a row of ``height`` inches."""
+    if not names:
+        refuse("E-DATA", "no panels to draw; expected at least one")
+    across = min(across, len(names))
+    down = -(-len(names) // across)
+    figure, cells = plt.subplots(
+        down, across, figsize=(WIDTH, height * down + 0.6), layout="constrained", squeeze=False,
+        sharex=shared, sharey=shared,
+    )  # fmt: skip
+    plt.close(figure)
+    for axes, name in zip(cells.flat, names, strict=False):
+        axes.set_title(name, fontsize=10, pad=5)
+    for axes in cells.flat[len(names) :]:
+        axes.set_visible(False)
+    for axes in cells.flat[max(0, len(names) - across) : len(names)]:
+        axes.set_xlabel(xlabel, fontsize=9)  # a label of the figure would lie under its legend
+        axes.tick_params(labelbottom=True)
+    figure.supylabel(ylabel, fontsize=10.5)
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure, list(cells.flat[: len(names)])
+
+
+def arrays(
+    chart: str, panels: Mapping[str, Series]
+) -> tuple[list[dict[str, npt.NDArray[np.float64]]], dict[str, Look]]:
+    """Return each panel's series as arrays ``[n, 2]``, and the look of each name in all panels."""
+    converted: list[dict[str, npt.NDArray[np.float64]]] = []
+    for title, panel in panels.items():
+        converted.append({name: np.asarray(series, dtype=float) for name, series in panel.items()})
+        for name, values in converted[-1].items():
+            if values.ndim != 2 or values.shape[1] != 2:
+                refuse("E-SHAPE", f"{chart}: '{name}' of '{title}' is {values.shape}, not [n, 2]")
+    names = dict.fromkeys(name for panel in converted for name in panel)
+    return converted, {name: look(place) for place, name in enumerate(names)}
+
+
+def look(place: int) -> Look:
+    """Return colour and marker of the series at a place; a series has its own in every panel."""
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+
+
+def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
+    """Refuse a frame without these columns."""
+    if missing := [column for column in columns if column not in frame]:
+        refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {list(frame.columns)}")
+
+
+def legend(figure: Figure, handles: Mapping[str, Artist], columns: int) -> None:
+    """Put the legend under the axes, where it hides no data; one entry needs none."""
+    if len(handles) > 1:
+        columns = min(len(handles), columns)
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+
+
+def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:
+    """Tilt the horizontal axis's names where panels side by side would let them collide."""
+    if across * sum(len(str(name)) for name in names) > 75:
+        axes.tick_params(axis="x", rotation=30)
+        for label in axes.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")

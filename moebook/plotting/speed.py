@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
-from moebook.plotting import theme
-from moebook.plotting.theme import COLOURS, INK, MARKERS, Look, Series, arrays, grid, single
+from moebook.plotting.charts import COLOURS, INK, MARKERS, Series, arrays, grid, require, single
 
 ROW = 0.2
 """Inches of a bar and the gap behind it."""
@@ -24,7 +23,7 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     ``frame`` has one row a bar: ``group``, ``contender``, ``value`` (its time over ours, above 0)
     and ``floor`` (the floor's time over ours, the same in a group; NaN where there is none).
     """
-    theme.require("multiples", frame, ("group", "contender", "value", "floor"))
+    require("multiples", frame, ("group", "contender", "value", "floor"))
     if not (frame["value"] > 0).all():
         refuse("E-RANGE", "multiples: values must be above 0, since the axis is logarithmic")
     groups = dict(list(frame.groupby("group", sort=False)))
@@ -96,8 +95,8 @@ def roofline(
     axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
     for place, (name, (intensity, rate)) in enumerate(runs.items()):
         marker = MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
-        dress: Look = {"color": COLOURS[place % len(COLOURS)], "marker": marker, "zorder": 3}
-        axes.scatter(intensity, rate / 1e9, s=42, label=name, **dress)
+        colour = COLOURS[place % len(COLOURS)]
+        axes.scatter(intensity, rate / 1e9, s=42, label=name, color=colour, marker=marker, zorder=3)
     axes.set(
         xscale="log", yscale="log", title=title,
         xlabel="work for each byte that must move (FLOPs per byte)", ylabel="GFLOPs a second",

@@ -262,7 +262,7 @@ def read_papers(folder: Path) -> Any:
         each.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(printed, "FOLDER", folder)
-        return repr((papers.claims("esft"), papers.audit("esft"), papers.hyperparameters("esft")))
+        return repr((papers.claims("esft"), papers.audit("esft"), printed.hyperparameters("esft")))
 
 
 ROWS = [{"query": f"What is {n} + {n}?", "response": f"It is {2 * n}."} for n in range(4)]

@@ -61,9 +61,9 @@ def test_a_printed_number_keeps_its_value_and_how_fine_it_was_printed():
         ("+1.9%", 1.9, 1), ("-13.5", -13.5, 1), ("−2.6", -2.6, 1), ("1,838", 1838, 0),
         ("5e-5", 5e-5, 5), ("1×10^{-4}", 1e-4, 4), ("0.70", 0.7, 2),
     ]:  # fmt: skip
-        assert papers.number(printed) == (pytest.approx(value, rel=1e-12), decimals)
+        assert papers.printed.number(printed) == (pytest.approx(value, rel=1e-12), decimals)
     for printed in ("", "-", "×", "12.", "1.2.3", "8×7B", "n/a", "10 %"):
-        assert papers.number(printed) is None
+        assert papers.printed.number(printed) is None
 
 
 def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_cells():
@@ -86,7 +86,7 @@ def test_an_unknown_paper_table_or_group_names_the_nearest():
     with pytest.raises(Refusal, match=r"pesc has no table '6'; .*one of: 1, 10, 11, 2"):
         papers.table("pesc", 6)
     with pytest.raises(Refusal, match=r"rocket has no settings 'papers'; did you mean 'paper'"):
-        papers.hyperparameters("rocket", "papers")
+        papers.printed.hyperparameters("rocket", "papers")
 
 
 @pytest.mark.parametrize(("text", "line", "message"), [
@@ -109,14 +109,14 @@ def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, me
 
 def test_every_setting_has_its_place_and_those_of_the_text_are_there():
     for paper in papers.PAPERS:
-        groups = papers.hyperparameters(paper)
+        groups = papers.printed.hyperparameters(paper)
         assert "paper" in groups
         entries = [entry for group in groups.values() for entry in group.values()]
         assert all(entry["where"] and "value" in entry for entry in entries)
-    pesc = papers.hyperparameters("pesc", "paper")
+    pesc = papers.printed.hyperparameters("pesc", "paper")
     wanted = {"lr": 2e-4, "batch": 128, "max_length": 2048, "top_k": 2}
     assert {name: pesc[name]["value"] for name in wanted} == wanted
-    assert papers.hyperparameters("router_init", "paper")["lr_danube"]["value"] == 1e-5
+    assert papers.printed.hyperparameters("router_init", "paper")["lr_danube"]["value"] == 1e-5
 
 
 def tokens(text):

@@ -13,8 +13,7 @@ from scipy import stats
 from moebook import plotting
 from moebook.errors import Refusal
 from moebook.plotting import speed
-from moebook.plotting.charts import COLUMNS
-from moebook.plotting.theme import COLOURS, DARK_COLOURS, INK
+from moebook.plotting.charts import COLOURS, COLUMNS, DARK_COLOURS, INK
 
 BARS = pd.DataFrame(
     [["code", "dense", 0.4, 0.3, 0.5], ["code", "sparse", 0.5, 0.45, 0.6],

@@ -18,13 +18,14 @@ from moebook.methods.esft.comparing import (
     switches,
 )
 from moebook.methods.esft.grouping import cooccurrence, group, partition
-from moebook.methods.esft.published import published, replay
 from moebook.methods.esft.scoring import (
     Config,
     Scores,
     Selection,
     measure,
+    published,
     random_selection,
+    replay,
     samples,
     select,
 )

@@ -12,6 +12,7 @@ from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket import mixture
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.config import Config
+from moebook.models.checkpoint import origin
 
 __all__ = ["Config", "tuned"]
 
@@ -23,4 +24,5 @@ def tuned(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         mixture.build(model, list(bank.values()), config)
-    return tuning.fit(Tuned(model, cast(Any, mixture.origin(model))), data, seed=seed, **recipe)
+    made = Tuned(model, cast(Any, origin(model, mixture.Origin)))
+    return tuning.fit(made, data, seed=seed, **recipe)

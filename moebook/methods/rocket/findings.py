@@ -14,6 +14,7 @@ from moebook import evaluation
 from moebook.methods.rocket import mixture
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
+from moebook.models.checkpoint import origin
 from moebook.results.intervals import interval
 
 KINDS = {"bare answers": False, "with rationales": True}  # whether rationales are read (Figure 8)
@@ -95,7 +96,7 @@ def untuned(
 def alone(model: nn.Module, tokenizer: Any, task: str, *, limit: int) -> np.ndarray:
     """Say which test row ``[N, S]`` each expert gets right when it serves every token (Fig. 11)."""
     right = []
-    for expert in mixture.origin(model).experts:
+    for expert in origin(model, mixture.Origin).experts:
         with mixture.only(model, expert):
             right.append(evaluation.evaluate(model, tokenizer, task, limit=limit).correct > 0)
     return np.array(right)

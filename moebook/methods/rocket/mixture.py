@@ -84,7 +84,7 @@ def install(
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Write a mixture's experts and gates to a new folder, or nothing; NaN is refused."""
-    return checkpoint.save(folder, origin(model), trained(model))
+    return checkpoint.save(folder, checkpoint.origin(model, Origin), trained(model))
 
 
 def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
@@ -108,7 +108,7 @@ def _refuse_mixture(model: nn.Module) -> None:
 
 def remove(model: nn.Module) -> nn.Module:
     """Take the mixture off again, in place: the base as it was, bit for bit."""
-    for path in origin(model).paths:
+    for path in checkpoint.origin(model, Origin).paths:
         model.set_submodule(path, model.get_submodule(path).base_layer)
     del model.rocket
     return model
@@ -117,7 +117,7 @@ def remove(model: nn.Module) -> nn.Module:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the experts' and gates' parameters by name: what trains and what is saved."""
     parameters: dict[str, nn.Parameter] = {}
-    for path in origin(model).paths:
+    for path in checkpoint.origin(model, Origin).paths:
         mixed = model.get_submodule(path)
         named = {"down": mixed.down, "up": mixed.up, "router": mixed.router.weight}
         parameters |= {f"{path}.{name}": parameter for name, parameter in named.items()}
@@ -127,9 +127,9 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 @contextmanager
 def only(model: nn.Module, expert: str) -> Iterator[None]:
     """Send every token to one expert of a mixture in this block (the single experts of Table 5)."""
-    experts = origin(model).experts
+    experts = checkpoint.origin(model, Origin).experts
     refuse_unknown(expert, experts, "E-NAME", f"no expert '{expert}' in the mixture;")
-    parts = [model.get_submodule(path) for path in origin(model).paths]
+    parts = [model.get_submodule(path) for path in checkpoint.origin(model, Origin).paths]
     for part in parts:
         part.only = experts.index(expert)
     try:
@@ -137,8 +137,3 @@ def only(model: nn.Module, expert: str) -> Iterator[None]:
     finally:
         for part in parts:
             part.only = None
-
-
-def origin(model: nn.Module) -> Origin:
-    """Return the `Origin` of a mixture, or refuse a model that holds none."""
-    return checkpoint.origin(model, Origin)

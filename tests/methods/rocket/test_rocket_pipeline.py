@@ -24,11 +24,11 @@ from moebook.notebook import sources
 def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by_name():
     names = {"top_k": "experts_per_token", "budget": "data_budget", "reduction": "perplexity",
              "threshold": "duplicate_threshold"}  # fmt: skip
-    printed, config = papers.hyperparameters("rocket", "paper"), Config.preset("paper")
+    printed, config = papers.printed.hyperparameters("rocket", "paper"), Config.preset("paper")
     for field in ("shots", "candidates", "experts", *names):
         assert getattr(config, field) == printed[names.get(field, field)]["value"]
     assert Config() == Config.preset("fixed")
-    released = papers.hyperparameters("rocket", "released")["data_budget"]["value"]
+    released = papers.printed.hyperparameters("rocket", "released")["data_budget"]["value"]
     assert Config.preset("released").budget == released
     for message, changes in {
         r"E-RANGE: experts \(N\) is 9, expected 1 to 8 \(candidates, M\)": {"experts": 9},
@@ -233,7 +233,7 @@ def values(tier):
 
 
 def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tasks():
-    used, stated = values("paper"), papers.hyperparameters("rocket", "paper")
+    used, stated = values("paper"), papers.printed.hyperparameters("rocket", "paper")
     for name in ("schedule", "weight_decay", "shots", "candidates", "experts"):
         assert used[name] == stated[name]["value"]
     assert float(used["rates"]) == stated["lr"]["value"]
