@@ -1,5 +1,4 @@
 """How fast the ops are, in turns with what a user would pick instead and the hardware's floor."""
 
-from moebook.bench.accuracy import errors
 from moebook.bench.report import curves, judge, reached, recorded, regrown, remeasured
-from moebook.bench.running import OPS, ceilings, growth, installed, measure, roles
+from moebook.bench.running import OPS, ceilings, errors, growth, installed, measure, roles

@@ -135,17 +135,15 @@ def local(path: Path) -> Rows:
         rows = list(_lines(path))
     else:
         try:
-            found = _parquet(path) if path.suffix == ".parquet" else _json(path)
+            whole = {"data_files": str(path), "split": "train", "streaming": True}
+            parquet = path.suffix == ".parquet"
+            found = list(datasets.load_dataset("parquet", **whole)) if parquet else _json(path)
         except Refusal:
             raise
         except Exception as error:  # StopIteration, RecursionError and pyarrow's own among them
             refuse("E-DATA", f"{path}: not a readable {path.suffix[1:]} file ({error!s:.200})")
         rows = [(f"{path}:{number}", row) for number, row in enumerate(found, 1)]
     return rows or refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
-
-
-def _parquet(path: Path) -> list[Any]:
-    return list(datasets.load_dataset("parquet", data_files=str(path), streaming=True)["train"])
 
 
 def _json(path: Path) -> list[Any]:

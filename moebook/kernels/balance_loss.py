@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moebook.kernels.dispatch import choice, implementation, indices, shapes
+from moebook.errors import refuse_unknown
+from moebook.kernels.dispatch import implementation, indices, shapes
 from moebook.kernels.matmul import empty
 
 FORMS = ("live", "kept", "constant")
@@ -37,7 +38,7 @@ def balance_loss(
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
     sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})
     indices("balance_loss", "ids", ids, sizes["E"])
-    choice("balance_loss", "form", form, FORMS)
+    refuse_unknown(form, FORMS, "E-CHOICE", f"balance_loss: unknown form '{form}';")
     wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
     keep = torch.ones_like(logits[:, 0], dtype=wide) if mask is None else mask.to(wide)
     table = {"torch": _counted, "reference": reference}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral
@@ -178,11 +178,6 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
         elif unbound or size != factor:
             return False
     return True
-
-
-def choice(op: str, name: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse, with E-CHOICE, what is none of the choices."""
-    refuse_unknown(value, choices, "E-CHOICE", f"{op}: unknown {name} '{value}';")
 
 
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moebook.errors import refuse
-from moebook.kernels.dispatch import choice, implementation, natural, shapes
+from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import implementation, natural, shapes
 
 MASKS = {"ordered": -1, "inverse": 2**62 - 1}  # of sums: the second puts negative ones last
 MOST, LISTED = 10**9, 10**7  # groups searched (10**8 take a fifth of a second), and kept
@@ -58,7 +58,7 @@ def groups(
     count = shapes("groups", tensors, valued=True)["M"]
     natural("groups", "size", size, count, "the candidates")
     natural("groups", "best", best)
-    choice("groups", "diversity", diversity, MASKS)
+    refuse_unknown(diversity, MASKS, "E-CHOICE", f"groups: unknown diversity '{diversity}';")
     if (number := math.comb(count, size)) > MOST:
         have = f"{count} candidates have {number:,} groups of {size}"
         refuse("E-RANGE", f"groups: {have}, at most {MOST:,} are searched: fewer candidates")

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.errors import refuse
-from moebook.kernels.dispatch import choice, implementation, indices, natural, shapes
+from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import implementation, indices, natural, shapes
 from moebook.kernels.matmul import empty, is_compiled
 
 COMBINE = ("renormalised", "probability")
@@ -52,7 +52,7 @@ def route(
     """
     sizes = shapes("route", {"logits": (logits, "T E")})
     natural("route", "top_k", top_k, sizes["E"], "the experts")
-    choice("route", "combine", combine, COMBINE)
+    refuse_unknown(combine, COMBINE, "E-CHOICE", f"route: unknown combine '{combine}';")
     run = implementation("route", impl, _IMPLEMENTATIONS, logits)
     routing: Routing = run(logits, top_k, combine)
     return routing

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moebook.errors import refuse
-from moebook.kernels.dispatch import choice, implementation, natural, shapes
+from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import implementation, natural, shapes
 from moebook.kernels.matmul import empty, product, wide
 
 RULES = ("standing", "any")
@@ -166,7 +166,7 @@ def duplicates(
     shapes("duplicates", {"vectors": (vectors, "S D"), "key": (key, "S", "real")}, valued=True)
     if not -1 <= threshold <= 1:
         refuse("E-RANGE", f"duplicates: threshold is {threshold}, expected -1 to 1")
-    choice("duplicates", "rule", rule, RULES)
+    refuse_unknown(rule, RULES, "E-CHOICE", f"duplicates: unknown rule '{rule}';")
     if not lengths(vectors).isfinite().all():
         refuse("E-NONFINITE", f"duplicates: vectors hold {WRONG}")
     if not key.isfinite().all():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moebook.data import hub, tasks
 from moebook.errors import refuse
+from moebook.kernels.matmul import wide
 from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
 from moebook.methods.esft.specialising import Origin, specialise
@@ -183,7 +184,7 @@ def lora(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains := ".lora_" in name)
         if trains:
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.data = wide(parameter.data)
     return model
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from moebook import nn as mnn
 from moebook.errors import refuse
+from moebook.kernels.matmul import wide
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
@@ -121,7 +122,7 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
     for parameter in trained(model, config).values():
         parameter.requires_grad_(True)
         if config.host != "full":  # LoRA takes the host's dtype, in which small updates are lost
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.data = wide(parameter.data)
     model.pesc = made_from
     return model
 

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from moebook.errors import located, refuse, shown
+from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
 from moebook.results import read_json
@@ -31,13 +32,7 @@ from moebook.settings import FINITE, record, settings
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
-
-
-def _wide(factor: Tensor) -> Tensor:
-    return factor.to(torch.promote_types(factor.dtype, torch.float32))
-
-
-Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_wide)]]
+Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(wide)]]
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_]\w*(\.\w+)*$")]
 Text = Annotated[str, Field(max_length=1000)] | None
 # The base's class and module, which PEFT notes: one of transformers, never imported here.
