@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from itertools import groupby
 from typing import Any
 
@@ -87,15 +88,28 @@ class InMemory(TemplateLM):
 
     def answer(self, contexts: Sequence[list[int]], limits: Sequence[Limit]) -> list[str]:
         """Continue each context greedily up to the end token, a stop string or the limit."""
-        rows = self._fitting([(ids, []) for ids in contexts], [most for most, _ in limits])
-        texts = [""] * len(rows)
-        order = sorted(range(len(rows)), key=lambda i: (limits[i], len(contexts[i])))
+        return [text for text, _ in self._answered([(ids, []) for ids in contexts], limits)]
+
+    def examine(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
+        """Return what `answer` and `score` give, reading a context once where the model can."""
+        if self._reads_prompt() or getattr(self.model, "_is_stateful", False):
+            texts = self.answer([before for before, _ in pairs], limits)
+            return list(zip(texts, [value for value, _ in self.score(pairs)], strict=True))
+        return self._answered(pairs, limits)
+
+    def _answered(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
+        rooms = [max(0, most - len(pair[1])) for pair, (most, _) in zip(pairs, limits, strict=True)]
+        rows, found = self._fitting(pairs, rooms), [("", 0.0)] * len(pairs)
+        order = sorted(range(len(rows)), key=lambda i: (limits[i], len(rows[i][0])))
         groups = [list(group) for _, group in groupby(order, key=lambda i: limits[i])]
         for chosen in self._batches(groups, "generation"):
-            answers = self._greedy([rows[i][0] for i in chosen], *limits[chosen[0]])
-            for i, text in zip(chosen, answers, strict=True):
-                texts[i] = text
-        return texts
+            answers = self._greedy([rows[i] for i in chosen], *limits[chosen[0]])
+            for i, answer in zip(chosen, answers, strict=True):
+                found[i] = answer
+        return found
+
+    def _reads_prompt(self) -> bool:
+        return any(getattr(part, "reads_prompt", False) for part in self.model.modules())
 
     @torch.no_grad()
     def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
@@ -103,7 +117,7 @@ class InMemory(TemplateLM):
         first = min(len(before) for before, _ in pairs) - 1
         targets = ids[:, first + 1 :]
         inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
-        if any(getattr(part, "reads_prompt", False) for part in self.model.modules()):
+        if self._reads_prompt():
             inputs["labels"] = ids[:, first:-1].clone()
             for line, (before, _) in enumerate(pairs):
                 inputs["labels"][line, : len(before) - first] = IGNORED
@@ -117,15 +131,19 @@ class InMemory(TemplateLM):
         return scores
 
     @torch.no_grad()
-    def _greedy(self, contexts: list[list[int]], most: int, stops: tuple[str, ...]) -> list[str]:
+    def _greedy(
+        self, pairs: list[Pair], most: int, stops: tuple[str, ...]
+    ) -> list[tuple[str, float]]:
         """Take the likeliest token again and again; rows that have ended leave the batch."""
-        ids, mask = self._padded(contexts, left=True)
+        ids, mask = self._padded([before for before, _ in pairs], left=True)
         places = (mask.cumsum(1) - 1).clamp(min=0)
-        going, cache = list(range(len(contexts))), None
-        taken: list[list[int]] = [[] for _ in contexts]
+        going, cache = list(range(len(pairs))), None
+        taken: list[list[int]] = [[] for _ in pairs]
+        scores: list[float] = []
         for _ in range(most):
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
             out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            scores = scores or self._following(out, mask, places, [scored for _, scored in pairs])
             cache, best = out.past_key_values, out.logits[:, -1].argmax(-1)
             for row, token in zip(going, best.tolist(), strict=True):
                 taken[row].append(token)
@@ -138,7 +156,24 @@ class InMemory(TemplateLM):
                 best, mask, places = best[left], mask[left], places[left]
                 going = [going[n] for n in lines]
             ids, places, mask = best[:, None], places[:, -1:] + 1, F.pad(mask, (0, 1), value=1)
-        return [self._text(tokens, stops) for tokens in taken]
+        texts = (self._text(tokens, stops) for tokens in taken)
+        return list(zip(texts, scores, strict=True))
+
+    def _following(
+        self, out: Any, mask: Tensor, places: Tensor, scored: list[list[int]]
+    ) -> list[float]:
+        """Return the log-probability of what follows contexts that were read, leaving the cache."""
+        ids, real = self._padded(scored, left=False)
+        logits, count = out.logits[:, -1:], ids.shape[1]
+        if count > 1:
+            after = places[:, -1:] + torch.arange(1, count, device=ids.device)
+            seen = torch.cat([mask, real[:, :-1]], 1)
+            inputs = {"input_ids": ids[:, :-1], "attention_mask": seen, "position_ids": after}
+            kept = deepcopy(out.past_key_values)
+            rest = self.model(**inputs, past_key_values=kept, use_cache=True).logits
+            logits = torch.cat([logits, rest], 1)
+        nats = token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED))
+        return (-nats.double().sum(1)).tolist()
 
     def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
         text = self.tokenizer.decode(tokens) if stops else ""

@@ -156,9 +156,8 @@ def _embedded(
             items.append((task, chance, number, row["answer"]))
             pairs.append((ids["input_ids"][:border], ids["input_ids"][border:]))
             limits.append((task.max_new_tokens, ()))
-    texts = lm.answer([context for context, _ in pairs], limits)
-    results = zip(items, texts, lm.score(pairs), pairs, strict=True)
-    for (task, chance, number, answer), text, (nats, _), (_, scored) in results:
+    results = zip(items, lm.examine(pairs, limits), pairs, strict=True)
+    for (task, chance, number, answer), (text, nats), (_, scored) in results:
         correct = int(task.normalise(text) == task.normalise(answer))
         nll = -nats / len(scored)
         found = task.name, task.domain, number, correct, nll, -nats, answer, text

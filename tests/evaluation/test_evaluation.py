@@ -169,6 +169,19 @@ def test_what_cannot_be_done_is_refused(llama, tokenizer):
         InMemory(llama, tokenizer, 1).loglikelihood_rolling([request("loglikelihood_rolling", "a")])
 
 
+def test_a_context_read_once_gives_what_reading_it_twice_gives(llama, tokenizer, monkeypatch):
+    scored = [tokenizer.encode(text) for text in (" is", " four and five", "!", " the", "z")]
+    pairs = list(zip(map(tokenizer.encode, CONTEXTS), scored, strict=True))
+    limits, lm = [(n, ()) for n in (3, 3, 1, 3, 1)], InMemory(llama, tokenizer, 2)
+    texts, values = zip(*lm.examine(pairs, limits), strict=True)
+    assert list(texts) == lm.answer([before for before, _ in pairs], limits)
+    assert values == pytest.approx([value for value, _ in lm.score(pairs)], rel=1e-5)
+    monkeypatch.setattr(llama, "_is_stateful", True)
+    assert lm.examine(pairs, limits) == list(
+        zip(texts, [value for value, _ in lm.score(pairs)], strict=True)
+    )
+
+
 def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
     names = ["isa", "gcd"]
     rows = [row for name in names for row in tasks.rows(name, "test", 7)]
