@@ -169,8 +169,8 @@ class InMemory(TemplateLM):
             after = places[:, -1:] + torch.arange(1, count, device=ids.device)
             seen = torch.cat([mask, real[:, :-1]], 1)
             inputs = {"input_ids": ids[:, :-1], "attention_mask": seen, "position_ids": after}
-            kept = deepcopy(out.past_key_values)
-            rest = self.model(**inputs, past_key_values=kept, use_cache=True).logits
+            inputs |= {"past_key_values": deepcopy(out.past_key_values), "use_cache": True}
+            rest = self.model(**inputs, logits_to_keep=count - 1).logits
             logits = torch.cat([logits, rest], 1)
         nats = token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED))
         return (-nats.double().sum(1)).tolist()
