@@ -53,6 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano"),
     ("study toy --on nano --seeds 0", "E-GIT: "),
     ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
+    ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
     ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line_and_exit_code_2(project, capsys, arguments, message):

@@ -106,3 +106,51 @@ def test_modules_are_of_readable_size_finished_and_no_drawer_for_everything():
     assert {name: several for name, several in problems.items() if several} == {}
     drawers = {"utils", "helpers", "common", "base", "manager"}
     assert [path for path in MODULES if path.stem in drawers or path.parent.name in drawers] == []
+
+
+def behind_the_frame(*sources: str) -> dict[str, Any]:
+    """A notebook of these code cells behind the usual frame."""
+    frame = ("from moebook import plotting", "steps: int = 1", "run = notebook.begin(In, {})")
+    cells: list[Cell] = [{"cell_type": "markdown", "metadata": {}, "source": "# A title"}]
+    for source in (*frame, *sources):
+        cells.append({"cell_type": "code", "metadata": {}, "source": source, "outputs": []})
+        cells.append({"cell_type": "markdown", "metadata": {}, "source": "What it means."})
+    cells[3]["metadata"] = {"tags": ["parameters"]}
+    return {"cells": cells}
+
+
+@pytest.mark.parametrize(("source", "problem"), [
+    ("def f(): return 1", "defines a function"), ("class A: pass", "defines a function"),
+    ("import os", "imports after"), ("if steps:\n    from os import path", "imports after"),
+    ("\n".join(f"x{i} = {i}" for i in range(13)), "13 lines of code"),
+    ("figure = plotting.curves(history)", "no name, its figure has no caption"),
+    ("figure = plotting.curves(history)", "no alt"), ("plotting.style()", ""),
+])  # fmt: skip
+def test_a_fault_in_a_cell_is_found(source, problem):
+    problems = ", ".join(notebook_problems(behind_the_frame(source)))
+    assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)
+
+
+def test_outputs_missing_text_and_a_missing_frame_are_found():
+    broken = behind_the_frame("x = 1")
+    broken["cells"][7]["outputs"] = [{"output_type": "stream", "text": "1"}]
+    del broken["cells"][8], broken["cells"][3]["metadata"]["tags"]
+    broken["cells"][5]["source"] = "x = 0"
+    problems = "\n".join(notebook_problems(broken))
+    for fault in (
+        "holds outputs",
+        "after it is missing",
+        "tagged `parameters`",
+        "`notebook.begin`",
+    ):
+        assert fault in problems
+
+
+def test_a_long_function_and_unfinished_work_are_found(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text("def f():\n" + "    x = 1\n" * 60 + "# TO" + "DO: more\n")
+    assert len(module_problems(path)) == 2
+    path.write_text('def f():\n    """Say.\n' + "\n" * 60 + '    """\n' + "    x = 1\n" * 59)
+    assert module_problems(path) == []
+    path.write_text("x = 1\n" * 401)
+    assert module_problems(path) == ["401 lines, at most 400"]

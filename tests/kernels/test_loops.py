@@ -239,3 +239,12 @@ def test_any_mixture_of_dtypes_is_as_accurate_as_the_reference(of_x, of_base, of
     for a, b, want in zip(fast, plain, truth, strict=True):
         assert a.dtype == b.dtype
         assert (a - want).norm() <= 2 * (b - want).norm() + 1e-12
+
+
+def test_leading_dimensions_of_a_mixture_are_kept_and_a_bases_gradient_is_the_incoming_one():
+    of, *_ = given("lora_mixture")
+    shaped = {name: t.unflatten(0, (2, 3)) if len(t) == 6 else t for name, t in of.items()}
+    y = by_op("lora_mixture", of, "torch")
+    torch.testing.assert_close(by_op("lora_mixture", shaped, "torch").flatten(0, 1), y)
+    (grad,) = torch.autograd.grad(y, of["base"], incoming := torch.ones_like(y))
+    assert grad.data_ptr() == incoming.data_ptr()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from moebook.kernels import Bank, experts, matmul, route
-from moebook.kernels.matmul import LARGE, empty, is_wider, product
+from moebook.kernels.matmul import LARGE, empty, is_compiled, is_wider, product
 
 CPU, ONE, SHAPE = torch.device("cpu"), torch.zeros(1), (LARGE // 4, 2)
 
@@ -84,6 +84,17 @@ def test_it_computes_in_all_modes_and_leaves_other_dtypes_to_pytorch(request):
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         one, other = left.to(dtype), right.to(dtype)
         assert torch.equal(product(one, other), torch.mm(one, other))
+
+
+@pytest.mark.parametrize("wider", [True, False])
+def test_only_large_products_are_compiled_in_float32_and_all_in_bfloat16(wider, monkeypatch):
+    monkeypatch.setattr(matmul, "is_wider", lambda: wider)
+    enough = matmul.ENOUGH
+    assert is_compiled(torch.float32, CPU, enough) is wider
+    assert is_compiled(torch.bfloat16, CPU, 1)
+    for dtype, on, size in ((torch.float32, CPU, enough - 1), (torch.float64, CPU, enough),
+                            (torch.bfloat16, torch.device("cuda"), enough)):  # fmt: skip
+        assert not is_compiled(dtype, on, size)
 
 
 @pytest.mark.parametrize("lacking", ["", "mkl", "avx512", "amd", "file", "op"])
