@@ -3,6 +3,8 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 TIER   ?= cpu
 PORT   ?= 8000
 ARGS   ?=
+DEVICE ?= cuda
+MINUTES ?= 9
 # All tests run on every core (tests/conftest.py counts them; each worker holds torch, hence a limit),
 # some of them in one process.
 WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
@@ -15,7 +17,7 @@ PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
 export GOMP_SPINCOUNT = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help book test serve lint clean
+.PHONY: help book test gpu serve lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +29,10 @@ book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, gpu, paper) and r
 test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" for some of them)
 	@echo "test: running the tests with the network cut off"
 	@$(OFFLINE) .venv/bin/python -m pytest $(WORKERS) $(ARGS)
+
+# Without $(STAMP): a machine with a GPU may have a torch of its own, and no way to install.
+gpu: ## Run for MINUTES=9 what needs a GPU and has not run (ARGS=--list tells; DEVICE=cpu tries it)
+	@$(OFFLINE) $(or $(wildcard .venv/bin/python),$(PYTHON)) -m recipes.gpu --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
 
 serve: $(STAMP) ## Show the rendered book in a browser, on PORT=8000
 	@test -f _build/html/index.html || { echo "serve: no book in _build/html; run 'make book' first" >&2; exit 2; }

@@ -297,10 +297,12 @@ def bench(options: argparse.Namespace) -> int:
 @command(
     option("base", choices=BASES, help="the base to pretrain"),
     option("--steps", type=int, help="stop after this many steps; the next call continues"),
+    option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
 )
 def pretrain(options: argparse.Namespace) -> int:
-    """Pretrain an included base by its recipe, in runs/pretrain/; continue where it stopped."""
+    """Pretrain a base by its recipe, in runs/pretrain/; continue where it stopped."""
     from moebook import results
+    from moebook.models.load import PACKAGED, finished
 
     folder = results.root()
     sys.path.insert(0, str(folder))
@@ -309,9 +311,11 @@ def pretrain(options: argparse.Namespace) -> int:
                "package: run moebook pretrain in a clone of it")  # fmt: skip
     recipe = MODELS / options.base / "recipe.yaml"
     work = folder / "runs" / "pretrain" / options.base
+    out = work / "finished" if options.base in PACKAGED else finished(options.base)
     train = import_module("recipes.pretrain").pretrain
-    losses = train(recipe, work, work / "finished", steps=options.steps)
-    print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, in {work}")
+    losses = train(recipe, work, out, steps=options.steps, device=options.device)
+    told = f"finished in {out}" if out.is_dir() else f"to be continued in {work}"
+    print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, {told}")
     return 0
 
 

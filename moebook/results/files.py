@@ -151,6 +151,13 @@ def package() -> str:
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
+def code(folder: Path) -> str:
+    """Hash what all files below a folder do."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    names = [(path.relative_to(folder).as_posix(), code_digest(path)) for path in files]
+    return hashlib.sha256(repr(names).encode()).hexdigest()
+
+
 def code_digest(path: Path) -> str:
     """Hash what a module does, or the bytes of another file."""
     return _code(path.read_text(encoding="utf-8")) if path.suffix == ".py" else str(digest(path))

@@ -24,7 +24,7 @@ SEALS = "SHA256SUMS"  # in results/: the hashes of all committed runs, as sha256
 BENCH = "bench"  # folder of the runs of all ops, one a machine
 COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
-BASES = ("nano", "nano-moe", "smollm2")  # known by name, smallest first; others are larger
+BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger
 
 
 @dataclass(frozen=True)

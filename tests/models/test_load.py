@@ -213,3 +213,4 @@ def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkey
         (damaged / path.name).write_bytes(path.read_bytes()[:1000])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     refused("smollm2", "E-HASH")
+    refused("mid-moe", "E-MODEL: mid-moe does not ship, and there is no .*moebook pretrain mid-moe")

@@ -1,0 +1,72 @@
+"""`make gpu`: each call goes on where the last stopped, and every command that it lists exists."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moebook import cli
+from moebook.notebook import pages, parameters, sources
+from recipes import gpu
+
+ROOT = Path(__file__).parents[2]
+TOY = """
+import sys, time
+from pathlib import Path
+if sys.argv[1] == "slow" and not Path("been").exists():
+    Path("been").touch()
+    time.sleep(60)
+sys.exit(sys.argv[1] == "bad")
+"""
+
+
+def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(tmp_path, monkeypatch, capsys):
+    toys, small = (
+        {"code": "toys", "what": "A"},
+        {"code": "toys", "what": "B", "on_cpu": ["toy slow"]},
+    )
+    steps = {
+        "one": toys | {"commands": ["toy bad", "toy well"]},
+        "two": small | {"commands": ["toy x"]},
+    }
+    for name, text in (("_config.yml", ""), ("toys/a.py", "x = 1"), ("toy.py", TOY),
+                       ("recipes/gpu.yaml", yaml.safe_dump(steps))):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(gpu.MODULES, "toy", "toy")
+    monkeypatch.setattr(gpu, "LEAST", 0)
+    call, told = ["--device", "cpu", "--minutes", "0.45"], {}
+    for ran, exits in ((["bad", "well", "slow"], [1, 0, None]), (["slow", "bad"], [1, 0, 0])):
+        assert gpu.main(call) == 1
+        lines = [line for line in capsys.readouterr().out.splitlines() if ": toy " in line]
+        assert [line.split()[-1] for line in lines] == ran
+        files = (tmp_path / "runs" / "gpu" / f"{name}.json" for name in steps)
+        told = {c: facts for file in files for c, facts in json.loads(file.read_text()).items()}
+        assert [told[f"toy {name}"]["exit"] for name in ("bad", "well", "slow")] == exits
+    assert told["toy slow"].keys() >= {"device", "torch", "commit", "date", "code"}
+    assert told["toy slow"]["seconds"] > 1  # of both calls
+    assert pages.accelerated(tmp_path) == "- A: not run.\n- B: not run.\n"
+    (tmp_path / "runs").rename(tmp_path / "results")
+    assert "- A: 1 of 2 commands done (on " in (page := pages.accelerated(tmp_path))
+    assert "behind" not in page and "- B: not run." in page
+    (tmp_path / "toys" / "a.py").write_text("x = 2")
+    assert "); behind: toys has changed since." in pages.accelerated(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_command_of_every_step_is_one_that_the_project_knows(device, tmp_path):
+    for _, command, code in gpu.todo(ROOT, device, tmp_path):
+        first, *words = shlex.split(command)
+        assert first in gpu.MODULES and (ROOT / code).exists()
+        if first == "pytest":
+            assert (ROOT / words[-1]).exists()
+        elif words[0] in ("run", "study"):
+            options = cli._parse(words)
+            notebook = sources.find(ROOT, options.notebook)
+            assert options.protocol in notebook.protocols
+            parameters.read_options(notebook.parameters, getattr(options, "p", []))
+        else:
+            assert cli._parse(words).command
