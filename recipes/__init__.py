@@ -1,4 +1,4 @@
 """How the bases, the tasks' rows and the corpus that ship with `moebook` were made.
 
-Nothing here is part of the package: `moebook pretrain NAME` and `python -m recipes.tasks` run it.
+Not part of the package: `moebook pretrain NAME`, `python -m recipes.tasks` and `make gpu` run it.
 """

@@ -182,6 +182,7 @@ def test_a_study_runs_the_commit_without_edits_and_goes_on_after_a_seed_that_fai
     match = re.match(bad, by_seed["seed 13"])
     assert match and (folder / match[1]).is_file()
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+    assert study.freeze(copy := folder / "runs" / "frozen" / head[:12]) == copy
     for run in stored(folder):
         values = {value.name: value.value for value in run.values}
         assert values["toy/mean"] == 0.5
