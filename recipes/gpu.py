@@ -55,9 +55,9 @@ def _run(folder: Path, device: str, end: float) -> int:
         if (left := end - time.monotonic()) < LEAST:
             break
         print(f"{name}: {command}", flush=True)
-        was, start = results.files.code(folder / code), time.monotonic()
-        facts = {"code": was, "exit": attempt(command, device, left)} | _here(folder, device)
-        facts["seconds"] = time.monotonic() - start
+        facts = _here(folder, device) | {"code": results.files.code(folder / code)}
+        start = time.monotonic()
+        facts["exit"], facts["seconds"] = attempt(command, device, left), time.monotonic() - start
         print(f"{name}: {keep(place / f'{name}.json', command, facts)}", flush=True)
     rest = len(todo(folder, device, place))
     print(f"{rest} commands are left")
