@@ -1,14 +1,18 @@
 """Data sets of the hub, pinned to a commit, with the papers' templates (`catalogue.yaml`).
 
 The catalogue names no commit: whoever runs an experiment pins one for each data set, and the run's
-record holds it. Local copies in the hub's own files (parquet, JSONL) can stand in for the hub.
+record holds it. A folder can stand in for the hub, with data sets under the hub's names in the
+hub's files: ``openai/gsm8k/main/test.jsonl``,
+``Rowan/hellaswag/data/validation-00000-of-00001.parquet``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +25,20 @@ from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
+ENDINGS = (".jsonl", ".json", ".parquet")
 SCRIPTS = (".py", ".pyc", ".ipynb", ".sh")  # endings of what is no data: no code is ever run
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
     MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
+    COPIES: dict[str, str] = _FILE["copies"]
+Origin = str | Path | None  # of a data set: a commit of the hub's repository, or a folder
 
 
 def load(
     name: str,
     *,
-    revision: str | None = None,
+    revision: Origin = None,
     path: str | Path | None = None,
     size: int | None = None,
     seed: int = 0,
@@ -42,28 +49,31 @@ def load(
     JSONL, JSON or parquet file in the hub's own form instead. The seed draws ``size`` of them.
     """
     source = _source(name)
-    rows = local(Path(path)) if path is not None else pinned(source, revision, "train")
+    rows = local(Path(path)) if path is not None else pinned(source, revision)
     return _draw(f"{name}/train", [(name, rows)], size, seed)
 
 
-def pins(text: str) -> dict[str, str]:
-    """Read commits by data set from ``name=commit,name=commit``; an empty text names none."""
+def pins(text: str, data: str | Path = "") -> dict[str, Origin]:
+    """Read commits by data set from ``name=commit,name=commit``; an empty text names none.
+
+    All other data sets are found in the folder ``data``, or, without one, nowhere.
+    """
     pairs = [pair.split("=") for pair in text.split(",") if pair]
     commits = {pair[0]: pair[-1] for pair in pairs}
     if any(len(pair) != 2 for pair in pairs) or len(commits) < len(pairs):
         refuse("E-PIN", f"revisions is '{text}', expected name=commit,name=commit, each name once")
-    return commits
+    place = folder(data)
+    return defaultdict(lambda: place, commits)
 
 
-def mixture(sizes: Mapping[str, int], revisions: Mapping[str, str], seed: int = 0) -> list[Row]:
-    """Draw training rows of several data sets, at their commits, and shuffle them together.
+def mixture(sizes: Mapping[str, int], origins: Mapping[str, Origin], seed: int = 0) -> list[Row]:
+    """Draw training rows of several data sets, from where `pins` says, and shuffle them together.
 
     Sizes are by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
     """
     drawn = []
     for names, size in sizes.items():
-        pool = [(name, pinned(_source(name), revisions.get(name), "train"))
-                for name in names.split("+")]  # fmt: skip
+        pool = [(name, pinned(_source(name), origins[name])) for name in names.split("+")]
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
     return drawn
@@ -102,8 +112,14 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
         return f"{self.origin}:{index + 1}", self.dataset[index]
 
 
-def pinned(source: Source, revision: str | None, split: str) -> Rows:
-    """Open a split of a data set of the hub, or of its cache, at a commit."""
+def pinned(source: Source, revision: Origin, split: str = "") -> Rows:
+    """Open a split of a data set (the one to train on) at a commit of the hub, or of a folder.
+
+    A split may be a part of one, in the hub's form: ``validation[50%:]``.
+    """
+    split = split or source.split
+    if isinstance(revision, Path):
+        return _part(revision, source, split)
     if not re.fullmatch("(?!0{40})[0-9a-f]{40}", revision or ""):
         problem = f"{source.repo}: revision is {revision!r}, expected a commit"
         refuse("E-PIN", f"{problem} of 40 hexadecimal digits (notebooks: revisions, name=commit)")
@@ -123,6 +139,47 @@ def pinned(source: Source, revision: str | None, split: str) -> Rows:
     except ValueError as error:
         refuse("E-DATA", f"{origin}: {error}")
     return _Numbered(data, origin)
+
+
+def _part(place: Path, source: Source, split: str) -> Rows:
+    name, _, part = split.partition("[")
+    paths = shards(place, source.repo, source.config, name)
+    rows = [pair for path in paths for pair in local(path)]
+    whole = datasets.ReadInstruction.from_spec(f"{name}[{part}" if part else name)
+    (cut,) = whole.to_absolute({name: len(rows)})
+    return rows[cut.from_ : cut.to]
+
+
+def folder(data: str | Path) -> Path | None:
+    """Find the folder that stands in for the hub, in whose name ``$NAME`` is the environment's."""
+    place = Path(os.path.expandvars(data))
+    if data and not place.is_dir():
+        refuse("E-NOFILE", f"{data}: no such folder of data sets; expected org/name/... in it")
+    return place if data else None
+
+
+def contents(data: str | Path) -> dict[str, Path]:
+    """List the data files below the folder that stands in for the hub, by their place in it."""
+    if not (place := folder(data)):
+        return {}
+    paths = sorted(path for path in place.rglob("*") if path.suffix in ENDINGS)
+    return {str(path.relative_to(place)): path for path in paths}
+
+
+def shards(place: Path, repository: str, name: str | None, split: str) -> list[Path]:
+    """Find a split's file or shards, below the configuration's folder where there is one."""
+    root = place / repository
+    if not root.is_dir() and repository in COPIES:
+        root = place / COPIES[repository]
+    form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet)")
+    below = [(path, form.fullmatch(path.name)) for path in sorted(root.rglob("*"))
+             if name is None or name in path.relative_to(root).parts[:-1]]  # fmt: skip
+    found = {path: (path.parent, match[3], int(match[2] or 1)) for path, match in below if match}
+    if [kind[2] for kind in set(found.values())] != [len(found)]:  # one kind, all shards
+        have = ", ".join(str(path.relative_to(root)) for path in found) or "missing"
+        refuse("E-NOFILE", f"{root / (name or '')}: split '{split}' is {have}; expected one file "
+               f"{split}.jsonl, .json or .parquet, or all of {split}-00000-of-...")  # fmt: skip
+    return list(found)
 
 
 def local(path: Path) -> Rows:

@@ -39,10 +39,12 @@ class Source:
     system: str = ""  # left out where it is empty
     options: str = ""
     labels: str = ""
+    lettered: bool = True  # whether the answer, if one of options, has a letter before it
     form: str = ""  # a key of FORMS in place of templates
     domain: str = ""
     licence: str = ""
     config: str | None = None  # its configuration, when it has several
+    split: str = "train"  # what it is trained on, where that is no target
     files: str | None = None  # pattern of its files, when the repository holds many sets
     compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
     max_new_tokens: int = 64  # enough for an answer, with a vocabulary of tens of thousands
@@ -73,7 +75,8 @@ class Source:
         if str(label).strip() not in labels:
             refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; no unlabelled splits")
         prompt = _rendered(self.prompt, raw, where, choices="\n".join(lettered))
-        return {"prompt": prompt, "answer": lettered[labels.index(str(label).strip())]}
+        shown = lettered if self.lettered else texts
+        return {"prompt": prompt, "answer": shown[labels.index(str(label).strip())]}
 
 
 @cache
@@ -81,6 +84,11 @@ def _compiled(template: str) -> tuple[jinja2.Template, tuple[str, ...]]:
     """A template with the names of the fields that it reads."""
     names = meta.find_undeclared_variables(_JINJA.parse(template))
     return _JINJA.from_string(template), tuple(sorted(names))
+
+
+@cache
+def _expression(text: str) -> Callable[..., Any]:
+    return _JINJA.compile_expression(text, undefined_to_none=False)
 
 
 def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) -> str:
@@ -94,7 +102,7 @@ def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
     for name in _compiled(f"{{{{ {expression} }}}}")[1]:
         if not isinstance(raw.get(name), (list, Mapping)):
             field(raw, name, where)
-    values = _JINJA.compile_expression(expression, undefined_to_none=False)(dict(raw))
+    values = _expression(expression)(dict(raw))
     if not isinstance(values, list) or not values:
         kind = "missing" if isinstance(values, jinja2.Undefined) else type(values).__name__
         refuse("E-DATA", f"{where}: field '{expression}' is {kind}, expected a list")

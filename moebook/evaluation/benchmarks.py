@@ -1,14 +1,12 @@
 """lm-eval's benchmarks, with data from the hub or from a folder, checked before any is run.
 
-A folder holds data sets under the hub's names, in the hub's files:
-``openai/gsm8k/main/test.jsonl``, ``Rowan/hellaswag/data/validation-00000-of-00001.parquet``.
+Three are ours, in the folder ``tasks``: BoolQ without its passages, and the likelihood of
+worked solutions (GSM8K) and of programs (MBPP).
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import re
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -32,27 +30,25 @@ SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
     CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
-    COPIES: dict[str, str] = _FILE["copies"]
+OURS = Path(__file__).with_name("tasks")
 
 
 @functools.cache
 def _index() -> TaskManager:
     """lm-eval's index of its thousands of task files: seconds to build, so only once."""
-    return TaskManager()
+    return TaskManager(include_path=str(OURS))
 
 
 def load(names: list[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
     """Load lm-eval's tasks by the name asked for; refuse those that would run code."""
-    folder = Path(os.path.expandvars(data))
-    if data and not folder.is_dir():
-        refuse("E-NOFILE", f"{data}: no such folder of data sets; expected org/name/... in it")
+    folder = hub.folder(data)
     loaded: dict[str, dict[str, Task]] = {}
     for name in names:
         if name not in _index().all_tasks:
             refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
         _refuse_code(name, (_index().task_index[name].cfg or {}).get("unsafe_code"))
         try:
-            loaded[name] = _index().load(_local(name, folder) if data else [name])["tasks"]
+            loaded[name] = _index().load(_local(name, folder) if folder else [name])["tasks"]
         except ImportError as error:
             refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
         except (OSError, ValueError, RuntimeError) as error:
@@ -118,26 +114,10 @@ class _Local(ConfigurableTask):
         """Read the splits' files, each by the project's reader of data of the hub."""
         self.dataset = {}
         for split in {getattr(self.config, kind) for kind in SPLITS} - {None}:
-            files = _files(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split)
+            files = hub.shards(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split)
             rows = [row for file in files for _, row in hub.local(file)]
             self.dataset[split] = Dataset.from_list(rows)
             self.files |= {str(path.relative_to(self.folder)): path for path in files}
-
-
-def _files(folder: Path, repository: str, name: str | None, split: str) -> list[Path]:
-    """Find a split's file or shards, below the configuration's folder where there is one."""
-    place = folder / repository
-    if not place.is_dir() and repository in COPIES:
-        place = folder / COPIES[repository]
-    form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet)")
-    below = [(path, form.fullmatch(path.name)) for path in sorted(place.rglob("*"))
-             if name is None or name in path.relative_to(place).parts[:-1]]  # fmt: skip
-    found = {path: (path.parent, match[3], int(match[2] or 1)) for path, match in below if match}
-    if [kind[2] for kind in set(found.values())] != [len(found)]:  # one kind, all shards
-        have = ", ".join(str(path.relative_to(place)) for path in found) or "missing"
-        refuse("E-NOFILE", f"{place / (name or '')}: split '{split}' is {have}; expected one file "
-               f"{split}.jsonl, .json or .parquet, or all of {split}-00000-of-...")  # fmt: skip
-    return list(found)
 
 
 def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[tuple[Any, ...]]:

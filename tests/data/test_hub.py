@@ -15,6 +15,7 @@ TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight":
 CHOICES = {"label": ["A", "B"], "text": ["x", "y"]}
 PLAIN = {"prompt": "q", "answer": "a"}
 ARC = {"prompt": "Question: q?\nA. x\nB. y\nAnswer:", "answer": "B. y"}
+OPEN = {"prompt": "Question: q?\nAnswer:"}
 ROWS = {  # a row as the hub has it, and what becomes of it
     "slimorca": ({"conversations": [{"from": "system", "value": "s", "weight": None}, *TALK]},
                  PLAIN | {"system": "s"}),
@@ -40,6 +41,17 @@ ROWS = {  # a row as the hub has it, and what becomes of it
     "gsm8k": ({"question": "q", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
               {"prompt": "Question: q", "answer": "4", "rationale": "2+2 = <<2+2=4>>4"}),
     "mbpp": ({"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]}, PLAIN),
+    **dict.fromkeys(("arc_easy_open", "arc_challenge_open"), (
+        {"question": "q?", "answerKey": "A", "choices": CHOICES}, OPEN | {"answer": "x"})),
+    "openbookqa_open": ({"question_stem": "q", "answerKey": "B", "choices": CHOICES},
+                        {"prompt": "q", "answer": "y"}),
+    "boolq_closed": ({"question": "q", "answer": False}, OPEN | {"answer": "no"}),
+    "piqa_open": ({"goal": "q?", "sol1": "x", "sol2": "y", "label": 1}, OPEN | {"answer": "y"}),
+    "siqa_open": ({"context": "c", "question": "q?", "answerA": "x", "answerB": "y",
+                   "answerC": "z", "label": "3"}, {"prompt": "Q: c q?\nA:", "answer": "z"}),
+    "winogrande_open": ({"sentence": "It _ barks.", "option1": "x", "option2": "y", "answer": "2"},
+                        {"prompt": "Complete: It ", "answer": "y barks."}),
+    "gsm8k_solution": ({"question": "q?", "answer": "2\n#### 2"}, OPEN | {"answer": "2\n#### 2"}),
 }  # fmt: skip
 RAW = {name: raw for name, (raw, _) in ROWS.items()}
 GOOD = b'{"problem": "a", "solution": "b"}\n'
@@ -101,7 +113,34 @@ def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkey
     assert sum(counts.values()) == 8
     assert ("meta-math/MetaMathQA", None, "train", pins["metamathqa"]) in asked
     with pytest.raises(Refusal, match="E-PIN: Open-Orca/SlimOrca: revision is None"):
-        hub.mixture({"slimorca": 1}, {})
+        hub.mixture({"slimorca": 1}, hub.pins(""))
+
+
+def test_a_folder_stands_in_for_the_hub_where_no_commit_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA", str(tmp_path))
+    pins, sets = hub.pins(f"mbpp={COMMIT}", "$DATA"), hub.CATALOGUE
+    for split, name in (("google/boolq-closed-book/train", "boolq_closed"),
+                        ("baber/piqa/validation", "piqa_open")):  # fmt: skip
+        path = tmp_path / f"{split}.jsonl"
+        path.parent.mkdir(parents=True)
+        jsonl(path.parent, *(RAW[name] | {"number": i} for i in range(4))).rename(path)
+    (row,) = hub.mixture({"boolq_closed": 1}, pins)
+    assert (row["task"], row["answer"], pins["mbpp"]) == ("boolq_closed", "no", COMMIT)
+    halves = [hub.pinned(sets["piqa_open"], tmp_path, part) for part in ("validation[:50%]", "")]
+    assert [[row["number"] for _, row in half] for half in halves] == [[0, 1], [2, 3]]
+    assert [*hub.contents("$DATA")] == ["baber/piqa/validation.jsonl",
+                                        "google/boolq-closed-book/train.jsonl"]  # fmt: skip
+    assert hub.contents("") == {}
+    with pytest.raises(Refusal, match=r"E-NOFILE: .*gsm8k/main: split 'train' is missing"):
+        hub.mixture({"gsm8k_solution": 1}, pins)
+    with pytest.raises(Refusal, match=r"E-NOFILE: [$]NONE: no such folder"):
+        hub.pins("", "$NONE")
+
+
+def test_the_real_sets_give_the_rows_of_the_real_mixture(shared):
+    rows = hub.mixture(hub.MIXTURES["real"], hub.pins("", shared / "data" / "real"))
+    assert len(rows) == sum(hub.MIXTURES["real"].values())
+    assert {row["domain"] for row in rows} == {"code", "common_sense", "mathematics"}
 
 
 def test_commits_and_names_are_read_or_refused():

@@ -27,6 +27,8 @@ MMLU = {"question": "What barks?", "subject": "anatomy", "choices": ["a", "b", "
         "answer": 2}  # fmt: skip
 BOOLQ = {"question": "does it bark", "passage": "A dog barks.", "idx": 0, "label": 1}
 MBPP = {"task_id": 11, "text": "Bark.", "code": "def f(): ...", "test_list": ["assert 1"] * 3}
+CLOSED = {"question": "does it bark", "answer": False}
+PROGRAMS = "google-research-datasets/mbpp/full"
 LAYOUTS = {
     "piqa": ("baber/piqa/validation.jsonl", PIQA, 1 / 2, "be a dog"),
     "arc_easy": ("allenai/ai2_arc/ARC-Easy/test-00000-of-00001.parquet", ARC, 1 / 2, "a cat"),
@@ -34,13 +36,17 @@ LAYOUTS = {
     "gsm8k": ("openai/gsm8k/main/test.json", SUM, 0, SUM["answer"]),
     "mmlu_anatomy": ("cais/mmlu/anatomy/test-00000-of-00001.parquet", MMLU, 1 / 4, "C"),
     "boolq": ("aps/super_glue/boolq/validation-00000-of-00001.parquet", BOOLQ, 1 / 2, "yes"),
+    "boolq_closed": ("google/boolq-closed-book/validation.jsonl", CLOSED, 1 / 2, "no"),
+    "solutions_gsm8k": ("openai/gsm8k/main/test.jsonl", SUM, 0, SUM["answer"]),
+    "solutions_mbpp": (f"{PROGRAMS}/test-00000-of-00001.parquet", MBPP, 0, MBPP["code"]),
 }
 
 
 @cache
 def small():
     place = Path(lm_eval.tasks.__file__).parent
-    return TaskManager(include_path=[place / name for name in FOLDERS], include_defaults=False)
+    folders = [benchmarks.OURS, *(place / name for name in FOLDERS)]
+    return TaskManager(include_path=folders, include_defaults=False)
 
 
 @pytest.fixture(autouse=True)
@@ -95,15 +101,15 @@ def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty
 
 def test_the_real_sets_load_whole(shared):
     sizes = {"arc_challenge": 1172, "arc_easy": 2376, "gsm8k": 1319, "openbookqa": 500,
-             "piqa": 1838, "social_iqa": 1954, "winogrande": 1267}  # fmt: skip
+             "piqa": 1838, "social_iqa": 1954, "winogrande": 1267, "boolq_closed": 3270,
+             "solutions_gsm8k": 1319, "solutions_mbpp": 500}  # fmt: skip
     loaded = benchmarks.load(list(sizes), shared / "data" / "real")
     assert {name: len(tasks[name].eval_docs) for name, tasks in loaded.items()} == sizes
 
 
 def test_mbpp_lies_as_on_the_hub_and_is_not_run(tmp_path):
-    name = "google-research-datasets/mbpp/full/test-00000-of-00001.parquet"
-    put(tmp_path, name, [MBPP])
-    (path,) = benchmarks._files(tmp_path, "google-research-datasets/mbpp", "full", "test")
+    put(tmp_path, f"{PROGRAMS}/test-00000-of-00001.parquet", [MBPP])
+    (path,) = hub.shards(tmp_path, "google-research-datasets/mbpp", "full", "test")
     assert hub.local(path)[0][1] == MBPP
     with pytest.raises(Refusal, match="E-SANDBOX: benchmark 'mbpp' runs code that the model wrote"):
         benchmarks.load(["mbpp"], tmp_path)

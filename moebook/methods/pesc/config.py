@@ -69,10 +69,12 @@ GROUPS = {
     **dict.fromkeys(("gsm8k", "hendrycks_math"), "mathematics"),
     **dict.fromkeys(("piqa", "hellaswag", "winogrande"), "common_sense"),
     **dict.fromkeys(("arc_easy", "arc_challenge"), "common_sense"),
+    **dict.fromkeys(("openbookqa", "social_iqa", "boolq_closed"), "common_sense"),
+    **dict.fromkeys(("solutions_gsm8k", "solutions_mbpp"), "solutions"),
     **dict.fromkeys(("nq_open", "triviaqa"), "knowledge"),
     "mmlu": "mmlu",
 }
-"""lm-eval's names of ten of the paper's twelve benchmarks, to the paper's group (Table 3).
+"""lm-eval's names of ten of the paper's twelve benchmarks to the paper's group (Table 3), and ours.
 
 HumanEval and MBPP are missing: they run what the model wrote. MATH is `hendrycks_math`: lm-eval's
 `minerva_math` has the paper's 4 shots, but needs further packages.

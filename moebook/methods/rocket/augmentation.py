@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -135,6 +136,19 @@ def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int =
         stay = stay[: config.budget]
     stay = stay[np.lexsort((index[stay], -near[stay]))]
     return Augmentation(index[stay], near[stay], index)
+
+
+def peak(shots: Array, config: Config, size: int) -> int:
+    """Return the most bytes that `choose` holds while so many random open rows stream by."""
+    rng, height = np.random.default_rng(0), 4096
+    shapes = ((min(height, size - start), shots.shape[1]) for start in range(0, size, height))
+    blocks = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    tracemalloc.start()
+    try:
+        choose(shots, blocks, config)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @checked

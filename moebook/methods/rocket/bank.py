@@ -28,17 +28,21 @@ from moebook.results import formed, locked
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
+Pins = Mapping[str, hub.Origin]
+NOWHERE: Pins = hub.pins("")
 FOLDER = Path(__file__).parent / "nano"
 with formed(Path(__file__).with_name("catalogue.yaml")) as CATALOGUE:
     EMBEDDED: list[str] = CATALOGUE["embedded"]
     QUESTIONS: list[str] = CATALOGUE["questions"]
     HELD_OUT: dict[str, str] = CATALOGUE["held_out"]
+    TESTED: dict[str, str] = HELD_OUT | CATALOGUE["open"]
     SOURCES: dict[str, Source] = {
         name: hub.CATALOGUE[entry["known"]]
         if "known" in entry
         else Source(**(CATALOGUE["collected"] if "files" in entry else {}), **entry)
         for name, entry in CATALOGUE["sources"].items()
     }
+SETS: dict[str, Source] = hub.CATALOGUE | SOURCES
 with formed(FOLDER / "recipe.yaml") as RECIPE:
     ROWS: int = RECIPE.pop("rows")  # of each set, at most; the rest are settings of `train`
 TABLE_12 = {"epochs": 3, "batch": 32, "lr": 5e-5, "schedule": "cosine", "weight_decay": 1e-4}
@@ -187,15 +191,16 @@ def tune(
 
 def make(
     model: nn.Module, tokenizer: Any, names: Collection[str], folder: str | Path | None = None,
-    *, rows: int = ROWS, **changes: Any,
+    *, rows: int = ROWS, pins: Pins = NOWHERE, **changes: Any,
 ) -> dict[str, Lora]:  # fmt: skip
-    """Train two or more of `EMBEDDED`, or what the folder lacks of them.
+    """Train two or more of `EMBEDDED` and `SETS`, or what the folder lacks of them.
 
     The recipe is the shipped bank's; ``rows`` a set and ``changes`` for `train` go before its own.
     """
     for name in names:
-        refuse_unknown(name, EMBEDDED, "E-DATA", f"no set of the bank is called '{name}';")
+        refuse_unknown(name, [*EMBEDDED, *SETS], "E-DATA", f"no set of the bank is '{name}';")
     sets = embedded(rows, seed=RECIPE["seed"], names=names)
+    sets |= {name: source_rows(name, pins[name])[:rows] for name in names if name in SETS}
     return train(model, tokenizer, sets, folder, **RECIPE | changes)
 
 
@@ -229,11 +234,11 @@ def guarded(bank: Bank, rows: Sequence[Row], *, task: str) -> dict[str, Lora]:
     return clean
 
 
-def source_rows(name: str, revision: str | None, split: str = "train") -> list[Row]:
-    """Load one of `SOURCES` in the paper's templates, from the hub at a commit."""
-    refuse_unknown(name, SOURCES, "E-DATA", f"unknown data set '{name}';")
-    pairs = hub.pinned(SOURCES[name], revision, split)
-    return [{"task": name} | SOURCES[name].row(row, where) for where, row in pairs]
+def source_rows(name: str, revision: hub.Origin, split: str = "") -> list[Row]:
+    """Load one of `SETS` in its template, from the hub at a commit or from a folder."""
+    refuse_unknown(name, SETS, "E-DATA", f"unknown data set '{name}';")
+    pairs = hub.pinned(SETS[name], revision, split)
+    return [{"task": name} | SETS[name].row(row, where) for where, row in pairs]
 
 
 def embedded(
@@ -250,26 +255,26 @@ def embedded(
 
 
 def targets(
-    names: Sequence[str], source: str, pins: Mapping[str, str]
+    names: Sequence[str], source: str, pins: Pins
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
-    The source is ``"embedded"`` or ``"hub"``; ``pins`` are commits of the hub's sets by name.
+    The source is ``"embedded"`` or ``"hub"``; ``pins`` are those of `hub.pins`.
     """
     if source == "embedded":
         sizes = {name: tasks.find(name).available("train") for name in names}
         annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}
         return annotated, {name: tasks.rows(name, "test", tasks.TEST) for name in sizes}
-    if odd := [name for name in names if name not in HELD_OUT]:
-        refuse("E-DATA", f"no test rows are known for '{odd[0]}'; {nearest(odd[0], HELD_OUT)}")
-    annotated = {name: source_rows(name, pins.get(name)) for name in names}
-    return annotated, {name: source_rows(name, pins.get(name), HELD_OUT[name]) for name in names}
+    if odd := [name for name in names if name not in TESTED]:
+        refuse("E-DATA", f"no test rows are known for '{odd[0]}'; {nearest(odd[0], TESTED)}")
+    annotated = {name: source_rows(name, pins[name]) for name in names}
+    return annotated, {name: source_rows(name, pins[name], TESTED[name]) for name in names}
 
 
-def open_data(sets: str, size: int, source: str, pins: Mapping[str, str]) -> list[Row]:
+def open_data(sets: str, size: int, source: str, pins: Pins) -> list[Row]:
     """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's."""
     if source == "embedded":
         drawn = embedded(size)
     else:
-        drawn = {name: source_rows(name, pins.get(name))[:size] for name in sets.split(",")}
+        drawn = {name: source_rows(name, pins[name])[:size] for name in sets.split(",")}
     return [row for rows in drawn.values() for row in rows]

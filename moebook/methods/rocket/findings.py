@@ -83,22 +83,22 @@ def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) 
 
 
 def untuned(
-    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], tasks: Sequence[str], *, limit: int
+    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], tasks: Sequence[str], **how: Any
 ) -> dict[str, pd.DataFrame]:
     """Return, by name, what `evaluation.evaluate` says of the base under each LoRA of a bank."""
     tables = {}
     for name, lora in bank.items():
         with attached(model, [lora]):
-            tables[name] = evaluation.evaluate(model, tokenizer, tasks, limit=limit)
+            tables[name] = evaluation.evaluate(model, tokenizer, tasks, **how)
     return tables
 
 
-def alone(model: nn.Module, tokenizer: Any, task: str, *, limit: int) -> np.ndarray:
+def alone(model: nn.Module, tokenizer: Any, task: str, **how: Any) -> np.ndarray:
     """Say which test row ``[N, S]`` each expert gets right when it serves every token (Fig. 11)."""
     right = []
     for expert in origin(model, mixture.Origin).experts:
         with mixture.only(model, expert):
-            right.append(evaluation.evaluate(model, tokenizer, task, limit=limit).correct > 0)
+            right.append(evaluation.evaluate(model, tokenizer, task, **how).correct > 0)
     return np.array(right)
 
 

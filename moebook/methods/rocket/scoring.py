@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from moebook.data import IGNORED, encode, hub
+from moebook.data import IGNORED, encode
 from moebook.data.encoding import camel
 from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
@@ -30,7 +30,7 @@ from moebook.errors import refuse
 from moebook.evaluation.model import InMemory
 from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.matmul import product
-from moebook.methods.rocket.bank import SOURCES, check_alike
+from moebook.methods.rocket.bank import SETS, check_alike
 from moebook.methods.rocket.config import Count
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.models.anatomy import Anatomy, anatomy, longest
@@ -43,7 +43,7 @@ Row = Mapping[str, str]
 Item = Mapping[str, Any]
 Order = Literal["answer_first", "rationale_first"]
 # What says how answers are compared, by the task's name in a row.
-JUDGED: dict[str, Task | Source] = {**KNOWN, **hub.CATALOGUE, **SOURCES}
+JUDGED: dict[str, Task | Source] = {**KNOWN, **SETS}
 LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # act after the head
 ORDERS = {
     "answer_first": "the answer first then with its explanation",

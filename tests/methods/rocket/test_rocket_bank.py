@@ -103,6 +103,12 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
         ("E-DATA: unknown data set 'RACEs'; did you mean 'RACE'", bank.source_rows, "RACEs", None),
         ("E-PIN: ehovy/race: revision is 'main'", bank.source_rows, "RACE", "main"),
         ("E-DATA: no test rows are known for 'SiQA'", bank.targets, ["SiQA"], "hub", {}),
+        (
+            "E-DATA: no set of the bank is 'gcdd'; did you mean 'gcd'",
+            bank.make,
+            *[None] * 2,
+            ["gcdd"],
+        ),
     ):
         with pytest.raises(Refusal, match=message):
             function(*args)
@@ -200,8 +206,8 @@ def test_the_catalogue_is_tables_8_and_9_and_targets_have_the_benchmarks_split(m
         text = (Path(lm_eval.tasks.__file__).parent / BENCHMARKS[name]).read_text(encoding="utf-8")
         splits = dict(re.findall(r"^(test|validation)_split: (?!null)(\w+)", text, re.MULTILINE))
         assert splits.get("test", splits.get("validation")) == split
-    bank.targets(list(bank.HELD_OUT), "hub", {})
-    assert asked == ["train"] * 6 + list(bank.HELD_OUT.values())
+    bank.targets(list(bank.TESTED), "hub", bank.NOWHERE)
+    assert asked == [""] * 10 + list(bank.TESTED.values())
 
 
 def test_embedded_targets_and_open_data_are_rows_of_the_tasks():

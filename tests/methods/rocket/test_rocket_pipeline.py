@@ -248,7 +248,7 @@ def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tas
 
 
 def test_protocols_run_arms_that_there_are():
-    for used in map(values, ("smoke", "cpu", "nano", "passes", "gpu", "paper")):
+    for used in map(values, ("smoke", "cpu", "nano", "passes", "real", "gpu", "paper")):
         given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
         main = rocket.Config.preset(used["preset"], **given)
         known = rocket.pipeline.arms(main, strict=used["strict"])
@@ -277,7 +277,7 @@ def test_members_and_loras_to_retrain_are_of_the_bank_and_every_arm_meets_the_gu
     space = values("nano") | MODULES | {"bank": {"gcd": None, "sums": None}}
     with pytest.raises(Refusal, match="E-RANGE: retrain lists 'licence': one of: gcd, sums"):
         exec(cell("again = "), space)
-    with pytest.raises(Refusal, match="E-RANGE: members lists 'foo'"):
+    with pytest.raises(Refusal, match=r"E-BANK: .* has no LoRA 'foo'"):
         exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
     assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell("mixed, chosen")
     assert "clean[t] |" in cell("prompt, cases")
