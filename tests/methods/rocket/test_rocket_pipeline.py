@@ -16,7 +16,7 @@ from moebook.data import hub
 from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import Config, augmentation, findings, pipeline
-from moebook.models.checkpoint import fingerprint
+from moebook.models.checkpoint import fingerprint, origin
 from moebook.nn import routers
 from moebook.notebook import sources
 
@@ -154,7 +154,7 @@ def test_tuning_leaves_base_and_loras_as_they_were_and_later_mixtures_alike(worl
         loras = [bank[name] for name in names]
         history = pipeline.tune(model, tokenizer, loras, case.shots, config, **BRIEF)
         assert len(history.loss) == 2
-        assert rocket.mixture.origin(model).experts == tuple(names)
+        assert origin(model, rocket.mixture.Origin).experts == tuple(names)
         assert findings.alone(model, tokenizer, "gcd", limit=2).shape == (len(names), 2)
         weights = [router.weight.detach().clone() for router in routers(model)]
         rocket.mixture.remove(model)
