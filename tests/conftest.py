@@ -45,13 +45,6 @@ LONG = (
 ).split()
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than cores: tests of commands wait for what they started."""
-    from xdist.plugin import pytest_xdist_auto_num_workers as cores
-
-    return cores(config) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no worker waits for another's last test."""
     names = (*LONG, "")
