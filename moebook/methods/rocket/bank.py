@@ -55,13 +55,13 @@ def load(
 ) -> dict[str, Lora]:  # fmt: skip
     """Load ``names``, or all, of the shipped bank, which is of ``nano``, or of a folder's.
 
-    A folder without LoRAs gets those that `make` trains. One process does that while others wait,
-    beside the folder, which appears when all are there.
+    A folder that is missing or empty gets those that `make` trains. One process does that while
+    others wait, beside the folder, which appears when all are there.
     """
     target = Path(folder or FOLDER)
-    if folder and not _paths(target):
+    if _vacant(target):
         with locked(target.with_name(f".{target.name}.lock"), wait=True):
-            if not _paths(target):
+            if _vacant(target):
                 draft = target.with_name(f".{target.name}")
                 make(model, tokenizer, names or EMBEDDED, draft, **changes)
                 draft.rename(target)
@@ -71,13 +71,14 @@ def load(
     return {name: bank[name] for name in names or bank}
 
 
-def _paths(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob(f"[!.]*/{loras.SETTINGS}"))
+def _vacant(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read the PEFT folders of a folder as this base's bank; W-BASE tells of untied ones."""
-    if not (paths := _paths(Path(folder))):
+    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
+    if not paths:
         refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
     base = fingerprint(model)
     bank = {path.name: loras.read(path, model, base) for path in paths}

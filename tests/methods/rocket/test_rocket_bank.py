@@ -123,6 +123,10 @@ def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp
     monkeypatch.setattr(bank, "make", make)
     assert list(bank.load(*nano, target)) == sorted(bank.EMBEDDED)
     monkeypatch.delattr(bank, "make")
+    (target := tmp_path / "notes").mkdir()
+    (target / "read.me").touch()
+    with pytest.raises(Refusal, match=r"E-BANK: .*notes holds no LoRA"):
+        bank.load(*nano, target)
     shipped = bank.load(*nano)
     assert set(shipped) == set(bank.load(*nano, bank.FOLDER)) == set(bank.EMBEDDED)
     sets = bank.embedded(bank.ROWS, seed=bank.RECIPE["seed"])
