@@ -16,6 +16,7 @@ SEVERAL = re.compile(r"\bseeds\b")  # a run has one; several are a pool's
 MODULES = sorted(path for top in ("moebook", "recipes") for path in (ROOT / top).rglob("*.py"))
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
+SHOWN = {"bench", "fit", "training.fit", "evaluation.evaluate"}  # calls that teach, as methods do
 
 Cell = dict[str, Any]
 
@@ -55,6 +56,22 @@ def cell_problems(number: int, cell: Cell) -> Iterator[str]:
             yield f"{where}its figure has no {name}"
 
 
+def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
+    """A page shows the code that calls a method and folds the rest: what prepares and draws."""
+    codes = code_cells(notebook)
+    first = ast.walk(ast.parse(code(codes[0])))
+    methods = [node for node in first if "moebook.methods" in (getattr(node, "module", "") or "")]
+    shown = SHOWN | {name.asname or name.name for node in methods for name in node.names}
+    for number, cell in enumerate(codes):
+        nodes = ast.walk(ast.parse(code(cell)))
+        calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+        draws = any(call.startswith(("plotting.", "speed.")) for call in calls - {"plotting.style"})
+        teaches = bool({*calls, *(call.partition(".")[0] for call in calls)} & shown)
+        folded = "hide-input" in cell["metadata"].get("tags", [])
+        if folded == (teaches and not draws and number >= FRAME):
+            yield f"code cell {number} is {'folded' if folded else 'open'}"
+
+
 def notebook_problems(notebook: dict[str, Any]) -> Iterator[str]:
     """Everything that keeps a notebook from being a recipe that tells its story."""
     cells, codes = notebook["cells"], code_cells(notebook)
@@ -91,7 +108,8 @@ def module_problems(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_a_recipe_without_outputs(path):
-    assert list(notebook_problems(json.loads(path.read_text()))) == []
+    notebook = json.loads(path.read_text())
+    assert [*notebook_problems(notebook), *folding_problems(notebook)] == []
 
 
 def test_the_notebooks_that_run_are_short_and_know_one_seed():
@@ -129,6 +147,13 @@ def behind_the_frame(*sources: str) -> dict[str, Any]:
 def test_a_fault_in_a_cell_is_found(source, problem):
     problems = ", ".join(notebook_problems(behind_the_frame(source)))
     assert problem in problems.replace("code cell 3: ", "") and bool(problem) == bool(problems)
+
+
+def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():
+    notebook = behind_the_frame("training.fit(model)", "training.fit(model)", "x = 1")
+    notebook["cells"][7]["metadata"] = {"tags": ["hide-input"]}
+    open_cells = [f"code cell {number} is open" for number in (0, 1, 2, 5)]
+    assert sorted(folding_problems(notebook)) == sorted([*open_cells, "code cell 3 is folded"])
 
 
 def test_outputs_missing_text_and_a_missing_frame_are_found():

@@ -20,6 +20,7 @@ from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
 from moebook.results.runs import Curve, Value, rounded
+from moebook.settings import Presets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,6 +111,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
         runtime.seed_everything(names["seed"])
     _note(environment=runtime.environment())
     _note_code()
+    _show_tables()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
 
@@ -131,6 +133,29 @@ def _note_code() -> None:
             shell.events.unregister("post_run_cell", previous)
         shell._moebook_note = note
         shell.events.register("post_run_cell", note)
+
+
+def _show_tables() -> None:
+    """Let a cell that ends in facts by name, a series or settings show a table, as frames do."""
+    import pandas as pd
+    from IPython import get_ipython
+
+    if (shell := get_ipython()) is not None:
+        formatters = shell.display_formatter.formatters
+        for kind in (dict, pd.Series, Presets):
+            formatters["text/html"].for_type(kind, table)
+        formatters["text/plain"].for_type(float, lambda x, p, cycle: p.text(f"{x:.4g}"))
+        formatters["text/plain"].for_type(str, lambda text, p, cycle: p.text(text))
+
+
+def table(facts: Any) -> str:
+    """Write a mapping, a series or settings as an HTML table, a line a name."""
+    import pandas as pd
+
+    lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
+    nested = isinstance(lines, Mapping) and all(isinstance(x, Mapping) for x in lines.values())
+    frame = pd.DataFrame(lines).T if nested else pd.Series(lines, dtype=object).to_frame("")
+    return frame.to_html(header=nested, float_format="{:.4g}".format)
 
 
 def _note(**fact: Any) -> None:

@@ -6,15 +6,17 @@ import struct
 import zlib
 from pathlib import Path
 
+import lxml.html
 import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moebook import results
 from moebook.errors import Refusal
+from moebook.methods import upcycling
 from moebook.notebook import harvest, publish
 from moebook.notebook.compare import compare
-from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE
+from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE, table
 from moebook.results import Curve, Run, Value
 
 FOLDER = Path("/srv/project/toy")
@@ -62,10 +64,22 @@ def test_text_and_tables_stay_and_colours_stderr_paths_and_other_types_go():
         assert (outputs[0]["data"], counts) == ({"text/plain": "plain"}, {mime: 1})
         assert _shown(mime, "alert(1)") is None
     frame = pd.DataFrame({"a < b": [0.5], "text": ["<img src=x onerror=evil()>"]})
-    table = _shown("text/html", frame._repr_html_())
-    assert "<style" not in table and "<img" not in table
-    assert 'class="dataframe"' in table
-    assert "a &lt; b" in table and "&lt;img src=x onerror=evil()&gt;" in table
+    shown = _shown("text/html", frame._repr_html_())
+    assert "<style" not in shown and "<img" not in shown
+    assert 'class="dataframe"' in shown
+    assert "a &lt; b" in shown and "&lt;img src=x onerror=evil()&gt;" in shown
+
+
+@pytest.mark.parametrize(("facts", "cells"), [
+    ({"device": Path("cpu"), "passes": 1 / 3}, [("device", "cpu"), ("passes", "0.3333")]),
+    ({"one": {"rows": 2}, "two": {"rows": 3}}, [("one", "2"), ("two", "3")]),
+    (pd.Series({"loss": 1.5, "rows": 4}), [("loss", "1.5"), ("rows", "4")]),
+    (upcycling.Config(top_k=1), [("top_k", "1"), ("combine", "probability")]),
+])  # fmt: skip
+def test_facts_series_and_settings_show_as_tables(facts, cells):
+    lines = [[cell.text_content().strip() for cell in line.iter("th", "td")]
+             for line in lxml.html.fromstring(_shown("text/html", table(facts))).iter("tr")]  # fmt: skip
+    assert {tuple(line) for line in lines} >= set(cells)
 
 
 @pytest.mark.parametrize(("given", "reduced"), [
