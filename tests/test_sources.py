@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RUN = [path for path in NOTEBOOKS if not path.stem.endswith("_findings")]
 SEVERAL = re.compile(r"\bseeds\b")  # a run has one; several are a pool's
-MODULES = sorted(path for top in ("moebook", "recipes") for path in (ROOT / top).rglob("*.py"))
+MODULES = sorted(
+    path for top in ("moebook", "recipes", "workshop") for path in (ROOT / top).rglob("*.py")
+)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
 SHOWN = {"bench", "fit", "training.fit", "evaluation.evaluate"}  # calls that teach, as methods do

@@ -1,0 +1,54 @@
+"""Exercise notebooks: students' stubs fail their checks in place, instructors' solutions pass."""
+
+import re
+
+import nbformat
+import pytest
+import yaml
+
+from workshop import editions
+
+PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
+NOTES = yaml.safe_load((editions.BOOK.parent / "workshop" / "notes.yaml").read_text("utf-8"))
+
+
+def _pairs(notebook):
+    """Each cell to complete, with the check below it."""
+    codes = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return list(zip(codes[::2], codes[1::2], strict=True))
+
+
+def test_every_exercise_has_minutes_a_hint_and_a_question_and_no_note_is_of_another():
+    labels = [task.label for page in PAGES for task in editions.exercises(page)[1]]
+    assert sorted(labels) == sorted(NOTES) and len(labels) > 30
+    assert all(note["minutes"] > 0 and note["hint"] and note["asked"] for note in NOTES.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_stub_fails_in_place_and_a_solution_passes(page, tmp_path, capsys):
+    student, instructor = (editions.notebook(page, edition) for edition in editions.EDITIONS)
+    tasks = editions.exercises(page)[1]
+    coded = [task for task in tasks if task.code]
+    assert len(_pairs(student)) == len(_pairs(instructor)) == len(coded) >= 2
+    for stub, check in _pairs(student):
+        with pytest.raises((AssertionError, RuntimeError)):
+            exec(f"{stub}\n{check}", {})
+    capsys.readouterr()
+    for solution, check in _pairs(instructor):
+        exec(f"{solution}\n{check}", {})
+    assert capsys.readouterr().out == "passed\n" * len(coded)
+    texts = {kind: "\n".join(cell.source for cell in notebook.cells)
+             for kind, notebook in (("student", student), ("instructor", instructor))}  # fmt: skip
+    for task in tasks:
+        assert task.solution in texts["instructor"] and task.solution not in texts["student"]
+        assert NOTES[task.label]["hint"] in texts["student"]
+    assert not re.search(r"\{[\w:]+\}`|^:::|^:\w+:", "\n".join(texts.values()), re.MULTILINE)
+
+
+def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(tmp_path):
+    written = editions.write(tmp_path)
+    assert len(written) == 2 * len(PAGES)
+    first = {path: path.read_bytes() for path in written}
+    for path in written:
+        nbformat.validate(nbformat.read(path, as_version=4))
+    assert {path: path.read_bytes() for path in editions.write(tmp_path)} == first
