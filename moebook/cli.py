@@ -232,6 +232,19 @@ def verify(options: argparse.Namespace) -> int:
     return int(not findings or any(finding.failures for finding in findings))
 
 
+@command()
+def doctor(options: argparse.Namespace) -> int:
+    """Check whether this machine is ready, and say what to do if not; exit with 1 then."""
+    from moebook.notebook.doctor import examine
+
+    ready = True
+    for finding in examine(Path.cwd()):
+        print(finding, flush=True)
+        ready &= not finding.failures
+    print("this machine is ready" if ready else "not ready: see the lines that begin with FAILS")
+    return int(not ready)
+
+
 @command(
     option("paper", nargs="?", help="short name, such as rocket; all by default"),
     option("--all", action="store_true", help="also show the numbers that agree"),

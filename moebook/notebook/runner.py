@@ -145,7 +145,7 @@ def _kept(store: Path, folder: Path) -> Run | None:
 def _execute(request: Request) -> Run | None:
     """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
-    with _place(request) if first else nullcontext(), _staging() as directory:
+    with _place(request) if first else nullcontext(), staging() as directory:
         staged = directory / "staged.ipynb"
         try:
             peak = _papermill(request, staged)
@@ -188,7 +188,7 @@ def _drop(request: Request, but: Path | None = None) -> None:
 
 
 @contextmanager
-def _staging() -> Iterator[Path]:
+def staging() -> Iterator[Path]:
     """Give a private folder with a short name, and sweep those of processes that were killed."""
     place = Path(tempfile.gettempdir())
     for lock in place.glob("moebook-*.lock"):

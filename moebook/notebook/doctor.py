@@ -1,0 +1,80 @@
+"""Whether a machine is ready for the book: what it has, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat.v4 import new_code_cell, new_notebook
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from moebook.errors import Refusal
+from moebook.notebook import runner
+from moebook.notebook.compare import Finding
+from moebook.notebook.sources import size
+
+MEMORY, DISK, SCRATCH = 3e9, 2e9, 1e9  # bytes: more than `make book` takes on two cores
+SECONDS = 120  # that the smoke cell may take: importing torch from a cold disk takes most of it
+SMOKE = """\
+from moebook import data, models, training
+model, tokenizer = models.load("nano")
+rows = data.encode(data.draw(["sums"], "train", 8, 0), tokenizer, max_length=64)
+training.fit(model, rows, steps=2, batch=4, lr=1e-3, pad_id=tokenizer.pad_token_id)"""
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Check what runs in a folder need, one finding after the other."""
+    yield Finding("Python", (), f"{platform.python_version()}, {platform.machine()}")
+    yield _packages()
+    scratch = tempfile.gettempdir()
+    yield _room(f"disk, {folder}", shutil.disk_usage(folder).free, DISK, "delete something")
+    yield _room(f"disk, {scratch}", shutil.disk_usage(scratch).free, SCRATCH, "or set TMPDIR")
+    yield _room("memory", psutil.virtual_memory().available, MEMORY, "close other programs")
+    yield _smoke(folder)
+
+
+def _room(name: str, free: float, needed: float, fix: str) -> Finding:
+    there = f"{size(int(free))} are free"
+    lacks = f"{there}, {size(int(needed))} are needed: {fix}"
+    return Finding(name, () if free >= needed else (lacks,), there)
+
+
+def _packages() -> Finding:
+    """Compare what is installed with the ranges that the package declares."""
+    needs = [Requirement(text) for text in importlib.metadata.requires("moebook") or ()]
+    needs = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    there = {canonicalize_name(each.name): each.version
+             for each in importlib.metadata.distributions()}  # fmt: skip
+    found = {need: there.get(canonicalize_name(need.name)) for need in needs}
+    wrong = [
+        f"{need} (found {version or 'none'})"
+        for need, version in found.items()
+        if not version or not need.specifier.contains(version, prereleases=True)
+    ]
+    fix = f"expected {', '.join(wrong)}; pip install -U moebook"
+    return Finding("packages", (fix,) if wrong else (), f"{len(needs)} are in range")
+
+
+def _smoke(folder: Path) -> Finding:
+    """Run one cell in a kernel: load the embedded base and train it for two steps."""
+    start = time.perf_counter()
+    try:
+        with runner.staging() as place, runner.kernel(folder, place, place) as manager:
+            cell = new_notebook(cells=[new_code_cell(SMOKE)])
+            NotebookClient(cell, km=manager, timeout=SECONDS).execute()
+    except CellTimeoutError:
+        return Finding("smoke cell", (f"took longer than {SECONDS} seconds; try again on mains",))
+    except CellExecutionError as error:
+        return Finding("smoke cell", (f"{error.ename}: {error.evalue}; reinstall the packages",))
+    except (DeadKernelError, RuntimeError, Refusal) as error:
+        return Finding("smoke cell", (f"no kernel: {error}; free memory and try again",))
+    return Finding("smoke cell", (), f"trained two steps in {time.perf_counter() - start:.0f} s")

@@ -1,0 +1,52 @@
+"""`moebook doctor` names what a machine lacks, and how to mend it."""
+
+import importlib.metadata
+import shutil
+from collections import namedtuple
+
+import numpy as np
+import psutil
+import pytest
+
+from moebook import cli
+from moebook.notebook import doctor
+
+Free = namedtuple("Free", "free available")
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """A machine that has all, whose smoke cell is short; tests take something away."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: Free(9e9, 0))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Free(0, 9e9))
+    monkeypatch.setattr(doctor, "SMOKE", "1 + 1")
+    return monkeypatch
+
+
+def _told(findings):
+    return [str(finding) for finding in findings if finding.failures]
+
+
+def test_a_healthy_machine_is_ready_and_its_smoke_cell_trains(healthy, capsys):
+    code = doctor.SMOKE
+    healthy.undo()
+    exec(doctor.SMOKE, {})
+    healthy.setattr(doctor, "SMOKE", code)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "this machine is ready"
+
+
+@pytest.mark.parametrize(("take", "told"), [
+    ((shutil, "disk_usage", lambda place: Free(1.5e9, 0)), "1.5 GB are free, 2.0 GB are needed"),
+    ((psutil, "virtual_memory", lambda: Free(0, 2e8)), "200 MB are free, 3.0 GB are needed: close"),
+    ((importlib.metadata, "requires", lambda name: ["numpy<1", "pip", "no-such", "x; extra=='x'"]),
+     f"packages: expected numpy<1 (found {np.__version__}), no-such (found none); pip install -U"),
+    ((doctor, "SMOKE", "raise OSError('libgomp.so.1')"), "OSError: libgomp.so.1; reinstall"),
+    ((doctor, "SMOKE", "import os; os._exit(7)"), "smoke cell: no kernel: "),
+])  # fmt: skip
+def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told):
+    if take[1] != "SMOKE":
+        healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
+    healthy.setattr(*take)
+    failures = _told(doctor.examine(tmp_path))
+    assert len(failures) == 1 and told in failures[0] and "\n" not in failures[0]
