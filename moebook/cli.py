@@ -159,7 +159,7 @@ def study(options: argparse.Namespace) -> int:
     from moebook import results
     from moebook.notebook import study as studies
 
-    folder = results.root()
+    folder = results.checkout()
     given = (options.notebook, options.protocol, options.seeds)
     if options.add:
         if {*given, options.arms, options.jobs} != {None} or options.engine != "local":
@@ -196,7 +196,7 @@ def book(options: argparse.Namespace) -> int:
     from moebook import results
     from moebook.notebook import book as books
 
-    folder = results.root()
+    folder = results.checkout()
     books.execute(options.tier, options.only, folder)
     books.build(options.tier, folder)
     return 0
@@ -291,7 +291,7 @@ def bench(options: argparse.Namespace) -> int:
             refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
         print(benches.installed().to_string())
         return 0
-    folder = results.root()
+    folder = results.checkout()
     names = None if options.op is None else [options.op]
     device = options.device
     frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
@@ -317,7 +317,7 @@ def pretrain(options: argparse.Namespace) -> int:
     from moebook import results
     from moebook.models.load import PACKAGED, finished
 
-    folder = results.root()
+    folder = results.checkout()
     sys.path.insert(0, str(folder))
     if find_spec("recipes") is None:
         refuse("E-NOFILE", f"{folder} has no recipes/, which are in the repository, not in the "

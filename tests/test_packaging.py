@@ -154,8 +154,10 @@ def test_every_import_of_the_package_and_of_the_recipes_is_declared():
 def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     package = tmp_path / "moebook"
     shutil.copytree(ROOT / "moebook", package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
+    for name in ("notebooks", "results"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     outcome = run([sys.executable, "-c", build], cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -163,7 +165,25 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     files = {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert files - held == set()
-    assert not any(name.startswith(("recipes", "tests")) for name in held)
+    assert not any(name.startswith(("recipes", "tests", "workshop")) for name in held)
+    runs = (ROOT / "results").rglob("*.parquet")
+    shown = {*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "notebooks").glob("*.yaml"), *runs}
+    ships = {f"moebook/shipped/{path.relative_to(ROOT)}" for path in shown}
+    assert {name for name in held if "/shipped/" in name} == {
+        *ships,
+        "moebook/shipped/requirements.lock",
+    }
+    # Outside a checkout the installed wheel serves an empty folder; what adds to one is refused.
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    moebook = [sys.executable, "-m", "moebook.cli"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    listed = run([*moebook, "list"], cwd=empty, env=environment)
+    assert "pesc  PESC" in listed.stdout and "seeds 0, 1" in listed.stdout, listed.stderr
+    refused = run([*moebook, "book"], cwd=empty, env=environment)
+    assert refused.returncode == 2 and "is no checkout of moebook" in refused.stderr
+    assert list(empty.iterdir()) == []
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -59,7 +59,7 @@ def harvest(
 ) -> Run:
     """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``."""
     facts, given = notes(executed), manifest["parameters"]
-    lock = results.digest(folder / "requirements.lock")
+    lock = results.digest(results.part(folder, "requirements.lock"))
     code = {"notebook": results.files.source(source.path), "lock": lock}
     known = {"environment": facts["environment"], "known_arms": facts["known"]}
     known |= {"files": facts["files"]} if facts["files"] else {}

@@ -101,7 +101,7 @@ class Request:
     @cached_property
     def store(self) -> Path:
         """Where its executed copy is kept: named by its parameters, notebook and lock."""
-        files = (self.notebook.path, self.folder / "requirements.lock")
+        files = (self.notebook.path, results.part(self.folder, "requirements.lock"))
         parts = [self.notebook.defaults | self.settings, *map(results.digest, files)]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
         mine = self.folder / "runs" / "mine"

@@ -96,7 +96,7 @@ def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _paths(folder: Path) -> dict[str, Path]:
     paths = dict[str, Path]()
-    for path in sorted((folder / "notebooks").glob("*.ipynb")):
+    for path in sorted(results.part(folder, "notebooks").glob("*.ipynb")):
         match = _STEM.fullmatch(path.stem)
         if match and (other := paths.setdefault(match[1], path)) != path:
             refuse("E-NOTEBOOK", f"{other.name} and {path.name} share a name")

@@ -1,6 +1,16 @@
 """Results of executed notebooks: values, runs, pools of runs, and the code that made them."""
 
 from moebook.results.documents import formed, read_ipynb, read_json, read_places, read_yaml
-from moebook.results.files import commit, digest, locked, replacing, root, sweep, write
+from moebook.results.files import (
+    checkout,
+    commit,
+    digest,
+    locked,
+    part,
+    replacing,
+    root,
+    sweep,
+    write,
+)
 from moebook.results.pools import BENCH, COMMITTED, LIVE, Pool, keep, live, pool, pools, unsealed
 from moebook.results.runs import TIERS, UNITS, Curve, Run, Value, plain, read_run, since, write_run

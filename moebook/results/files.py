@@ -24,6 +24,7 @@ from moebook.errors import Refusal, refuse
 from moebook.results.documents import formed, read_ipynb
 
 PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "shipped"  # in an installed wheel: notebooks, results and the lock
 CODE = ("moebook", "notebooks", "requirements.lock")
 WRITTEN = ("_build", "book", "results", "runs")  # folders that commands write to
 FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
@@ -32,18 +33,33 @@ FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was export
 def root(start: Path | None = None) -> Path:
     """Find the project: the nearest folder with ``_config.yml``, from the working directory up.
 
-    A link in it through which we would write outside of it is refused.
+    Where there is none, an installed wheel serves the working directory (see `part`). A link in it
+    through which we would write outside of it is refused.
     """
     begin = (start or Path.cwd()).resolve()
     above = [path for path in (begin, *begin.parents) if (path / "_config.yml").is_file()]
-    if not above:
+    if not above and not SHIPPED.is_dir():
         refuse("E-PATH", f"no _config.yml in {begin} or above; run inside a checkout of moebook")
-    folder = above[0]
+    folder = above[0] if above else begin
     for path in (path for name in WRITTEN for below in ("", "/*", "/*/*")
                  for path in folder.glob(name + below) if path.is_symlink()):  # fmt: skip
         if not Path(target := os.path.realpath(path)).is_relative_to(folder):
             refuse("E-PATH", f"{path} leads out of the project, to {target}; make it a folder")
     return folder
+
+
+def checkout() -> Path:
+    """Find the project, which must be a checkout: the command adds to what it holds."""
+    folder = root()
+    if not (folder / "_config.yml").is_file():
+        refuse("E-PATH", f"{folder} is no checkout of moebook, which this command needs: clone it")
+    return folder
+
+
+def part(folder: Path, name: str) -> Path:
+    """Return ``notebooks``, ``results`` or the lock of a project, or what the wheel has of it."""
+    own = folder / name
+    return own if own.exists() else SHIPPED / name
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def _clashes(one: Run, other: Run) -> Iterator[str]:
 
 def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | None:
     """Read a protocol's committed runs in a project; None where there are none."""
-    place = (folder or root()) / "results" / notebook / protocol
+    place = files.part(folder or root(), "results") / notebook / protocol
     runs = {path: read_run(path) for path in sorted(place.glob("*.parquet"))}
     for path, run in runs.items():
         if (run.notebook, run.protocol) != (notebook, protocol):
@@ -199,7 +199,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
     """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's."""
-    place = (folder or root()) / "results" / notebook
+    place = files.part(folder or root(), "results") / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
     every = [one for name in names if (one := pool(notebook, name, folder))]
     every.sort(key=lambda one: one.rank)

@@ -211,8 +211,9 @@ def _digest(run: Run) -> str:
 def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
     """Name what differs now from what a run ran: ``notebook``, ``lock``, and modules by name."""
     folder = folder or files.root()
-    (path, *_) = [*sorted((folder / "notebooks").glob(f"[0-9][0-9]_{run.notebook}.ipynb")), Path()]
-    now = {"notebook": files.source(path), "lock": files.digest(folder / "requirements.lock")}
+    place, lock = (files.part(folder, name) for name in ("notebooks", "requirements.lock"))
+    (path, *_) = [*sorted(place.glob(f"[0-9][0-9]_{run.notebook}.ipynb")), Path()]
+    now = {"notebook": files.source(path), "lock": files.digest(lock)}
     parts = [part for part in now if part in run.code and run.code[part] != now[part]]
     modules = run.code.get("modules")
     for name, value in modules.items() if isinstance(modules, Mapping) else ():
