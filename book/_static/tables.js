@@ -26,6 +26,7 @@ function filtered(table) {
       shown += !row.hidden;
     }
     count.textContent = `${shown} of ${rows.length} shown`;
+    table.dispatchEvent(new Event("filtered"));
   };
 
   bar.className = "moe-filters";

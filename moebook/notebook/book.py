@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, located, refuse
-from moebook.notebook import findings, pages, runner, sources, study, verdicts
+from moebook.notebook import findings, moving, pages, runner, sources, study, verdicts
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
 
@@ -105,6 +105,9 @@ def generated(folder: Path) -> dict[str, str]:
         "records": pages.records(folder),
         "designs": pages.designs(folder),
         "tested": pages.tested(folder),
+        "sizes": moving.sizes(),
+        "experts": moving.experts(folder),
+        "selection": moving.selection(folder),
         "accelerated": pages.accelerated(folder),
     }
 

@@ -93,15 +93,20 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     """Draw every claim with an interval, scale by scale; None where nothing was measured."""
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
-    points = [_point(one, row.claim.id if several else row.claim.id.partition(".")[2])
-              for row in every for one in row.measurements
-              if one.interval and one.interval[1] > one.interval[0]]  # fmt: skip
+    points = [point for row in every for point in intervals(row, several)]
     if not points:
         return None
     frame = pd.DataFrame(points, columns=COLUMNS)
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
     return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
+
+
+def intervals(row: Row, several: bool = True) -> list[list[object]]:
+    """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
+    line = row.claim.id if several else row.claim.id.partition(".")[2]
+    measured = row.measurements
+    return [_point(x, line) for x in measured if x.interval and x.interval[1] > x.interval[0]]
 
 
 def _point(measured: Measurement, line: str) -> list[object]:

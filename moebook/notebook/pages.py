@@ -85,12 +85,14 @@ ENVIRONMENT = jinja2.Environment(
 )
 for thing in (amount, bound, commit, cost, findings.sentence, duration, seeds, since, span):
     ENVIRONMENT.globals[thing.__name__] = thing
+ENVIRONMENT.globals["intervals"] = findings.intervals
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
 )
 
 
-def _page(name: str, **parts: Any) -> str:
+def page(name: str, **parts: Any) -> str:
+    """Fill a template."""
     return ENVIRONMENT.get_template(f"{name}.md").render(parts).strip("\n") + "\n"
 
 
@@ -155,12 +157,12 @@ def ledger(rows: Sequence[Row], places: Places) -> str:
     ranked = sorted((m.pool.rank, m.pool.protocol) for row in rows for m in row.measurements)
     scales = list(dict.fromkeys(name for _, name in ranked))
     filters = "paper verdict" if several else "verdict"
-    return _page("ledger", rows=rows, scales=scales, places=places, filters=filters)
+    return page("ledger", rows=rows, scales=scales, places=places, filters=filters)
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Return how many claims of each paper have which verdict; every number leads to its rows."""
-    return _page("summary", counts=_counted((row.claim.paper, row.label) for row in rows))
+    return page("summary", counts=_counted((row.claim.paper, row.label) for row in rows))
 
 
 def _counted(pairs: Any) -> dict[str, Counter[str]]:
@@ -172,19 +174,19 @@ def _counted(pairs: Any) -> dict[str, Counter[str]]:
 
 def corrections(rows: Sequence[Row]) -> str:
     """Say how many verdicts chance alone would give, and which survive a correction for that."""
-    return _page("chance", rows=rows, chance=verdicts.chance(rows))
+    return page("chance", rows=rows, chance=verdicts.chance(rows))
 
 
 def found(rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
     """Return what was found of each paper, surprises first; ``pictures`` are files by paper."""
     papers = dict.fromkeys(row.claim.paper for row in rows)
     mine = {p: findings.ordered(row for row in rows if row.claim.paper == p) for p in papers}
-    return _page("found", papers=mine, pictures=pictures)
+    return page("found", papers=mine, pictures=pictures)
 
 
 def front(rows: Sequence[Row], file: str | None = None) -> str:
     """Return the five strongest lines of what was found, and their picture."""
-    return _page("front", rows=findings.strongest(rows), file=file)
+    return page("front", rows=findings.strongest(rows), file=file)
 
 
 def audit(every: Sequence[Finding]) -> str:
@@ -194,7 +196,7 @@ def audit(every: Sequence[Finding]) -> str:
         how = "" if one.status == "agrees" else one.explanation
         folds.setdefault((one.paper, one.group, one.status, how), []).append(one)
     order = sorted(folds.values(), key=lambda fold: -STATUSES.index(fold[0].status))
-    return _page("audit", counts=_counted((one.paper, one.status) for one in every), folds=order)
+    return page("audit", counts=_counted((one.paper, one.status) for one in every), folds=order)
 
 
 def records(folder: Path) -> str:
@@ -202,7 +204,7 @@ def records(folder: Path) -> str:
     names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
     pools = [pool for name in names for pool in results.pools(name, folder).values()]
     pools += [pool for name in names if (pool := results.live(name, folder))]
-    return _page("records", pools=pools, folder=folder)
+    return page("records", pools=pools, folder=folder)
 
 
 def designs(folder: Path) -> str:
@@ -217,7 +219,7 @@ def designs(folder: Path) -> str:
                 prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
                 ran = results.pool(name, protocol, folder)
                 every.append((name, protocol, facts | _chance(name, facts, folder), prose, ran))
-    return _page("designs", designs=every)
+    return page("designs", designs=every)
 
 
 def _chance(name: str, facts: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -237,7 +239,7 @@ def tested(folder: Path) -> str:
     """Return the figures of the tests in ``tests/faults`` from their record, and what it lacks."""
     path = folder / "results" / "faults.json"
     with results.formed(path):
-        return _page("tested", record=results.read_json(path) if path.is_file() else {})
+        return page("tested", record=results.read_json(path) if path.is_file() else {})
 
 
 def accelerated(folder: Path) -> str:
@@ -249,7 +251,7 @@ def accelerated(folder: Path) -> str:
         told = results.read_json(path) if path.is_file() else {}
         ran = [told[command] for command in step["commands"] if command in told]
         steps.append((step, ran, results.files.code(folder / step["code"])))
-    return _page("accelerated", steps=steps)
+    return page("accelerated", steps=steps)
 
 
 def setup(app: Any) -> dict[str, Any]:
@@ -298,4 +300,4 @@ def badge(run: Run, folder: Path) -> str:
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
     where = f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
     pools = results.pools(run.notebook, folder)
-    return "\n" + _page("badge", run=run, facts=facts, pools=pools, where=where)
+    return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)

@@ -82,6 +82,11 @@ class Run:
         line = Curve(name, unit, tuple(map(float, positions)), heights)
         _leave(f"curve/{name}", {CURVE: results.plain(line)})
 
+    def curves(self, name: str, lines: Mapping[Any, Iterable[float]], unit: str) -> None:
+        """Keep several lines, each by the name and its key."""
+        for key, y in lines.items():
+            self.curve(f"{name}/{key}", y, unit)
+
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
         """Record what `evaluation.by_benchmark` found of an arm, as ``pesc/sparse/accuracy``."""
         self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
