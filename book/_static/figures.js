@@ -202,10 +202,10 @@
       }
       const totals = terms.map((term) => Number(sum(term).toFixed(9)));
       const best = totals.indexOf(Math.min(...totals));
-      const chosen = every[best];
+      const chosen = P || A || D ? every[best] : [];
       const say = (x) => (normalised ? x.toFixed(2) : String(x));
       const numbers = {
-        "chosen experts": ranked.filter((one) => chosen.includes(one)).map((one) => one.name).join(", "),
+        "chosen experts": ranked.filter((one) => chosen.includes(one)).map((one) => one.name).join(", ") || "none: turn a ranking on",
         "groups compared": whole(every.length),
         "R_P + R_A + R_D of the group": `${terms[best].map(say).join(" + ")} = ${say(totals[best])}`,
         "mean cosine in the group": means[best].toFixed(3),
@@ -213,7 +213,7 @@
       const left = Math.min(150, width * 0.36);
       const scale = (width - left - 8) / (2 * bank.length);
       const marks = ranked.flatMap((one, place) => {
-        const y = 20 + 22 * place + (place < M ? 0 : 14);
+        const y = 20 + 22 * place + (place < M ? 0 : 26);
         const kind = chosen.includes(one) ? "accent" : "host";
         const parts = [[P, one.R_P], [A, one.R_A]].filter(([used]) => used);
         let x = left;
@@ -226,10 +226,10 @@
         })];
       });
       const border = 20 + 22 * M + 5;
-      return [numbers, [40 + 22 * bank.length, ...marks,
+      return [numbers, [50 + 22 * bank.length, ...marks,
         text(left, 12, P && A ? "R_P, then R_A: small is good" : "rank: small is good", { class: "note" }),
         line(0, border, width, border, "border"),
-        text(width, border - 4, `${M} candidates above`, { class: "note", "text-anchor": "end" })]];
+        text(width, border + 13, `${M} candidates above`, { class: "note", "text-anchor": "end" })]];
     };
     stage(box, "Rocket: which LoRAs become experts", fields, show, changed);
   }
@@ -342,7 +342,7 @@
         .map(([unit, id, scale, value, low, high, sure]) => ({ unit, id, scale, value, low, high, sure })));
       const units = [...new Set(points.map((point) => point.unit))];
       const count = (side) => points.filter((point) => point.sure && point.value * side > 0).length;
-      told.textContent = `${points.length} intervals: ${count(1)} as claimed, ${count(-1)} against it, ` +
+      told.textContent = `${points.length} interval${points.length === 1 ? "" : "s"}: ${count(1)} as claimed, ${count(-1)} against it, ` +
         `${points.length - count(1) - count(-1)} undecided (hollow).`;
       frame.replaceChildren(...units.flatMap((unit) =>
         panel(unit, points.filter((point) => point.unit === unit), Math.max(280, frame.clientWidth - 24))));
