@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.preprocessing import normalize
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -106,20 +107,15 @@ def _products(model: Any, items: list[Item], number: int, rank: int) -> list[Pro
     return [Product(*shape, times) for shape, times in shapes.items()]
 
 
-def _unit(rows: Array) -> Array:
-    """Bring rows to length 1, as encoders give them."""
-    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True))
-
-
 def nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
     """The C rows of a pool that are nearest to any of K shots (Rocket Eq. 11 to 13)."""
     rng = np.random.default_rng(0)
-    pool, shots = (_unit(rng.standard_normal((n, D), dtype=np.float32)) for n in (S, K))
+    pool, shots = (normalize(rng.standard_normal((n, D), dtype=np.float32)) for n in (S, K))
     dtype = number_format(device)
     rows, asked = (torch.from_numpy(part).to(device, dtype) for part in (pool, shots))
 
     def at_once() -> Array:
-        near = (_unit(pool) @ shots.T).max(axis=1)
+        near = (normalize(pool) @ shots.T).max(axis=1)
         first = np.argpartition(-near, C - 1)[:C]
         return first[np.argsort(-near[first], kind="stable")]
 
@@ -140,10 +136,10 @@ def nearest(device: torch.device, S: int, K: int, D: int, C: int) -> Case:
 def duplicated(device: torch.device, S: int, E: int, D: int) -> Case:
     """Alg. 2's near-duplicates among S rows, each near to one of E texts, against its two loops."""
     rng = np.random.default_rng(0)
-    centres = _unit(rng.standard_normal((E, D), dtype=np.float32))
+    centres = normalize(rng.standard_normal((E, D), dtype=np.float32))
     chosen = centres[rng.integers(E, size=S)]
-    noise = _unit(rng.standard_normal((S, D), dtype=np.float32))
-    vectors, near = _unit(chosen + np.float32(0.3) * noise), rng.random(S).astype(np.float32)
+    noise = normalize(rng.standard_normal((S, D), dtype=np.float32))
+    vectors, near = normalize(chosen + np.float32(0.3) * noise), rng.random(S).astype(np.float32)
     dtype = number_format(device)
     rows, key = torch.from_numpy(vectors).to(device, dtype), torch.from_numpy(near).to(device)
     case = Case(size_of(rows, key))
@@ -157,7 +153,7 @@ def literal_duplicates(vectors: Array, near: Array, threshold: float) -> Array:
     """Run Alg. 2, lines 5 to 13, as two loops over the rows that are still there."""
     if len(vectors) > LOOPED:
         refuse("E-RANGE", f"would compare {len(vectors) ** 2:,} pairs one by one")
-    unit = _unit(vectors)
+    unit = normalize(vectors)
     alive = [True] * len(unit)
     for i, j in permutations(range(len(unit)), 2):
         if alive[i] and alive[j] and unit[i] @ unit[j] > threshold:

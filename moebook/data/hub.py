@@ -223,24 +223,21 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
         for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            if text := _decoded(line, where, first=number == 1):
-                yield where, _parsed(text, where)
+            where, encoding = f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"
+            if (row := _row(line, encoding, where)) is not None:
+                yield where, row
 
 
-def _decoded(line: bytes, where: str, *, first: bool) -> str:
+def _row(line: bytes, encoding: str, where: str) -> dict[str, Any] | None:
+    """Read a line's object; None where the line is blank."""
     if len(line) > LONGEST_LINE:
         refuse("E-DATA", f"{where}: line longer than {LONGEST_LINE:,} bytes; one row a line")
     try:
-        text = line.decode("utf-8-sig" if first else "utf-8")
+        if not (text := line.decode(encoding).strip()):
+            return None
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         refuse("E-DATA", f"{where}: invalid UTF-8 at byte {error.start}; save the file as UTF-8")
-    return text.strip()
-
-
-def _parsed(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
     except RecursionError:
         refuse("E-DATA", f"{where}: JSON nested too deeply; expected a flat object")
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.models import checkpoint
-from moebook.notebook import harvest, sources, verdicts
+from moebook.notebook import publish, sources, verdicts
 from moebook.results import TIERS, Pool, Run
 
 UNKNOWN = "unknown"
@@ -74,7 +74,7 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
         return
     if run.manifest.get("executed") != results.digest(copy):
         yield f"the hash of the executed copy {copy.name} is not the manifest's"
-    shown = {value.name: value for value in harvest.values(results.read_ipynb(copy))}
+    shown = {value.name: value for value in publish.values(results.read_ipynb(copy))}
     recorded = {value.name: value for value in run.values}
     for name in sorted(recorded.keys() | shown.keys()):
         one, two = recorded.get(name), shown.get(name)
@@ -89,7 +89,7 @@ def compare(path: Path, folder: Path) -> str:
     First what differs in parameters, versions and hardware, then the ledger, or all values of both
     where the notebook has no claims.
     """
-    mine = harvest.read_notebook(path, folder)
+    mine = publish.read_notebook(path, folder)
     book = list(results.pools(mine.notebook, folder, shown=True).values())
     if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
         refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")

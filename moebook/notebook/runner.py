@@ -42,8 +42,8 @@ from papermill.exceptions import PapermillExecutionError
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse, told
 from moebook.notebook import parameters, publish, sources
-from moebook.notebook.harvest import code_cells, harvest, seconds
 from moebook.notebook.parameters import Scalar
+from moebook.notebook.publish import code_cells, harvest, seconds
 from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
@@ -111,7 +111,8 @@ class Request:
     def resume(self) -> Path:
         """Where its trainings keep checkpoints: named by all that, and by the package's code."""
         place = self.folder / "runs" / "resume" / self.notebook.name
-        return place / f"{self.store.stem}-{results.files.package()[:12]}"
+        package = results.files.code(results.files.PACKAGE, by=results.digest)
+        return place / f"{self.store.stem}-{package[:12]}"
 
 
 def run_notebook(

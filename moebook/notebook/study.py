@@ -25,8 +25,8 @@ from typing import Any
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import sources
-from moebook.notebook.harvest import read_notebook
 from moebook.notebook.parameters import Scalar
+from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
 from moebook.results import COMMITTED, Pool, Run

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -160,23 +160,16 @@ def _data(package: Path) -> tuple[Path, ...]:
     return tuple(kept) if package.name != "papers" else ()
 
 
-def package() -> str:
-    """Hash all files of the package, whatever a process has loaded."""
-    files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix != ".pyc"]
-    names = [(path.relative_to(PACKAGE).as_posix(), digest(path)) for path in files]
-    return hashlib.sha256(repr(names).encode()).hexdigest()
-
-
-def code(folder: Path) -> str:
-    """Hash what all files below a folder do."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
-    names = [(path.relative_to(folder).as_posix(), code_digest(path)) for path in files]
-    return hashlib.sha256(repr(names).encode()).hexdigest()
-
-
 def code_digest(path: Path) -> str:
     """Hash what a module does, or the bytes of another file."""
     return _code(path.read_text(encoding="utf-8")) if path.suffix == ".py" else str(digest(path))
+
+
+def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:
+    """Hash what all files below a folder do, or hold (``by=digest``, which is quicker)."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    names = [(path.relative_to(folder).as_posix(), by(path)) for path in files]
+    return hashlib.sha256(repr(names).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from moebook import results
 from moebook.errors import Refusal
 from moebook.methods import upcycling
-from moebook.notebook import harvest, publish
+from moebook.notebook import publish
 from moebook.notebook.compare import compare
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE, table
 from moebook.results import Curve, Run, Value
@@ -147,14 +147,14 @@ def _kept(mime, content):
 
 
 def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
-    assert harvest.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
-    assert harvest.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
+    assert publish.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
+    assert publish.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
     curve = Curve("toy/a", "nats", (1, 2), (0.5, 0.25))
-    assert harvest.values(_kept(CURVE, CURVE_OF), CURVE) == (curve,)
+    assert publish.values(_kept(CURVE, CURVE_OF), CURVE) == (curve,)
     parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
              {"modules": {"b.py": "2"}}, {"rows": {"train": "3"}}, {"environment": {}})  # fmt: skip
     cells = [cell for part in parts for cell in _kept(NOTE, part)["cells"]]
-    assert harvest.notes(new_notebook(cells=cells)) == {
+    assert publish.notes(new_notebook(cells=cells)) == {
         "modules": {"a.py": "1", "b.py": "2"}, "arms": ["x"], "known": ["x", "y"],
         "rows": {"train": "3"}, "environment": {}, "files": {},
     }  # fmt: skip
@@ -169,7 +169,7 @@ def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
 def test_an_error_and_a_value_curve_or_note_that_breaks_a_rule_is_refused(mime, content, message):
     malformed = r"E-OUTPUT: In \[1\]: malformed note"  # when the run is made
     with pytest.raises(Refusal, match=message or malformed):
-        harvest.notes(_kept(mime, content))
+        publish.notes(_kept(mime, content))
     error = new_output("error", ename="ValueError", evalue="bad", traceback=[])
     with pytest.raises(Refusal, match=r"E-OUTPUT: In \[1\] holds an error: ValueError: bad"):
         _published(error)
