@@ -37,8 +37,8 @@ function filtered(table) {
     bar.append(label);
   }
   bar.append(count);
-  // The caption's table may stand in a scrolling box of the theme's: the filters belong before it.
-  (table.closest(".pst-scrollable-table-container") ?? table).before(bar);
+  // The table stands in a scrolling box, and that perhaps in one of the theme's: filters come before.
+  (table.closest(".pst-scrollable-table-container") ?? table.closest(".moe-long") ?? table).before(bar);
   show();
   // A link to a row that the address's filters hide would lead nowhere.
   const target = rows.find((row) => row.id && `#${row.id}` === location.hash);

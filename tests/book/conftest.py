@@ -1,108 +1,13 @@
-"""A headless Chromium, driven over its debugging pipe: no driver and no websocket are needed."""
-
-import json
-import os
-import shlex
-import shutil
-import subprocess
+"""A headless Chromium for the tests of pages."""
 
 import pytest
-
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars "
-    "--remote-debugging-pipe"
-)
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-
-
-class Chromium:
-    """One browser with one page; `requests` and `errors` keep what it asks for and throws."""
-
-    def __init__(self, executable, profile):
-        (their_in, our_out), (our_in, their_out) = os.pipe(), os.pipe()
-        line = f"exec {executable} {FLAGS} --user-data-dir={shlex.quote(str(profile))} about:blank"
-        self._process = subprocess.Popen(
-            ["bash", "-c", f"{line} 3<&{their_in} 4>&{their_out}"],
-            pass_fds=(their_in, their_out),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(their_in)
-        os.close(their_out)
-        self._commands = os.fdopen(our_out, "wb", buffering=0)
-        self._replies = os.fdopen(our_in, "rb", buffering=0)
-        self._buffer, self._count, self._session, self._loaded = b"", 0, "", False
-        self.requests, self.errors = [], []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Network", "Runtime"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method, **params):
-        """Send one command of the DevTools protocol and return its result."""
-        self._count += 1
-        message = {"id": self._count, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        self._commands.write(json.dumps(message).encode() + b"\0")
-        while True:
-            reply = self._receive()
-            if reply.get("id") == self._count:
-                if "error" in reply:
-                    raise RuntimeError(f"{method}: {reply['error']['message']}")
-                return reply["result"]
-
-    def open(self, url):
-        """Load a page and wait until it and its formulas are done."""
-        self._loaded = False
-        self.call("Page.navigate", url=url)
-        while not self._loaded:
-            self._receive()
-        self.run("window.MathJax?.startup?.promise ?? null")
-
-    def run(self, script):
-        """Evaluate JavaScript in the page, wait for its promise, return its value."""
-        options = {"awaitPromise": True, "returnByValue": True}
-        result = self.call("Runtime.evaluate", expression=script, **options)
-        if "exceptionDetails" in result:
-            raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
-        return result["result"].get("value")
-
-    def resize(self, width, height):
-        """Set the size of the page in CSS pixels."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-
-    def close(self):
-        """End the browser."""
-        self._commands.close()
-        self._replies.close()
-        self._process.terminate()
-        self._process.wait(timeout=10)
-
-    def _receive(self):
-        while b"\0" not in self._buffer:
-            chunk = self._replies.read(1 << 20)
-            if not chunk:
-                raise RuntimeError("Chromium ended")
-            self._buffer += chunk
-        line, self._buffer = self._buffer.split(b"\0", 1)
-        message = json.loads(line)
-        if message.get("method") == "Network.requestWillBeSent":
-            self.requests.append(message["params"]["request"]["url"])
-        elif message.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(message["params"]["exceptionDetails"])
-        elif message.get("method") == "Page.loadEventFired":
-            self._loaded = True
-        return message
+from chromium import Chromium, installed
 
 
 @pytest.fixture
 def browser(tmp_path):
     """A fresh headless Chromium; the test is skipped where there is none."""
-    executable = next(filter(None, map(shutil.which, NAMES)), None)
+    executable = installed()
     if executable is None:
         pytest.skip("no Chromium on this machine; install the package chromium")
     chromium = Chromium(executable, tmp_path)

@@ -8,6 +8,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import gate
 import matplotlib
 import pytest
 
@@ -197,6 +198,20 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         assert browser.run(missing) == [], page
     outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
     assert outside == [] == browser.errors and formulas > 50
+
+
+@pytest.mark.browser
+def test_the_gate_finds_nothing_in_a_right_page_and_every_fault_of_a_wrong_one(site, browser):
+    page = site / "ledger.html"
+    assert list(gate.faults(browser, page)) == []
+    wide = "<p style='width: 500px; height: 13000px'>wide</p><img src='http://127.0.0.1:9/x.png'>"
+    wrong = page.with_name("wrong.html")
+    wrong.write_text(page.read_text("utf-8").replace("</article>", f"{wide}</article>"), "utf-8")
+    found = " ".join(gate.faults(browser, wrong))
+    wrong.unlink()
+    for fault in ("px tall", "light: image-alt", "dark: image-alt", "px wide on a phone",
+                  "asks for http://127.0.0.1:9"):  # fmt: skip
+        assert fault in found
 
 
 @pytest.mark.browser

@@ -1,0 +1,57 @@
+"""Look at every page of a rendered book: `python tests/book/gate.py _build/html`.
+
+A page fails where axe-core finds something critical or serious, in light or in dark, where it is
+taller than 12,000 px at a width of 1400 with its code folded, larger than 3 MB though no notebook,
+wider than a phone, throws an error, or asks another host for anything. Exits with 1 if one fails.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from chromium import Chromium, installed
+
+TALLEST, LARGEST, PHONE = 12_000, 3_000_000, 420
+THEME = "Object.assign(document.documentElement.dataset, {theme: '%s', mode: '%s'}); null"
+SIZE = "document.documentElement.%s"
+
+
+def faults(browser, page):
+    """Yield what is wrong with a page."""
+    browser.requests.clear()
+    browser.errors.clear()
+    browser.resize(1400, 900)
+    browser.open(page.as_uri())
+    if (height := browser.run(SIZE % "scrollHeight")) > TALLEST:
+        yield f"{height} px tall"
+    if page.parent.name != "notebooks" and page.stat().st_size > LARGEST:
+        yield f"{page.stat().st_size / 1e6:.1f} MB"
+    for theme in ("light", "dark"):
+        browser.run(THEME % (theme, theme))
+        yield from (f"{theme}: {violation}" for violation in browser.violations())
+    browser.resize(PHONE, 800)
+    if (width := browser.run(SIZE % "scrollWidth")) > PHONE:
+        yield f"{width} px wide on a phone"
+    yield from (f"asks for {url}" for url in browser.requests if url.startswith("http"))
+    yield from (f"throws {error['text']}" for error in browser.errors)
+
+
+def main(site):
+    """Print a line a page; return whether all are right."""
+    right = True
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Chromium(installed(), profile)
+        for page in sorted(Path(site).resolve().rglob("*.html")):
+            if "_static" in page.parts or page.name == "index.html":  # which leads to the first
+                continue
+            found = list(faults(browser, page))
+            print(f"{'FAILS' if found else 'ok   '} {page.name}: {'; '.join(found)}", flush=True)
+            right &= not found
+        browser.close()
+    return right
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or installed() is None:
+        sys.exit("usage: python tests/book/gate.py _build/html, with Chromium on the PATH")
+    sys.exit(not main(sys.argv[1]))
