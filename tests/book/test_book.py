@@ -17,6 +17,7 @@ from moebook.errors import Refusal
 from moebook.notebook import book, sources
 from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
+from workshop import slides
 
 ROOT = Path(__file__).parents[2]
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
@@ -198,6 +199,28 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         assert browser.run(missing) == [], page
     outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
     assert outside == [] == browser.errors and formulas > 50
+
+
+@pytest.mark.browser
+def test_slides_show_idea_findings_and_figures_and_turn_by_keyboard_offline(
+    project, browser, tmp_path
+):
+    decks = slides.write(tmp_path, project)
+    assert [deck.stem for deck in decks] == list(papers.PAPERS)
+    browser.resize(1280, 720)
+    browser.open(decks[0].as_uri())
+    titles = browser.run("[...document.querySelectorAll('section > h1, section > h2')]"
+                         ".map(title => title.textContent)")  # fmt: skip
+    assert titles[:2] == ["PESC", "The idea"] and titles[-1] == "PESC: exercises"
+    assert any(title.startswith("What we found: ") for title in titles)
+    assert browser.run("[...document.images].every(one => one.alt && one.naturalWidth > 9)")
+    assert browser.run("document.querySelectorAll('mjx-container').length") > 1
+    tall = "[...document.querySelectorAll('section')].map(one => one.scrollHeight)"
+    for _ in titles[1:]:
+        browser.run("document.dispatchEvent(new KeyboardEvent('keydown', {keyCode: 39})); null")
+    assert browser.run("Reveal.getIndices().h") == len(titles) - 1
+    assert max(browser.run(tall)) <= 720
+    assert [url for url in browser.requests if url.startswith("http")] == [] == browser.errors
 
 
 @pytest.mark.browser

@@ -1,0 +1,100 @@
+"""Slides for each paper, from the pages and figures of a rendered book.
+
+``python -m workshop.slides FOLDER`` writes ``FOLDER/<paper>.html`` beside the two libraries that
+they need, so that they show without a network: the idea and its diagram, what was found, every
+figure of the findings, and the exercises. Nothing on them is typed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from nbconvert.filters import markdown2html
+
+from moebook import papers, results
+from moebook.notebook import findings, verdicts
+from moebook.notebook.pages import TITLES
+from workshop.editions import exercises, plain
+
+HERE = Path(__file__).parent
+FIGURE = re.compile(r"(?s)```\{figure\} (\S+)\n.*?^:alt: (.*?)\n\n(.*?)\n```", re.MULTILINE)
+MOST = 4  # sentences on a slide
+
+
+class Slide(NamedTuple):
+    """One slide: Markdown, and a picture with its caption where there is one."""
+
+    title: str
+    text: str = ""
+    image: str = ""
+    alt: str = ""
+    caption: str = ""
+
+
+def data(content: bytes, kind: str) -> str:
+    """Write a picture as an address of its own, so that a deck is one file."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def slides(paper: str, folder: Path) -> Iterator[Slide]:
+    """Make the slides of a paper from a project whose book is built."""
+    book = folder / "book"
+    theory = (book / f"{paper}_theory.md").read_text(encoding="utf-8")
+    idea, _, _ = theory.partition("\n\n```{figure}")
+    path, alt, caption = FIGURE.search(theory).groups()  # type: ignore[union-attr]
+    yield Slide(TITLES[paper], plain(idea.partition("\n\n")[2]))
+    diagram = data((book / path).read_bytes(), "svg+xml")
+    yield Slide("The idea", "", diagram, alt, plain(caption))
+    rows = findings.ordered(verdicts.ledger(folder, paper, live=False))
+    for label in dict.fromkeys(row.label for row in rows if row.best):
+        mine = [f"- {findings.sentence(row)}" for row in rows if row.best and row.label == label]
+        for at in range(0, len(mine), MOST):
+            text = "\n".join(mine[at : at + MOST])
+            yield Slide(f"What we found: {verdicts.LABELS[label]}", text)
+    for notebook in sorted((book / "notebooks").glob(f"*_{paper}_findings.ipynb")):
+        yield from _figures(results.read_ipynb(notebook)["cells"])
+    title, tasks = exercises(book / f"{paper}_exercises.md")
+    yield Slide(title, "\n".join(f"- {task.title}" for task in tasks))
+
+
+def _figures(cells: list[Any]) -> Iterator[Slide]:
+    """Make a slide of each figure of an executed notebook, under the heading before it."""
+    heading = ""
+    for cell in cells:
+        found = re.findall(r"^## +(.+)$", cell["source"], re.MULTILINE)
+        heading = found[-1] if cell["cell_type"] == "markdown" and found else heading
+        figure = cell["metadata"].get("mystnb", {})
+        for output in cell.get("outputs", []):
+            if figure and (png := output.get("data", {}).get("image/png")):
+                caption, alt = figure["figure"]["caption"], figure["image"]["alt"]
+                yield Slide(heading, "", data(base64.b64decode(png), "png"), alt, caption)
+
+
+def write(target: Path, folder: Path) -> list[Path]:
+    """Write a deck a paper and the libraries beside them; return the decks."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["markdown2html"] = markdown2html
+    template, decks = environment.get_template("slides.html"), []
+    shutil.copytree(HERE / "reveal", target / "reveal", dirs_exist_ok=True)
+    shutil.copy(folder / "book" / "_static" / "mathjax" / "tex-svg.js", target / "reveal")
+    for paper in papers.PAPERS:
+        deck = template.render(title=f"{TITLES[paper]}: slides", slides=list(slides(paper, folder)))
+        (target / f"{paper}.html").write_text(deck, encoding="utf-8")
+        decks.append(target / f"{paper}.html")
+    return decks
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m workshop.slides FOLDER")
+    for deck in write(Path(sys.argv[1]), results.root()):
+        print(deck)
