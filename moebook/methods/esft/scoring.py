@@ -142,31 +142,20 @@ def _tensors(layers: ByLayer) -> dict[int, Tensor]:
     return rows
 
 
-class Tally:
-    """Running sums of one layer's routing over E experts: both scores, both poolings at once."""
+def tally(ids: Tensor, gates: Tensor, experts: int, mask: Tensor | None = None) -> Tensor:
+    """Sum one layer's routing of a batch over E experts, ``[2, 2, E + 1]``: pooling, score, expert.
 
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
-        self.samples = 0
-        self.tokens = 0
-        self._sums = torch.zeros(2, 2, experts, dtype=torch.float64)  # pooling, kind, expert
-
-    def add(self, ids: Tensor, gates: Tensor, mask: Tensor | None = None) -> None:
-        """Count a batch's ids and gates ``[B, T, K]``; the mask ``[B, T]`` is true where real."""
-        real = torch.ones(ids.shape[:2], device=ids.device) if mask is None else mask
-        weight = real.double().unsqueeze(2)
-        lengths, rows = weight.sum((1, 2)), weight.new_zeros(2, len(ids), self.experts)
-        for row, each in zip(rows, (weight / ids.shape[2], gates.double() * weight), strict=True):
-            row.scatter_add_(1, ids.flatten(1), each.expand(ids.shape).flatten(1))
-        self.tokens += int(lengths.sum())
-        self.samples += int((lengths > 0).sum())
-        self._sums[0] += rows.sum(1).cpu()
-        self._sums[1] += (rows / lengths.clamp(min=1)[:, None]).sum(1).cpu()
-
-    def scores(self, pooling: Pooling = "tokens") -> Tensor:
-        """Return token score and gate score, ``[2, E]``, averaged as ``pooling`` says."""
-        tokens = pooling == "tokens"
-        return self._sums[0] / self.tokens if tokens else self._sums[1] / self.samples
+    Ids and gates are ``[B, T, K]``; the mask ``[B, T]`` is true where a token is real. Behind the
+    experts stands what `scored` divides by: how many tokens, or how many samples.
+    """
+    real = torch.ones(ids.shape[:2], device=ids.device) if mask is None else mask
+    weight = real.double().unsqueeze(2)
+    lengths, rows = weight.sum((1, 2)), weight.new_zeros(2, len(ids), experts)
+    for row, each in zip(rows, (weight / ids.shape[2], gates.double() * weight), strict=True):
+        row.scatter_add_(1, ids.flatten(1), each.expand(ids.shape).flatten(1))
+    sums = torch.stack([rows.sum(1), (rows / lengths.clamp(min=1)[:, None]).sum(1)])
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]).view(2, 1, 1)
+    return torch.cat([sums, counts.expand(2, 2, 1)], 2).cpu()
 
 
 def measure(
@@ -177,19 +166,20 @@ def measure(
     Batches are from `samples`; padding does not count. Gates are those of the host: renormalised
     over the K chosen in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
     """
-    tallies: dict[int, Tally] = {}
+    sums: dict[int, Tensor] = {}
     for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
-        tally = tallies.setdefault(layer, Tally(seen.logits.shape[-1]))
-        tally.add(seen.ids, seen.gates, seen.mask)
-    return scored(tallies, (config or Config()).pooling)
+        part = tally(seen.ids, seen.gates, seen.logits.shape[-1], seen.mask)
+        sums[layer] = sums.get(layer, 0) + part
+    return scored(sums, (config or Config()).pooling)
 
 
-def scored(tallies: Mapping[int, Tally], pooling: Pooling) -> Scores:
-    """Make scores of tallies by layer."""
-    if not any(tally.tokens for tally in tallies.values()):
+def scored(sums: Mapping[int, Tensor], pooling: Pooling) -> Scores:
+    """Make scores of each layer's `tally`, summed over batches, averaged as ``pooling`` says."""
+    pairs = {layer: part[int(pooling == "samples")] for layer, part in sums.items()}
+    if not any(pair[:, -1].any() for pair in pairs.values()):
         refuse("E-DATA", "no real token was counted: the scores would be 0/0")
-    pairs = {layer: tally.scores(pooling) for layer, tally in tallies.items()}
-    token, gate = ({layer: pair[kind] for layer, pair in pairs.items()} for kind in (0, 1))
+    token, gate = ({n: pair[kind, :-1] / pair[kind, -1] for n, pair in pairs.items()}
+                   for kind in (0, 1))  # fmt: skip
     return Scores(token, gate)
 
 
@@ -339,12 +329,12 @@ def replay(
     sample's tokens, an empty field, and their gates; tabs between. In a clone's files, one a layer,
     a line begins with the experts. With ``half``, every second sample counts.
     """
-    tallies: dict[int, Tally] = {}
+    sums: dict[int, Tensor] = {}
     for path in paths:
         for layer, sample, ids, gates in _lines(Path(path), experts, top_k):
             if half in (None, sample % 2):
-                tallies.setdefault(layer, Tally(experts)).add(ids, gates)
-    return scored(dict(sorted(tallies.items())), pooling)
+                sums[layer] = sums.get(layer, 0) + tally(ids, gates, experts)
+    return scored(dict(sorted(sums.items())), pooling)
 
 
 def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
