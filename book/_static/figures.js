@@ -347,7 +347,8 @@
       frame.replaceChildren(...units.flatMap((unit) =>
         panel(unit, points.filter((point) => point.unit === unit), Math.max(280, frame.clientWidth - 24))));
     };
-    (table.closest(".pst-scrollable-table-container") ?? table).before(told, frame);
+    const long = table.closest(".pst-scrollable-table-container") ?? table.closest(".moe-long");
+    (long ?? table).before(told, frame);
     table.addEventListener("filtered", draw);
     new ResizeObserver(draw).observe(frame);
     draw();
