@@ -17,7 +17,7 @@ PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
 export GOMP_SPINCOUNT = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help book test gpu serve lint clean
+.PHONY: help book test gpu lab serve lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" fo
 # Without $(STAMP): a machine with a GPU may have a torch of its own, and no way to install.
 gpu: ## Run for MINUTES=9 what needs a GPU and has not run (ARGS=--list tells; DEVICE=cpu tries it)
 	@$(OFFLINE) $(or $(wildcard .venv/bin/python),$(PYTHON)) -m recipes.gpu --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
+
+lab: $(STAMP) ## Open the notebooks in JupyterLab, which is installed the first time
+	@test -x .venv/bin/jupyter-lab || { echo "lab: installing JupyterLab into .venv"; $(PIP) -e '.[lab]'; }
+	@.venv/bin/jupyter lab $(ARGS) notebooks
 
 serve: $(STAMP) ## Show the rendered book in a browser, on PORT=8000
 	@test -f _build/html/index.html || { echo "serve: no book in _build/html; run 'make book' first" >&2; exit 2; }
