@@ -12,9 +12,9 @@ from torch import nn
 
 from moebook.analysis import clusters, routers, routing
 from moebook.analysis.clusters import panels, project, purity
-from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.training import step_memory
+from tests.refusals import refused
 
 each_family = pytest.mark.parametrize("family", ["upcycled", "Mixtral", "Olmoe", "Qwen3Moe"])
 
@@ -187,8 +187,7 @@ def test_models_texts_and_checkpoints_that_cannot_be_measured_are_refused(model_
         (routers.consistency, ([FIRST],), "E-DATA"),
         (routers.consistency, ([FIRST, FIRST[:, :1]],), "E-SHAPE"),
     ):
-        with pytest.raises(Refusal, match=code):
-            measure(*given)
+        refused(code, measure, *given)
 
 
 def test_purity_counts_the_most_frequent_domain_of_each_cluster():
@@ -257,8 +256,7 @@ def test_panels_show_first_middle_and_last_layer_by_group():
 ])  # fmt: skip
 def test_what_cannot_be_clustered_or_projected_is_refused(measure, changes, code):
     given = {"points": two_groups()} | ({"labels": torch.zeros(40)} if measure is purity else {})
-    with pytest.raises(Refusal, match=code):
-        measure(**given | changes)
+    refused(code, measure, **given | changes)
 
 
 def test_bytes_of_a_training_step_are_those_counted_by_hand():

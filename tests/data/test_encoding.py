@@ -7,6 +7,7 @@ from moebook.data.encoding import camel, deepseek
 from moebook.data.mixtures import opening
 from moebook.data.tasks.task import shipped
 from moebook.errors import Refusal
+from tests.refusals import refused
 
 
 class Bytes:
@@ -59,8 +60,7 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_encoded_are_refused(rows, options, match):
-    with pytest.raises(Refusal, match=match):
-        data.encode(rows, **({"tokenizer": Bytes(), "max_length": 99} | options))
+    refused(match, data.encode, rows, **{"tokenizer": Bytes(), "max_length": 99} | options)
 
 
 def test_rows_are_filled_up_on_either_side_and_the_mask_says_what_is_real():
@@ -78,8 +78,7 @@ def test_a_mixture_holds_the_asked_sizes_in_an_order_of_its_seed():
     assert (names.count("gcd"), len(rows)) == (30, 50) and names != sorted(names)
     assert rows == data.mixture({"gcd": 30, "isa": 20}, "train", 3)
     assert rows != data.mixture({"gcd": 30, "isa": 20}, "train", 4)
-    with pytest.raises(Refusal, match="E-DATA: the mixture names no task"):
-        data.mixture({}, "train")
+    refused("E-DATA: the mixture names no task", data.mixture, {}, "train")
 
 
 def test_held_out_prompts_that_were_answered_several_times_leave_the_training_rows():
@@ -88,8 +87,7 @@ def test_held_out_prompts_that_were_answered_several_times_leave_the_training_ro
     assert [row["answer"] for row in held_out] == ["0", "1"]
     assert [row["answer"] for row in train] == ["3"]
     data.refuse_leak(train, held_out)
-    with pytest.raises(Refusal, match="E-DATA: 4 of 4 rows held out leave none to train on"):
-        data.hold_out(rows, 4)
+    refused("E-DATA: 4 of 4 rows held out leave none to train on", data.hold_out, rows, 4)
     leaked = [{"prompt": "What  is\n1 + 1?"}, {"prompt": "b"}]
     with pytest.raises(Refusal, match="E-LEAK: 1 of 2 evaluation prompts"):
         data.refuse_leak(leaked, [{"prompt": "what is 1 + 1?"}, {"prompt": "c"}])
@@ -107,5 +105,4 @@ def test_passages_are_texts_that_ship_drawn_by_the_seed_and_never_twice_the_same
     assert sum("?" in text for text in one["mathematics"]) > 190
     assert opening("Amelia has 30 pens.") == opening("Bo has 4 pens.") != opening("Bo lost 4.")
     for size in (0, 100_000):
-        with pytest.raises(Refusal, match=f"E-RANGE: passages: {size} texts of text, expected 1"):
-            data.passages(size)
+        refused(f"E-RANGE: passages: {size} texts of text, expected 1", data.passages, size)

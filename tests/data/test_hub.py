@@ -9,6 +9,7 @@ import pytest
 from moebook.data import hub, templates
 from moebook.data.templates import final_number
 from moebook.errors import Refusal
+from tests.refusals import refused
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": 1.0}]
@@ -93,8 +94,7 @@ def test_a_draw_is_without_replacement_and_repeats_with_its_seed(tmp_path):
     assert len({row["prompt"] for row in drawn}) == 10
     assert drawn == hub.load("mbpp", path=path, size=10, seed=1)
     assert drawn != hub.load("mbpp", path=path, size=10, seed=2)
-    with pytest.raises(Refusal, match="E-DATA: mbpp/train: have 20 rows, need 21"):
-        hub.load("mbpp", path=path, size=21)
+    refused("E-DATA: mbpp/train: have 20 rows, need 21", hub.load, "mbpp", path=path, size=21)
 
 
 def test_a_mixture_asks_the_hub_for_pinned_commits_and_pools_joined_names(monkeypatch):
@@ -133,8 +133,7 @@ def test_a_folder_stands_in_for_the_hub_where_no_commit_is_named(tmp_path, monke
     assert hub.contents("") == {}
     with pytest.raises(Refusal, match=r"E-NOFILE: .*gsm8k/main: split 'train' is missing"):
         hub.mixture({"gsm8k_solution": 1}, pins)
-    with pytest.raises(Refusal, match=r"E-NOFILE: [$]NONE: no such folder"):
-        hub.pins("", "$NONE")
+    refused(r"E-NOFILE: [$]NONE: no such folder", hub.pins, "", "$NONE")
 
 
 def test_the_real_sets_give_the_rows_of_the_real_mixture(shared):
@@ -147,8 +146,7 @@ def test_commits_and_names_are_read_or_refused():
     assert hub.pins("") == {}
     assert hub.pins(f"gsm8k={COMMIT},ARC-c=1") == {"gsm8k": COMMIT, "ARC-c": "1"}
     for text in ("gsm8k", "gsm8k=1=2", "gsm8k=1,gsm8k=2"):
-        with pytest.raises(Refusal, match=f"E-PIN: revisions is '{text}', expected name=commit"):
-            hub.pins(text)
+        refused(f"E-PIN: revisions is '{text}', expected name=commit", hub.pins, text)
     for revision in (None, "main", "v1.0", "0" * 40, COMMIT[:12], COMMIT.upper()):
         with pytest.raises(Refusal, match=r"E-PIN: openai/gsm8k.*commit of 40 hexadecimal digits"):
             hub.load("gsm8k", revision=revision)
@@ -164,8 +162,7 @@ def test_commits_and_names_are_read_or_refused():
 ])  # fmt: skip
 def test_what_the_hub_cannot_give_is_refused(monkeypatch, error, code):
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
-    with pytest.raises(Refusal, match=code):
-        hub.load("piqa", revision=COMMIT)
+    refused(code, hub.load, "piqa", revision=COMMIT)
 
 
 def test_a_byte_order_mark_crlf_and_empty_lines_are_accepted(tmp_path):
@@ -202,8 +199,7 @@ def test_bad_lines_are_refused_with_file_and_line(tmp_path, monkeypatch, content
 ])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_with_file_and_line(tmp_path, name, change, match):
     path = jsonl(tmp_path, RAW[name], RAW[name] | change)
-    with pytest.raises(Refusal, match=f"E-DATA: .*train.jsonl:2: .*{match}"):
-        hub.load(name, path=path)
+    refused(f"E-DATA: .*train.jsonl:2: .*{match}", hub.load, name, path=path)
 
 
 def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused(tmp_path):
@@ -220,8 +216,7 @@ def test_files_that_are_scripts_missing_broken_or_without_the_fields_are_refused
         "other.parquet": "E-DATA: .*parquet:1: field 'sol1' is missing; the row has text",
         "empty.parquet": "E-DATA: .*empty.parquet:1: the file is empty",
     }.items():
-        with pytest.raises(Refusal, match=match):
-            hub.load("piqa", path=tmp_path / file)
+        refused(match, hub.load, "piqa", path=tmp_path / file)
     assert not canary.exists()
 
 
@@ -238,8 +233,7 @@ def test_an_exchange_has_a_prompt_an_answer_and_perhaps_a_system_message(message
     turns = [{"role": "system", "content": "s"}, USER, {"from": "gpt", "value": "b"}]
     assert templates.exchange(turns[1:], "x") == {"prompt": "a", "answer": "b"}
     assert templates.exchange(turns, "x") == {"prompt": "a", "answer": "b", "system": "s"}
-    with pytest.raises(Refusal, match=f"E-DATA: .*{match}"):
-        templates.exchange(messages, "x:1")
+    refused(f"E-DATA: .*{match}", templates.exchange, messages, "x:1")
 
 
 @pytest.mark.parametrize(("text", "number"), [

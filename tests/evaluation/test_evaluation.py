@@ -27,6 +27,7 @@ from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
 from moebook.methods.pesc.measuring import _row_losses
 from moebook.methods.upcycling.representations import perplexities
+from tests.refusals import refused
 
 CONTEXTS = ["the sum", "a", "### Human:\nwhat is it?", "the human is the sum of", "zz zz"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -276,9 +277,7 @@ def test_what_is_not_there_is_refused(
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(Refusal, match=words) as caught:
-        evaluation.evaluate(llama, tokenizer, names, **given)
-    assert "\n" not in str(caught.value)
+    refused(words, evaluation.evaluate, llama, tokenizer, names, **given)
 
 
 def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, index, monkeypatch):
@@ -293,8 +292,7 @@ def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, in
         (ModuleNotFoundError("No module named 'langdetect'"), "E-DEP: .*a package: .*langdetect"),
     ):
         hub.side_effect = error
-        with pytest.raises(Refusal, match=words):
-            evaluation.evaluate(llama, tokenizer, "arc_easy")
+        refused(words, evaluation.evaluate, llama, tokenizer, "arc_easy")
 
 
 DOMAINS = {"gsm8k": "mathematics", "hendrycks_math": "mathematics", "mmlu": "mmlu"}
@@ -329,8 +327,7 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score,
     items = evaluation.by_benchmark(equal, DOMAINS)
     assert items.score.equals(equal.correct.astype(float))
     assert items.domain_score.equals(equal.correct.astype(float))
-    with pytest.raises(Refusal, match="E-DATA: no evaluated item"):
-        evaluation.by_benchmark(TABLE[:0], DOMAINS)
+    refused("E-DATA: no evaluated item", evaluation.by_benchmark, TABLE[:0], DOMAINS)
 
 
 def arm(scores, nats):

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from moebook.errors import Refusal
 from moebook.kernels import balance_loss, grouped, matmul, route
 from moebook.kernels.route import lay_out, reference
+from tests.refusals import refused
 
 both = pytest.mark.parametrize("impl", ["torch", "reference"])
 NONE = -torch.inf
@@ -67,8 +67,7 @@ def test_shapes_are_inferred_on_meta(impl):
     routing = route(torch.zeros(7, 5, device="meta"), 3, impl=impl)
     assert {part.device.type for part in routing} == {"meta"}
     assert [tuple(part.shape) for part in routing] == [(7, 3), (7, 3), (21,), (5,)]
-    with pytest.raises(Refusal, match="E-DEVICE: a routing on meta has no counts"):
-        lay_out(routing, torch.float32, 1)
+    refused("E-DEVICE: a routing on meta has no counts", lay_out, routing, torch.float32, 1)
 
 
 @pytest.mark.parametrize("combine", ["renormalised", "probability"])
@@ -90,8 +89,7 @@ IDS = torch.zeros(4, 1, dtype=torch.int64)
 ])  # fmt: skip
 def test_unusable_arguments_are_refused(function, changes, message):
     right = {"top_k": 1} if function is route else {"ids": IDS}
-    with pytest.raises(Refusal, match=message):
-        function(**{"logits": torch.zeros(4, 3), **right, **changes})
+    refused(message, function, **{"logits": torch.zeros(4, 3), **right, **changes})
 
 
 def test_segments_that_are_compiled_have_few_sizes_and_little_filling(monkeypatch):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from moebook.errors import Refusal
 from moebook.kernels.similarity import COSINES, SIEVED, duplicates, largest, nearest_rows
+from tests.refusals import refused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -79,8 +79,7 @@ def test_of_equal_rows_the_earlier_are_taken_16_bits_may_be_long_and_nan_is_name
     pool = drawn(9000, 4)
     for bad in (torch.nan, torch.inf):
         pool[8500, 1] = bad
-        with pytest.raises(Refusal, match="E-NONFINITE: row 8500 of the pool"):
-            nearest_rows(pool, drawn(9, 4), 3, impl=impl)
+        refused("E-NONFINITE: row 8500 of the pool", nearest_rows, pool, drawn(9, 4), 3, impl=impl)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
@@ -192,8 +191,7 @@ def test_what_they_cannot_use_is_refused(op, change, message):
         nearest_rows: {"pool": torch.ones(9, 4), "shots": torch.ones(2, 4), "count": 3},
         duplicates: {"vectors": torch.ones(4, 2), "key": torch.ones(4), "threshold": 0.9},
     }
-    with pytest.raises(Refusal, match=message):
-        op(**usual[op] | change)
+    refused(message, op, **usual[op] | change)
 
 
 @pytest.mark.gpu

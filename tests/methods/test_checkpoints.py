@@ -11,6 +11,7 @@ from moebook.errors import Refusal
 from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rocket import mixture
 from moebook.models import checkpoint, fingerprint
+from tests.refusals import refused
 
 OPTIONS = {"shared_experts": True, "non_expert_modules": True, "router": True}
 PROJECTIONS, TENSORS = ("q_proj", "v_proj"), "trained.safetensors"
@@ -132,8 +133,7 @@ def test_tasks_are_swapped_on_one_base_and_published_as_the_authors_do(sparse, b
     for task in "abcba":
         assert torch.equal(esft.load(model, tmp_path / task)(**batch).logits, want[task])
     each(lambda tensor: tensor[None].clone())(tmp_path / "b")
-    with pytest.raises(Refusal, match="E-SHAPE"):
-        esft.load(model, tmp_path / "b")
+    refused("E-SHAPE", esft.load, model, tmp_path / "b")
     assert torch.equal(model(**batch).logits, want["a"])  # a refused swap leaves what was there
     assert fingerprint(esft.restore(model)) == before
     assert all(p.requires_grad for p in model.parameters())
@@ -149,20 +149,17 @@ def test_only_what_was_trained_is_saved_and_refusals_leave_nothing(method, tmp_p
     assert len(load_file(folder / TENSORS)) == len(trained)
     content = json.loads((folder / checkpoint.MANIFEST).read_text())
     assert content["base"] == fingerprint(base())
-    for refused, name, message in [(model, "run", "E-EXISTS"), (base(), "other", "E-MODEL")]:
-        with pytest.raises(Refusal, match=message):
-            module.save(refused, tmp_path / name)
+    for given, name, message in [(model, "run", "E-EXISTS"), (base(), "other", "E-MODEL")]:
+        refused(message, module.save, given, tmp_path / name)
     with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"E-OS.*disk full"):
         patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
         module.save(model, tmp_path / "other")
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).view(-1)[0] = torch.nan
-    with pytest.raises(Refusal, match="E-NONFINITE"):
-        module.save(model, tmp_path / "other")
+    refused("E-NONFINITE", module.save, model, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     if module is rocket:
-        with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
-            rocket.load(model, tmp_path / "run")
+        refused("E-MODEL: the model holds a mixture already", rocket.load, model, tmp_path / "run")
 
 
 def reseal(folder, **changes):
@@ -243,15 +240,13 @@ def test_what_is_damaged_or_foreign_is_refused_and_the_base_untouched(method, tm
         "E-FORMAT|E-NOFILE": (esft if module is pesc else pesc, good),
     }
     for message, (loader, folder) in foreign.items():
-        with pytest.raises(Refusal, match=message):
-            loader.load(other, folder)
+        refused(message, loader.load, other, folder)
     content = {path: path.read_bytes() for path in good.iterdir()}
     for damage, message in [*ANY, *OWN[module]]:
         for path, good_bytes in content.items():
             path.write_bytes(good_bytes)
         damage(good)
-        with pytest.raises(Refusal, match=message):
-            module.load(plain, good)
+        refused(message, module.load, plain, good)
         assert (fingerprint(plain), [type(part) for part in plain.modules()]) == before
 
 
@@ -267,5 +262,4 @@ def test_a_round_trip_brings_back_the_base_and_the_answers(sparse, batch):
     moved = specialised(sparse())
     with torch.no_grad():
         moved.get_input_embeddings().weight[5, 0] += 1
-    with pytest.raises(Refusal, match="E-BASE"):
-        esft.round_trip(moved, inputs)
+    refused("E-BASE", esft.round_trip, moved, inputs)

@@ -11,6 +11,7 @@ from moebook.methods import esft, pesc, upcycling
 from moebook.methods.esft import grouping
 from moebook.models import anatomy, fingerprint
 from moebook.training import fit
+from tests.refusals import refused
 
 
 def sparse(model):
@@ -152,11 +153,9 @@ def test_what_does_not_fit_is_refused_and_the_model_untouched(mixture, host, mon
         r"E-MODEL: LlamaForCausalLM is dense": (host(), {0: (0,)}),
         r"E-MODEL: layer 0: Adapters holds": (adapters, {0: (0,), 1: (0,)}),
     }.items():
-        with pytest.raises(Refusal, match=message):
-            esft.specialise(given, esft.Selection(experts=experts))
+        refused(message, esft.specialise, given, esft.Selection(experts=experts))
     for call in (esft.merge, esft.restore, esft.trained):
-        with pytest.raises(Refusal, match="E-MODEL: the model has not been through esft"):
-            call(model)
+        refused("E-MODEL: the model has not been through esft", call, model)
     assert fingerprint(model) == base
     assert all(p.requires_grad for p in model.parameters())
     esft.specialise(model, selection_of(model))
@@ -268,5 +267,4 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
         "E-DATA: no real token": lambda: esft.cooccurrence(model, []),
         "E-MODEL: layer 1: its experts are grouped already": lambda: esft.group(done, together, 1),
     }.items():
-        with pytest.raises(Refusal, match=message):
-            call()
+        refused(message, call)

@@ -10,10 +10,10 @@ from datasets import Dataset
 
 from moebook import data
 from moebook.data import hub, tasks
-from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.methods.esft.arms import Arm
 from moebook.models import anatomy, fingerprint
+from tests.refusals import refused
 
 TRIED = {"gate": [0.1, 0.3], "token": [0.2], "lora": [4, 8], "groups": [2]}
 USUAL = {"gate": 0.1, "token": 0.2, "lora": 8}
@@ -32,8 +32,7 @@ def test_a_sweep_is_read_or_refused():
         ("0.1,0.3", "0.2,0.2", "4,8", "2", "E-RANGE: thresholds_token is '0.2,0.2'"),
         ("0.1,0.3", "0.2", "4,8", "1,2", "E-RANGE: group_sizes is '1,2', .*above 1"),
     ):
-        with pytest.raises(Refusal, match=message):
-            esft.sweep(*texts)
+        refused(message, esft.sweep, *texts)
 
 
 def test_every_arm_has_a_name_and_none_is_trained_twice():
@@ -140,11 +139,9 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
         "E-MODEL: LlamaForCausalLM is dense": host(),
     }.items():
         for arm in (esft.full, esft.lora):
-            with pytest.raises(Refusal, match=message):
-                arm(model)
+            refused(message, arm, model)
     for changes, message in (({"rank": 0}, "rank is 0"), ({"scale": math.nan}, "scale is nan")):
-        with pytest.raises(Refusal, match=f"E-RANGE: {message}"):
-            esft.lora(mixture("Mixtral"), **changes)
+        refused(f"E-RANGE: {message}", esft.lora, mixture("Mixtral"), **changes)
 
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):
@@ -168,10 +165,8 @@ def test_the_mix_has_the_share_of_alignment_data_asked_for(share, count):
     mixed = sorted(esft.mix(task, alignment, share, seed=0)["id"])
     assert mixed[:10] == list(range(10))
     assert len(mixed) - 10 == len({*mixed[10:]} & {*range(1000, 1030)}) == count
-    with pytest.raises(Refusal, match="E-RANGE: share is 1"):
-        esft.mix(task, alignment, 1.0, seed=0)
-    with pytest.raises(Refusal, match="E-DATA: 30 alignment rows needed, 10 given"):
-        esft.mix(task, task, 0.75, seed=0)
+    refused("E-RANGE: share is 1", esft.mix, task, alignment, 1.0, seed=0)
+    refused("E-DATA: 30 alignment rows needed, 10 given", esft.mix, task, task, 0.75, seed=0)
 
 
 def test_costs_are_those_of_the_tensors_that_train(mixture, rows):

@@ -11,6 +11,7 @@ from datasets import Dataset
 from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.models import anatomy
+from tests.refusals import refused
 
 RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
 
@@ -57,8 +58,7 @@ def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
         assert scores.token[layer].sum().item() == pytest.approx(1, abs=1e-12)
     padding = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     for batches in ([], [padding]):
-        with pytest.raises(Refusal, match="E-DATA: no real token"):
-            esft.measure(model, batches)
+        refused("E-DATA: no real token", esft.measure, model, batches)
 
 
 def test_published_scores_and_experts_follow_from_the_published_routing(shared):
@@ -126,10 +126,8 @@ def test_damaged_published_routing_is_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(Refusal, match=f"E-FORMAT: .*{name}{message}"):
             esft.replay(tmp_path / name, experts=3, top_k=2, pooling="tokens")
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        esft.replay(tmp_path / "none.txt", pooling="tokens")
-    with pytest.raises(Refusal, match="E-CHOICE: pooling is 'tokns'"):
-        esft.replay(tmp_path / "1.txt", pooling="tokns")
+    refused("E-NOFILE", esft.replay, tmp_path / "none.txt", pooling="tokens")
+    refused("E-CHOICE: pooling is 'tokns'", esft.replay, tmp_path / "1.txt", pooling="tokns")
 
 
 def of_lengths(lengths):
@@ -152,8 +150,7 @@ def test_packed_samples_are_the_rows_in_turn_too_few_make_fewer_and_padding_is_m
     assert (batch["input_ids"] == 99).sum() == 4
     (one,) = esft.samples(of_lengths([3, 5, 9]), count=4, length=6, packed=False, pad_id=99)
     assert sorted(one["attention_mask"].sum(1).tolist()) == [3, 5]
-    with pytest.raises(Refusal, match="E-RANGE: count is 0"):
-        esft.samples(of_lengths([3]), count=0)
+    refused("E-RANGE: count is 0", esft.samples, of_lengths([3]), count=0)
     with pytest.raises(Refusal, match="E-DATA: no sample of at most 3 tokens in 2 rows"):
         esft.samples(of_lengths([4, 4]), length=3, packed=False)
 
@@ -215,8 +212,7 @@ def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_ref
     assert (released.pooling, released.normalised, released.decimals) == ("tokens", False, 4)
     assert esft.Config.preset("fixed", threshold=0.5) == esft.Config(threshold=0.5)
     for field, value, code in [("threshold", 0, "E-RANGE"), ("score", "tokens", "E-CHOICE")]:
-        with pytest.raises(Refusal, match=f"{code}: {field}"):
-            esft.Config(**{field: value})
+        refused(f"{code}: {field}", esft.Config, **{field: value})
     with pytest.raises(Refusal, match="E-DATA: layer 1: its experts were never used"):
         esft.select(scores([0.5, 0.5], [0.0, 0.0]), esft.Config())
     rows = {"1": {"0": 0.25, "1": 0.75}, "46": {"0": 0.0, "1": 0.0}}
@@ -224,8 +220,7 @@ def test_presets_differ_where_paper_and_code_do_and_what_cannot_be_chosen_is_ref
     path.write_text(json.dumps({"token_scores": rows, "gate_scores": rows}))
     with pytest.raises(Refusal, match=r"E-DATA: layer 46: .*Scores.load\(path, without=\[46\]\)"):
         esft.select(esft.Scores.load(path), esft.Config())
-    with pytest.raises(Refusal, match=r"E-KEYS: .* has no layer 45 to leave out"):
-        esft.Scores.load(path, without=[45])
+    refused(r"E-KEYS: .* has no layer 45 to leave out", esft.Scores.load, path, without=[45])
     chosen = esft.select(esft.Scores.load(path, without=[46]), esft.Config())
     path.write_text(json.dumps(chosen.published()))
     want = esft.Selection(experts={1: (1,)}, left_out=(46,))
@@ -251,8 +246,7 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
         content = {"token_scores": json.loads(rows), "gate_scores": json.loads(rows)}
         change(content)
         (tmp_path / "scores.json").write_text(json.dumps(content))
-        with pytest.raises(Refusal, match=message):
-            esft.Scores.load(tmp_path / "scores.json")
+        refused(message, esft.Scores.load, tmp_path / "scores.json")
     for text, message in {
         '{"experts": {"1": [3, 3]}}': "E-RANGE: .*layer 1: an expert stands twice",
         '{"experts": {"1": [-1]}}': "E-RANGE: .*experts.1.0 is -1",
@@ -260,8 +254,6 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
         '{"experts": {"1": [3]}, "shared": true}': "E-CHOICE: .*did you mean 'shared_experts'",
     }.items():
         (tmp_path / "experts.json").write_text(text)
-        with pytest.raises(Refusal, match=message) as refusal:
-            esft.Selection.load(tmp_path / "experts.json")
-        assert "experts.json" in str(refusal.value) and len(str(refusal.value)) < 500
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        esft.Selection.load(tmp_path / "none.json")
+        refusal = refused(message, esft.Selection.load, tmp_path / "experts.json")
+        assert "experts.json" in str(refusal) and len(str(refusal)) < 500
+    refused("E-NOFILE", esft.Selection.load, tmp_path / "none.json")

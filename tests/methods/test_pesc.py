@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from moebook.errors import Refusal
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 from moebook.nn import AdapterMoE, routers
+from tests.refusals import refused
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"]
 SMALL = {"experts": 4, "adapter_width": 6, "adapter_dropout": 0.0, "host": "frozen"}
@@ -131,16 +131,14 @@ def test_balance_gradient_reaches_every_router_and_the_released_form_none(host, 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_a_dead_balance_loss_is_refused_and_not_returned(host, batch):
     model, reentrant = (pesc.prepare(host(), pesc.Config(**SMALL)).train() for _ in range(2))
-    with pytest.raises(Refusal, match="has not run"):
-        pesc.balance_loss(model)
+    refused("has not run", pesc.balance_loss, model)
     with torch.no_grad():
         model(**batch)
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     reentrant(**batch, use_cache=False)
-    refused = {"E-GRADIENT": model, "use_reentrant=False": reentrant, "E-MODEL": host()}
-    for message, refusing in refused.items():
-        with pytest.raises(Refusal, match=message):
-            pesc.balance_loss(refusing)
+    dead = {"E-GRADIENT": model, "use_reentrant=False": reentrant, "E-MODEL": host()}
+    for message, given in dead.items():
+        refused(message, pesc.balance_loss, given)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
@@ -206,8 +204,7 @@ def test_a_refused_model_is_untouched(host):
         before = {name: p.clone() for name, p in model.named_parameters()}
         hooks = len(model.get_decoder()._forward_pre_hooks)
         for function in (pesc.craft, pesc.prepare, pesc.full_experts):
-            with pytest.raises(Refusal, match=message):
-                function(model, pesc.Config(**settings))
+            refused(message, function, model, pesc.Config(**settings))
         after = dict(model.named_parameters())
         assert after.keys() == before.keys()
         assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in after.items())
@@ -234,9 +231,7 @@ def test_presets_differ_where_paper_and_code_do_and_unusable_settings_are_refuse
         ({"expert": 4}, "E-CHOICE: .*did you mean 'experts'"),
         ({"name": "release"}, "E-CHOICE: .*did you mean 'released'"),
     ):
-        with pytest.raises(Refusal, match=message) as refusal:
-            pesc.Config.preset(**{"name": "fixed", **changes})
-        assert "\n" not in str(refusal.value)
+        refused(message, pesc.Config.preset, **{"name": "fixed", **changes})
     with pytest.raises(FrozenInstanceError):
         pesc.Config().top_k = 9
     with pytest.warns(UserWarning, match="W-ROUTER: top_k is 1: .*; take top_k=2"):

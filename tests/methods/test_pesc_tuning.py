@@ -24,6 +24,7 @@ from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
 from moebook.notebook import sources
 from moebook.training import step_memory
+from tests.refusals import refused
 
 NO_DROPOUT = {"adapter_dropout": 0.0, "lora_dropout": 0.0}
 SMALL = {"experts": 4, "adapter_width": 6, "lora_rank": 4, **NO_DROPOUT}
@@ -104,8 +105,7 @@ def test_the_adapters_norm_is_that_of_all_upper_matrices_together(host):
         nn.init.constant_(layer.experts.up, 0.5)
     entries = 2 * 4 * 6 * 32  # layers, experts, adapter width, width
     assert pesc.adapter_norm(model) == pytest.approx(0.5 * entries**0.5)
-    with pytest.raises(Refusal, match="E-MODEL: no adapters"):
-        pesc.adapter_norm(host())
+    refused("E-MODEL: no adapters", pesc.adapter_norm, host())
 
 
 def test_full_experts_equal_the_dense_model_at_step_0_and_train_alone(host, batch):
@@ -135,8 +135,7 @@ def test_error_is_0_for_equal_models_and_1_for_adapters_that_never_moved(host, b
     want = [(dense(**row).loss - full(**row).loss).abs().item() for row in rows]
     assert gaps == pytest.approx(want, rel=1e-3, abs=1e-6)
     assert [model.training for model in (crafted, full, dense)] == [True, False, False]
-    with pytest.raises(Refusal, match="E-DATA: no batch to measure"):
-        pesc.approximation_error(crafted, full, dense, [])
+    refused("E-DATA: no batch to measure", pesc.approximation_error, crafted, full, dense, [])
 
 
 def test_width_512_gives_the_printed_sizes_and_64_does_not():
@@ -175,8 +174,7 @@ def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
     size = pesc.counts(config, model.config)
     assert size.total == sum(parameter.numel() for parameter in model.parameters())
     assert size.adapters == 4 * 2 * 32 * 6
-    with pytest.raises(Refusal, match="did you mean 'llama-2-7b'"):
-        pesc.counts(config, "llama-7b")
+    refused("did you mean 'llama-2-7b'", pesc.counts, config, "llama-7b")
 
 
 def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scale(host):

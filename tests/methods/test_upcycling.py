@@ -20,6 +20,7 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.nn import routers
 from moebook.training import fit
+from tests.refusals import refused
 
 MIXED, RAW = {"combine": "renormalised"}, {"combine": "probability"}
 
@@ -164,8 +165,7 @@ def test_settings_starts_and_models_that_do_not_fit_are_refused_and_left_untouch
         (upcycling.balance_loss, ran, {}, "E-GRADIENT"),
         (upcycling.balance_loss, model, {}, "E-MODEL"),
     ):
-        with pytest.raises(Refusal, match=code):
-            act(given, **changes)
+        refused(code, act, given, **changes)
     assert torch.equal(model(**batch).logits, host()(**batch).logits)
 
 
@@ -266,8 +266,7 @@ def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):
     ("Llama", {}, {}, "mixtrel", "E-CHOICE: form is 'mixtrel'"),
 ])  # fmt: skip
 def test_a_form_that_does_not_fit_is_refused(family, changes, shape, form, reason, mixed, tmp_path):
-    with pytest.raises(Refusal, match=reason):
-        upcycling.export(mixed(family, shape, **changes), tmp_path / "out", form=form)
+    refused(reason, upcycling.export, mixed(family, shape, **changes), tmp_path / "out", form=form)
     assert not list(tmp_path.iterdir())
 
 
@@ -276,10 +275,8 @@ def test_a_refused_or_failed_export_leaves_nothing(host, mixed, tmp_path, monkey
     broken = copy.deepcopy(model)
     broken.model.layers[0].mlp.router.weight.data[0, 0] = torch.nan
     for given, code in ((host(), "E-MODEL"), (broken, "E-NONFINITE")):
-        with pytest.raises(Refusal, match=code):
-            upcycling.export(given, tmp_path / "out")
-    with pytest.raises(Refusal, match="E-EXISTS"):
-        upcycling.export(model, tmp_path)
+        refused(code, upcycling.export, given, tmp_path / "out")
+    refused("E-EXISTS", upcycling.export, model, tmp_path)
     with monkeypatch.context() as patch:
         full = Mock(side_effect=OSError("No space left on device"))
         patch.setattr(made.checkpoint, "seal", full)

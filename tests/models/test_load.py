@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from moebook import data, models
-from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.models.load import PACKAGED
 from moebook.training.batches import Batches
+from tests import refusals
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -26,10 +26,8 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def refused(name, message):
-    with pytest.raises(Refusal, match=message) as caught:
-        models.load(str(name))
-    assert "\n" not in str(caught.value)
+def refused(name, message, **how):
+    refusals.refused(message, models.load, str(name), **how)
 
 
 @pytest.fixture
@@ -180,8 +178,7 @@ def test_code_beside_a_model_that_transformers_has_itself_is_left_alone(folder):
 
 
 def test_a_device_that_is_not_there_and_a_tokenizer_that_is_too_large_are_refused(folder, tiny):
-    with pytest.raises(Refusal, match="E-DEVICE"):
-        models.load(str(folder), device="cuda:63")
+    refused(folder, "E-DEVICE", device="cuda:63")
     tiny(vocab_size=100).save_pretrained(folder)
     refused(folder, "E-VOCAB: .*100 rows")
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from moebook.errors import Refusal
 from moebook.kernels import route
 from moebook.nn import Router, Trace, balance, evaluating, observe, routers
+from tests.refusals import refused
 
 BATCH = {
     "input_ids": torch.arange(12).view(2, 6),
@@ -60,8 +61,7 @@ def test_nothing_is_recorded_outside_a_pass_even_after_one_that_failed():
     decoder.blocks[0](torch.randn(3, 6))
     assert decoder.trace.decisions == {}
     for blocks in (decoder.blocks, [Router(6, 4, 2, layer=3)]):
-        with pytest.raises(Refusal, match=r"E-MODEL: the router of layer \d has not run"):
-            balance(blocks)
+        refused(r"E-MODEL: the router of layer \d has not run", balance, blocks)
 
 
 def test_the_mask_of_a_cached_pass_is_the_end_of_the_whole_mask():
@@ -70,8 +70,7 @@ def test_the_mask_of_a_cached_pass_is_the_end_of_the_whole_mask():
     assert trace.padding(2, mask).tolist() == [True, False]
     assert trace.padding(8, mask).tolist() == mask.flatten().bool().tolist()
     assert trace.padding(8, torch.zeros(2, 1, 4, 4)) is None
-    with pytest.raises(Refusal, match="E-SHAPE"):
-        trace.padding(10, mask)
+    refused("E-SHAPE", trace.padding, 10, mask)
 
 
 def test_router_is_float32_under_autocast_and_reads_half_precision():
@@ -110,8 +109,7 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     assert not any(gate._forward_hooks for gate in model.gates)
     with pytest.raises(Refusal, match=r"E-SHAPE: attention_mask \(2, 5\)"):
         observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
-    with pytest.raises(Refusal, match="E-MODEL: Embedding does not return"):
-        observe(model, {0: model.embedding}, BATCH)
+    refused("E-MODEL: Embedding does not return", observe, model, {0: model.embedding}, BATCH)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -12,12 +12,12 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moebook import results
-from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.notebook import publish
 from moebook.notebook.compare import compare
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE, table
 from moebook.results import Curve, Run, Value
+from tests.refusals import refused
 
 FOLDER = Path("/srv/project/toy")
 
@@ -125,9 +125,8 @@ def test_a_secret_anywhere_in_the_text_is_refused_and_not_repeated(text, kind, m
     outputs = (new_output("stream", name="stdout", text=text), new_output("display_data", table))
     cells = [new_code_cell("x", outputs=[output], execution_count=1) for output in outputs]
     for cell in (*cells, new_code_cell(f"token = '{text}'"), new_markdown_cell(text)):
-        with pytest.raises(Refusal, match=f"E-SECRET.*{kind}") as refusal:
-            publish.clean(new_notebook(cells=[cell]), FOLDER)
-        assert text not in str(refusal.value)
+        refusal = refused(f"E-SECRET.*{kind}", publish.clean, new_notebook(cells=[cell]), FOLDER)
+        assert text not in str(refusal)
 
 
 VALUE_OF = {"name": "toy/a", "value": 0.5, "unit": "share", "items": [0, 1]}
@@ -168,11 +167,9 @@ def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
 ])  # fmt: skip
 def test_an_error_and_a_value_curve_or_note_that_breaks_a_rule_is_refused(mime, content, message):
     malformed = r"E-OUTPUT: In \[1\]: malformed note"  # when the run is made
-    with pytest.raises(Refusal, match=message or malformed):
-        publish.notes(_kept(mime, content))
+    refused(message or malformed, publish.notes, _kept(mime, content))
     error = new_output("error", ename="ValueError", evalue="bad", traceback=[])
-    with pytest.raises(Refusal, match=r"E-OUTPUT: In \[1\] holds an error: ValueError: bad"):
-        _published(error)
+    refused(r"E-OUTPUT: In \[1\] holds an error: ValueError: bad", _published, error)
 
 
 PARAMETERS = """\
@@ -253,8 +250,7 @@ def test_the_books_own_run_is_not_compared_with_itself(project):
     executed = {"executed": results.digest(path)}
     shown = Run("pesc", "cpu", "cpu", 0, values(0.42, 0.40), manifest=executed)
     results.write_run(project / "book" / "notebooks" / "01_pesc.parquet", shown)
-    with pytest.raises(Refusal, match=r"E-COMPARE: .*my_run\.ipynb is the book's own run"):
-        compare(path, project)
+    refused(r"E-COMPARE: .*my_run\.ipynb is the book's own run", compare, path, project)
     assert "runs at this build" in compare(reader(project, values(0.42, 0.41)), project)
 
 
@@ -286,7 +282,5 @@ def test_what_is_no_executed_notebook_of_this_book_is_refused(project, old, new,
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new, -1 if "/" in old else 1), encoding="utf-8")
-    with pytest.raises(Refusal, match=message):
-        compare(path, project)
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        compare(project / "absent.ipynb", project)
+    refused(message, compare, path, project)
+    refused("E-NOFILE", compare, project / "absent.ipynb", project)

@@ -13,6 +13,7 @@ from papermill.translators import PythonTranslator
 
 from moebook.errors import Refusal
 from moebook.notebook import Run, begin, parameters, publish, sources
+from tests.refusals import refused
 
 CELL = """\
 # What the reader may change.
@@ -53,9 +54,8 @@ def test_the_cell_is_read_and_values_at_the_ends_of_their_range_are_taken():
     ("topk", 2, "E-PARAMETER.*did you mean 'top_k'"), ("top_k=1;import os", 2, "E-PARAMETER"),
 ])  # fmt: skip
 def test_a_wrong_parameter_is_refused(name, value, message):
-    with pytest.raises(Refusal, match=message) as refusal:
-        parameters.check(DECLARED, {name: value}, "here")
-    assert name in refusal.value.message and "here" in refusal.value.message
+    refusal = refused(message, parameters.check, DECLARED, {name: value}, "here")
+    assert name in refusal.message and "here" in refusal.message
 
 
 def test_texts_of_the_command_line_become_typed_values_or_are_refused():
@@ -64,8 +64,7 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
     assert found == {"top_k": 1, "share": 1e-3, "quantise": True, "note": "a=b;c", "width": 8}
     assert type(found["share"]) is float and type(found["quantise"]) is bool
     for text in ("top_k", "top_k=1 top_k=2", "top_k=1.0", "quantise=1", "share=nan", "=1"):
-        with pytest.raises(Refusal, match="-p"):
-            parameters.read_options(DECLARED, text.split())
+        refused("-p", parameters.read_options, DECLARED, text.split())
 
 
 @pytest.mark.parametrize("line", [
@@ -77,8 +76,7 @@ def test_texts_of_the_command_line_become_typed_values_or_are_refused():
     "top_k: int = 2\ntop_k: int = 3", "top_k: int = 2 +",
 ])  # fmt: skip
 def test_a_cell_that_breaks_the_grammar_is_refused_with_its_line(line):
-    with pytest.raises(Refusal, match=r"toy, parameters cell, line \d"):
-        parameters.parse(line, "toy")
+    refused(r"toy, parameters cell, line \d", parameters.parse, line, "toy")
 
 
 def _begin(*cells, **names):
@@ -94,19 +92,16 @@ def _begin(*cells, **names):
     ("print(1)", "E-PARAMETER"),
 ])  # fmt: skip
 def test_begin_refuses_a_wrong_injected_cell(injected, code):
-    with pytest.raises(Refusal, match=code):
-        _begin(CELL, f"# Parameters\n{injected}\n")
+    refused(code, _begin, CELL, f"# Parameters\n{injected}\n")
 
 
 def test_begin_knows_the_tier_checks_what_is_there_now_and_seeds_everything():
     assert _begin(CELL) == "cpu"
     assert _begin(CELL, '# Parameters\ntop_k = 1\ntier = "smoke"\n', tier="smoke") == "smoke"
-    with pytest.raises(Refusal, match="top_k = 99"):
-        _begin(CELL, top_k=99)
+    refused("top_k = 99", _begin, CELL, top_k=99)
     edited = CELL.replace("[1, 64]", "[1, 128]")
     assert _begin(CELL, "%time 1", "answer: int = 42", edited, top_k=99) == "cpu"
-    with pytest.raises(Refusal, match="name: type = default"):
-        begin(["", "x = 1"], {})
+    refused("name: type = default", begin, ["", "x = 1"], {})
     _begin(f"{CELL}\nseed: int = 3  # [0, 100]", seed=3)
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.manual_seed(3)))
@@ -147,8 +142,7 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     refused = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
                "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
     for text, message in refused.items():
-        with pytest.raises(Refusal, match=f"E-RANGE: arms {message}"):
-            run.arms(text, known)
+        refused(f"E-RANGE: arms {message}", run.arms, text, known)
 
 
 def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(fresh, tmp_path):
@@ -163,14 +157,11 @@ def test_a_notebook_is_found_by_its_short_name_alone_and_shown_in_the_overview(f
     durations = {4.24: "4.2 s", 59.99: "60.0 s", 200: "3 min 20 s", 3900: "1 h 5 min"}
     assert {seconds: sources.duration(seconds) for seconds in durations} == durations
     for name in ("tyo", "01_toy", "../toy", "https://x.org/toy.ipynb", ""):
-        with pytest.raises(Refusal, match=r"E-NOTEBOOK: unknown notebook.*one of: toy"):
-            sources.find(fresh, name)
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        sources.find(tmp_path / "empty", "toy")
+        refused(r"E-NOTEBOOK: unknown notebook.*one of: toy", sources.find, fresh, name)
+    refused("E-NOFILE", sources.find, tmp_path / "empty", "toy")
     for name in ("02_toy.ipynb", "01_toy_findings.ipynb"):
         shutil.copy(toy.path, toy.path.with_name(name))
-    with pytest.raises(Refusal, match=r"01_toy\.ipynb and 02_toy\.ipynb"):
-        sources.notebooks(fresh)
+    refused(r"01_toy\.ipynb and 02_toy\.ipynb", sources.notebooks, fresh)
     toy.path.unlink()
     findings = sources.find(fresh, "toy_findings")
     assert (findings.findings, findings.protocols) == (True, ["cpu"])
@@ -186,8 +177,7 @@ def test_damaged_old_and_untagged_notebooks_are_refused(fresh, old, new, reason)
     path = fresh / "notebooks" / "01_toy.ipynb"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(Refusal, match=reason):
-        sources.find(fresh, "toy")
+    refused(reason, sources.find, fresh, "toy")
 
 
 def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_path):
@@ -196,11 +186,9 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     assert toy.settings("cpu") == {"tier": "cpu"}
     assert toy.settings("nano") == {"tier": "study", "top_k": 4}
     assert toy.design("nano") == {"tier": "study", "top_k": 4, "fate": "well"}
-    with pytest.raises(Refusal, match=r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'"):
-        toy.settings("nan")
+    refused(r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'", toy.settings, "nan")
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
-    with pytest.raises(Refusal, match=r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper"):
-        toy.settings("nano")
+    refused(r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper", toy.settings, "nano")
     text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
     path = tmp_path / "01_toy.cpu.yaml"
     path.write_bytes(text.encode())
@@ -228,5 +216,4 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
 ])  # fmt: skip
 def test_a_protocol_file_that_is_no_flat_mapping_is_refused_at_its_place(fresh, text, message):
     (fresh / "notebooks" / "01_toy.smoke.yaml").write_bytes(text.encode("latin-1"))
-    with pytest.raises(Refusal, match=message):
-        sources.find(fresh, "toy").settings("smoke")
+    refused(message, sources.find(fresh, "toy").settings, "smoke")

@@ -16,6 +16,7 @@ from moebook.errors import Refusal
 from moebook.papers.printed import Scale, _read, folder
 from moebook.papers.printed import _read_claims as read_claims
 from moebook.results import TIERS
+from tests.refusals import refused
 
 TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]
 NUMERIC = {
@@ -81,10 +82,8 @@ def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_
 
 
 def test_an_unknown_paper_table_or_group_names_the_nearest():
-    with pytest.raises(Refusal, match=r"E-NAME: unknown paper 'rockett'; did you mean 'rocket'"):
-        papers.table("rockett", 1)
-    with pytest.raises(Refusal, match=r"pesc has no table '6'; .*one of: 1, 10, 11, 2"):
-        papers.table("pesc", 6)
+    refused(r"E-NAME: unknown paper 'rockett'; did you mean 'rocket'", papers.table, "rockett", 1)
+    refused(r"pesc has no table '6'; .*one of: 1, 10, 11, 2", papers.table, "pesc", 6)
     with pytest.raises(Refusal, match=r"rocket has no settings 'papers'; did you mean 'paper'"):
         papers.printed.hyperparameters("rocket", "papers")
 
@@ -103,8 +102,7 @@ def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, me
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     expected = rf"E-(FORMAT|CONFIG): pesc/table_1.csv:{line}:.* expected.*{re.escape(message)}"
-    with pytest.raises(Refusal, match=expected):
-        _read(path)
+    refused(expected, _read, path)
 
 
 def test_every_setting_has_its_place_and_those_of_the_text_are_there():

@@ -23,11 +23,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from moebook.data import tasks
 from moebook.data.tasks.task import shipped
-from moebook.errors import Refusal
 from moebook.models.load import PACKAGED, finished, load
 from recipes import corpus, families
 from recipes import pretrain as pretraining
 from recipes import tasks as made
+from tests.refusals import refused
 
 STEPS = {"nano": 4, "nano-moe": 3}  # a step of the sparse one takes as long as two
 BASES = Path(str(files("moebook.models")))
@@ -83,8 +83,7 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_a_base_that_loads(recipe, m
     assert model.config.vocab_size == 300
     assert tokenizer("12").input_ids == tokenizer("1").input_ids + tokenizer("2").input_ids
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    with pytest.raises(Refusal, match="E-EXISTS"):
-        run(recipe, "whole")
+    refused("E-EXISTS", run, recipe, "whole")
 
 
 def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refused(recipe):
@@ -93,15 +92,13 @@ def test_phases_follow_one_another_and_bad_recipes_and_numbers_of_steps_are_refu
     assert [read.window(step) for step in (6, 9)] == [(ALONE, 2, 32)] * 2
     rates = [read.rate(step) for step in (0, 2, 9)]
     assert rates == pytest.approx([0.5e-2, 1e-2, 1e-2 / 8])
-    with pytest.raises(Refusal, match="E-RANGE: steps is 0, expected a number"):
-        run(recipe, "whole", steps=0)
+    refused("E-RANGE: steps is 0, expected a number", run, recipe, "whole", steps=0)
     for change in [
         {"mixture": {"letters": 0.5, "sums": 0.4}}, {"mixture": {"unknown": 1.0}}, {"surplus": 1},
         {"clip": "1"}, {"phases": [PHASES[0] | {"mixture": {"sums": 0.5}}]},
     ]:  # fmt: skip
         recipe.write_text(yaml.safe_dump(RECIPE | change))
-        with pytest.raises(Refusal, match=f"E-CONFIG: {recipe}: "):
-            pretraining.Recipe.read(recipe)
+        refused(f"E-CONFIG: {recipe}: ", pretraining.Recipe.read, recipe)
 
 
 def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_loss():

@@ -12,6 +12,7 @@ import pytest
 from moebook import results
 from moebook.errors import Refusal
 from moebook.results import Run, files
+from tests.refusals import refused
 
 CODE = '''"""Say what."""
 
@@ -122,15 +123,13 @@ def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
 
 def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path, full = tmp_path / "deep" / "_config.yml", OSError(28, "No space left on device")
-    with pytest.raises(Refusal, match=r"_config\.yml"):
-        results.root(path.parent / "inner")
+    refused(r"_config\.yml", results.root, path.parent / "inner")
     results.write(path, "old")
     assert results.root(path.parent / "inner") == path.parent
     (path.parent / "notes").symlink_to(tmp_path)
     (path.parent / "runs").mkdir()
     (path.parent / "runs" / "mine").symlink_to(path.parent / "notes")
-    with pytest.raises(Refusal, match=r"E-PATH: .*/runs/mine leads out of the project, to "):
-        results.root(path.parent)
+    refused(r"E-PATH: .*/runs/mine leads out of the project, to ", results.root, path.parent)
     for link in ("notes", "runs/mine"):
         (path.parent / link).unlink()
     (path.parent / "runs").rmdir()
@@ -154,13 +153,11 @@ def test_the_project_has_a_config_and_a_failed_write_leaves_the_old_file(tmp_pat
 ])  # fmt: skip
 def test_one_reader_takes_json_objects_and_refuses_what_is_none(content, message, tmp_path):
     path = tmp_path / "some.json"
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        results.read_json(path)
+    refused("E-NOFILE", results.read_json, path)
     path.write_bytes(content)
     if message is None:
         assert set(results.read_json(path, limit=10**5)) == {"a"}
         return
     limit = 10**5 if "LIMIT" in message else 10**7
-    with pytest.raises(Refusal, match=message) as refusal:
-        results.read_json(path, limit=limit)
-    assert "some.json" in str(refusal.value) and len(str(refusal.value)) < 500
+    refusal = refused(message, results.read_json, path, limit=limit)
+    assert "some.json" in str(refusal) and len(str(refusal)) < 500

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebook import results
-from moebook.errors import Refusal
 from moebook.results import Curve, Pool, Run, Value
 from moebook.results.runs import HEAD, rounded
+from tests.refusals import refused
 
 NO_RUN = "no run of moebook"
 A = Value("toy/a", 1 / 3, "share", items=(0.0, 0.0, 1.0))
@@ -46,8 +46,7 @@ def test_a_value_curve_or_run_that_breaks_a_rule_is_refused(kind, fields):
     good = {Value: Value("pesc/dense/accuracy", 0.5, "share"), Run: RUN,
             Curve: Curve("pesc/dense/accuracy", "nats", (1.0, 2.0), (3.0, -4.0))}  # fmt: skip
     twice = "E-VALUE: toy, seed 3: toy/a is recorded twice|E-TIER: .*'studi': did you mean 'study'"
-    with pytest.raises(Refusal, match=twice if kind is Run else r"E-(VALUE|TYPE|RANGE)"):
-        replace(good[kind], **fields)
+    refused(twice if kind is Run else r"E-(VALUE|TYPE|RANGE)", replace, good[kind], **fields)
 
 
 def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more():
@@ -55,10 +54,8 @@ def test_items_are_kept_to_four_digits_and_their_mean_may_be_off_by_no_more():
     assert rounded(exact) == (1.0, -2.346e-7, 12345.0, 0.0, 3.142)
     worst = (1.000499, 1.000499)
     assert Value("a", 1.000499, "nats", items=rounded(worst)).items == (1.0, 1.0)
-    with pytest.raises(Refusal, match="is not the mean"):
-        Value("a", 1.00051, "nats", items=(1.0, 1.0))
-    with pytest.raises(Refusal, match="unknown unit 'shares'; did you mean 'share'"):
-        Value("a", 0.5, "shares")
+    refused("is not the mean", Value, "a", 1.00051, "nats", items=(1.0, 1.0))
+    refused("unknown unit 'shares'; did you mean 'share'", Value, "a", 0.5, "shares")
 
 
 @pytest.fixture
@@ -111,11 +108,9 @@ def _value(table: pa.Table) -> pa.Table:
 ])  # fmt: skip
 def test_a_file_that_says_anything_else_is_refused_by_name(path, edit, message):
     pq.write_table(edit(pq.read_table(path)), path)
-    with pytest.raises(Refusal, match=f"E-RUN: .*0.parquet .*{message}"):
-        results.read_run(path)
+    refused(f"E-RUN: .*0.parquet .*{message}", results.read_run, path)
     path.unlink()
-    with pytest.raises(Refusal, match="E-NOFILE"):
-        results.read_run(path)
+    refused("E-NOFILE", results.read_run, path)
 
 
 BOTH = {"left": (1.0, 2.0), "right": (0.5, 0.25)}
@@ -164,8 +159,7 @@ def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_mor
 ])  # fmt: skip
 def test_runs_that_do_not_belong_together_are_refused_in_any_order(one, other, message):
     for runs, told in (((one, other), message), ((other, one), ""), ((made(7), other, one), "")):
-        with pytest.raises(Refusal, match=f"E-POOL: .*{told}"):
-            pooled(*runs)
+        refused(f"E-POOL: .*{told}", pooled, *runs)
 
 
 def test_effects_are_paired_by_seed_and_item_and_else_means_are_compared():
@@ -197,5 +191,4 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tm
     shown = results.live("toy", tmp_path)
     assert shown is not None and (shown.tier, list(shown.seeds)) == ("cpu", [0])
     results.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
-    with pytest.raises(Refusal, match=r"E-POOL: .*1\.parquet is a run of toy at big; move it"):
-        results.pools("toy", tmp_path)
+    refused(r"E-POOL: .*1\.parquet is a run of toy at big; move it", results.pools, "toy", tmp_path)

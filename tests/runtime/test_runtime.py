@@ -15,6 +15,7 @@ import torch
 
 from moebook import runtime
 from moebook.errors import Refusal
+from tests.refusals import refused
 
 
 def test_the_same_seed_gives_the_same_numbers_from_all_generators():
@@ -35,8 +36,7 @@ def test_devices_are_resolved_or_refused(gpus, name, wanted, monkeypatch):
     if " " not in wanted:
         assert runtime.resolve_device(name) == torch.device(wanted)
     else:
-        with pytest.raises(Refusal, match=f"E-DEVICE.*{wanted}"):
-            runtime.resolve_device(name)
+        refused(f"E-DEVICE.*{wanted}", runtime.resolve_device, name)
 
 
 def test_dtypes_are_resolved_or_refused(monkeypatch):
@@ -47,8 +47,7 @@ def test_dtypes_are_resolved_or_refused(monkeypatch):
     for name, device in (("float16", "cpu"), ("bfloat16", "cuda")):
         with pytest.raises(Refusal, match=f"E-DTYPE: dtype {name} needs a GPU that has it"):
             runtime.resolve_dtype(name, device)
-    with pytest.raises(Refusal, match="did you mean 'bfloat16'"):
-        runtime.resolve_dtype("bfloat", "cpu")
+    refused("did you mean 'bfloat16'", runtime.resolve_dtype, "bfloat", "cpu")
 
 
 def test_a_stopwatch_measures_time_and_the_blocks_own_peak_memory():
@@ -103,14 +102,12 @@ def test_a_process_launched_with_others_has_a_number_and_a_gpu_of_its_own(monkey
     assert runtime.processes() == (3, 4)
     assert {runtime.resolve_device(name) for name in ("cuda", "auto")} == {torch.device("cuda:1")}
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(Refusal, match="E-USAGE: LOCAL_RANK=1, RANK=3, WORLD_SIZE=many is no place"):
-        runtime.processes()
+    refused("E-USAGE: LOCAL_RANK=1, RANK=3, WORLD_SIZE=many is no place", runtime.processes)
     monkeypatch.delenv("LOCAL_RANK")
     assert runtime.processes() == (0, 1)  # a cluster's variables alone start nothing
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(Refusal, match="E-USAGE: accelerate launch started one process of several"):
-        runtime.processes()
+    refused("E-USAGE: accelerate launch started one process of several", runtime.processes)
 
 
 def test_a_wanted_absence_is_not_reported_and_everything_else_is(caplog):

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from moebook.errors import Refusal
 from moebook.training import fit
 from moebook.training.batches import Batches
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
@@ -170,8 +171,7 @@ def test_training_leaves_the_surroundings_as_they_were(tiny, rows, tmp_path, mon
 ])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_by_name(lora, rows, given, code):
     model = lora()
-    with pytest.raises(Refusal, match=code):
-        fit(model, rows(), **given)
+    refused(code, fit, model, rows(), **given)
     assert torch.equal(weights(model), weights(lora()))
 
 
@@ -184,8 +184,7 @@ def test_rows_that_the_model_cannot_take_are_refused_before_the_first_step(tiny)
         ([[3] * 513], [[3] * 513], "E-RANGE: row 0 has 513 tokens, the model takes 512"),
     ):
         train = Dataset.from_dict({"input_ids": ids, "labels": labels})
-        with pytest.raises(Refusal, match=words):
-            fit(tiny(), train, steps=1)
+        refused(words, fit, tiny(), train, steps=1)
     with pytest.raises(Refusal, match="E-VOCAB: pad_id: 300"):
         fit(tiny(), Dataset.from_dict({"input_ids": [[3, 4]], "labels": [[3, 4]]}), pad_id=300)
 
@@ -194,8 +193,7 @@ def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False
     fit(model, rows(), steps=1)
-    with pytest.raises(Refusal, match=r"E-MODEL: PeftModel.* averages its loss"):
-        fit(model, rows(), steps=1, accumulate=2)
+    refused(r"E-MODEL: PeftModel.* averages its loss", fit, model, rows(), steps=1, accumulate=2)
     with pytest.raises(Refusal, match="E-MODEL: no parameter requires a gradient"):
         fit(model.requires_grad_(False), rows(), steps=1)
 

@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import linprog
 from transformers import BertConfig, BertModel
 
-from moebook.errors import Refusal
 from moebook.methods.rocket import Config, augmentation
+from tests.refusals import refused
 
 
 def vectors(seed, rows, width):
@@ -119,8 +119,7 @@ def test_what_nothing_can_be_chosen_from_is_refused():
         (lambda: augmentation.choose(good, [bad], Config()), "E-NONFINITE: row 2 of the pool"),
         (lambda: augmentation.choose(good, [], Config()), "E-DATA: the pool is empty"),
     ):
-        with pytest.raises(Refusal, match=message):
-            call()
+        refused(message, call)
 
 
 @pytest.fixture
@@ -157,8 +156,7 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         ("BAAI/bge-m3", "E-PIN: 'BAAI/bge-m3'"),
         ("org/name@" + "a" * 40, "E-OFFLINE: org/name@"),
     ):
-        with pytest.raises(Refusal, match=message):
-            augmentation.encoder(name)
+        refused(message, augmentation.encoder, name)
     index = '{"weight_map": {"a": "pytorch_model.bin"}}'
     for name, content, message in (
         ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "E-MODEL: .*max_tokens"),
@@ -172,8 +170,7 @@ def test_encoders_that_are_not_at_hand_are_refused_in_one_line(encoder, monkeypa
         if name.endswith("index.json"):
             (encoder / "model.safetensors").rename(encoder / "pytorch_model.bin")
         if message:
-            with pytest.raises(Refusal, match=message):
-                augmentation.encoder(str(encoder))
+            refused(message, augmentation.encoder, str(encoder))
 
 
 def test_the_embedded_encoder_knows_what_is_alike():

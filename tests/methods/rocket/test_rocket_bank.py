@@ -15,6 +15,7 @@ from moebook.methods import rocket
 from moebook.methods.rocket import bank, loras
 from moebook.models import checkpoint
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 QUICK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "epochs": 2, "batch": 4, "lr": 3e-2}
 
@@ -81,8 +82,7 @@ def test_the_guard_flags_names_and_prompts_in_common(sets, model, lora):
 def test_a_bank_is_read_by_name_and_says_what_has_no_fingerprint(model, lora, tmp_path):
     loras.write(lora(model, "zeta", 1), tmp_path / "zeta")
     (tmp_path / "zeta" / checkpoint.DIGEST).unlink()
-    with pytest.raises(Refusal, match="E-MANIFEST"):
-        bank.read(tmp_path, model)
+    refused("E-MANIFEST", bank.read, tmp_path, model)
     (tmp_path / "zeta" / checkpoint.MANIFEST).unlink()  # as from anywhere
     loras.write(lora(model, "alpha", 0), tmp_path / "alpha")
     (tmp_path / ".stage-x").mkdir()
@@ -110,8 +110,7 @@ def test_what_is_no_bank_or_no_set_is_refused(model, base, lora, make_bank, tmp_
             ["gcdd"],
         ),
     ):
-        with pytest.raises(Refusal, match=message):
-            function(*args)
+        refused(message, function, *args)
 
 
 def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp_path, monkeypatch):
@@ -125,8 +124,7 @@ def test_the_shipped_bank_is_whole_and_trained_on_what_the_recipe_says(nano, tmp
     monkeypatch.delattr(bank, "make")
     (target := tmp_path / "notes").mkdir()
     (target / "read.me").touch()
-    with pytest.raises(Refusal, match=r"E-BANK: .*notes holds no LoRA"):
-        bank.load(*nano, target)
+    refused(r"E-BANK: .*notes holds no LoRA", bank.load, *nano, target)
     shipped = bank.load(*nano)
     assert set(shipped) == set(bank.load(*nano, bank.FOLDER)) == set(bank.EMBEDDED)
     sets = bank.embedded(bank.ROWS, seed=bank.RECIPE["seed"])

@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import loras
 from moebook.models.checkpoint import fingerprint
+from tests.refusals import refused
 
 ANY = "f" * 64  # a fingerprint, which a LoRA without our manifest does not ask for
 
@@ -81,10 +81,9 @@ def test_what_is_not_a_plain_lora_of_this_base_is_refused(damage, message, forei
     _, folder = foreign
     damage(folder)
     start = time.perf_counter()
-    with pytest.raises(Refusal, match=message) as refusal:
-        loras.read(folder, model, ANY)
+    refusal = refused(message, loras.read, folder, model, ANY)
     assert time.perf_counter() - start < 5
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal)
 
 
 def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, base, batch):
@@ -94,8 +93,7 @@ def test_what_peft_saved_computes_the_same_and_a_pickle_is_not_read(foreign, bas
     assert lora.scale == 8 / 2  # alpha / sqrt r
     with loras.attached(model, [lora]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
-    with pytest.raises(Refusal, match=r"E-KEYS: .*4 tensors missing"):
-        loras.read(folder, base(num_hidden_layers=3), ANY)
+    refused(r"E-KEYS: .*4 tensors missing", loras.read, folder, base(num_hidden_layers=3), ANY)
     (folder / loras.PICKLE).write_bytes(b"cos\nsystem\n")
     with pytest.warns(UserWarning, match="W-PICKLE"):
         assert loras.read(folder, model, ANY).rank == 4
@@ -126,15 +124,12 @@ def test_a_written_lora_is_pefts_too_bound_to_base_and_bytes(model, base, batch,
     peft = PeftModel.from_pretrained(base(), folder).eval()
     with loras.attached(model, [one]), torch.no_grad():
         assert torch.allclose(model(**batch).logits, peft(**batch).logits, atol=1e-6)
-    with pytest.raises(Refusal, match="E-EXISTS"):
-        loras.write(one, folder)
-    with pytest.raises(Refusal, match=r"E-BASE: .* belongs to base"):
-        loras.read(folder, model, ANY)
+    refused("E-EXISTS", loras.write, one, folder)
+    refused(r"E-BASE: .* belongs to base", loras.read, folder, model, ANY)
     payload = bytearray((folder / loras.TENSORS).read_bytes())
     payload[-3] ^= 1
     (folder / loras.TENSORS).write_bytes(payload)
-    with pytest.raises(Refusal, match="E-HASH"):
-        loras.read(folder, model, fingerprint(model))
+    refused("E-HASH", loras.read, folder, model, fingerprint(model))
 
 
 def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
@@ -152,5 +147,4 @@ def test_several_loras_at_once_equal_one_after_another(model, batch, bank):
     ({"rank": 0}, "E-RANGE: rank is 0"),
 ])  # fmt: skip
 def test_a_lora_that_is_not_finite_is_refused_where_it_is_made(changes, message, model, lora):
-    with pytest.raises(Refusal, match=message):
-        lora(model, "one", 0, **changes)
+    refused(message, lora, model, "one", 0, **changes)

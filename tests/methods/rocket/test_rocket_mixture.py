@@ -14,6 +14,7 @@ from moebook.methods import rocket
 from moebook.methods.rocket import mixture
 from moebook.models.checkpoint import fingerprint
 from moebook.nn.lora_mixture import LoraMixture
+from tests.refusals import refused
 
 ONE = {"candidates": 1, "experts": 1, "top_k": 1}
 
@@ -144,10 +145,7 @@ def test_what_makes_no_mixture_is_refused(model, base, bank, lora):
         (model, wide, "E-BANK: 'a' and 'wide' differ in rank: 4 and 6"),
         (other, four, "E-BASE: 'a' belongs to base"),
     ):
-        with pytest.raises(Refusal, match=message):
-            mixture.build(host, loras, config)
-    with pytest.raises(Refusal, match="E-MODEL: the model has not been through rocket"):
-        mixture.remove(model)
+        refused(message, mixture.build, host, loras, config)
+    refused("E-MODEL: the model has not been through rocket", mixture.remove, model)
     mixture.build(model, four, config)
-    with pytest.raises(Refusal, match="E-MODEL: the model holds a mixture already"):
-        mixture.build(model, four, config)
+    refused("E-MODEL: the model holds a mixture already", mixture.build, model, four, config)

@@ -19,6 +19,7 @@ from moebook.methods.rocket import Config, augmentation, findings, pipeline
 from moebook.models.checkpoint import fingerprint, origin
 from moebook.nn import routers
 from moebook.notebook import sources
+from tests.refusals import refused
 
 
 def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by_name():
@@ -35,8 +36,7 @@ def test_the_presets_are_what_paper_and_code_say_and_a_bad_setting_is_refused_by
         r"E-RANGE: top_k is 5, expected 1 to 4 \(experts, N\)": {"top_k": 5},
         "E-RANGE: lora_dropout is 1": {"lora_dropout": 1.0},
     }.items():
-        with pytest.raises(Refusal, match=message):
-            Config.preset("fixed", **changes)
+        refused(message, Config.preset, "fixed", **changes)
 
 
 BRIEF = {"steps": 2, "batch": 2, "lr": 1e-2, "seed": 3}
@@ -122,20 +122,17 @@ def test_an_arm_chooses_by_its_rankings_or_takes_the_best_or_some_by_names_and_s
     first = case.scores(3).log_perplexity.idxmin()
     assert pipeline.experts(case, alone, "abcd", best="") == (first, first)
     assert set(experts(members="abc")) <= set("abc")
-    with pytest.raises(Refusal, match=r"E-CHOICE: by\.0 is 'luck'"):
-        experts(("luck",))
+    refused(r"E-CHOICE: by\.0 is 'luck'", experts, ("luck",))
     draws = drawn()
     assert draws == drawn("dcba") != drawn(task="b")
     assert len(set(draws)) > 1 and all(len(set(names)) == 2 for names in draws)
-    with pytest.raises(Refusal, match=r"E-RANGE: experts \(N\) is 2, expected 1 to 1"):
-        drawn("a")
+    refused(r"E-RANGE: experts \(N\) is 2, expected 1 to 1", drawn, "a")
 
 
 def test_targets_have_as_many_benchmarks_and_rows_are_the_shots_and_the_nearest_open_ones(world):
     assert pipeline.tested(["a", "b"], ["c", "d"]) == {"a": "c", "b": "d"}
     assert pipeline.tested(["a", "b"], []) == {"a": "a", "b": "b"}
-    with pytest.raises(Refusal, match="E-RANGE: benchmarks has 1 names, targets has 2"):
-        pipeline.tested(["a", "b"], ["c"])
+    refused("E-RANGE: benchmarks has 1 names, targets has 2", pipeline.tested, ["a", "b"], ["c"])
     _, _, _, case, config = world
     pool = [{"prompt": text, "answer": "x"} for text in ("aaaa", "oooo", "eeee", "iiii", "aeio")]
     vectors = Words().encode([row["prompt"] for row in pool])
@@ -275,8 +272,7 @@ def test_rows_of_the_hub_are_trained_on_whole_and_tested_on_the_benchmarks_split
 
 def test_members_and_loras_to_retrain_are_of_the_bank_and_every_arm_meets_the_guarded_one():
     space = values("nano") | MODULES | {"bank": {"gcd": None, "sums": None}}
-    with pytest.raises(Refusal, match="E-RANGE: retrain lists 'licence': one of: gcd, sums"):
-        exec(cell("again = "), space)
+    refused("E-RANGE: retrain lists 'licence': one of: gcd, sums", exec, cell("again = "), space)
     with pytest.raises(Refusal, match=r"E-BANK: .* has no LoRA 'foo'"):
         exec(cell("device = "), space | {"runtime": runtime, "members": "gcd,foo"})
     assert "rocket.pipeline.experts(case, mixed[arm], clean[t]," in cell("mixed, chosen")
