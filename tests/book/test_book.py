@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 import shutil
 from functools import cache
@@ -12,7 +13,7 @@ import gate
 import matplotlib
 import pytest
 
-from moebook import papers, plotting
+from moebook import papers, plotting, results
 from moebook.errors import Refusal
 from moebook.notebook import book, sources
 from moebook.notebook.session import GLUE
@@ -70,10 +71,8 @@ def style():
         yield
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A project with the book's own pages, an executed copy of every notebook, and one pool."""
-    folder = tmp_path_factory.mktemp("project")
+def _render(folder):
+    """Fill a folder with the book's own pages, an executed copy of every notebook, and one pool."""
     left_out = shutil.ignore_patterns("notebooks", "_generated")
     shutil.copytree(ROOT / "book", folder / "book", ignore=left_out)
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
@@ -86,7 +85,22 @@ def project(tmp_path_factory):
     pool = folder / "results" / "pesc" / "nano"
     for seed in range(3):
         write_run(pool / f"{seed}.parquet", _run("pesc", "study", seed))
+    book.build("smoke", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project and its rendered book, made once for all of pytest-xdist's workers.
+
+    A warning of Jupyter Book fails here.
+    """
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    with results.locked(place / "book.lock", wait=True):
+        if not (place / "book").exists():
+            _render(tmp_path_factory.mktemp("project")).rename(place / "book")
+    return place / "book"
 
 
 def _write(path, content):
@@ -97,10 +111,10 @@ def _page(site, name):
     return (site / f"{name}.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def site(project):
-    """The rendered pages; a warning of Jupyter Book fails here."""
-    return book.build("smoke", project).parent
+    """The rendered pages."""
+    return project / "_build" / "html"
 
 
 @pytest.fixture
@@ -152,11 +166,11 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert drawn == {"found_pesc.svg", "found_front.svg"}
 
 
-def test_notebooks_start_longest_first_and_findings_behind_all_others(project):
+def test_notebooks_start_longest_first_and_findings_behind_all_others(project, tmp_path):
     notebooks = sources.notebooks(project)
-    (project / "book" / "notebooks" / "05_kernels.parquet").rename(project / "away")
-    order = sorted(notebooks.values(), key=lambda notebook: book._cost(notebook, project))
-    (project / "away").rename(project / "book" / "notebooks" / "05_kernels.parquet")
+    folder = shutil.copytree(project / "book", tmp_path / "book").parent
+    (folder / "book" / "notebooks" / "05_kernels.parquet").unlink()
+    order = sorted(notebooks.values(), key=lambda notebook: book._cost(notebook, folder))
     last = [notebook.findings for notebook in order].index(True)
     assert order[last - 1].name == "kernels" and all(one.findings for one in order[last:])
 
