@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -27,12 +28,15 @@ def lines(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
 
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files(PACKAGE)}
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The package's files, parsed."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files(PACKAGE)}
 
 
-def functions(path: Path) -> Iterator[tuple[int, str]]:
+def functions(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Each function's lines, docstring apart, and its name."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree):
         if isinstance(node, Function):
             told = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
             docstring = told.end_lineno - told.lineno + 1 if told else 0
@@ -47,9 +51,9 @@ def module(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
     """Each of our other modules that a file imports, and whether inside a function."""
-    names, bodies = set(map(module, TREES)) - {module(path)}, ast.walk(TREES[path])
+    names, bodies = set(map(module, trees())) - {module(path)}, ast.walk(trees()[path])
     inside = {n for body in bodies if isinstance(body, Function) for n in ast.walk(body)}
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         targets = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -61,7 +65,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 def cycle() -> list[str]:
     """The modules of one cycle of imports, or nothing."""
-    graph = {module(p): [name for name, inside in imports(p) if not inside] for p in TREES}
+    graph = {module(p): [name for name, inside in imports(p) if not inside] for p in trees()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -86,10 +90,10 @@ def main() -> None:
         paths = set(files(folder)).difference(*map(files, APART if folder == "tests" else ()))
         rest = " without these" if folder == "tests" else ""
         print(f"{folder}{rest}: {sum(map(lines, paths))} lines in {len(paths)} files")
-    long = [module(path) for path in TREES if lines(path) > 400]
-    short = [module(path) for path in TREES if lines(path) < 60 and path.name != "__init__.py"]
-    sizes = sorted(function for path in TREES for function in functions(path))
-    inner = [(module(path), name) for path in TREES for name, inside in imports(path) if inside]
+    long = [module(path) for path in trees() if lines(path) > 400]
+    short = [module(path) for path in trees() if lines(path) < 60 and path.name != "__init__.py"]
+    sizes = sorted(function for tree in trees().values() for function in functions(tree))
+    inner = [(module(path), name) for path in trees() for name, inside in imports(path) if inside]
     outside = [f"{ours}->{name}" for ours, name in inner if ours != f"{PACKAGE}.cli"]
     print(f"files over 400 lines: {len(long)} {' '.join(long)}")
     print(f"files under 60 lines: {len(short)} {' '.join(short)}")

@@ -1,6 +1,5 @@
 """The command line: what it prints, its exit codes, and how quickly it starts."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from moebook import cli, results
 from moebook.results import Run
+from tests.notebook.conftest import make_project
 
 PARAMETERS = """\
 tier: str = "cpu"  # scale {smoke, cpu, study}
@@ -21,14 +21,9 @@ MACHINE = {"accelerator": None, "cpu": "X 9000", "cores": 2}
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project of one notebook, entered."""
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "_config.yml").touch()
-    (tmp_path / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\n")
-    cell = {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": PARAMETERS}
-    notebook = {"nbformat": 4, "cells": [cell | {"outputs": []}]}
-    (tmp_path / "notebooks" / "01_toy.ipynb").write_text(json.dumps(notebook))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    folder = make_project(tmp_path / "toy", "", PARAMETERS, (), {"nano": "tier: study\n"})
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

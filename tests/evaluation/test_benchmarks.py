@@ -1,13 +1,9 @@
 """Benchmarks out of a folder: the layouts of seven data sets, what is damaged, and the summary."""
 
 import json
-from functools import cache
-from pathlib import Path
 
-import lm_eval.tasks
 import pandas as pd
 import pytest
-from lm_eval.tasks import TaskManager
 
 from moebook import cli, evaluation, models
 from moebook.data import hub
@@ -15,8 +11,6 @@ from moebook.errors import Refusal
 from moebook.evaluation import benchmarks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:W-LONG")
-FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mmlu/default", "openbookqa", "piqa", "siqa",
-           "super_glue/boolq", "winogrande")  # fmt: skip
 LETTERS = {"text": ["a dog", "a cat"], "label": ["A", "B"]}
 ARC = {"id": "1", "question": "What barks?", "choices": LETTERS, "answerKey": "B"}
 PIQA = {"goal": "To bark", "sol1": "be a dog", "sol2": "be a cat", "label": 0}
@@ -40,19 +34,6 @@ LAYOUTS = {
     "solutions_gsm8k": ("openai/gsm8k/main/test.jsonl", SUM, 0, SUM["answer"]),
     "solutions_mbpp": (f"{PROGRAMS}/test-00000-of-00001.parquet", MBPP, 0, MBPP["code"]),
 }
-
-
-@cache
-def small():
-    place = Path(lm_eval.tasks.__file__).parent
-    folders = [benchmarks.OURS, *(place / name for name in FOLDERS)]
-    return TaskManager(include_path=folders, include_defaults=False)
-
-
-@pytest.fixture(autouse=True)
-def index(monkeypatch):
-    """lm-eval's index of these benchmarks instead of all, which takes half a minute."""
-    monkeypatch.setattr(benchmarks, "_index", small)
 
 
 def put(folder, name, rows):

@@ -5,18 +5,16 @@ Averages over benchmarks and differences paired by item equal numbers worked by 
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import datasets
-import lm_eval.tasks
+import lm_eval.api.task
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -226,14 +224,6 @@ def test_evaluation_leaves_mode_random_states_and_screen_alone(llama, tokenizer,
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.fixture
-def index(monkeypatch):
-    """lm-eval's index of two benchmarks instead of all, which takes half a minute."""
-    folder = Path(lm_eval.tasks.__file__).parent
-    small = TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
-    monkeypatch.setattr("moebook.evaluation.benchmarks._index", lambda: small)
-
-
 ARC = {
     "question": ["What barks?", "What is wet?"],
     "choices": [{"text": ["a dog", "a cat"], "label": ["A", "B"]},
@@ -242,7 +232,7 @@ ARC = {
 }  # fmt: skip
 
 
-def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch, index):
+def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch):
     split = datasets.Dataset.from_dict(ARC)
     splits = datasets.DatasetDict(train=split, test=split)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: splits)
@@ -272,15 +262,13 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch,
     ("gcd", {"format": "camle"}, "did you mean 'camel'"),
     ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
 ])  # fmt: skip
-def test_what_is_not_there_is_refused(
-    llama, tokenizer, names, given, words, index, monkeypatch, tmp_path
-):
+def test_what_is_not_there_is_refused(llama, tokenizer, names, given, words, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     refused(words, evaluation.evaluate, llama, tokenizer, names, **given)
 
 
-def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, index, monkeypatch):
+def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, monkeypatch):
     script = "Couldn't find a module script at code_eval.py. Module 'code_eval' doesn't exist"
     splits = datasets.Dataset.from_dict(ARC)
     hub = Mock(return_value=datasets.DatasetDict(train=splits, test=splits))

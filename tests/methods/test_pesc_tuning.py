@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import peft
@@ -22,7 +21,7 @@ from moebook.errors import Refusal
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
-from moebook.notebook import sources
+from moebook.notebook import Run, sources
 from moebook.training import step_memory
 from tests.refusals import refused
 
@@ -204,7 +203,9 @@ ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
 CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
 ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13B": "meta-llama/Llama-2-13b-hf", "34B": "01-ai/Yi-34B"}
-ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+ROUTED = pd.DataFrame(
+    {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+)
 CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
 
 
@@ -226,29 +227,22 @@ def written(*parameters):
     names = re.findall(r'run\.record\(f?"([^"]+)"', source)
     for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
         names += [f"{path}/accuracy", f"{path}/nll", f"{path}/accuracy/{{domain}}"]
-    asked = chosen["arms"].split(",")
-    run = SimpleNamespace(
-        arms=lambda _, known: {name: known[name] for name in (known if asked == ["all"] else asked)}
-    )
-    space = {"pesc": pesc, "replace": replace, "pd": pd, "run": run, **chosen}
+    space = {"pesc": pesc, "replace": replace, "pd": pd, "run": Run("cpu"), **chosen}
     exec(ARMS, space)  # the notebook's own cell makes arms of the parameters
-    arms, loads = list(space["configs"]), routing.summary(pd.DataFrame(ROUTED))
     tasks = chosen["tasks"].split(",")
     kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in tasks]
     table = pd.DataFrame({"task": tasks, "domain": kinds, "correct": 1})
     filled = {
-        "{root}": [pesc.root(chosen["base"], chosen["mix"])],
-        "{arm}/{name}": [f"{arm}/{name}" for arm in arms for name in loads],
-        "{arm}": arms,
-        "{domain}": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
-        "{task}": [name for name in ("gsm8k",) if name in tasks],
-    }
-    patterns = []
-    for name in map(re.escape, names):
-        for place, choices in filled.items():
-            name = name.replace(re.escape(place), f"(?:{'|'.join(map(re.escape, choices))})")
-        patterns.append(re.sub(r"\\{\w+\\}", r"[\\w-]+", name))
-    return "|".join(patterns)
+        "root": [pesc.root(chosen["base"], chosen["mix"])], "arm": space["configs"],
+        "arm}/{name": [f"{a}/{n}" for a in space["configs"] for n in routing.summary(ROUTED)],
+        "domain": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
+        "task": {"gsm8k"} & {*tasks},
+    }  # fmt: skip
+
+    def choices(place):
+        return f"(?:{'|'.join(filled[place[1]])})" if place[1] in filled else r"[\w-]+"
+
+    return "|".join(re.sub(r"\{(arm\}/\{name|\w+)[^}]*\}", choices, name) for name in names)
 
 
 @pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])

@@ -167,7 +167,7 @@ def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
 ])  # fmt: skip
 def test_an_error_and_a_value_curve_or_note_that_breaks_a_rule_is_refused(mime, content, message):
     malformed = r"E-OUTPUT: In \[1\]: malformed note"  # when the run is made
-    refused(message or malformed, publish.notes, _kept(mime, content))
+    refused(message or malformed, lambda: publish.notes(_kept(mime, content)))
     error = new_output("error", ename="ValueError", evalue="bad", traceback=[])
     refused(r"E-OUTPUT: In \[1\] holds an error: ValueError: bad", _published, error)
 

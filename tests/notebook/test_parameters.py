@@ -139,9 +139,9 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
     assert parameters.listed("laboratory", "", known) == []
-    refused = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
-               "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
-    for text, message in refused.items():
+    wrong = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
+             "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
+    for text, message in wrong.items():
         refused(f"E-RANGE: arms {message}", run.arms, text, known)
 
 

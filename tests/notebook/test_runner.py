@@ -33,6 +33,16 @@ def _files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+def _swap(old, new):
+    """What replaces some bytes of a file."""
+
+    def swap(path):
+        assert old in path.read_bytes()
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+    return swap
+
+
 @pytest.fixture(scope="module")
 def ran(project):
     """One run of the toy at smoke, with parameters of the reader's."""
@@ -97,9 +107,7 @@ def test_a_run_is_repeated_when_what_it_is_made_of_changes(book, ran, monkeypatc
     protocol = "cpu" if file == "protocol" else "smoke"
     overrides = OURS | ({"top_k": 3} if file == "parameter" else {})
     if old:
-        path = book / file.replace("PAGE", f"runs/mine/toy/{ran.notebook.stem}")
-        assert old in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(old, new, 1))
+        _swap(old, new)(book / file.replace("PAGE", f"runs/mine/toy/{ran.notebook.stem}"))
     again = run_notebook("toy", protocol, overrides, folder=book, force=file == "force")
     assert bool(executed) == (file != "nothing")
     assert again is None if executed else again.run == ran.run
@@ -281,30 +289,23 @@ def test_verify_sees_what_a_runs_own_digest_cannot(book, change, failure):
     assert re.search(failure, failed), failed
 
 
-@pytest.mark.parametrize(("file", "old", "new", "failure"), [
-    ("results/toy/nano/0.parquet", b"toy", b"tay", "E-RUN"),
-    ("results/toy/nano/0.parquet", b"", b"", "E-POOL"),
-    ("results/toy/empty", b"", b"", "FAILS results/toy/empty: it holds no run"),
-    ("book/notebooks/01_toy.parquet", b"toy", b"tay", "E-RUN"),
-    ("book/notebooks/01_toy.ipynb", b"A toy", b"A lie", "hash of the executed copy"),
-    ("book/notebooks/01_toy.ipynb", b'"value": 0.5', b'"value": 0.25', "E-VALUE"),
-    ("book/notebooks/01_toy.ipynb", b'"value": 1.0', b'"value": 2.0', "is 1.0 in the run and"),
-    ("book/notebooks/01_toy.ipynb", b'"toy/here"', b'"toy/h"', "run and absent in"),
-    ("book/notebooks/01_toy.ipynb", b"{", b"", "is no JSON"),
-    ("book/notebooks/01_toy.ipynb", b"", b"", "is missing"),
-    ("book/notebooks/02_toy.ipynb", b"", b"", "02_toy.parquet: E-NOFILE"),
+POOL, PAGE = "results/toy/nano/0.parquet", "book/notebooks/01_toy"
+
+
+@pytest.mark.parametrize(("file", "change", "failure"), [
+    (POOL, _swap(b"toy", b"tay"), "E-RUN"),
+    (POOL, lambda path: shutil.copyfile(path, path.with_name("copy.parquet")), "E-POOL"),
+    ("results/toy/empty", Path.mkdir, "FAILS results/toy/empty: it holds no run"),
+    (f"{PAGE}.parquet", _swap(b"toy", b"tay"), "E-RUN"),
+    (f"{PAGE}.ipynb", _swap(b"A toy", b"A lie"), "hash of the executed copy"),
+    (f"{PAGE}.ipynb", _swap(b'"value": 0.5', b'"value": 0.25'), "E-VALUE"),
+    (f"{PAGE}.ipynb", _swap(b'"value": 1.0', b'"value": 2.0'), "is 1.0 in the run and"),
+    (f"{PAGE}.ipynb", _swap(b'"toy/here"', b'"toy/h"'), "run and absent in"),
+    (f"{PAGE}.ipynb", _swap(b"{", b""), "is no JSON"), (f"{PAGE}.ipynb", Path.unlink, "is missing"),
+    ("book/notebooks/02_toy.ipynb", Path.touch, "02_toy.parquet: E-NOFILE"),
 ])  # fmt: skip
-def test_verify_detects_a_change(book, file, old, new, failure):
-    path = book / file
-    if old:
-        assert old in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(old, new, 1))
-    elif path.suffix == ".ipynb":
-        path.unlink() if path.is_file() else path.touch()
-    elif path.suffix == ".parquet":
-        shutil.copyfile(path, path.with_name("copy.parquet"))
-    else:
-        path.mkdir()
+def test_verify_detects_a_change(book, file, change, failure):
+    change(book / file)
     (failed,) = (str(finding) for finding in verify(None, book) if finding.failures)
     assert failed.startswith(f"FAILS {'results/toy' if 'results' in file else 'book'}")
     assert failure in failed
