@@ -1,16 +1,20 @@
-"""lm-eval's index of the benchmarks that the tests ask for."""
+"""lm-eval with an index of the benchmarks that the tests ask for, and templates compiled once."""
 
 from functools import cache
 from pathlib import Path
 
 import lm_eval.tasks
 import pytest
+from lm_eval import utils
 from lm_eval.tasks import TaskManager
 
 from moebook.evaluation import benchmarks
 
 FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mmlu/default", "openbookqa", "piqa", "siqa",
            "super_glue/boolq", "winogrande")  # fmt: skip
+
+
+template = cache(utils.env.from_string)
 
 
 @cache
@@ -21,6 +25,7 @@ def small():
 
 
 @pytest.fixture(autouse=True)
-def index(monkeypatch):
-    """These instead of all, which takes half a minute."""
+def quick(monkeypatch):
+    """Index these instead of all, which takes half a minute; compile no template for every row."""
     monkeypatch.setattr(benchmarks, "_index", small)
+    monkeypatch.setattr(utils.env, "from_string", template)
