@@ -1,0 +1,120 @@
+"""The workshop pack: all that a room needs, installable with the network cut. ``make pack``.
+
+Into ``_build/pack`` go the rendered book, its PDF where LaTeX is installed, the notebooks, both
+editions of the exercises, the slides, and a wheelhouse for machines like this one (Python, system),
+with torch for the CPU. Then the pack is tried: installed into an empty home without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from moebook import results
+from moebook.errors import Refusal, refuse
+from moebook.notebook.sources import size
+from workshop import editions, slides
+
+README = """# moebook, workshop pack
+
+Nothing here needs a network. For {python} on {system}:
+
+    python3 -m venv moebook-venv
+    moebook-venv/bin/pip install --no-index --find-links wheelhouse moebook jupyterlab
+    moebook-venv/bin/pip install --no-index --find-links wheelhouse --no-deps -r requirements.nodeps.lock
+    moebook-venv/bin/moebook doctor
+    moebook-venv/bin/jupyter lab exercises/student
+
+- html/index.html: the book
+- slides/: a deck for each paper
+- exercises/student, exercises/instructor: notebooks
+- notebooks/: the notebooks of the book and their protocols
+"""
+TRIAL = """set -e
+cd $HOME
+"$PYTHON" -m venv venv
+install="venv/bin/pip install -q --disable-pip-version-check --no-index --find-links $PACK/wheelhouse"
+$install moebook jupyterlab
+$install --no-deps -r $PACK/requirements.nodeps.lock
+venv/bin/moebook doctor
+venv/bin/moebook run routing --on smoke
+venv/bin/jupyter lab --version
+"""
+OFFLINE = ["unshare", "--map-root-user", "--net"]  # a network without so much as a loopback
+
+
+def main(folder: Path) -> Path:
+    """Make the pack, try it, print the size of each part."""
+    html, pack = folder / "_build" / "html", folder / "_build" / "pack"
+    if not (html / "index.html").is_file():
+        refuse("E-BOOK", f"no book in {html}; run: make book")
+    shutil.rmtree(pack, ignore_errors=True)
+    shutil.copytree(html, pack / "html")
+    shutil.copytree(folder / "notebooks", pack / "notebooks")
+    editions.write(pack / "exercises")
+    slides.write(pack / "slides", folder)
+    if shutil.which("pdflatex"):
+        _pdf(folder, pack / "moebook.pdf")
+    wheels(folder, pack / "wheelhouse")
+    shutil.copy(folder / "requirements.nodeps.lock", pack)
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    (pack / "README.md").write_text(README.format(python=python, system=os.uname().sysname))
+    for part in sorted(pack.iterdir()):
+        files = [part] if part.is_file() else [path for path in part.rglob("*") if path.is_file()]
+        print(f"{size(sum(path.stat().st_size for path in files)):>8}  {part.name}", flush=True)
+    attempt(pack)
+    return pack
+
+
+def _pdf(folder: Path, target: Path) -> None:
+    """Render all pages by LaTeX."""
+    command = [sys.executable, "-m", "jupyter_book", "build", "book", "--builder", "pdflatex"]
+    _run(command, "the PDF", cwd=folder)
+    (made,) = (folder / "_build" / "latex").glob("*.pdf")
+    shutil.copy(made, target)
+
+
+def wheels(folder: Path, target: Path) -> None:
+    """Fill the wheelhouse by the locks; torch must be built for the CPU."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    locked = folder / "requirements.lock"
+    _run([*pip, "wheel", "-w", str(target), "-r", str(locked)], "the wheelhouse")
+    apart = ["-r", str(folder / "requirements.nodeps.lock"), str(folder)]
+    _run([*pip, "wheel", "--no-deps", "-w", str(target), *apart], "the wheelhouse")
+    _run([*pip, "wheel", "-w", str(target), "-c", str(locked), "jupyterlab"], "the wheelhouse")
+    if heavy := sorted(path.name for path in target.glob("nvidia*")):
+        refuse("E-DEP", f"pip chose a torch for GPUs, which brings {len(heavy)} packages such as "
+               f"{heavy[0]}; set PIP_INDEX_URL to an index with builds for the CPU")  # fmt: skip
+
+
+def attempt(pack: Path) -> None:
+    """Install the pack into an empty home with the network cut, and run its smoke test."""
+    with tempfile.TemporaryDirectory() as home:
+        environment = {
+            "HOME": home,
+            "PATH": os.environ["PATH"],
+            "PACK": str(pack),
+            "LANG": "C.UTF-8",
+        }
+        command = [*OFFLINE, "bash", "-c", TRIAL]
+        print(_run(command, "the trial of the pack", env=environment, cwd=home), end="")
+
+
+def _run(command: list[str], what: str, **how: object) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)  # type: ignore[call-overload]
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
+        refuse("E-DEP", f"{what} failed: {lines[-1]}")
+    return str(done.stdout)
+
+
+if __name__ == "__main__":
+    try:
+        print(f"pack: {main(results.checkout())}")
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
