@@ -21,25 +21,27 @@ from workshop import editions, slides
 
 README = """# moebook, workshop pack
 
-Nothing here needs a network. For {python} on {system}:
-
-    python3 -m venv moebook-venv
-    moebook-venv/bin/pip install --no-index --find-links wheelhouse moebook jupyterlab
-    moebook-venv/bin/pip install --no-index --find-links wheelhouse --no-deps -r requirements.nodeps.lock
-    moebook-venv/bin/moebook doctor
-    moebook-venv/bin/jupyter lab exercises/student
+Nothing here needs a network. For {python} on {system}: `sh install.sh`, which makes moebook-venv/
+beside it, then `moebook-venv/bin/moebook doctor` and `moebook-venv/bin/jupyter lab exercises`.
 
 - html/index.html: the book
 - slides/: a deck for each paper
 - exercises/student, exercises/instructor: notebooks
 - notebooks/: the notebooks of the book and their protocols
 """
+INSTALL = """#!/bin/sh
+# sh install.sh [folder of the environment]; PYTHON names another interpreter.
+set -e
+here=$(cd "$(dirname "$0")" && pwd)
+venv=${1:-$here/moebook-venv}
+"${PYTHON:-python3}" -m venv "$venv"
+pip="$venv/bin/pip install --disable-pip-version-check -q --no-index"
+$pip --find-links "$here/wheelhouse" moebook jupyterlab
+$pip --find-links "$here/wheelhouse" --no-deps -r "$here/requirements.nodeps.lock"
+"""
 TRIAL = """set -e
+sh $PACK/install.sh $HOME/venv
 cd $HOME
-"$PYTHON" -m venv venv
-install="venv/bin/pip install -q --disable-pip-version-check --no-index --find-links $PACK/wheelhouse"
-$install moebook jupyterlab
-$install --no-deps -r $PACK/requirements.nodeps.lock
 venv/bin/moebook doctor
 venv/bin/moebook run routing --on smoke
 venv/bin/jupyter lab --version
@@ -62,6 +64,7 @@ def main(folder: Path) -> Path:
     wheels(folder, pack / "wheelhouse")
     shutil.copy(folder / "requirements.nodeps.lock", pack)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    (pack / "install.sh").write_text(INSTALL, encoding="utf-8")
     (pack / "README.md").write_text(README.format(python=python, system=os.uname().sysname))
     for part in sorted(pack.iterdir()):
         files = [part] if part.is_file() else [path for path in part.rglob("*") if path.is_file()]
