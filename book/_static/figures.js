@@ -107,8 +107,8 @@
     const show = ({ task: name, score, p, layer, total }, width) => {
       const { scores, parameters } = find(name);
       const layers = Object.entries(scores[score]).map(([number, row]) => {
-        const whole = total ? sum(row) : 1;
-        const shares = row.map((x) => x / whole);
+        const one = total ? sum(row) : 1;
+        const shares = row.map((x) => x / one);
         return { number, shares, ...choose(shares, p) };
       });
       const taken = layers.map((one) => one.taken);
@@ -167,7 +167,7 @@
       target: choice("target", targets.map((target) => target.name)),
       K: range("shots K", 1, first.nats[first.loras[0]].length, 1, first.start.shots),
       M: range("candidates M", 1, first.loras.length, 1, first.start.candidates),
-      N: range("experts N", 1, 6, 1, first.start.experts),
+      N: range("experts N", 1, Math.min(6, first.loras.length), 1, first.start.experts),
       P: tick("rank by perplexity, R_P", true),
       A: tick("rank by shots solved, R_A", true),
       D: tick("rank groups by diversity, R_D", true),

@@ -35,7 +35,7 @@ window.moved = (() => {
   // Put the fields, the numbers and the picture before the table. `show` gets the fields' values and
   // the width in pixels, and returns the numbers by label and the picture's [height, ...marks].
   function stage(box, title, fields, show, changed = () => {}) {
-    const bar = html("div", { class: "moe-fields", role: "group", "aria-label": title });
+    const panel = html("div", { class: "moe-fields", role: "group", "aria-label": title });
     const told = html("dl", { "aria-live": "polite" });
     const picture = svg("svg", { role: "img", "aria-label": title });
     const frame = html("div", { class: "moe-picture" }, picture);
@@ -53,8 +53,8 @@ window.moved = (() => {
       for (const [name, value] of Object.entries({ width, height })) picture.setAttribute(name, value);
       picture.replaceChildren(...marks);
     };
-    bar.append(...Object.values(fields).map(control));
-    bar.addEventListener("input", (event) => {
+    panel.append(...Object.values(fields).map(control));
+    panel.addEventListener("input", (event) => {
       changed(Object.keys(fields).find((name) => fields[name] === event.target));
       render();
     });
@@ -62,7 +62,7 @@ window.moved = (() => {
     const folded = html("details", {}, html("summary", {}, "The numbers as a table"));
     (table.closest(".pst-scrollable-table-container") ?? table).replaceWith(folded);
     folded.append(table);
-    folded.before(bar, told, frame);
+    folded.before(panel, told, frame);
     new ResizeObserver(render).observe(frame);
     render();
   }
