@@ -18,6 +18,7 @@ from moebook.errors import Refusal
 from moebook.notebook import book, sources
 from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
+from tests.refusals import refused
 from workshop import slides
 
 ROOT = Path(__file__).parents[2]
@@ -185,12 +186,10 @@ def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(small
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}
     notebook["cells"][3]["outputs"] = [error]
     _write(copy, notebook)
-    with pytest.raises(Refusal, match="cell 4 holds ValueError"):
-        book.build("smoke", small)
+    refused("cell 4 holds ValueError", book.build, "smoke", small)
     for suffix, message in ((".parquet", "has no run beside it"), (".ipynb", "is missing")):
         copy.with_suffix(suffix).unlink()
-        with pytest.raises(Refusal, match=f"{message}.*; run: moebook book --tier cpu --only pesc"):
-            book.build("cpu", small)
+        refused(f"{message}.*; run: moebook book --tier cpu --only pesc", book.build, "cpu", small)
 
 
 RAW = r"""document.querySelectorAll('.math:not(:has(mjx-container))').length

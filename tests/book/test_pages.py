@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moebook import papers
-from moebook.errors import Refusal
 from moebook.notebook import pages, verdicts
 from moebook.papers.arithmetic import Finding
 from moebook.results import LIVE, Pool, Run, Value, write, write_run
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 CLAIM = papers.claim("pesc.sparse-beats-dense")
@@ -216,8 +216,7 @@ def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
         assert fact in page
     assert "Not recorded: Killed" not in page
     write(tmp_path / "results" / "faults.json", json.dumps({"kills": {}}))
-    with pytest.raises(Refusal, match=r"faults.json does not hold what is read"):
-        pages.tested(tmp_path)
+    refused(r"faults.json does not hold what is read", pages.tested, tmp_path)
 
 
 def test_the_badge_tells_cost_seed_what_the_reader_set_and_where_the_pools_are(project):

@@ -10,8 +10,8 @@ import pytest
 from moebook.data import hashes, refuse_leak, tasks
 from moebook.data.tasks.language import kinship, reserved, words
 from moebook.data.tasks.task import first_line, same_json, verb
-from moebook.errors import Refusal
 from moebook.methods.rocket import bank as banks
+from tests.refusals import refused
 
 NAMES = (
     "equations gcd sums products gsm_symbolic python_eval docstring isa numbers_fr names_de "
@@ -180,5 +180,4 @@ def test_answers_are_compared_after_the_tasks_own_normalisation():
     (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'"),
 ])  # fmt: skip
 def test_sizes_tasks_and_splits_that_are_not_there_are_refused(asked, message):
-    with pytest.raises(Refusal, match=f"E-DATA: .*{message}"):
-        tasks.rows(*asked)
+    refused(f"E-DATA: .*{message}", tasks.rows, *asked)

@@ -9,6 +9,7 @@ from moebook import cli, evaluation, models
 from moebook.data import hub
 from moebook.errors import Refusal
 from moebook.evaluation import benchmarks
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:W-LONG")
 LETTERS = {"text": ["a dog", "a cat"], "label": ["A", "B"]}
@@ -113,9 +114,7 @@ PLACE = "baber/piqa/validation.jsonl"
 def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
     for name, rows in files.items():
         put(tmp_path, name, rows)
-    with pytest.raises(Refusal, match=words) as caught:
-        benchmarks.load(["piqa"], tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(words, benchmarks.load, ["piqa"], tmp_path)
 
 
 def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(

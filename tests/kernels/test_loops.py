@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moebook.errors import Refusal
 from moebook.kernels import Bank, experts, grouped, route
+from tests.refusals import refused
 
 SHAPES = {
     # T, E, K, D, F, the experts that train in a bank of their own
@@ -184,8 +185,7 @@ def test_any_elementwise_activation_will_do_and_triton_knows_silu_alone():
     (torch.nn.Sequential(torch.nn.SiLU(inplace=True)), "act is Sequential, expected one"),
 ])  # fmt: skip
 def test_an_activation_that_the_backward_pass_would_miss_is_refused(act, why, impl):
-    with pytest.raises(Refusal, match=f"E-TYPE: experts: {why}"):
-        by_op("experts", given("experts")[0], impl, act=act)
+    refused(f"E-TYPE: experts: {why}", by_op, "experts", given("experts")[0], impl, act=act)
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 1, 4, 2), (5, 3, 2, 4, 65), (5, 65, 2, 4, 2)])
@@ -220,8 +220,7 @@ def test_on_meta_the_reference_infers_shapes_and_the_fast_path_refuses(op):
     of, *rest = given(op)
     of = {name: t.detach().to("meta") for name, t in of.items()}
     assert by_op(op, of, "reference", *rest).shape == (12, 8)
-    with pytest.raises(Refusal, match="E-DEVICE: a routing on meta"):
-        by_op(op, of, "torch", *rest)
+    refused("E-DEVICE: a routing on meta", by_op, op, of, "torch", *rest)
 
 
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16])

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebook.errors import Refusal
 from moebook.kernels.bank_scoring import LOGITS, Answers, bank_scoring
 from moebook.kernels.clusters import ROWS, clusters
 from moebook.kernels.groups import groups
+from tests.refusals import refused
 
 IMPLS = ("numba", "reference")
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -223,5 +223,4 @@ def test_arguments_that_do_not_fit_are_refused(op, change, message):
         clusters: {"points": torch.zeros(1, 2, 3), "centres": torch.zeros(1, 2, 3)},
         scored: {"hidden": hidden, "head": head, **answers._asdict()},
     }
-    with pytest.raises(Refusal, match=message):
-        op(**usual[op] | change)
+    refused(message, op, **usual[op] | change)

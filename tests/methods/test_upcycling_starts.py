@@ -15,12 +15,12 @@ from transformers import BatchEncoding
 
 from moebook.analysis.routers import statistics
 from moebook.data import padded
-from moebook.errors import Refusal
 from moebook.methods import upcycling
 from moebook.methods.upcycling import starts
 from moebook.methods.upcycling.representations import Representations, perplexities, sampled
 from moebook.models import fingerprint
 from moebook.nn import hooked
+from tests.refusals import refused
 
 IDS = [[0, 7, 9, 11], [0, 8], [0, 12, 5, 40, 33, 6]]
 LABELS = [[-100, -100, 9, 11], [-100, 8], [-100, 12, 5, -100, -100, 6]]
@@ -338,5 +338,4 @@ def matched(model, inputs, scale="matched"):
 ])  # fmt: skip
 def test_what_cannot_be_collected_scored_or_made_a_start_is_refused(code, ask, given, host):
     model = () if ask in (upcycling.crsu, upcycling.trsu, FEW.only) else (host(),)
-    with pytest.raises(Refusal, match=code):
-        ask(*model, *given)
+    refused(code, ask, *model, *given)

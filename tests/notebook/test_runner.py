@@ -23,6 +23,7 @@ from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import GLUE, NOTE
 from moebook.results import Value
 from moebook.training import fit
+from tests.refusals import refused
 
 OURS = {"top_k": 4, "arms": "left"}
 
@@ -124,9 +125,8 @@ def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, fate
     before = _files(project / "runs" / "mine")
     monkeypatch.setenv("PYTHONPATH", light)
     monkeypatch.setitem(runner.CELL_SECONDS, "smoke", 8)
-    with pytest.raises(Refusal, match=message) as refusal:
-        run_notebook("toy", "smoke", {"fate": fate}, folder=project)
-    copy = str(refusal.value).rpartition("the failed copy is ")[2]
+    refusal = refused(message, run_notebook, "toy", "smoke", {"fate": fate}, folder=project)
+    copy = str(refusal).rpartition("the failed copy is ")[2]
     assert copy.startswith("runs/failed/toy/smoke-")
     assert json.loads((project / copy).read_text())["cells"]
     assert _files(project / "runs" / "mine") == before
@@ -260,8 +260,7 @@ def test_verify_agrees_with_what_was_just_run(book):
     (book / "requirements.lock").write_text("torch==2.14.0\n")
     for finding in verify("toy", book):
         assert not finding.failures and "changed since: lock" in str(finding)
-    with pytest.raises(Refusal, match="E-NOTEBOOK: 'tyo' has no runs; did you mean 'toy'"):
-        verify("tyo", book)
+    refused("E-NOTEBOOK: 'tyo' has no runs; did you mean 'toy'", verify, "tyo", book)
 
 
 def _dated(path):

@@ -20,6 +20,7 @@ from moebook.errors import Refusal
 from moebook.notebook import study
 from moebook.notebook.study import Job, side_by_side
 from moebook.results import Run
+from tests.refusals import refused
 
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
@@ -84,15 +85,13 @@ def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_ref
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
     for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 12345678".split(), ""]:
-        with pytest.raises(Refusal, match=f"E-RANGE: --seeds {text}"):
-            study.seeds(text)
+        refused(f"E-RANGE: --seeds {text}", study.seeds, text)
     study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
     with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
         study.study("toy", "nano", [1], folder=fresh)
     path = fresh / "notebooks" / "01_toy.ipynb"
     path.write_text(path.read_text().replace("arms: str", "rest: str"))
-    with pytest.raises(Refusal, match="E-RANGE: toy has no arms"):
-        study.study("toy", "study", [0], arms="left", folder=fresh)
+    refused("E-RANGE: toy has no arms", study.study, "toy", "study", [0], arms="left", folder=fresh)
 
 
 @pytest.mark.parametrize(("arms", "asked", "wanted"), [

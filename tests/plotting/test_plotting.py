@@ -11,9 +11,9 @@ from matplotlib.image import imread
 from scipy import stats
 
 from moebook import plotting
-from moebook.errors import Refusal
 from moebook.plotting import speed
 from moebook.plotting.charts import COLOURS, COLUMNS, DARK_COLOURS, INK
+from tests.refusals import refused
 
 BARS = pd.DataFrame(
     [["code", "dense", 0.4, 0.3, 0.5], ["code", "sparse", 0.5, 0.45, 0.6],
@@ -172,8 +172,7 @@ def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_fr
     (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
 ])  # fmt: skip
 def test_what_cannot_be_drawn_is_refused(draw, message):
-    with pytest.raises(Refusal, match=message):
-        draw()
+    refused(message, draw)
 
 
 def test_text_has_a_contrast_of_four_and_a_half_and_a_styled_figure_is_opaque():

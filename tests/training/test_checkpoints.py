@@ -19,6 +19,7 @@ from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.training import checkpoints, fit
 from moebook.training.checkpoints import Store
+from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 SETTINGS = {"steps": 8, "batch": 4, "lr": 1e-2, "schedule": "cosine", "seed": 1, "pad_id": 2}
@@ -139,8 +140,7 @@ def test_folders_of_others_or_in_use_and_files_are_refused(lora, rows, once_inte
     with held, pytest.raises(Refusal, match=f"process {os.getpid()}"):
         fit(lora(), rows(), steps=1, output=tmp_path)
     (tmp_path / "run").touch()
-    with pytest.raises(Refusal, match="E-PATH"):
-        fit(lora(), rows(), steps=1, output=tmp_path / "run")
+    refused("E-PATH", fit, lora(), rows(), steps=1, output=tmp_path / "run")
 
 
 def test_other_threads_are_told_and_a_full_disk_keeps_the_old(lora, rows, interrupted, monkeypatch):
@@ -245,5 +245,4 @@ def test_nonsense_under_a_new_seal_is_refused(lora, rows, interrupted, name, cha
     for mark in (checkpoint.MANIFEST, checkpoint.DIGEST):
         (folder / mark).unlink()
     checkpoint.seal(folder, **{key: facts[key] for key in ("step", "versions", "threads")})
-    with pytest.raises(Refusal, match=words):
-        fit(lora(), rows(), **SETTINGS, output=interrupted)
+    refused(words, fit, lora(), rows(), **SETTINGS, output=interrupted)
