@@ -1,3 +1,3 @@
 """Evaluation: embedded tasks and the hub's benchmarks, one row an item, and what they come to."""
 
-from moebook.evaluation.tables import by_benchmark, evaluate, paired, summary
+from moebook.evaluation.benchmarks import by_benchmark, evaluate, paired, summary
