@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.models.anatomy import anatomy, sparse_layers
-from moebook.nn import Decision, evaluating, observe
+from moebook.nn import evaluating, observe
+from moebook.nn.routing import Decision
 from moebook.settings import checked
 
 

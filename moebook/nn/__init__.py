@@ -1,5 +1,4 @@
 """Modules that the methods put into a host model: routers, adapters, full experts."""
 
 from moebook.nn.experts import AdapterMoE, Adapters, ExpertMoE, Experts, SplitExperts
-from moebook.nn.observe import Decision, Trace, evaluating, hooked, observe
-from moebook.nn.routing import Router, balance, routers
+from moebook.nn.routing import Router, Trace, balance, evaluating, hooked, observe, routers

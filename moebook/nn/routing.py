@@ -1,18 +1,26 @@
-"""Routers, and the balance loss of all routers of a model."""
+"""Routers, what they decide, and the balance loss of all routers of a model.
+
+Decisions are read by hooks for a batch, of any model's routers, or kept from a training pass.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from moebook import kernels
 from moebook.errors import refuse
 from moebook.kernels import Routing, route
-from moebook.nn.observe import Decision, Trace
+
+Key = TypeVar("Key")
 
 
 class Router(nn.Module):
@@ -94,3 +102,130 @@ def balance(
         term = kernels.balance_loss(decision.logits, ids, mask=mask, form=form)
         total = total + term.to(total.device)
     return total
+
+
+class Decision(NamedTuple):
+    """What one router decides for the tokens of a pass."""
+
+    logits: Tensor  # [..., E]
+    ids: Tensor  # [..., K] chosen experts
+    gates: Tensor  # [..., K] their weights, without the constant factor of some DeepSeek models
+    mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
+
+    def real(self) -> Decision:
+        """Return the decisions for the real tokens alone, ``[T, ...]``."""
+        mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
+        return Decision(self.logits[mask], self.ids[mask], self.gates[mask], mask[mask])
+
+
+@torch.no_grad()
+def observe(
+    model: nn.Module, routers: Mapping[Key, nn.Module], batch: Mapping[str, Tensor]
+) -> dict[Key, Decision]:
+    """Run a model on a batch, in evaluation mode, and return what each of its routers decides.
+
+    ``model`` may be the decoder alone. ``routers``, of `moebook.nn` or of transformers, come by
+    whatever tells them apart; one that the pass does not reach is left out. The batch has
+    ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``; decisions are ``[B, S, ...]``.
+    """
+    device = next(model.parameters()).device
+    inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
+    shape = inputs["input_ids"].shape
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    if mask.shape != shape:
+        refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} for input_ids {tuple(shape)}")
+    decisions = {}
+
+    def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
+        parts = _decided(routers[key], arguments, output)
+        logits, ids, gates = (part.view(*shape, -1) for part in parts)
+        decisions[key] = Decision(logits, ids, gates, mask)
+
+    with evaluating(model), hooked(routers, see):
+        model(**inputs, use_cache=False)
+    return decisions
+
+
+def _decided(router: nn.Module, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, ...]:
+    """Return logits, ids and gates from a router of ours or of transformers."""
+    if isinstance(output, Routing):
+        return router.logits(*arguments), output.ids, output.weights
+    triple = isinstance(output, tuple) and len(output) == 3
+    if not triple or output[1].shape != output[2].shape or output[2].is_floating_point():
+        wanted = "(logits [T, E], gates [T, K], ids [T, K])"
+        refuse("E-MODEL", f"{type(router).__name__} does not return {wanted}")
+    logits, gates, ids = output
+    return logits.float(), ids, gates / getattr(router, "routed_scaling_factor", 1.0)
+
+
+@contextmanager
+def hooked(
+    modules: Mapping[Key, nn.Module], see: Callable[[Key, tuple[Any, ...], Any], None]
+) -> Iterator[None]:
+    """Call ``see(key, arguments, output)`` after each run of a module, while the block lasts."""
+
+    def hook(key: Key, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        see(key, (*args, *kwargs.values()), output)
+
+    with ExitStack() as hooks:
+        for key, module in modules.items():
+            handle = module.register_forward_hook(partial(hook, key), with_kwargs=True)
+            hooks.enter_context(handle)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the length of the block; each module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Trace:
+    """The decisions of a model's routers in its last forward pass, for the balance loss.
+
+    Two hooks on the decoder open it before a pass and close it after: no graph outlives its step,
+    and a layer's second run under gradient checkpointing finds it closed. The padding mask comes
+    from the decoder's arguments: its layers hand none to their MLPs.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self.attention_mask: Tensor | None = None
+        self.open = False  # whether a pass is under way
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
+        """Copy as an empty trace: a copied model has not run yet."""
+        return (Trace, ())
+
+    def follow(self, decoder: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Register the two hooks on a model's decoder; what takes them off again is returned."""
+        begin = decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        return begin, decoder.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.attention_mask = mask if isinstance(mask, Tensor) else None
+        self.decisions, self.open = {}, True
+
+    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.open = False
+
+    def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
+        """Return the mask ``[T]`` of the T = ``rows`` tokens of a pass, true where one is real.
+
+        None where there is no mask ``[B, S]`` (packed sequences have a block mask and no padding).
+        With a KV cache S covers the past too: the last columns belong to this pass.
+        """
+        mask = self.attention_mask if attention_mask is None else attention_mask
+        if mask is None or mask.dim() != 2:
+            return None
+        length = rows // max(len(mask), 1)
+        if length * len(mask) != rows or length > mask.shape[1]:
+            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
+        return mask[:, mask.shape[1] - length :].reshape(-1).bool()

@@ -36,7 +36,7 @@ from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
-from moebook.nn.observe import evaluating, hooked
+from moebook.nn import evaluating, hooked
 from moebook.settings import settings
 
 Weigh = Callable[[str, nn.Module], nn.Module]
