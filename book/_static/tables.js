@@ -51,6 +51,11 @@ function filtered(table) {
 
 document.querySelectorAll("table[data-filters]").forEach(filtered);
 
+// A link to what a fold hides opens it.
+const unfold = () => document.getElementById(location.hash.slice(1))?.closest("details")?.setAttribute("open", "");
+window.addEventListener("hashchange", unfold);
+unfold();
+
 // The theme calls these buttons other than they read: "Search" where it shows "Search Ctrl+K".
 for (const button of document.querySelectorAll(".search-button-field, .theme-switch-button")) {
   button.removeAttribute("aria-label");
