@@ -79,7 +79,7 @@ def test_every_scale_has_its_column_smallest_first(folder):
     page = pages.ledger(rows, pages.Places(folder))
     scales = ["this build", "nano", "smollm2"]
     columns = re.findall(r'<th scope="col">(.*?)</th>', page)
-    assert columns == ["claim", "the paper", *scales, "verdict"]
+    assert columns == ["claim", "verdict", "the paper", *scales]
     cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page) for name in scales}
     effects = [re.findall(r"<b>(.*?)</b>", cell[0]) for cell in cells.values()]
     assert effects == [["-20.0 points"], ["+10.0 points"], ["+20.0 points"]]
