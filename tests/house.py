@@ -86,7 +86,7 @@ def reach(notebook: str) -> tuple[int, int]:
 
 def main() -> None:
     """Print the counts."""
-    for folder in (PACKAGE, "recipes", *APART, "tests"):
+    for folder in (PACKAGE, "recipes", "workshop", *APART, "tests"):
         paths = set(files(folder)).difference(*map(files, APART if folder == "tests" else ()))
         rest = " without these" if folder == "tests" else ""
         print(f"{folder}{rest}: {sum(map(lines, paths))} lines in {len(paths)} files")

@@ -1,8 +1,8 @@
 """The workshop pack: all that a room needs, installable with the network cut. ``make pack``.
 
-Into ``_build/pack`` go the rendered book, its PDF where LaTeX is installed, the notebooks, both
-editions of the exercises, the slides, and a wheelhouse for machines like this one (Python, system),
-with torch for the CPU. Then the pack is tried: installed into an empty home without a network.
+Into ``_build/pack`` go the rendered book, the notebooks, both editions of the exercises, slides, and
+a wheelhouse for machines like this one (Python, system), with torch for the CPU. Then the pack is
+tried: installed into an empty home without a network.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def main(folder: Path) -> Path:
     shutil.copytree(folder / "notebooks", pack / "notebooks")
     editions.write(pack / "exercises")
     slides.write(pack / "slides", folder)
-    if shutil.which("pdflatex"):
-        _pdf(folder, pack / "moebook.pdf")
     wheels(folder, pack / "wheelhouse")
     shutil.copy(folder / "requirements.nodeps.lock", pack)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
@@ -71,14 +69,6 @@ def main(folder: Path) -> Path:
         print(f"{size(sum(path.stat().st_size for path in files)):>8}  {part.name}", flush=True)
     attempt(pack)
     return pack
-
-
-def _pdf(folder: Path, target: Path) -> None:
-    """Render all pages by LaTeX."""
-    command = [sys.executable, "-m", "jupyter_book", "build", "book", "--builder", "pdflatex"]
-    _run(command, "the PDF", cwd=folder)
-    (made,) = (folder / "_build" / "latex").glob("*.pdf")
-    shutil.copy(made, target)
 
 
 def wheels(folder: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import yaml
 
-from workshop import editions
+from workshop import editions, readme
 
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
 NOTES = yaml.safe_load((editions.BOOK.parent / "workshop" / "notes.yaml").read_text("utf-8"))
@@ -52,3 +52,9 @@ def test_both_editions_are_written_as_valid_notebooks_and_equal_at_every_build(t
     for path in written:
         nbformat.validate(nbformat.read(path, as_version=4))
     assert {path: path.read_bytes() for path in editions.write(tmp_path)} == first
+
+
+def test_the_readme_says_what_the_committed_runs_found():
+    text = (editions.BOOK.parent / "README.md").read_text("utf-8")
+    assert readme.renewed(text, editions.BOOK.parent) == text
+    assert readme.found(editions.BOOK.parent).count("\n") == 5
