@@ -1,7 +1,7 @@
 """The workshop pack: all that a room needs, installable with the network cut. ``make pack``.
 
-Into ``_build/pack`` go the rendered book, the notebooks, both editions of the exercises, slides, and
-a wheelhouse for machines like this one (Python, system), with torch for the CPU. Then the pack is
+Into ``_build/pack`` go the rendered book, the notebooks, both editions of the exercises, slides,
+and a wheelhouse for machines like this one (Python, system), with torch for the CPU. Then it is
 tried: installed into an empty home without a network.
 """
 
