@@ -29,7 +29,8 @@ def strength(row: Row) -> float:
 
 def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
     """The claims whose effect is largest beside what the pool could have seen."""
-    decided = [row for row in rows if row.best and row.best.decides and row.best.side]
+    decided = [row for row in rows if row.best and row.best.decides and row.best.side
+               and not row.claim.untestable]  # fmt: skip
     return sorted(decided, key=strength, reverse=True)[:most]
 
 
