@@ -127,8 +127,9 @@ def accuracies(
     rows = []
     for arm, table in tables.items():
         for group, items in table.groupby(by, sort=False)[column]:
-            low, high = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
-            rows.append([group, arm, items.mean(), low, high])
+            mean, ends = items.mean(), interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            low, high = np.clip(ends, min(0, mean), max(1, mean))  # a share has no room beyond
+            rows.append([group, arm, mean, low, high])
     frame = pd.DataFrame(rows, columns=[by, series, "value", "low", "high"])
     label = "accuracy (share of exact matches)"
     return bars(frame, group=by, series=series, ylabel=label, title=title)

@@ -70,13 +70,17 @@ def test_bars_have_their_whiskers_and_accuracies_students_interval_over_items():
     np.testing.assert_allclose(whiskers, [[0.45, 0.6], [0.3, 0.3]])
     assert texts(figure.legends[0].get_texts()) == ["dense", "sparse"]
     assert texts(figure.axes[0].texts) == ["0.400", "0.200", "0.500", "0.300"]
-    items = pd.DataFrame({"task": ["sum"] * 4 + ["copy"], "correct": [1, 1, 0, 1, 0]})
+    correct = [1, 1, 0, 1] * 10
+    items = pd.DataFrame({"task": ["sum"] * 40 + ["copy"], "correct": [*correct, 0]})
     tables = {"dense": items, "sparse": items.assign(correct=1)}
     (axes,) = plotting.accuracies(tables, by="task", title="Right").axes
     (dense, whiskers), (sparse, _) = drawn(axes)
     assert (dense, sparse) == ([0.75, 0], [1, 1])
-    student = stats.ttest_1samp([1, 1, 0, 1], 0).confidence_interval()
+    student = stats.ttest_1samp(correct, 0).confidence_interval()
     np.testing.assert_allclose(whiskers, [[student.low, student.high], [0, 0]])
+    few = {"one": items.assign(correct=[1, 1, 0, 1, *[0] * 37]).head(4)}
+    (((_, whiskers),),) = (drawn(axes) for axes in plotting.accuracies(few, by="task").axes)
+    assert whiskers[0][1] == 1 and 0 <= whiskers[0][0] < 0.75  # Student's ends at 1.55
     assert texts(axes.get_xticklabels()) == ["sum", "copy"] and axes.get_title() == "Right"
 
 
