@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moebook.data.tasks import language, mathematics
+from moebook.data.tasks import code, common_sense, language, mathematics, translation
 from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
 from moebook.errors import refuse_unknown
 from moebook.results import formed
@@ -23,7 +23,8 @@ def _general(name: str) -> Iterator[Item]:
             yield Item({"question": row["question"]}, row["answer"])
 
 
-POOLS: dict[str, Pool] = {pool.__name__: pool for pool in mathematics.POOLS + language.POOLS}
+MODULES = (mathematics, code, common_sense, translation, language)
+POOLS: dict[str, Pool] = {pool.__name__: pool for module in MODULES for pool in module.POOLS}
 
 
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
