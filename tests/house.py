@@ -76,7 +76,8 @@ def cycle() -> list[str]:
 def reach(notebook: str) -> tuple[int, int]:
     """Our modules that a notebook's first code cell loads, and their lines."""
     cells = json.loads((ROOT / "notebooks" / notebook).read_text(encoding="utf-8"))["cells"]
-    first = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    imports = next(c for c in cells if "from moebook" in "".join(c["source"]))
+    first = "".join(imports["source"])
     show = "import sys; print(*(m.__file__ for n, m in sys.modules.items() if n[:7] == 'moebook'))"
     command = [sys.executable, "-c", f"{first}\n{show}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -3,11 +3,14 @@
 import ast
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import house
 
@@ -38,7 +41,9 @@ def code_lines(cell: Cell) -> int:
 
 
 def code_cells(notebook: dict[str, Any]) -> list[Cell]:
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    """The code cells, without the one that installs the package where the notebook stands alone."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [cell for cell in cells if "install" not in cell["metadata"].get("tags", [])]
 
 
 def cell_problems(number: int, cell: Cell) -> Iterator[str]:
@@ -110,6 +115,20 @@ def module_problems(path: Path) -> list[str]:
 def test_a_notebook_is_a_recipe_without_outputs(path):
     notebook = json.loads(path.read_text())
     assert [*notebook_problems(notebook), *folding_problems(notebook)] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_alone_first_installs_the_package_from_the_repository_and_only_in_colab(path):
+    first = next(c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code")
+    url = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
+    assert first["metadata"] == {"tags": ["install", "remove-cell"]}
+    ran, shell = [], SimpleNamespace(run_line_magic=lambda *words: ran.append(words))
+    for modules in ({}, {"google.colab": None}):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, module in modules.items():
+                patch.setitem(sys.modules, name, module)
+            exec("".join(first["source"]), {"get_ipython": lambda: shell})
+        assert ran == [("pip", f"install -q git+{url}")] * len(modules)
 
 
 def test_the_notebooks_that_run_are_short_and_know_one_seed():

@@ -104,6 +104,7 @@ def generated(folder: Path) -> dict[str, str]:
         "audit": pages.audit(papers.audit()),
         "records": pages.records(folder),
         "designs": pages.designs(folder),
+        "taught": pages.taught(folder),
         "tested": pages.tested(folder),
         "sizes": moving.sizes(),
         "experts": moving.experts(folder),

@@ -11,7 +11,8 @@ from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.models import checkpoint
 from moebook.notebook import publish, sources, verdicts
-from moebook.results import TIERS, Pool, Run
+from moebook.results import CLASS, TIERS, Pool, Run
+from moebook.results.intervals import CONFIDENCE, another
 
 UNKNOWN = "unknown"
 
@@ -86,8 +87,9 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
 def compare(path: Path, folder: Path) -> str:
     """Put a reader's executed notebook beside the book's runs and the papers' numbers, as text.
 
-    First what differs in parameters, versions and hardware, then the ledger, or all values of both
-    where the notebook has no claims.
+    First what differs in parameters, versions and hardware. Then, for a run that is nearest to the
+    protocol of a course, what lies outside its pool; else the ledger, or all values of both where
+    the notebook has no claims.
     """
     mine = publish.read_notebook(path, folder)
     book = list(results.pools(mine.notebook, folder, shown=True).values())
@@ -96,7 +98,8 @@ def compare(path: Path, folder: Path) -> str:
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
     place = TIERS.index(mine.tier)  # beside the pool of this tier, else of the next lower one
     key = lambda pool: (pool.rank[0] > place, abs(pool.rank[0] - place))  # noqa: E731
-    other = min(book, key=key, default=None)
+    taught = _taught(mine, folder)
+    other = taught or min(book, key=key, default=None)
     if other is None:
         lines.append("the book has no run of this notebook yet")
     else:
@@ -105,7 +108,16 @@ def compare(path: Path, folder: Path) -> str:
         lines += _differences(mine, other.runs[0]) or ["  none"]
     claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
     rest = _ledger(claims, mine, book) if claims else _values(mine, other)
+    rest = _outside(mine, taught) if taught else rest
     return "\n".join(map(printable, [*lines, "", *rest]))
+
+
+def _taught(mine: Run, folder: Path) -> Pool | None:
+    """Find the pool of a course if no other protocol is nearer to a run by its parameters."""
+    notebook = sources.find(folder, mine.notebook)
+    apart = lambda p: (len(mine.settings.items() - notebook.design(p).items()), p != CLASS)  # noqa: E731
+    nearest = min(notebook.protocols, key=apart)
+    return results.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
 
 
 def _differences(mine: Run, other: Run) -> list[str]:
@@ -144,3 +156,20 @@ def _values(mine: Run, other: Pool | None) -> Iterator[str]:
         theirs = [v.value for v in other.values(value.name).values()] if other else []
         book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN
         yield f"{value.name}: yours {value.value:.4g} | book's {book} {value.unit}"
+
+
+def _outside(mine: Run, taught: Pool) -> Iterator[str]:
+    """What lies where another seed's value would hardly, the farthest first; times are left out."""
+    lines, count = list[tuple[float, str]](), 0
+    for value in mine.values:
+        theirs = [one.value for one in taught.values(value.name).values()]
+        if len(theirs) > 1 and value.unit != "seconds":
+            low, high = another(theirs)
+            slack = 1e-6 * max(map(abs, (*theirs, value.value)))  # of rounding on another machine
+            gap, count = max(low - value.value, value.value - high) - slack, count + 1
+            line = f"{value.name}: yours {value.value:.4g} | book's {sum(theirs) / len(theirs):.4g}"
+            line += f" {value.unit}, another seed from {low:.4g} to {high:.4g}"
+            lines += [(gap / (high - low + slack), line)] if gap > 0 else []
+    yield (f"{len(lines)} of {count} values lie where another seed's would in 5 of 100 cases; "
+           f"about {count * (1 - CONFIDENCE):.0f} would by chance")  # fmt: skip
+    yield from (line for _, line in sorted(lines, reverse=True))

@@ -25,8 +25,8 @@ from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import COMMITTED, LIVE, Run, Value, since
-from moebook.results.intervals import sees
+from moebook.results import CLASS, COMMITTED, LIVE, Run, Value, since
+from moebook.results.intervals import another, sees
 from moebook.results.runs import restored
 
 TITLES = {
@@ -203,8 +203,20 @@ def records(folder: Path) -> str:
     """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
     names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
     pools = [pool for name in names for pool in results.pools(name, folder).values()]
-    pools += [pool for name in names if (pool := results.live(name, folder))]
+    others = ((results.pool(name, CLASS, folder), results.live(name, folder)) for name in names)
+    pools += [pool for pair in others for pool in pair if pool]
     return page("records", pools=pools, folder=folder)
+
+
+def taught(folder: Path) -> str:
+    """Return what a course can change in each notebook: the heads of its protocols, its pools."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        if pool := results.pool(name, CLASS, folder):
+            facts = dict(line.split(": ", 1) for line in notebook.head(CLASS) if ": " in line)
+            theirs = [value.value for value in pool.values(facts["See"]).values()]
+            every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
+    return page("taught", pools=every)
 
 
 def designs(folder: Path) -> str:

@@ -149,8 +149,8 @@ def _execute(request: Request) -> Run | None:
     with _place(request) if first else nullcontext(), staging() as directory:
         staged = directory / "staged.ipynb"
         try:
-            peak = _papermill(request, staged)
-            return _keep(request, staged, peak) if first else None
+            cost = _papermill(request, staged)
+            return _keep(request, staged, cost) if first else None
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
@@ -215,11 +215,11 @@ def _aside(request: Request, staged: Path) -> Path:
         return staged.parent.rename(kept) / staged.name
 
 
-def _papermill(request: Request, staged: Path) -> int | None:
-    """Execute into the staged copy; return the kernel's peak memory in bytes."""
+def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
+    """Execute into the staged copy; return the kernel's peak memory in bytes and its CPU time."""
     logging.getLogger("papermill").addHandler(logging.NullHandler())
     notebook, folder = request.notebook, request.folder
-    limit = CELL_SECONDS.get(str(request.settings["tier"]))
+    limit, before = CELL_SECONDS.get(str(request.settings["tier"])), os.times()
     with kernel(folder, staged.parent, request.resume) as manager:
         try:
             papermill.execute_notebook(
@@ -246,10 +246,11 @@ def _papermill(request: Request, staged: Path) -> int | None:
             if isinstance(error, CellTimeoutError):
                 refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
             refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
-    return manager.peak
+    spent = (now - then for then, now in zip(before[2:4], os.times()[2:4], strict=True))
+    return {"peak_memory": manager.peak, "cpu_seconds": sum(spent)}  # of children that have ended
 
 
-def _keep(request: Request, staged: Path, peak: int | None) -> Run:
+def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> Run:
     """Filter an executed notebook, harvest its run, write both, and drop the checkpoints."""
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
@@ -261,7 +262,7 @@ def _keep(request: Request, staged: Path, peak: int | None) -> Run:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": request.notebook.defaults | request.settings,
         "overrides": dict(request.overrides),
-        "peak_memory": peak,
+        **cost,
         **spent,
         "commit": results.commit(request.folder),
         "stripped": stripped,

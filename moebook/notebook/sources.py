@@ -19,7 +19,7 @@ from moebook import results
 from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
-from moebook.results import COMMITTED, TIERS, Pool, Run
+from moebook.results import CLASS, COMMITTED, TIERS, Pool, Run
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
@@ -64,10 +64,10 @@ class Notebook:
         for name, (value, where) in read_flat(file).items() if file.is_file() else ():
             parameters.check(self.parameters, {name: value}, where)
             settings[name] = value
-        tier = settings["tier"]
-        if tier != protocol and (protocol in TIERS or tier not in COMMITTED):
-            wanted = protocol if protocol in TIERS else ", ".join(COMMITTED)
-            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {wanted}")
+        named = ("cpu",) if protocol == CLASS else COMMITTED
+        wanted = (protocol,) if protocol in TIERS else named
+        if (tier := settings["tier"]) not in wanted:
+            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {', '.join(wanted)}")
         return settings
 
     def head(self, protocol: str) -> list[str]:
@@ -154,6 +154,8 @@ def _block(notebook: Notebook, folder: Path) -> str:
     pools = results.pools(notebook.name, folder)
     if shown := results.live(notebook.name, folder):
         pools.setdefault(shown.last.protocol, shown)
+    if taught := results.pool(notebook.name, CLASS, folder):
+        pools[CLASS] = taught
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
     for p in notebook.parameters.values():

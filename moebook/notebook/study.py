@@ -29,7 +29,7 @@ from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
-from moebook.results import COMMITTED, Pool, Run
+from moebook.results import CLASS, COMMITTED, Pool, Run
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 START = """
@@ -123,9 +123,10 @@ def study(
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
-    if tier not in COMMITTED:
-        known = [p for p in notebook.protocols if notebook.settings(p)["tier"] in COMMITTED]
-        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(known)}")
+    kept = [p for p in notebook.protocols
+            if p == CLASS or notebook.settings(p)["tier"] in COMMITTED]  # fmt: skip
+    if protocol not in kept:
+        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(kept)}")
     if pool := results.pool(name, protocol, folder):
         notebook.agrees(pool)
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")

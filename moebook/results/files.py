@@ -133,12 +133,12 @@ def digest(path: Path) -> str | None:
 
 
 def source(notebook: Path) -> str | None:
-    """Hash the code cells of a notebook, without the cell that papermill injected."""
+    """Hash the code cells of a notebook, without those that papermill injected or that install."""
     if not notebook.is_file():
         return None
     cells = [cell for cell in read_ipynb(notebook)["cells"] if cell["cell_type"] == "code"]
-    code = [cell["source"] for cell in cells
-            if "injected-parameters" not in cell["metadata"].get("tags", [])]  # fmt: skip
+    apart = {"injected-parameters", "install"}
+    code = [c["source"] for c in cells if apart.isdisjoint(c["metadata"].get("tags", []))]
     return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
 
 

@@ -29,6 +29,13 @@ def interval(effects: np.ndarray) -> tuple[float, float] | None:
     return middle - half, middle + half
 
 
+def another(values: Sequence[float]) -> tuple[float, float]:
+    """Where one more of these values, ``[S]``, would lie in 95 of 100 cases if they are normal."""
+    middle, half = np.mean(values), stats.t.isf((1 - CONFIDENCE) / 2, len(values) - 1)
+    half *= np.std(values, ddof=1) * math.sqrt(1 + 1 / len(values))
+    return float(middle - half), float(middle + half)
+
+
 def half_width(effects: np.ndarray, chance: float) -> float:
     """Half the length of the interval of the mean of `[S, I]` effects that misses by `chance`."""
     means = [each for each in (effects.mean(axis=1), effects.mean(axis=0)) if len(each) > 1]

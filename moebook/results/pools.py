@@ -23,6 +23,7 @@ from moebook.results.runs import TIERS, Curve, Run, Value, packed, read_run
 SEALS = "SHA256SUMS"  # in results/: the hashes of all committed runs, as sha256sum writes them
 BENCH = "bench"  # folder of the runs of all ops, one a machine
 COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
+CLASS = "class"  # protocol of a course: its pool stands beside a student's run and decides nothing
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger
 
@@ -198,10 +199,13 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 
 
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
-    """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's."""
+    """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's.
+
+    The pool of `CLASS` is not among them.
+    """
     place = files.part(folder or root(), "results") / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
-    every = [one for name in names if (one := pool(notebook, name, folder))]
+    every = [one for name in names if name != CLASS and (one := pool(notebook, name, folder))]
     every.sort(key=lambda one: one.rank)
     every += [one] if shown and (one := live(notebook, folder)) else []
     return {one.protocol: one for one in every}

@@ -245,6 +245,24 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
     ]  # fmt: skip
 
 
+def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(project):
+    results.write(project / "notebooks" / "01_pesc.class.yaml", "tier: cpu\nsteps: 20\n")
+    facts = {"settings": {"tier": "cpu", "steps": 20}, "manifest": {"environment": HERE}}
+    for seed in range(3):
+        recorded = (*values(0.4 + 0.1 * seed, 0.40), Value("pesc/slow", 1.0 + seed, "seconds"))
+        path = project / "results" / "pesc" / "class" / f"{seed}.parquet"
+        results.write_run(path, Run("pesc", "class", "cpu", seed, recorded, **facts))
+    shown = (*values(0.96, 0.42), Value("pesc/slow", 900.0, "seconds"))
+    lines = compare(reader(project, shown, steps=20), project).splitlines()
+    assert lines[1].startswith("beside the book's runs at class, seeds 0, 1, 2; differences")
+    far = "pesc/dense/accuracy: yours 0.42 | book's 0.4 share, another seed from 0.4 to 0.4"
+    assert lines[-2:] == [
+        "1 of 2 values lie where another seed's would in 5 of 100 cases; about 0 would by chance",
+        far,
+    ], "0.5 give or take 4.303 sqrt(1.333) 0.1"
+    assert "at nano" in compare(reader(project, shown), project)
+
+
 def test_the_books_own_run_is_not_compared_with_itself(project):
     path = reader(project, values(0.42, 0.40))
     executed = {"executed": results.digest(path)}

@@ -189,6 +189,8 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     refused(r"E-PROTOCOL: toy has no protocol 'nan'.*mean 'nano'", toy.settings, "nan")
     (fresh / "notebooks" / "01_toy.nano.yaml").write_text("tier: smoke\n")
     refused(r"E-CONFIG.*tier = 'smoke'; expected study, gpu, paper", toy.settings, "nano")
+    (fresh / "notebooks" / "01_toy.class.yaml").write_text("tier: study\n")
+    refused(r"E-CONFIG.*tier = 'study'; expected cpu", toy.settings, "class")
     text = "\ufeff# sizes\r\na: 1\r\nb: 1.0e-5\r\nc: true\r\nd: 'x: y'\r\ne: nano\r\n"
     path = tmp_path / "01_toy.cpu.yaml"
     path.write_bytes(text.encode())
