@@ -11,8 +11,9 @@ from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.models import checkpoint
 from moebook.notebook import publish, sources, verdicts
-from moebook.results import CLASS, TIERS, Pool, Run
+from moebook.results import TIERS, Pool, Run
 from moebook.results.intervals import CONFIDENCE, another
+from moebook.results.pools import CLASS
 
 UNKNOWN = "unknown"
 

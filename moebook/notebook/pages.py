@@ -25,8 +25,9 @@ from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import CLASS, COMMITTED, LIVE, Run, Value, since
+from moebook.results import COMMITTED, LIVE, Run, Value, since
 from moebook.results.intervals import another, sees
+from moebook.results.pools import CLASS
 from moebook.results.runs import restored
 
 TITLES = {

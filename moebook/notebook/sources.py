@@ -19,7 +19,8 @@ from moebook import results
 from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
-from moebook.results import CLASS, COMMITTED, TIERS, Pool, Run
+from moebook.results import COMMITTED, TIERS, Pool, Run
+from moebook.results.pools import CLASS
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 

@@ -29,7 +29,8 @@ from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
-from moebook.results import CLASS, COMMITTED, Pool, Run
+from moebook.results import COMMITTED, Pool, Run
+from moebook.results.pools import CLASS
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 START = """

@@ -12,16 +12,5 @@ from moebook.results.files import (
     sweep,
     write,
 )
-from moebook.results.pools import (
-    BENCH,
-    CLASS,
-    COMMITTED,
-    LIVE,
-    Pool,
-    keep,
-    live,
-    pool,
-    pools,
-    unsealed,
-)
+from moebook.results.pools import BENCH, COMMITTED, LIVE, Pool, keep, live, pool, pools, unsealed
 from moebook.results.runs import TIERS, UNITS, Curve, Run, Value, plain, read_run, since, write_run
