@@ -17,7 +17,7 @@ PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
 export GOMP_SPINCOUNT = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help book test gpu lab pack serve lint clean
+.PHONY: help book test gpu lab pdf pack serve lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,11 @@ gpu: ## Run for MINUTES=9 what needs a GPU and has not run (ARGS=--list tells; D
 lab: $(STAMP) ## Open the notebooks in JupyterLab, which is installed the first time
 	@test -x .venv/bin/jupyter-lab || { echo "lab: installing JupyterLab into .venv"; $(PIP) -e '.[lab]'; }
 	@.venv/bin/jupyter lab $(ARGS) notebooks
+
+pdf: $(STAMP) ## Print all pages of the rendered book into _build/moebook.pdf, with Chromium
+	@test -f _build/html/index.html || { echo "pdf: no book in _build/html; run 'make book' first" >&2; exit 2; }
+	@echo "pdf: rendering the book on one page and printing it, a few minutes"
+	@.venv/bin/python -m workshop.pdf
 
 pack: $(STAMP) ## Put book, notebooks, exercises, slides and wheels into _build/pack, and try it offline
 	@test -f _build/html/index.html || { echo "pack: no book in _build/html; run 'make book' first" >&2; exit 2; }

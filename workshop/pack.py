@@ -1,8 +1,8 @@
 """The workshop pack: all that a room needs, installable with the network cut. ``make pack``.
 
-Into ``_build/pack`` go the rendered book, the notebooks, both editions of the exercises, slides,
-and a wheelhouse for machines like this one (Python, system), with torch for the CPU. Then it is
-tried: installed into an empty home without a network.
+Into ``_build/pack`` go the rendered book, its PDF, the notebooks, both editions of the exercises,
+slides, and a wheelhouse for machines like this one (Python, system), with torch for the CPU. Then
+it is tried: installed into an empty home without a network.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from moebook import results
 from moebook.errors import Refusal, refuse
 from moebook.notebook.sources import size
-from workshop import editions, slides
+from workshop import editions, pdf, slides
 
 README = """# moebook, workshop pack
 
 Nothing here needs a network. For {python} on {system}: `sh install.sh`, which makes moebook-venv/
 beside it, then `moebook-venv/bin/moebook doctor` and `moebook-venv/bin/jupyter lab exercises`.
 
-- html/index.html: the book
+- html/index.html: the book; moebook.pdf: all its pages, to print
 - slides/: a deck for each paper
 - exercises/student, exercises/instructor: notebooks
 - notebooks/: the notebooks of the book and their protocols
@@ -59,6 +59,7 @@ def main(folder: Path) -> Path:
     shutil.copytree(folder / "notebooks", pack / "notebooks")
     editions.write(pack / "exercises")
     slides.write(pack / "slides", folder)
+    pdf.write(pack / "moebook.pdf", folder)
     wheels(folder, pack / "wheelhouse")
     shutil.copy(folder / "requirements.nodeps.lock", pack)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"

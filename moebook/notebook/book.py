@@ -74,7 +74,7 @@ def build(tier: str, folder: Path) -> Path:
         _check(folder, page, tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
-    _render(folder)
+    render(folder)
     first = folder / "_build" / "html" / "index.html"
     print(f"book: {first}")
     return first
@@ -140,9 +140,10 @@ def _check(folder: Path, page: str, tier: str) -> None:
                 refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
 
 
-def _render(folder: Path) -> None:
+def render(folder: Path, builder: str = "html") -> None:
     """Run Jupyter Book, every warning an error; the whole log stays in ``_build/book.log``."""
-    command = [sys.executable, "-c", COMMAND, "build", "-W", "-n", "--keep-going", "book"]
+    options = ["-W", "-n", "--keep-going", "--builder", builder]
+    command = [sys.executable, "-c", COMMAND, "build", *options, "book"]
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE,

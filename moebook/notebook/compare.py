@@ -160,7 +160,7 @@ def _values(mine: Run, other: Pool | None) -> Iterator[str]:
 
 
 def _outside(mine: Run, taught: Pool) -> Iterator[str]:
-    """What lies where another seed's value would hardly, the farthest first; times are left out."""
+    """What lies where another seed's would hardly: farthest first, what no seed changes last."""
     lines, count = list[tuple[float, str]](), 0
     for value in mine.values:
         theirs = [one.value for one in taught.values(value.name).values()]
@@ -169,8 +169,9 @@ def _outside(mine: Run, taught: Pool) -> Iterator[str]:
             slack = 1e-6 * max(map(abs, (*theirs, value.value)))  # of rounding on another machine
             gap, count = max(low - value.value, value.value - high) - slack, count + 1
             line = f"{value.name}: yours {value.value:.4g} | book's {sum(theirs) / len(theirs):.4g}"
-            line += f" {value.unit}, another seed from {low:.4g} to {high:.4g}"
-            lines += [(gap / (high - low + slack), line)] if gap > 0 else []
+            wide = high - low > slack
+            ends = f"another seed from {low:.4g} to {high:.4g}" if wide else "with every seed"
+            lines += [(wide and gap / (high - low), f"{line} {value.unit}, {ends}")] * (gap > 0)
     yield (f"{len(lines)} of {count} values lie where another seed's would in 5 of 100 cases; "
            f"about {count * (1 - CONFIDENCE):.0f} would by chance")  # fmt: skip
     yield from (line for _, line in sorted(lines, reverse=True))

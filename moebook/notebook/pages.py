@@ -269,9 +269,16 @@ def accelerated(folder: Path) -> str:
 
 def setup(app: Any) -> dict[str, Any]:
     """Connect to Sphinx."""
+    app.connect("builder-inited", _complete)
     app.connect("source-read", _insert)
     app.connect("html-page-context", _mend, priority=900)  # after all who add scripts
     return {"parallel_read_safe": True}
+
+
+def _complete(app: Any) -> None:
+    """Let the book on one page write what extensions taught the book of many pages to write."""
+    known = app.registry.translation_handlers
+    known["singlehtml"] = known["html"] | known.get("singlehtml", {})
 
 
 def _insert(app: Any, docname: str, source: list[str]) -> None:

@@ -65,8 +65,7 @@ class Notebook:
         for name, (value, where) in read_flat(file).items() if file.is_file() else ():
             parameters.check(self.parameters, {name: value}, where)
             settings[name] = value
-        named = ("cpu",) if protocol == CLASS else COMMITTED
-        wanted = (protocol,) if protocol in TIERS else named
+        wanted = (protocol,) if protocol in TIERS else ("cpu",) if protocol == CLASS else COMMITTED
         if (tier := settings["tier"]) not in wanted:
             refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {', '.join(wanted)}")
         return settings

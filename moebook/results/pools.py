@@ -199,10 +199,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
 
 
 def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
-    """Read a notebook's pools by protocol, smallest scale first; last, if ``shown``, its page's.
-
-    The pool of `CLASS` is not among them.
-    """
+    """Read a notebook's pools but `CLASS`, smallest scale first; last, if ``shown``, its page's."""
     place = files.part(folder or root(), "results") / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
     every = [one for name in names if name != CLASS and (one := pool(notebook, name, folder))]

@@ -19,7 +19,7 @@ from moebook.notebook import book, sources
 from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
 from tests.refusals import refused
-from workshop import slides
+from workshop import pdf, slides
 
 ROOT = Path(__file__).parents[2]
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
@@ -216,6 +216,16 @@ def test_pages_ask_for_nothing_outside_set_every_formula_and_fit_a_narrow_screen
         assert browser.run(missing) == [], page
     outside = [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
     assert outside == [] == browser.errors and formulas > 50
+
+
+@pytest.mark.browser
+def test_the_pdf_is_printed_by_a_browser_and_needs_one(small, browser, tmp_path, monkeypatch):
+    (small / "book" / "found.md").write_text("# Found\n")
+    (small / "book" / "_config.yml").rename(small / "_config.yml")
+    path = pdf.write(tmp_path / "book.pdf", small)
+    assert len(re.findall(rb"/Type /Page\b", path.read_bytes())) >= 1
+    monkeypatch.setattr(pdf.shutil, "which", lambda name: None)
+    refused("E-DEP: the PDF is printed by one of chromium, ", pdf.write, path, small)
 
 
 @pytest.mark.browser

@@ -255,7 +255,7 @@ def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_har
     shown = (*values(0.96, 0.42), Value("pesc/slow", 900.0, "seconds"))
     lines = compare(reader(project, shown, steps=20), project).splitlines()
     assert lines[1].startswith("beside the book's runs at class, seeds 0, 1, 2; differences")
-    far = "pesc/dense/accuracy: yours 0.42 | book's 0.4 share, another seed from 0.4 to 0.4"
+    far = "pesc/dense/accuracy: yours 0.42 | book's 0.4 share, with every seed"
     assert lines[-2:] == [
         "1 of 2 values lie where another seed's would in 5 of 100 cases; about 0 would by chance",
         far,

@@ -1,0 +1,44 @@
+"""All pages of the book in one PDF: ``make pdf``, into ``_build/moebook.pdf``.
+
+The book on one page, printed by a Chromium: LaTeX would leave out what pages hold as HTML, such as
+the ledger and every other table that is made from runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from moebook import results
+from moebook.errors import Refusal, refuse
+from moebook.notebook import book
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PRINT = "--headless --no-sandbox --disable-gpu --no-pdf-header-footer".split()
+PATIENCE = "--virtual-time-budget=600000"  # milliseconds of the page's own clock, for its formulas
+
+
+def write(target: Path, folder: Path) -> Path:
+    """Print a project whose book is built; the file is there when this returns."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        refuse("E-DEP", f"the PDF is printed by one of {', '.join(BROWSERS)}: install one")
+    book.render(folder, "singlehtml")
+    page = folder / "_build" / "singlehtml" / "intro.html"
+    command = [browser, *PRINT, PATIENCE, f"--print-to-pdf={target}", page.as_uri()]
+    target.unlink(missing_ok=True)  # Chromium ends with 0 even where it prints nothing
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    if not target.is_file():
+        refuse("E-DEP", f"{browser} printed nothing: {''.join(told.splitlines()[-1:])}")
+    return target
+
+
+if __name__ == "__main__":
+    try:
+        place = results.checkout()
+        print(f"pdf: {write(place / '_build' / 'moebook.pdf', place)}")
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
