@@ -90,7 +90,8 @@ def notebook_pages(folder: Path) -> list[str]:
 def generated(folder: Path) -> dict[str, str]:
     """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
     rows, places = verdicts.ledger(folder), pages.Places(folder)
-    mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in papers.PAPERS}
+    every = (*papers.PAPERS, *papers.OURS)
+    mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
     pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
                 for paper in mine}  # fmt: skip
     strongest = findings.strongest(row.committed for row in rows)
@@ -102,6 +103,7 @@ def generated(folder: Path) -> dict[str, str]:
         "found": pages.found(rows, {paper: file for paper, file in pictures.items() if file}),
         "front": pages.front(rows, front),
         "audit": pages.audit(papers.audit()),
+        "which": pages.which(folder),
         "records": pages.records(folder),
         "designs": pages.designs(folder),
         "taught": pages.taught(folder),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from moebook.errors import nearest, refuse
 from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import Pool
-from moebook.results.intervals import interval
+from moebook.results.intervals import interval, p_value
 
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
@@ -193,6 +193,38 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
+
+
+class Answer(NamedTuple):
+    """Which arm has the least of a measure, and which cannot be told from it."""
+
+    question: str
+    pool: Pool
+    base: str  # dense or sparse
+    best: str
+    value: str  # with its unit
+    alike: list[str]  # whose paired difference from the best includes zero
+    worst: str
+
+
+def answer(pool: Pool, question: str, measure: str) -> Answer | None:
+    """Find the arm with the least of a measure, if three seeds or more have it.
+
+    The best of many is chosen and judged on the same runs, so that its lead flatters: an arm counts
+    as alike unless its interval, at 95 % over all comparisons together, excludes zero.
+    """
+    base = "sparse" if pool.values("together/sparse/base/nll") else "dense"
+    names = {arm: f"together/{base}/{arm}/{measure}" for arm in pool.arms}
+    means = {arm: pool.effects(name).mean() for arm, name in names.items()
+             if len(pool.values(name)) >= SEEDS}  # fmt: skip
+    if len(means) < 2:
+        return None
+    order = sorted(means, key=means.__getitem__)
+    gaps = {arm: pool.effects(names[arm], names[order[0]]) for arm in order[1:]}
+    alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
+    unit = next(iter(pool.values(names[order[0]]).values())).unit
+    texts = [f"{_said(means[arm])} {unit}" for arm in (order[0], order[-1])]
+    return Answer(question, pool, base, order[0], texts[0], alike, f"{order[-1]}, {texts[1]}")
 
 
 def _said(number: float) -> str:

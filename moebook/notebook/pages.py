@@ -38,6 +38,7 @@ TITLES = {
     "rivals": "Rocket's rivals",
     "esft": "ESFT",
     "routing": "ESFT's routing",
+    "together": "Together (our own)",
     "kernels": "Kernels",
 }
 KINDS = {  # label to the badge's class in _static/moebook.css; others are inconclusive
@@ -47,6 +48,16 @@ KINDS = {  # label to the badge's class in _static/moebook.css; others are incon
     "not testable here": "notrun",
     "not run": "notrun",
 }
+QUESTIONS = (  # what a practitioner asks, and the measure that answers it: least is best
+    ("I have one GPU and one mixture of tasks: what learns most from equal tokens?", "nll"),
+    ("My compute is fixed: what learns most from equal FLOPs?", "equal_flops/nll"),
+    ("I must not forget: what loses least on plain texts?", "forgotten"),
+    ("A new task will come, with few shots: what takes it up best?", "new/after"),
+    ("I serve many tasks from one base: what is smallest to keep for each?", "stored"),
+    ("Memory is short: what has the smallest peak in training?", "cost/peak"),
+    ("Time is short: which step is fastest?", "cost/step"),
+    ("Answers must be quick: what generates a token fastest?", "cost/token"),
+)
 DECIDED = (
     "Primary measure",
     "Smallest effect of interest",
@@ -218,6 +229,18 @@ def taught(folder: Path) -> str:
             theirs = [value.value for value in pool.values(facts["See"]).values()]
             every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
     return page("taught", pools=every)
+
+
+def which(folder: Path) -> str:
+    """Return which arm answers a practitioner's question best, question by question."""
+    pools = results.pools("together", folder).values()
+    lines = [
+        line
+        for pool in pools
+        for question in QUESTIONS
+        if (line := findings.answer(pool, *question))
+    ]
+    return page("which", lines=lines)
 
 
 def designs(folder: Path) -> str:

@@ -25,6 +25,7 @@ from moebook.settings import settings
 
 FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
+OURS = ("together",)  # what we claim ourselves, judged by the same rules
 MARKS = ("", "damaged", "restored")
 FIXED = ("row", "column", "printed", "unit", "mark")
 NEEDED = {"table", "caption", "unit", "source"}
@@ -61,7 +62,7 @@ def number(printed: str) -> Number | None:
 
 def folder(paper: str) -> Path:
     """Folder of a paper's data; E-NAME with the nearest name for an unknown paper."""
-    refuse_unknown(paper, PAPERS, "E-NAME", f"unknown paper '{paper}';")
+    refuse_unknown(paper, (*PAPERS, *OURS), "E-NAME", f"unknown paper '{paper}';")
     return FOLDER / paper
 
 
@@ -199,8 +200,8 @@ class Claim:
 
 
 def claims(paper: str | None = None) -> list[Claim]:
-    """The claims of one paper, or of all four, in the order of their files."""
-    names = [paper] if paper else PAPERS
+    """The claims of one paper, or of all four and our own, in the order of their files."""
+    names = [paper] if paper else [*PAPERS, *OURS]
     return [claim for name in names for claim in _read_claims(folder(name) / "claims.yaml", name)]
 
 

@@ -1,0 +1,12 @@
+"""The four methods on one base: arms that start equal, budgets that are equal, and combinations.
+
+``Setup`` -> ``arms`` -> ``train`` -> ``score``, ``transfer``, ``costs``.
+"""
+
+from moebook.methods import esft
+from moebook.methods import upcycling as up
+from moebook.together import budget, combining
+from moebook.together.arms import Arm, Trained, arms, train
+from moebook.together.budget import KINDS
+from moebook.together.measuring import costs, forgotten, stored, texts, transfer
+from moebook.together.setup import Config, Setup

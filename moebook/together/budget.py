@@ -1,0 +1,102 @@
+"""What a training may spend: tokens, or FLOPs that are measured; and how many steps that buys.
+
+Trained parameters are the third budget. They are a matter of sizes, which `moebook.together.arms`
+sets before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from moebook.training.batches import Batches
+from moebook.training.loop import Penalty
+
+Kind = Literal["tokens", "flops"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Price = Callable[[int], float]  # of a step, by its number
+PROBED = 6  # batches on which a step's FLOPs are measured
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of products and attention while it is entered, backward passes included.
+
+    PyTorch's own counter also follows modules, which doubles a small model's time and fails where a
+    backward pass calls another; and it knows neither a CPU's attention nor oneDNN's product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op and add what it costs."""
+        result = func(*args, **(kwargs or {}))
+        packet, name = func._overloadpacket, func._overloadpacket.__name__
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        elif name == ATTENTION:
+            self.total += sdpa_flop_count(*(part.shape for part in args[:3]))
+        elif name == f"{ATTENTION}_backward":
+            self.total += sdpa_backward_flop_count(*(part.shape for part in args[:4]))
+        elif name == "_linear_pointwise":
+            self.total += 2 * args[0].numel() * args[1].shape[0]
+        return result
+
+
+def price(kind: Kind, model: nn.Module, batches: Batches, penalty: Penalty | None) -> Price:
+    """Return what each step of a training costs: its tokens, or its FLOPs without the optimizer's.
+
+    FLOPs are linear in a batch's tokens, padding included, in these times its length (attention),
+    and in the places whose logits are needed: the factors are fitted to `PROBED` measured batches.
+    """
+    if kind == "tokens":
+        return lambda step: float(batches.tokens(step))
+
+    def sizes(step: int) -> NDArray[np.float64]:
+        batch = batches[step]
+        (rows, length), kept = batch["input_ids"].shape, batch["logits_to_keep"]
+        return np.array([rows * length, rows * length**2, rows * kept], dtype=float)
+
+    flops = [measured(model, [batches[step]], penalty) for step in range(PROBED)]
+    factors, *_ = np.linalg.lstsq(np.stack([*map(sizes, range(PROBED))]), flops)
+    return lambda step: float(sizes(step) @ factors)
+
+
+def measured(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], penalty: Penalty | None
+) -> int:
+    """Count the FLOPs of forward and backward passes over batches; no gradient is left behind."""
+    device, training = next(model.parameters()).device, model.training
+    model.train()
+    with Flops() as counted, torch.random.fork_rng():
+        for batch in batches:
+            inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            loss = model(**inputs, use_cache=False).loss
+            (loss + penalty(model) if penalty else loss).backward()
+    model.zero_grad()
+    model.train(training)
+    return counted.total
+
+
+def affordable(cost: Price, budget: float) -> tuple[int, float]:
+    """Return how many steps, one at least, come nearest to a budget, and what they cost."""
+    steps, spent = 1, cost(0)
+    while spent + cost(steps) / 2 <= budget:
+        spent += cost(steps)
+        steps += 1
+    return steps, spent

@@ -1,0 +1,172 @@
+"""Combinations that nobody published: one method's start, choice or experts inside another.
+
+- TRSU's and CRSU's routers in PESC: `route`. Adapters start from zero, so step 0 stays dense.
+- A bank of LoRAs as PESC's adapters: `as_adapters`.
+- ESFT's choice of experts on adapters: `only`.
+- Rocket's choice as the router's start: `by_expert`, whose groups go to `upcycling.trsu`.
+- PESC behind a mixture: `beside_experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from moebook import nn as mnn
+from moebook.errors import refuse
+from moebook.methods.esft.scoring import Selection
+from moebook.methods.rocket.loras import Lora
+from moebook.methods.upcycling.starts import Start
+from moebook.models.anatomy import anatomy, beside, dense_layers, graft, sparse_layers
+from moebook.nn import evaluating, hooked
+
+Batches = Iterable[Mapping[str, Any]]
+
+
+@torch.no_grad()
+def route(model: nn.Module, start: Start) -> nn.Module:
+    """Start the model's routers at given weights ``[L, E, D]``, in place."""
+    for router in mnn.routers(model):
+        weight = start.weights[router.layer]
+        if weight.shape != router.weight.shape:
+            shapes = f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
+            refuse("E-SHAPE", f"the start is {shapes}, [E, D]")
+        router.weight.copy_(weight)
+    return model
+
+
+class AsAdapters(NamedTuple):
+    """A bank of N LoRAs of rank R on the MLPs' last projections, as adapters of width 2 R."""
+
+    down: Tensor  # [L, N, D, 2 R]
+    up: Tensor  # [L, N, 2 R, D]
+    explained: Tensor  # [L, N] share of the variance of A f that h tells, on the batches' tokens
+
+
+@torch.no_grad()
+def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> AsAdapters:
+    """Turn LoRAs on a dense model's ``down_proj`` into PESC's adapters, which read its output.
+
+    With ``h = W f`` a LoRA adds ``s B A f``, an adapter ``gelu(h V) U``. Since ``gelu(z) -
+    gelu(-z) = z``, ``V = [C, -C]`` and ``U = s [B', -B']`` make it linear: ``s B C' h``. C' is the
+    least-squares fit of ``A f`` to h over the batches' tokens: exact where A's rows lie in W's row
+    space, else not, as h has D numbers and f has F > D.
+    """
+    layers = dense_layers(anatomy(model), None, "PESC")
+    paths = {part: path for path, part in model.named_modules()}
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer.index: [] for layer in layers}
+    masks: list[Tensor] = []
+
+    def see(layer: int, arguments: tuple[Any, ...], output: Tensor) -> None:
+        seen[layer].append((arguments[0][masks[-1]], output[masks[-1]]))
+
+    ends = {layer.index: layer.mlp.down_proj for layer in layers}
+    device = next(model.parameters()).device
+    with evaluating(model), hooked(ends, see):
+        for batch in batches:
+            masks.append(batch["attention_mask"].bool().to(device))
+            inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+            model(**inputs, use_cache=False)
+    down, up, explained = [], [], []
+    for layer in layers:
+        f, h = (torch.cat(parts).double() for parts in zip(*seen[layer.index], strict=True))
+        path = paths[ends[layer.index]]
+        if lacking := [lora.name for lora in loras if path not in lora.down]:
+            refuse("E-KEYS", f"'{lacking[0]}' adapts no {path}: train the bank on down_proj")
+        read = torch.stack([f @ lora.down[path].to(f).T for lora in loras])  # [N, T, R]
+        fit = torch.linalg.lstsq(h.expand(len(loras), -1, -1), read).solution  # [N, D, R]
+        rest = (read - h @ fit).square().sum((1, 2))
+        explained.append(1 - rest / read.square().sum((1, 2)))
+        write = torch.stack([lora.scale * lora.up[path].to(f).T for lora in loras])  # [N, R, D]
+        down.append(torch.cat([fit, -fit], 2).float())
+        up.append(torch.cat([write, -write], 1).float())
+    return AsAdapters(torch.stack(down), torch.stack(up), torch.stack(explained))
+
+
+@torch.no_grad()
+def start_adapters(model: nn.Module, start: AsAdapters) -> nn.Module:
+    """Give a crafted model's adapters a start, in place; their numbers and width must fit."""
+    for layer in anatomy(model).layers:
+        part = layer.experts
+        shape = tuple(start.down[layer.index].shape)
+        if not isinstance(part, mnn.Adapters) or tuple(part.down.shape) != shape:
+            refuse("E-SHAPE", f"layer {layer.index} holds no adapters of {shape}, [E, D, R]")
+        part.down.copy_(start.down[layer.index])
+        part.up.copy_(start.up[layer.index])
+    return model
+
+
+def only(model: nn.Module, selection: Selection) -> nn.Module:
+    """Let a crafted model's selected adapters train and nothing else, in place.
+
+    All adapters of a layer are two tensors, of which no part can be frozen: the others are read
+    without a gradient, so that AdamW without weight decay leaves them as they are.
+    """
+    model.requires_grad_(False)
+    for layer in sparse_layers(model):
+        part, chosen = layer.experts, list(selection.experts[layer.index])
+        if not isinstance(part, mnn.Adapters):
+            refuse("E-MODEL", f"layer {layer.index} holds no adapters: esft.specialise takes it")
+        for name in ("down", "up"):
+            weight = getattr(part, name).requires_grad_(True)
+            register_parametrization(part, name, Chosen(chosen, weight))
+    return model
+
+
+class Chosen(nn.Module):
+    """Lets a gradient through to some rows of a weight ``[E, ...]`` alone."""
+
+    mask: Tensor
+
+    def __init__(self, chosen: Sequence[int], weight: Tensor) -> None:
+        super().__init__()
+        mask = torch.zeros(len(weight), 1, 1, dtype=torch.bool, device=weight.device)
+        mask[chosen] = True
+        self.register_buffer("mask", mask, persistent=False)
+        self.idle = int((~mask).sum()) * weight[0].numel()
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        return torch.where(self.mask, weight, weight.detach())
+
+
+def trained(model: nn.Module) -> int:
+    """Count the parameters that train."""
+    free = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return free - sum(part.idle for part in model.modules() if isinstance(part, Chosen))
+
+
+def by_expert(nats: pd.DataFrame, experts: Sequence[str]) -> dict[str, list[int]]:
+    """Deal shots out to the LoRAs that model them best, by the nats ``[N, K]`` of their answers.
+
+    A LoRA that is best on none gets the shot on which it lags least.
+    """
+    chosen = nats.loc[list(experts)]
+    lag = (chosen - chosen.min()).to_numpy()
+    best = lag.argmin(0)
+    return {
+        name: [shot for shot, owner in enumerate(best) if owner == place] or [int(row.argmin())]
+        for place, (name, row) in enumerate(zip(experts, lag, strict=True))
+    }
+
+
+def beside_experts(model: nn.Module, *, experts: int, top_k: int, width: int) -> nn.Module:
+    """Put PESC's routed adapters behind the MoE blocks of a sparse host, in place; they train.
+
+    They read what the block puts out. ``up`` starts at zero, so the model is the host at first.
+    """
+    host = anatomy(model)
+    layers = sparse_layers(model)
+    model.requires_grad_(False)
+
+    def build(layer: Any, router: mnn.Router) -> nn.Module:
+        made = mnn.Adapters(host.hidden, experts, width, dropout=0.1, **beside(router.weight))
+        return mnn.AdapterMoE(layer.mlp, router, made)
+
+    graft(host, layers, build, experts=experts, top_k=top_k)
+    return model

@@ -1,0 +1,110 @@
+"""What all arms share: a base, a mixture of tasks, sizes, and the recipe of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any
+
+import numpy as np
+from datasets import Dataset as Rows
+from pydantic import Field
+from torch import nn
+
+from moebook.data import by_domain, encode
+from moebook.methods import esft
+from moebook.methods import upcycling as up
+from moebook.methods.rocket.loras import Lora
+from moebook.settings import Count, settings
+from moebook.together import combining
+from moebook.training import fit
+from moebook.training.batches import Batches
+from moebook.training.loop import History
+
+
+@settings
+class Config:
+    """Sizes that arms share. Mixtures renormalise their weights, so that they start as the base."""
+
+    parameters: Count = 158_000  # that train, where an arm's size is free
+    adapters: Count = 8  # E of PESC
+    copies: Count = 4  # E of the upcycled models
+    experts: Count = 4  # N, LoRAs of a mixture
+    top_k: Count = 2  # K of all of them
+    shots: Count = 48  # K of Rocket's choice
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.5  # p of ESFT on the models made sparse here
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all arms share: a base, a mixture of tasks, sizes, and the recipe of `training.fit`."""
+
+    base: nn.Module  # never trained: each arm gets a copy
+    tokenizer: Any
+    rows: Mapping[str, Sequence[dict[str, str]]]  # to train on, by task
+    config: Config
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # batch, schedule, warmup, clip
+    seed: int = 0
+    format: str = "camel"
+    max_length: int = 160
+
+    @property
+    def mixed(self) -> list[dict[str, str]]:
+        """All rows, shuffled by the seed."""
+        every = [row for part in self.rows.values() for row in part]
+        return [every[i] for i in np.random.default_rng(self.seed).permutation(len(every))]
+
+    @cached_property
+    def encoded(self) -> Rows:
+        """All rows as tokens."""
+        return self.encode(self.mixed)
+
+    def encode(self, rows: Sequence[dict[str, str]]) -> Rows:
+        """Encode rows as this base reads them."""
+        return encode(rows, self.tokenizer, format=self.format, max_length=self.max_length)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that pads."""
+        return self.tokenizer.pad_token_id or 0
+
+    def batches(self, rows: Rows) -> Batches:
+        """The batches that `fit` trains on."""
+        return Batches(rows, self.recipe["batch"], seed=self.seed, pad_id=self.pad_id)
+
+    def fit(self, model: nn.Module, rows: Rows, **more: Any) -> History:
+        """Train by the recipe."""
+        return fit(model, rows, **{**self.recipe, "pad_id": self.pad_id, "seed": self.seed} | more)
+
+    @cached_property
+    def inputs(self) -> up.representations.Representations:
+        """What routers read, by domain, on the first rows: decides the length of a start."""
+        return self.represent("ffn_input", by_domain(self.mixed[:256]))
+
+    def represent(self, tensor: Any, groups: Mapping[str, Sequence[Any]]) -> Any:
+        """Collect what the base represents on groups of rows."""
+        parts = {n: up.batches(self.encode(rows), pad_id=self.pad_id) for n, rows in groups.items()}
+        return up.collect(self.base, parts, tensor=tensor, limit=2048, seed=self.seed)
+
+    def start(self, kind: str, experts: int) -> up.starts.Start:
+        """Draw SU's routers, or make TRSU's or CRSU's, all of one length."""
+        if kind == "su":
+            start = up.su(self.base, experts, seed=self.seed)
+        elif kind == "trsu":
+            groups = by_domain(self.mixed[:512])
+            start = up.trsu(self.represent("attention_output", groups), experts, seed=self.seed)
+        else:
+            states = self.represent("attention_output", {"all": self.mixed[:512]})
+            start = up.crsu(states, experts, seed=self.seed)
+        return up.scaled(start, "matched", inputs=self.inputs)
+
+    def as_adapters(self, loras: Sequence[Lora]) -> combining.AsAdapters:
+        """Turn LoRAs into adapters, fitted on the first 64 rows."""
+        some = self.encoded.select(range(min(64, len(self.encoded))))
+        return combining.as_adapters(self.base, loras, up.batches(some, pad_id=self.pad_id))
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """What ESFT scores experts on: 32 samples of 128 tokens."""
+        return esft.samples(self.encoded, count=32, length=128, pad_id=self.pad_id, seed=self.seed)

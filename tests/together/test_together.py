@@ -1,0 +1,261 @@
+"""One base, one budget: equal starts, equal budgets, and combinations that are what they say."""
+
+from copy import deepcopy
+
+import pandas as pd
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from moebook import data, models, together, training
+from moebook.methods import esft, pesc
+from moebook.methods.rocket.loras import Lora, attached, linears
+from moebook.nn import routers
+from moebook.together import budget, combining
+from moebook.together.arms import bank_rank, choose
+from tests.refusals import refused
+
+TASKS = ("gcd", "python_eval", "isa", "kinship", "equations", "intent_json")
+DENSE, SPARSE = (together.arms(sparse=sparse) for sparse in (False, True))
+BUDGETS = {"nano": 158_000, "nano-moe": 397_000}  # the notebook's
+
+
+@pytest.fixture(scope="module")
+def setups():
+    """The notebook's setup on both bases, with few rows."""
+
+    def make(base):
+        model, tokenizer = models.load(base)
+        rows = {name: data.tasks.rows(name, "train", 40) for name in TASKS}
+        sizes = together.Config(parameters=BUDGETS[base], shots=6)
+        recipe = {"batch": 8, "schedule": "constant", "clip": 1.0}
+        return together.Setup(model, tokenizer, rows, sizes, recipe=recipe)
+
+    models.register_experts()
+    made = {base: make(base) for base in BUDGETS}
+    made["nano-moe"].base.set_experts_implementation("moebook")
+    return made
+
+
+@pytest.fixture(scope="module")
+def dense(setups):
+    return setups["nano"]
+
+
+def bank(setup, arm, fill=0.02):
+    """A bank for an arm, with what a training may have left in it."""
+    torch.manual_seed(0)
+    layers = linears(setup.base, arm.bank).items()
+    rank = bank_rank(setup, arm)
+    return {
+        name: Lora(
+            name, rank, float(rank),
+            {path: fill * torch.randn(rank, part.in_features) for path, part in layers},
+            {path: fill * torch.randn(part.out_features, rank) for path, part in layers},
+        ) for name in setup.rows
+    }  # fmt: skip
+
+
+def built(setup, arm):
+    return arm.make(setup, deepcopy(setup.base), bank(setup, arm) if arm.bank else {})
+
+
+def logits(model, setup):
+    ids = setup.batches(setup.encoded)[0]["input_ids"][:, :24]
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), [*(("nano", n) for n in DENSE), *(("nano-moe", n) for n in SPARSE)]
+)
+def test_an_arm_trains_what_the_budget_says_and_starts_as_the_base(setups, base, name):
+    setup, arm = setups[base], (DENSE if base == "nano" else SPARSE)[name]
+    model = built(setup, arm)
+    if arm.sized:
+        assert abs(combining.trained(model) / BUDGETS[base] - 1) < 0.02
+    if not arm.bank:
+        torch.testing.assert_close(
+            logits(model, setup), logits(setup.base, setup), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_flops_are_those_of_pytorchs_counter(dense):
+    model = deepcopy(dense.base)
+    model.set_attn_implementation("eager")  # the counter does not know a CPU's attention
+    batch = dense.batches(dense.encoded)[0]
+    ours = budget.measured(model, [batch], None)
+    with FlopCounterMode(display=False) as theirs:
+        model(**batch).loss.backward()
+    assert ours == theirs.get_total_flops() > 0
+
+
+def test_flops_of_attention_and_of_onednn_are_counted(dense):
+    batch = dense.batches(dense.encoded)[0]
+    eager = deepcopy(dense.base)
+    eager.set_attn_implementation("eager")
+    fused, plain = (budget.measured(model, [batch], None) for model in (dense.base, eager))
+    scores = batch["input_ids"].shape[1] * batch["input_ids"].numel() * 2 * 128
+    assert fused - plain == 4 * scores  # the backward pass computes the scores of 4 layers again
+    left, right = torch.randn(256, 256), torch.randn(256, 256)
+    with budget.Flops() as counted:
+        torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+    assert counted.total == 2 * 256**3
+
+
+def test_a_price_holds_for_a_whole_training(dense):
+    arm = DENSE["pesc"]
+    model = built(dense, arm)
+    order = dense.batches(dense.encoded)
+    price = budget.price("flops", model, order, arm.penalty)
+    with budget.Flops() as counted:
+        dense.fit(model, dense.encoded, lr=1e-4, steps=10, penalty=arm.penalty)
+    assert counted.total == pytest.approx(sum(map(price, range(10))), rel=0.005)
+    assert budget.price("tokens", model, order, None)(3) == order.tokens(3)
+
+
+@pytest.mark.parametrize(("amount", "steps"), [(0.1, 1), (14.9, 1), (15.1, 2), (29, 3), (44, 4)])
+def test_the_nearest_number_of_steps_is_bought(amount, steps):
+    assert budget.affordable(lambda step: 10.0, amount) == (steps, 10.0 * steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pesc_esft", "flops"), ("rocket", "tokens"), ("rocket", "flops")]
+)
+def test_stages_share_one_budget(dense, name, kind):
+    arm, order = DENSE[name], dense.batches(dense.encoded)
+    price = budget.price(kind, deepcopy(dense.base), order, None)
+    costs = [price(step) for step in range(20)]
+    done = together.train(dense, arm, lr=1e-3, amount=sum(costs), kind=kind)
+    assert abs(done.spent - sum(costs)) <= max(costs)
+    assert len(done.histories) == 1 + bool(arm.later)
+    assert set(done.bank) == (set(TASKS) if arm.bank else set())
+
+
+@pytest.mark.parametrize("kind", ["su", "trsu", "crsu"])
+def test_routers_start_where_they_are_put(dense, kind):
+    start = dense.start(kind, 8)
+    model = combining.route(built(dense, DENSE["pesc"]), start)
+    for router in routers(model):
+        assert torch.equal(router.weight, start.weights[router.layer])
+    refused("E-SHAPE: the start is", combining.route, model, dense.start("su", 4))
+
+
+def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
+    config = pesc.Config.preset("fixed", experts=1, top_k=1, adapter_width=6, host="frozen")
+    one = next(iter(bank(dense, DENSE["pesc_bank"]).values()))
+    base, rank = dense.base, 3
+    for path, weight in ((p, base.get_submodule(p).weight.detach()) for p in one.down):
+        one.down[path] = 0.1 * torch.randn(rank, len(weight)) @ weight  # rows in W's row space
+        one.up[path] = 0.1 * torch.randn(len(weight), rank)
+    lora = Lora("one", rank, 2.0 * rank, one.down, one.up)
+    made = dense.as_adapters([lora])
+    torch.testing.assert_close(made.explained, torch.ones_like(made.explained))
+    model = combining.start_adapters(pesc.prepare(deepcopy(base), config), made)
+    with attached(base, [lora]):
+        expected = logits(base, dense)
+    assert (expected - logits(base, dense)).abs().max() > 0.01
+    torch.testing.assert_close(logits(model, dense), expected, atol=2e-4, rtol=1e-3)
+    loose = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()]).explained
+    assert (loose < 0.99).all() and (loose > 0).all()
+
+
+def test_only_the_chosen_adapters_train_also_in_a_copy(dense):
+    model = built(dense, DENSE["pesc"])
+    chosen = esft.Selection(experts={n: (1, n) if n != 1 else (1,) for n in range(4)})
+    whole = combining.trained(model)
+    combining.only(model, chosen)
+    per_adapter = 2 * 128 * model.model.layers[0].mlp.adapters.down.shape[2]
+    assert combining.trained(model) == 7 * per_adapter < whole
+    for each in (model, deepcopy(model)):
+        before = {n: p.detach().clone() for n, p in each.named_parameters()}
+        dense.fit(each, dense.encoded, lr=1e-2, steps=4, penalty=DENSE["pesc"].penalty)
+        for name, parameter in each.named_parameters():
+            moved = (parameter != before[name]).flatten(1).any(1) if parameter.dim() > 2 else None
+            if moved is None:
+                assert torch.equal(parameter, before[name])
+            elif "up" in name or "down" in name:
+                layer = int(name.split(".")[2])
+                assert moved.nonzero().flatten().tolist() == sorted(chosen.experts[layer])
+
+
+def test_shots_go_to_the_lora_that_models_them_best():
+    nats = pd.DataFrame({0: [1, 2, 3.0], 1: [2, 1, 1.5], 2: [1, 3, 2.0]}, index=["a", "b", "c"])
+    assert combining.by_expert(nats, ["a", "b", "c"]) == {"a": [0, 2], "b": [1], "c": [1]}
+    assert combining.by_expert(nats, ["c", "a"]) == {"c": [1], "a": [0, 2]}
+
+
+def test_rocket_chooses_as_many_as_asked_and_deals_all_shots_out(dense):
+    picked, shots = choose(dense, bank(dense, DENSE["rocket"]))
+    assert len(set(picked)) == 4 and list(shots) == list(picked)
+    dealt = {row["prompt"] for some in shots.values() for row in some}
+    assert dealt == {row["prompt"] for row in dense.mixed[:6]}
+
+
+@pytest.mark.parametrize("name", ["lora", "pesc", "su", "esft", "gate"])
+def test_what_is_stored_is_what_the_base_has_not(setups, name):
+    setup = setups["nano-moe" if name == "gate" else "nano"]
+    arm = (SPARSE if name == "gate" else DENSE)[name]
+    model = built(setup, arm)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter)  # else PEFT's zeros are one tensor
+    expected = 4 * combining.trained(model)
+    model = arm.later(setup, model) if arm.later else model
+    if name == "esft":  # as if the chosen experts had trained on
+        model.model.layers[0].mlp.experts.gate_up_proj.data += 1
+    assert together.stored(model, setup.base) == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_forgotten_is_the_rise_on_plain_texts(dense):
+    plain = together.texts(dense.tokenizer, 2, length=40)
+    assert together.forgotten(dense.base, dense.base, plain, pad_id=dense.pad_id) == 0
+    worse = deepcopy(dense.base)
+    worse.model.layers[0].mlp.down_proj.weight.data *= 3
+    nats = [training.nats(each, plain, pad_id=dense.pad_id) for each in (worse, dense.base)]
+    assert (
+        together.forgotten(worse, dense.base, plain, pad_id=dense.pad_id) == nats[0] - nats[1] > 0
+    )
+
+
+def test_a_new_task_is_learnt_by_a_copy(dense):
+    model, rows = built(dense, DENSE["lora"]), data.tasks.rows("kinship_told", "train", 8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    few = dense.encode(rows)
+    first, last = together.transfer(dense, DENSE["lora"], model, few, few, lr=3e-3, steps=6)
+    assert last < first
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_costs_are_measured_for_every_arm(dense, monkeypatch):
+    monkeypatch.setattr(together.measuring, "TURNS", 1)
+    monkeypatch.setattr(together.measuring, "STEPS", 2)
+    arms = {name: DENSE[name] for name in ("full", "pesc")}
+    models = {name: built(dense, arm) for name, arm in arms.items()}
+    costs = together.costs(dense, models, arms)
+    assert list(costs.index) == ["full", "pesc"]
+    assert (costs > 0).drop(columns="stored").all(axis=None)
+    assert costs.trained["full"] == 1_066_112 and costs.peak["pesc"] < costs.peak["full"]
+
+
+def test_what_does_not_compose_is_refused(dense, setups):
+    other = bank(dense, DENSE["rocket"])
+    refused(
+        "E-KEYS: 'gcd' adapts no .*train the bank on down_proj",
+        dense.as_adapters,
+        [*other.values()],
+    )
+    upcycled = built(dense, DENSE["su"])
+    chosen = esft.Selection(experts=dict.fromkeys(range(4), (0,)))
+    refused("E-MODEL: layer 0 holds no adapters", combining.only, upcycled, chosen)
+    made = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()])
+    refused("E-SHAPE: layer 0 holds no adapters of", combining.start_adapters, upcycled, made)
+    refused(
+        "E-MODEL: .* is sparse already: PESC needs a dense host",
+        combining.as_adapters,
+        setups["nano-moe"].base,
+        [],
+        [],
+    )
+    refused("E-MODEL: .* is dense", combining.beside_experts, dense.base,
+            experts=2, top_k=1, width=2)  # fmt: skip
