@@ -209,15 +209,28 @@ def book(options: argparse.Namespace) -> int:
     option("--limit", type=int, metavar="N", help="first rows of each task (default: all)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
     option("--batch", type=int, default=16, help="sequences a forward pass (default: 16)"),
+    option(
+        "--judge",
+        metavar="FOLDER",
+        help="also grade by a model, which MOEBOOK_JUDGE_URL and "
+        "_MODEL name; its replies are kept in this folder",
+    ),
+    option("--budget", type=float, default=float("inf"), help="what the judge may cost at most"),
 )
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a base on benchmarks, beside chance and its model card."""
     from moebook import evaluation, models
+    from moebook.evaluation import judge
 
+    asks = judge.Endpoint.from_environment(budget=options.budget) if options.judge else None
     model, tokenizer = models.load(options.base, device=options.device)
     wanted = {"limit": options.limit, "batch_size": options.batch, "data": options.data or ""}
     table = evaluation.evaluate(model, tokenizer, options.tasks.split(","), **wanted)
     print(evaluation.summary(table, options.base).to_string(float_format="{:.3f}".format))
+    if asks:
+        grader = judge.Judge(asks, Path(options.judge))
+        grades = judge.agreement(judge.graded(grader, table))
+        print(grades.to_string(float_format="{:.3f}".format), grader, sep="\n")
     return 0
 
 
