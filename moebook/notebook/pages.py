@@ -64,8 +64,9 @@ DECIDED = (
     "Seeds",
     "Spread on record",
     "Test rows",
+    "Replaces",
 )
-"""What the head of a protocol decides before its first run, a line each; the last is optional."""
+"""What the head of a protocol decides before its first run, a line each; the last two if any."""
 FAULTS = {
     "values": "Generated values",
     "mutations": "Changed files",

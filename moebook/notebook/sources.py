@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from moebook.results import COMMITTED, TIERS, Pool, Run
 from moebook.results.pools import CLASS
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
+REPLACES = "Replaces: "  # in a protocol's head: the older design of the same question
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,14 @@ def _paths(folder: Path) -> dict[str, Path]:
 def notebooks(folder: Path) -> dict[str, Notebook]:
     """Read all notebooks of the project, by short name, in the order of their numbers."""
     return {name: read(path) for name, path in _paths(folder).items()}
+
+
+def replaced(folder: Path, name: str) -> set[str]:
+    """Return the protocols of a notebook in whose place the head of another says it stands."""
+    paths = _paths(folder)
+    notebook = read(paths[name]) if name in paths else None
+    heads = chain.from_iterable(map(notebook.head, notebook.protocols)) if notebook else ()
+    return {line.removeprefix(REPLACES) for line in heads if line.startswith(REPLACES)}
 
 
 def find(folder: Path, name: str) -> Notebook:

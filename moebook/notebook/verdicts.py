@@ -16,6 +16,7 @@ from scipy import stats
 
 from moebook import papers, results
 from moebook.errors import refuse
+from moebook.notebook import sources
 from moebook.papers import Claim
 from moebook.results import COMMITTED, Pool
 from moebook.results.intervals import CONFIDENCE, interval, p_value
@@ -221,10 +222,16 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
-    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
-    claims = papers.claims()
-    names = {claim.run for claim in claims}
-    pools = {name: results.pools(name, folder, shown=live).values() for name in names}
+    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
+
+    Of two pools at one scale that may decide, the verdict rests on that whose protocol stands in
+    the other's place.
+    """
+    claims, pools = papers.claims(), dict[str, list[Pool]]()
+    for name in {claim.run for claim in claims}:
+        every = results.pools(name, folder, shown=live)
+        old = sources.replaced(folder or results.root(), name)
+        pools[name] = [every[protocol] for protocol in sorted(every, key=old.__contains__)]
     rows = [row(claim, pools[claim.run]) for claim in claims]
     sure = chance(rows).hochberg
     wanted = [one for one in rows if paper in (None, one.claim.paper)]

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ NUMBER = replace(
     DIRECTION, kind="number", direction=None, reference=None, claimed=8e9, tolerance=5e8,
     unit="count", value="pesc/size", exact=True, scales=TIERS,
 )  # fmt: skip
+ROOT = Path(__file__).parents[2]
 STUDY, LOWER, MIXED = (0.42, 0.425, 0.415), (0.38, 0.375, 0.385), (0.42, 0.37, 0.41)
 
 
@@ -229,3 +231,24 @@ def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path)
     shutil.rmtree(folder)
     assert first().badge == "inconclusive (this build, 1 seed: +10.0 points, as claimed so far)"
     assert first(live=False).badge == "not run"
+
+
+def test_of_two_designs_at_one_scale_the_one_that_replaces_the_other_decides(tmp_path):
+    for protocol, score in (("first", 0.5), ("second", 0.3)):
+        folder = tmp_path / "results" / "pesc" / protocol
+        for seed in range(3):
+            values = (accuracy("sparse", score + seed / 100), accuracy("dense", 0.4))
+            write_run(folder / f"{seed}.parquet", Run("pesc", protocol, "study", seed, values))
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for protocol, head in (("first", "# Replaces: second"), ("second", "# A design.")):
+        path = tmp_path / "notebooks" / f"01_pesc.{protocol}.yaml"
+        path.write_text(f"{head}\ntier: study\n")
+
+    def best():
+        rows = verdicts.ledger(tmp_path, "pesc")
+        return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense").best
+
+    assert best().pool.protocol == "first"
+    (tmp_path / "notebooks" / "01_pesc.second.yaml").write_text("# Replaces: first\ntier: study\n")
+    (tmp_path / "notebooks" / "01_pesc.first.yaml").write_text("tier: study\n")
+    assert best().pool.protocol == "second"
