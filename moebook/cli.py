@@ -188,6 +188,40 @@ def list_(options: argparse.Namespace) -> int:
 
 
 @command(
+    option("notebook", nargs="?", help="short name, such as pesc"),
+    option("--on", "--tier", dest="protocol", default="paper", metavar="PROTOCOL", help=ON),
+    option("--gpu", default="h100", metavar="NAME", help="such as h200x8 (default: h100)"),
+    option("-p", action="append", default=[], metavar="NAME=VALUE", help="set a parameter"),
+    option("--price", type=float, help="dollars an hour and GPU (default: an assumption)"),
+    option("--efficiency", type=float, help="of the roofline (default: 0.5)"),
+    option("--tokens", type=int, help="mean of a training row (default: its most)"),
+    option("--record", action="store_true", help="plan the papers' settings, for the book"),
+    option("--measure", action="store_true", help="measure what is predicted, on --device"),
+    option("--device", default="cpu", help="auto, cpu, cuda (default: cpu)"),
+)
+def plan(options: argparse.Namespace) -> int:
+    """Say what a notebook's trainings need, before they run: memory, hours, cost, what fits."""
+    from moebook import results
+    from moebook.bench import calibration
+    from moebook.notebook import plans
+
+    chosen = [bool(options.notebook), options.record, options.measure]
+    if sum(chosen) != 1:
+        refuse("E-USAGE", "moebook plan: expected NOTEBOOK, --record, or --measure")
+    if options.notebook:
+        how = {name: getattr(options, name) for name in ("efficiency", "price", "tokens")}
+        how = {name: value for name, value in how.items() if value is not None}
+        call = (options.notebook, options.protocol, options.p, options.gpu)
+        print(plans.report(*call, results.root(), **how))
+        return 0
+    folder = results.checkout()
+    device = options.device
+    path = plans.record(folder) if options.record else calibration.calibrate(device, folder)
+    print(f"record in {path.relative_to(folder)}")
+    return 0
+
+
+@command(
     option("--tier", default="cpu", choices=LIVE, help="scale (default: cpu)"),
     option("--only", metavar="NOTEBOOK", help="execute this one, render everything"),
 )

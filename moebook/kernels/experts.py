@@ -132,11 +132,18 @@ def gated_ffn(
 ) -> Tensor:
     """Run sorted segments through experts of one bank, or of a trained and a frozen one."""
     layout = lay_out(routing, x.dtype, bank.gate_up.shape[1:].numel())
-    places = range(len(bank.down)) if slots is None else slots.tolist()
+    places = range(len(bank.down)) if slots is None else _places(slots, len(bank.down))
     where = [(0, slot) if slot >= 0 else (1, expert) for expert, slot in enumerate(places)]
     weights = [*bank, *(frozen or ())]
     y: Tensor = _GatedFFN.apply(x, routing.weights.to(x.dtype), layout, where, act, *weights)
     return y
+
+
+def _places(slots: Tensor, trained: int) -> list[int]:
+    """Return what the slots hold; on meta, where they hold nothing, the first experts train."""
+    if not slots.is_meta:
+        return list(slots.tolist())
+    return [*range(trained), *[-1] * (len(slots) - trained)]
 
 
 class _GatedFFN(torch.autograd.Function):

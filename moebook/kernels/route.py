@@ -173,10 +173,14 @@ class Layout(NamedTuple):
         return F.embedding_bag(self.place, rows, mode="sum")
 
     def parts(self, most: int) -> list[Part]:
-        """Join neighbouring segments up to so many rows: then calls cost less than what they do."""
+        """Join neighbouring segments up to so many rows: then calls cost less than what they do.
+
+        On meta, where nothing costs, all of them are one part.
+        """
         parts: list[Part] = []
         for expert, rows in self.segments:
-            if not parts or rows.stop - parts[-1].rows.start > most:
+            long = bool(parts) and rows.stop - parts[-1].rows.start > most
+            if not parts or (long and not self.token.is_meta):
                 parts.append(Part(rows, []))
             start, segments = parts[-1].rows.start, parts[-1].segments
             segments.append((expert, slice(rows.start - start, rows.stop - start)))
@@ -190,12 +194,12 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     oneDNN compiles a product for its shape, which takes longer than most products of ours (1.7
     times slower). So segments that it will multiply, in ``dtype`` by a factor of so many
     ``numbers``, are filled up to four significant bits: a twenty-fourth more rows on average.
+    A routing on meta has no counts: there each expert gets as many slots, to within one.
     """
     order, device = routing.order, routing.order.device
-    if device.type == "meta":
-        refuse("E-DEVICE", "a routing on meta has no counts to lay rows out by: impl='reference'")
     wrong = "the routing's order and counts do not hold each slot once: take those of `route`"
-    if sum(counts := routing.counts.tolist()) != len(order):
+    counts = _even(routing) if device.type == "meta" else routing.counts.tolist()
+    if sum(counts) != len(order):
         refuse("E-RANGE", wrong)
     sizes = [
         _filled(count) if is_compiled(dtype, device, count * numbers) else count for count in counts
@@ -213,9 +217,14 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
         token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
     place = torch.full_like(order, -1)
     place[order] = row
-    if len(order) and place.min() < 0:
+    if len(order) and device.type != "meta" and place.min() < 0:
         refuse("E-RANGE", wrong)
     return Layout(segments, token, place.view(routing.ids.shape))
+
+
+def _even(routing: Routing) -> list[int]:
+    least, more = divmod(len(routing.order), len(routing.counts))
+    return [least + (expert < more) for expert in range(len(routing.counts))]
 
 
 def _filled(count: int) -> int:

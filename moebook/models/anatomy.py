@@ -131,11 +131,13 @@ def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
     """Return the layers that norm what their FFN puts out, so that a factor on it changes nothing.
 
     So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. A pass over one token shows it: a part of the
-    block takes that very output, and gives the same for twice it.
+    block takes that very output, and gives the same for twice it. A model on meta tells of none.
     """
     parts = {(layer, part): part for layer in layers for part in layer.block.children()}
     put_out: dict[Layer, Tensor] = {}
-    found = []
+    found: list[int] = []
+    if next(host.decoder.parameters()).is_meta:
+        return found
 
     def see(key: tuple[Layer, nn.Module], given: tuple[Any, ...], output: Any) -> None:
         layer, part = key

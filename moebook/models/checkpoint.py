@@ -119,7 +119,8 @@ def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and bytes of the base's parameters, sorted by name (sha256, hex).
 
     A PEFT wrapper's own parameters are left out and its renaming of the base's is undone. Tied
-    parameters count once, buffers not at all. The device does not matter; the dtype does.
+    parameters count once, buffers not at all. The device does not matter; the dtype does. On meta
+    there are no bytes to hash.
     """
     named = {
         _WRAPPING.sub("", name): parameter
@@ -128,9 +129,11 @@ def fingerprint(model: nn.Module) -> str:
     }
     total = hashlib.sha256()
     for name in sorted(named):
-        tensor = named[name].detach().cpu().contiguous()
+        tensor = named[name].detach()
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if not tensor.is_meta:
+            flat = tensor.cpu().contiguous().reshape(-1)
+            total.update(flat.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, located, refuse
-from moebook.notebook import findings, moving, pages, runner, sources, study, verdicts
+from moebook.notebook import findings, moving, pages, plans, runner, sources, study, verdicts
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
 
@@ -112,6 +112,7 @@ def generated(folder: Path) -> dict[str, str]:
         "experts": moving.experts(folder),
         "selection": moving.selection(folder),
         "accelerated": pages.accelerated(folder),
+        "plan": plans.shown(folder),
     }
 
 

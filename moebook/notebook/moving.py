@@ -12,17 +12,22 @@ import pandas as pd
 
 from moebook import papers, results
 from moebook.methods import pesc, rocket
-from moebook.methods.pesc.measuring import HOSTS, NEEDED
+from moebook.methods.pesc.measuring import HOSTS
+from moebook.models.skeleton import configuration
 from moebook.notebook.pages import page
 from moebook.results import Run
+
+SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+           num_key_value_heads""".split()
 
 
 def sizes() -> str:
     """Return the sizes of PESC's hosts, as `pesc.counts` gives and as the paper prints them."""
     config, hosts = pesc.Config(), []
     claims = {claim.value: claim for claim in papers.claims("pesc")}
-    for host, numbers in HOSTS.items():
-        counted, shape = pesc.counts(config, host), dict(zip(NEEDED, numbers, strict=True))
+    for host, name in HOSTS.items():
+        counted, public = pesc.counts(config, host), configuration(name)
+        shape = {size: getattr(public, size) for size in SIZES}
         printed = {n: claims[f"pesc/counts/{host}/{n}"].claimed for n in ("total", "activated")}
         hosts.append({"name": host, **shape, **counted._asdict(), "printed": printed})
     return page("sizes", hosts=hosts, config=config)

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from datasets import Dataset as Rows
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from moebook import nn as mnn
 from moebook.data import IGNORED
@@ -21,16 +21,14 @@ from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, craftable, install
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
+from moebook.models.skeleton import configuration, skeleton
 from moebook.nn import balance, evaluating
 from moebook.training import fit, step_memory
 
-# What a count needs of the public configurations; Yi-34B has Llama's form.
-NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-            num_key_value_heads""".split()
 HOSTS = {
-    "llama-2-7b": (32000, 4096, 11008, 32, 32, 32),
-    "llama-2-13b": (32000, 5120, 13824, 40, 40, 40),
-    "yi-34b": (64000, 7168, 20480, 60, 56, 8),
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "yi-34b": "01-ai/Yi-34B",
 }
 PRINTED = {"llama-2-7b": 8, "llama-2-13b": 15, "yi-34b": 38}  # billions of parameters (Table 2)
 TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first is a warm-up
@@ -138,10 +136,8 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
     """Count a crafted model's parameters on meta, for one of `HOSTS` or a configuration."""
     if isinstance(host, str):
         refuse_unknown(host, HOSTS, "E-MODEL", f"unknown host '{host}';")
-        sizes: dict[str, Any] = dict(zip(NEEDED, HOSTS[host], strict=True))
-        host = LlamaConfig(**sizes, tie_word_embeddings=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(host)
+        host = configuration(HOSTS[host])
+    model = skeleton(host)
     dense = _size(model)
     install(craftable(model, config), config)
     adapters = sum(_size(part) for part in model.modules() if isinstance(part, mnn.Adapters))

@@ -1,0 +1,123 @@
+"""Models without weights: a host's public configuration, built on the meta device, to be counted.
+
+What a forward and backward pass on meta cannot do by itself is here: attention as a GPU fuses it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moebook.errors import nearest, refuse, refuse_unknown
+from moebook.models.load import LAYERS, quiet, telling
+from moebook.results import formed, read_json
+
+FUSED = "counted"  # our attention among the implementations of transformers
+MADE = "transformers_version"
+with formed(Path(__file__).with_name("hosts.yaml")) as HOSTS:
+    HOSTS: dict[str, dict[str, Any]]
+"""Public configurations by the hub's name (and ``smollm2``)."""
+
+
+def configuration(name: str) -> PreTrainedConfig:
+    """Return the configuration of a shipped base, a folder, one of `HOSTS`, or a hub model.
+
+    Of the hub, where ``org/name@commit`` is not in `HOSTS`, ``config.json`` alone is fetched.
+    """
+    repo, _, revision = name.partition("@")
+    if repo in HOSTS:
+        return _built(HOSTS[repo], f"hosts.yaml: {repo}")
+    here = Path(__file__).parent / name
+    file = (here if here.is_dir() else Path(name)) / "config.json"
+    if not file.is_file():
+        if "/" not in repo or not revision:
+            known = nearest(repo, [*HOSTS, "nano", "nano-moe"])
+            refuse("E-MODEL", f"no configuration '{name}': {known}, a folder, or org/name@commit")
+        try:
+            file = Path(hf_hub_download(repo, "config.json", revision=revision))
+        except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
+            refuse("E-OFFLINE", f"{name} is not cached nor fetched ({type(error).__name__})")
+    return _built(read_json(file), str(file))
+
+
+def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
+    """Make a configuration of checked values, or say which version of transformers wrote them."""
+    kind = str(values.get("model_type"))
+    written = values.get(MADE, transformers.__version__)
+    note = f"{where} (of transformers {written}, here is {transformers.__version__})"
+    message = f"{note}: model_type '{kind}' is unknown;"
+    refuse_unknown(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "E-MODEL", message)
+    rest = {key: value for key, value in values.items() if key not in ("model_type", MADE)}
+    with telling(Path(note), "configuration"), quiet():
+        made = AutoConfig.for_model(kind, **rest)
+        if not 1 <= made.num_hidden_layers <= LAYERS:
+            raise ValueError(f"num_hidden_layers is {made.num_hidden_layers}")
+    return made
+
+
+def skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, *, layers: int | None = None
+) -> PreTrainedModel:
+    """Build a causal language model on meta, by default with all of its layers."""
+    cut = copy.deepcopy(config)
+    if layers is not None:
+        cut.num_hidden_layers = layers
+        if kinds := getattr(cut, "layer_types", None):
+            cut.layer_types = kinds[:layers]
+    ALL_ATTENTION_FUNCTIONS.register(FUSED, _attention)
+    made = f"the configuration of a {config.model_type} model"
+    with telling(Path(made), "model"), quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(cut, dtype=dtype, attn_implementation=FUSED)
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend causally; kept are q, k, v, the output and one number a row, never ``[T, T]``."""
+    shared = q.shape[1] // k.shape[1]  # a padding mask makes transformers repeat them, too
+    k, v = (part.repeat_interleave(shared, 1) if shared > 1 else part for part in (k, v))
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    out = fused(q, k, v, None, True, dropout, True, scale=scaling)[0]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def autocast(model: nn.Module) -> None:
+    """Let a model on meta compute its linear layers in bfloat16, as torch's autocast does."""
+    for part in model.modules():
+        if isinstance(part, nn.Linear):
+            part.forward = partial(_in_bfloat16, part)
+
+
+def _in_bfloat16(part: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if part.bias is None else part.bias.bfloat16()
+    return F.linear(x.bfloat16(), part.weight.bfloat16(), bias)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Let code switch autocast off on meta, as routers do: torch refuses it there."""
+    real = torch.autocast
+
+    def stand_in(device_type: str, *args: Any, **settings: Any) -> Any:
+        return nullcontext() if device_type == "meta" else real(device_type, *args, **settings)
+
+    torch.autocast = stand_in
+    try:
+        yield
+    finally:
+        torch.autocast = real

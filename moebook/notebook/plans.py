@@ -1,0 +1,272 @@
+"""``moebook plan``: what the trainings of a notebook need; and the book's table of the papers'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from moebook import papers, planning, results
+from moebook.data import tasks
+from moebook.errors import refuse_unknown
+from moebook.methods import esft, pesc, rocket, upcycling
+from moebook.methods.rivals import table
+from moebook.methods.rocket import bank
+from moebook.models.skeleton import configuration, skeleton
+from moebook.notebook import parameters, sources
+from moebook.notebook.pages import page
+from moebook.planning import Plan, Training, methods
+from moebook.planning.methods import Method
+
+Given = Mapping[str, Any]
+Arms = Iterator[tuple[str, Method, dict[str, Any]]]
+ONE, RECORD = "h100", f"{planning.RECORDS}/papers.json"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+NOTES = """\
+GB are 1e9 bytes a GPU at the peak of a step, by part, then all of it laid out in other ways (FSDP2
+over two GPUs where one is asked for). "engine": DDP's buckets, FSDP2's gathered layers; "beside":
+what the notebook holds beside; "paged": moments that main memory takes when the GPU is full,
+not in the sum. Assumptions: hours are at half of the roofline (--efficiency), with the change and
+without traffic between GPUs; rows are as long as may be (--tokens sets the mean); a price is a
+middle one of May 2026 (--price). Tests are not counted."""
+LENGTH = {"bases": 256, "rocket": 1024, "rivals": 1024}  # tokens a row where no parameter says it
+
+
+def trainings(notebook: str, given: Given) -> list[Training]:
+    """List what a notebook trains with these parameters, an entry an arm, each a run of its own.
+
+    Of the rows only the most tokens are known; tests, and choosing of experts and rows, are left
+    out.
+    """
+    message = f"{notebook} trains nothing that can be planned;"
+    refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
+    # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
+    # what it copies, router_init the base in float32 and a copy in 16 bits.
+    dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
+    copies = {"pesc": dtype.itemsize, "esft": dtype.itemsize, "router_init": 4 + dtype.itemsize}
+    base = skeleton(configuration(given["base"]))
+    usual: dict[str, Any] = {name: given[name] for name in ("batch", "steps", "accumulate",
+                             "optimizer", "checkpointing") if name in given}  # fmt: skip
+    usual |= {"host": given["base"], "length": given.get("max_length", LENGTH.get(notebook))}
+    usual |= {"dtype": dtype, "beside": copies.get(notebook, 0) * float(base.num_parameters())}
+    return [Training(**usual | {"name": name, "method": method} | own)
+            for name, method, own in TRAINED[notebook](given)]  # fmt: skip
+
+
+def _bases(given: Given) -> Arms:
+    rows = len(tasks.CATALOGUE) * given["train_rows"] * given["epochs"]
+    yield "all parameters", methods.full(), {"steps": -(-rows // given["batch"])}
+
+
+def _pesc(given: Given) -> Arms:
+    names = "experts top_k adapter_width adapter_scale balance_weight host lora_rank lora_alpha"
+    main = pesc.Config.preset(given["preset"], **{name: given[name] for name in names.split()})
+    dense = skeleton(configuration(given["base"]))
+    wide = {"experts": 1, "top_k": 1, "adapter_width": main.experts * main.adapter_width}
+    frozen = replace(main, host="frozen")
+    known = {
+        "dense": partial(methods.pesc, main, sparse=False),
+        "matched": lambda: methods.pesc(pesc.matched(dense, main), sparse=False),
+        "wide": lambda: methods.pesc(replace(main, **wide)),
+        "sparse": partial(methods.pesc, main),
+        "experts4": lambda: methods.pesc(replace(main, experts=4)),
+        "experts16": lambda: methods.pesc(replace(main, experts=16)),
+        **dict.fromkeys(("unbalanced", "paper", "released"), partial(methods.pesc, main)),
+        "adapters": partial(methods.pesc, frozen),
+        "upcycled": partial(methods.full_experts, frozen),
+    }
+    tries = len(_listed(given["rates"])) * given["rate_steps"]
+    for name in _arms(given, known):
+        yield name, known[name](), {"steps": given["steps"] + tries}
+
+
+def _router_init(given: Given) -> Arms:
+    known = upcycling.arms(given["steps"], combine=given["combine"])
+    tries = len(_listed(given["rates"])) * given["rate_steps"]
+    for name in _arms(given, known):
+        arm, method = known[name], methods.full()
+        if arm.start:
+            top_k = given["top_k"]
+            method = methods.upcycling(upcycling.Config(experts=arm.experts, top_k=top_k))
+        own = {"dtype": torch.float32, "autocast": given["dtype"] == "bfloat16"}
+        yield name, method, own | {"steps": arm.steps + tries}
+
+
+def _rocket(given: Given) -> Arms:
+    names = "shots candidates experts top_k budget threshold"
+    main = rocket.Config.preset(given["preset"], **{name: given[name] for name in names.split()})
+    known = rocket.pipeline.arms(main, strict=given["strict"])
+    turns, tried = len(given["targets"].split(",")), len(_listed(given["rates"]))
+    for name in _arms(given, known):
+        if arm := known[name]:
+            rows = arm.config.shots + arm.config.budget * arm.open_data
+            steps = -(-rows * given["epochs"] // given["batch"]) or given["steps"]
+            again = given["repeats"] if name == "mixture" else 1
+            own = {"steps": steps, "turns": turns * (again + (tried if tried > 1 else 0))}
+            yield name, methods.mixture(arm.config, given["bank_rank"]), own
+
+
+def _rivals(given: Given) -> Arms:
+    """Plan each rival as a mixture of the LoRAs that it sees, all of them trained: the most."""
+    whole, how = len(bank.SOURCES), {name: given[name] for name in ("experts", "top_k", "rate")}
+    sizes = {"whole": whole, "with_target": whole + 1, "chosen": given["experts"]}
+    known = table.arms(whole, searches=given["searches"], **how)
+    turns = len(given["targets"].split(",")) * (1 + len(_listed(given["rates"])))
+    for name in _arms(given, known):
+        if known[name].rated:
+            experts = sizes[known[name].bank]
+            config = rocket.Config(candidates=experts, experts=experts, top_k=min(2, experts))
+            yield name, methods.mixture(config, 16), {"turns": turns}
+
+
+def _esft(given: Given) -> Arms:
+    sweep = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
+    usual = {"gate": given["p_gate"], "token": given["p_token"], "lora": given["lora_rank"]}
+    known = esft.arms(esft.sweep(*(given[name] for name in sweep)), usual)
+    printed = {score: papers.printed.hyperparameters("esft", "paper")[f"threshold_{score}"]["value"]
+               for score in ("gate", "token")}  # fmt: skip
+    tries = len(_listed(given["rates"])) * -(-given["steps"] // 6)
+    for name in _arms(given, known):
+        arm, scale = known[name], given["lora_scale"]
+        if arm.method == "fft":
+            method = methods.full()
+        elif arm.method == "lora":
+            method = methods.lora(int(arm.size), scale, attention=arm.attention)
+        else:  # the share at the paper's threshold is in proportion to another one
+            share = methods.esft_share(arm.method) * arm.size / printed[arm.method]
+            method = methods.esft(min(1.0, share))
+        turns = len(given["tasks"].split(",")) if arm.main else 1
+        yield name, method, {"turns": turns, "steps": given["steps"] + tries}
+
+
+TRAINED: dict[str, Callable[[Given], Arms]] = {
+    "bases": _bases, "pesc": _pesc, "router_init": _router_init, "rocket": _rocket,
+    "rivals": _rivals, "esft": _esft,
+}  # fmt: skip
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:
+    names = given["arms"]
+    return list(known) if names == "all" else parameters.listed("arms", names, known)
+
+
+def plans(notebook: str, given: Given, gpu: str, **how: Any) -> list[Plan]:
+    """Plan every training of a notebook on a machine such as ``h200x8``."""
+    on = planning.machine(gpu)
+    return [planning.plan(training, on, **how) for training in trainings(notebook, given)]
+
+
+def report(
+    name: str, protocol: str, options: list[str], gpu: str, folder: Path, **how: Any
+) -> str:  # fmt: skip
+    """Return the text of ``moebook plan`` for a notebook at a protocol."""
+    notebook = sources.find(folder, name)
+    given = parameters.read_options(notebook.parameters, options)
+    values = notebook.defaults | notebook.settings(protocol) | given
+    on, found = planning.machine(gpu), plans(name, values, gpu, **how)
+    head = f"{name} at {protocol} on {on}, {on.gpu.memory / 1e9:.0f} GB each: {values['base']}"
+    frame = pd.DataFrame({plan.name: _column(plan) for plan in found})
+    hours = sum(plan.seconds for plan in found) / 3600
+    table = frame.to_string(line_width=100)
+    return "\n\n".join([head, table, f"{hours:.1f} hours in all", NOTES])
+
+
+def _column(plan: Plan) -> dict[str, str]:
+    """Return a plan as a column of text, GB by part and by layout."""
+    parts = {"all": plan.need.total, **vars(plan.need)}
+    parts |= {name: need.total for name, need in plan.layouts.items()}
+    return {
+        "parameters": f"{plan.parameters:,}",
+        "trained": f"{plan.trained:,}",
+        "rows a micro-batch": str(plan.way.rows),
+        **{f"GB, {name}": f"{size / 1e9:.1f}" for name, size in parts.items()},
+        "fits": "yes" if plan.fits else "no",
+        "smallest change": plan.change or "-",
+        "GB, with it": f"{plan.chosen_need.total / 1e9:.1f}",
+        "GPUs": str(plan.chosen.count),
+        "tokens": f"{plan.tokens:.2e}",
+        "FLOPs": f"{plan.flops:.2e}",
+        "hours": f"{plan.seconds / 3600:.2f}",
+        "dollars": "no price" if plan.dollars is None else f"{plan.dollars:,.0f}",
+    }
+
+
+def record(folder: Path) -> Path:
+    """Plan the papers' settings on one GPU of 80 GB and on what comes nearest to their hardware."""
+    lines, known = [], sources.notebooks(folder)
+    for asked in _settings():
+        notebook = known[asked["notebook"]]
+        values = notebook.defaults | notebook.settings("paper") | asked["changes"]
+        parameters.check(notebook.parameters, asked["changes"], "plans.yaml")
+        on_each = {place: asdict(plans(notebook.name, values, gpu)[0])
+                   for place, gpu in (("one", ONE), ("own", asked["gpu"]))}  # fmt: skip
+        lines.append({"setting": asked["setting"], **on_each})
+    told = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": lines,
+            "commit": results.commit(folder), "code": _code()}  # fmt: skip
+    path = folder / RECORD
+    results.write(path, json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def shown(folder: Path) -> str:
+    """Return the page's tables: the papers' settings, and how far measurements are from plans."""
+    path = folder / RECORD
+    with results.formed(path):
+        told = results.read_json(path) if path.is_file() else {"plans": []}
+        hardware = {name: papers.printed.hyperparameters(name, "paper")["hardware"]["value"]
+                    for name in papers.PAPERS}  # fmt: skip
+        stated = {one["setting"]: one for one in _settings()}
+        printed = papers.wide("esft", "figure_4")
+        return page(
+            "plan", lines=told["plans"], hardware=hardware, stated=stated, printed=printed,
+            machines=list(_measured(folder)), gpus=planning.GPUS,
+            told=told, behind=told.get("code") != _code(), efficiency=planning.EFFICIENCY,
+        )  # fmt: skip
+
+
+def errors(path: Path) -> pd.DataFrame:
+    """Read a record back: a line a case that ran, with bytes, seconds, and the errors of both.
+
+    ``efficiency`` is the roofline's time over the one measured. A time is predicted at the
+    geometric mean of the other cases' efficiencies, so that no case predicts itself.
+    """
+    with results.formed(path):
+        lines = [line for line in results.read_json(path)["cases"] if "predicted" in line]
+        frame = pd.DataFrame(lines)
+        predicted = pd.DataFrame(list(frame.pop("predicted")))
+        parts = ["weights", "gradients", "moments", "activations"]
+        frame["predicted bytes"] = predicted[parts].sum(axis=1)
+        frame["efficiency"] = predicted["seconds"] / frame["seconds"]
+        logs = np.log(frame["efficiency"])
+        others = np.exp((logs.sum() - logs) / (len(logs) - 1))
+        frame["predicted seconds"] = predicted["seconds"] / others
+        for what in ("bytes", "seconds"):
+            frame[f"error of {what}"] = frame[f"predicted {what}"] / frame[what] - 1
+        return frame
+
+
+def _measured(folder: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Yield every machine's record and its `errors`."""
+    for path in sorted((folder / planning.RECORDS).glob("*.json")):
+        if path != folder / RECORD:
+            yield results.read_json(path), errors(path)
+
+
+def _settings() -> list[dict[str, Any]]:
+    return list(results.read_yaml(Path(__file__).with_name("plans.yaml")))
+
+
+def _code() -> str:
+    return results.files.code(Path(planning.__file__).parent)
