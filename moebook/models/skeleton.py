@@ -28,8 +28,8 @@ from moebook.results import formed, read_json
 
 FUSED = "counted"  # our attention among the implementations of transformers
 MADE = "transformers_version"
-with formed(Path(__file__).with_name("hosts.yaml")) as HOSTS:
-    HOSTS: dict[str, dict[str, Any]]
+with formed(Path(__file__).with_name("hosts.yaml")) as _FILE:
+    HOSTS: dict[str, dict[str, Any]] = _FILE
 """Public configurations by the hub's name (and ``smollm2``)."""
 
 

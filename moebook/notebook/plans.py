@@ -70,9 +70,13 @@ def _pesc(given: Given) -> Arms:
     names = "experts top_k adapter_width adapter_scale balance_weight host lora_rank lora_alpha"
     main = pesc.Config.preset(given["preset"], **{name: given[name] for name in names.split()})
     dense = skeleton(configuration(given["base"]))
-    wide = {"experts": 1, "top_k": 1, "adapter_width": main.experts * main.adapter_width}
+    wide: dict[str, Any] = {
+        "experts": 1,
+        "top_k": 1,
+        "adapter_width": main.experts * main.adapter_width,
+    }
     frozen = replace(main, host="frozen")
-    known = {
+    known: dict[str, Callable[[], Method]] = {
         "dense": partial(methods.pesc, main, sparse=False),
         "matched": lambda: methods.pesc(pesc.matched(dense, main), sparse=False),
         "wide": lambda: methods.pesc(replace(main, **wide)),

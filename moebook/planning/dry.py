@@ -78,7 +78,7 @@ class Size:
         """Add so many times what ``other``, one layer deeper, has more than this."""
         kinds = self.ops | other.ops
         more = {op: self.ops[op] + times * (other.ops[op] - self.ops[op]) for op in kinds}
-        whole = {"ops": Counter(more), "block": max(self.block, other.block),
+        whole: dict[str, Any] = {"ops": Counter(more), "block": max(self.block, other.block),
                  "linear": max(self.linear, other.linear)}  # fmt: skip
         one, two = vars(self), vars(other)
         sums = {n: one[n] + times * (two[n] - one[n]) for n in one if n not in whole}

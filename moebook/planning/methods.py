@@ -62,8 +62,10 @@ def mixture(config: rocket.Config, rank: int) -> Method:
     def made(host: nn.Module) -> nn.Module:
         linears = {n: p for n, p in host.named_modules() if n.endswith(Q_AND_V)}
         names = tuple(map(str, range(config.experts)))
-        fixed = {"base": "", "config": config, "experts": names, "rank": rank}
-        origin = rocket.mixture.Origin(scales=(1.0,) * len(names), paths=tuple(linears), **fixed)
+        scales, paths = (1.0,) * len(names), tuple(linears)
+        origin = rocket.mixture.Origin(
+            base="", config=config, experts=names, scales=scales, rank=rank, paths=paths
+        )
         down = {n: torch.zeros(len(names), rank, p.in_features) for n, p in linears.items()}
         up = {n: torch.zeros(len(names), p.out_features, rank) for n, p in linears.items()}
         return rocket.mixture.install(host, origin, down, up)
@@ -73,8 +75,8 @@ def mixture(config: rocket.Config, rank: int) -> Method:
 
 def lora(rank: int, scale: float, *, attention: bool = False) -> Method:
     """Put LoRA on a mixture as ESFT's paper compares with it."""
-    settings = {"rank": rank, "scale": scale, "attention": attention}
-    return Method(("lora", *settings.items()), partial(specialised.lora, **settings))
+    made = partial(specialised.lora, rank=rank, scale=scale, attention=attention)
+    return Method(("lora", rank, scale, attention), made)
 
 
 def esft(share: float) -> Method:
