@@ -1,10 +1,11 @@
 """``moebook plan``: every notebook that trains, at tier paper, on one GPU of 80 GB."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from moebook.notebook import plans, sources
+from moebook.notebook import parameters, plans, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,10 +21,47 @@ def values(name, protocol="paper", **changes):
     ("router_init", "crsu", "gradient checkpointing"),
     ("rocket", "mixture", ""),
     ("rivals", "rocket", ""),
-    ("esft", "fft", "gradient checkpointing + micro-batches of 1 + FSDP2 over 4 GPUs"),
+    ("esft", "fft", "gradient checkpointing + micro-batches of 1 + FSDP2 over 2 GPUs"),
 ])  # fmt: skip
 def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
     (found,) = plans.plans(name, values(name, arms=arms), "h100")
     assert found.change == change and found.fits == (change == "")
     assert found.chosen_need.total <= 80e9 and (found.fits or found.need.total > 80e9)
     assert found.seconds > 0 and found.tokens > 0
+
+
+@pytest.mark.parametrize("name", ["pesc", "router_init", "rocket", "rivals", "esft"])
+def test_every_arm_is_planned_with_its_steps_and_turns(name):
+    found = plans.trainings(name, values(name, "nano", arms="all"))
+    assert len(found) == len({training.name for training in found}) > 10
+    assert all(training.steps > 0 and training.turns > 0 for training in found)
+
+
+def test_the_settings_of_the_page_are_parameters_of_their_notebooks():
+    for asked in plans._settings():
+        notebook = sources.find(ROOT, asked["notebook"])
+        parameters.check(notebook.parameters, asked["changes"], "plans.yaml")
+        assert len(plans.trainings(notebook.name, values(notebook.name, **asked["changes"]))) == 1
+
+
+def test_no_case_predicts_its_own_time_and_a_page_without_records_says_so(tmp_path):
+    text = plans.shown(tmp_path)
+    assert "have not been planned yet" in text and "Nothing has been measured yet" in text
+    parts = {"weights": 10, "gradients": 10, "moments": 20, "activations": 60}
+    cases = [{"case": "a", "base": "nano", "rows": 1, "length": 2, "bytes": 80.0, "seconds": 2.0,
+              "predicted": {**parts, "flops": 1, "seconds": 1.0}},
+             {"case": "b", "base": "nano", "rows": 1, "length": 2, "bytes": 125.0, "seconds": 4.0,
+              "predicted": {**parts, "flops": 1, "seconds": 1.0}},
+             {"case": "c", "base": "smollm2", "absent": "pip install it"}]  # fmt: skip
+    path = tmp_path / "results" / "plan" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    told = {"machine": "X 9000", "torch": "2", "date": "2026-01-02T03", "cases": cases}
+    path.write_text(json.dumps(told))
+    frame = plans.errors(path)
+    assert frame["predicted bytes"].tolist() == [100, 100]
+    assert frame["error of bytes"].tolist() == pytest.approx([0.25, -0.2])
+    assert frame["predicted seconds"].tolist() == pytest.approx([4.0, 2.0])  # at the other's rate
+    text = plans.shown(tmp_path)
+    for fact in ("Errors on X 9000: bytes -20 to +25 %", "seconds -50 to +100 %",
+                 "Not run: smollm2, c (pip install it)"):  # fmt: skip
+        assert fact in text
