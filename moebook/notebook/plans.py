@@ -233,10 +233,13 @@ def shown(folder: Path) -> str:
                     for name in papers.PAPERS}  # fmt: skip
         stated = {one["setting"]: one for one in _settings()}
         printed = papers.wide("esft", "figure_4")
+        memory = {
+            arm: row.dropna().tolist() for arm, row in printed.filter(like="memory").iterrows()
+        }
         return page(
-            "plan", lines=told["plans"], hardware=hardware, stated=stated, printed=printed,
-            machines=list(_measured(folder)), gpus=planning.GPUS,
-            told=told, behind=told.get("code") != _code(), efficiency=planning.EFFICIENCY,
+            "plan", lines=told["plans"], hardware=hardware, stated=stated, memory=memory,
+            minutes=printed["training time"], machines=list(_measured(folder)), told=told,
+            behind=told.get("code") != _code(), efficiency=planning.EFFICIENCY,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from moebook.errors import refuse, refuse_unknown
 from moebook.planning.dry import MOMENTS, Size, Training, size
 from moebook.results import formed
-from moebook.settings import Count, Positive, checked, settings
+from moebook.settings import Count, Positive, settings
 
 EFFICIENCY = 0.5  # of the roofline that a step reaches, an assumption
 LARGEST = 1024  # GPUs over which FSDP2 is tried
@@ -126,28 +126,32 @@ class Plan:
     dollars: float | None
 
 
-@checked
-def plan(
-    training: Any, on: Any, *, efficiency: Annotated[float, Field(gt=0, le=1)] = EFFICIENCY,
-    price: Positive | None = None, tokens: Count | None = None,
-) -> Plan:  # fmt: skip
-    """Plan a `Training` on a `Machine`: as it is, and with the smallest change that makes it fit.
+@settings
+class Assumed:
+    """What no configuration tells."""
 
-    A step takes a share ``efficiency`` of the roofline's rate; what GPUs say to one another is no
-    part of that. ``price`` is dollars an hour for one GPU, ``tokens`` the mean of a row, by default
-    its most.
+    efficiency: Annotated[float, Field(gt=0, le=1)] = EFFICIENCY  # share of the roofline's rate
+    price: Positive | None = None  # dollars an hour for one GPU, by default that of `GPUS`
+    tokens: Count | None = None  # the mean of a row, by default its most
+
+
+def plan(training: Training, on: Machine, **assumed: Any) -> Plan:
+    """Plan a training on a machine: as it is, and with the smallest change that makes it fit.
+
+    ``assumed`` are fields of `Assumed`. What GPUs say to one another is no part of the time.
     """
+    given = Assumed(**assumed)
     rows = math.ceil(training.batch / (on.count * training.accumulate))
     way = Way("DDP", on.count, rows, training.checkpointing, training.method.quantised)
     chosen = _fitting(training, on, way)
     used, need = sized(training, chosen or way), needed(training, chosen or way)
     count, times = (chosen or way).count, training.steps * training.turns
-    full = min(1.0, (tokens or training.length) / training.length)
+    full = min(1.0, (given.tokens or training.length) / training.length)
     parts = training.batch * full / (chosen or way).rows
     moved = state(used, need.moments) / on.gpu.bandwidth
     step = used.seconds(on.rates, on.gpu.bandwidth) * parts / count + moved
-    seconds = times * step / efficiency
-    dollars = price or on.gpu.price
+    seconds = times * step / given.efficiency
+    dollars = given.price or on.gpu.price
     return Plan(
         name=training.name,
         host=training.host,

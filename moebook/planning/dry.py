@@ -136,7 +136,11 @@ def _linears(block: nn.Module) -> list[Tensor]:
 
 @cache
 def size(training: Training, rows: int, checkpointing: bool) -> Size:
-    """Size a training by dry runs with one layer of the last kind, and with one more."""
+    """Size a training by dry runs with one layer of the last kind, and with one more.
+
+    The peak grows linearly where the same moment is the peak at both depths and at the last: once
+    a layer's activations outweigh the gradient of the largest weight.
+    """
     config = configuration(training.host)
     every, first = config.num_hidden_layers, getattr(config, "first_k_dense_replace", 0) + 1
     how: dict[str, Any] = {"rows": rows, "checkpointing": checkpointing}
