@@ -11,7 +11,7 @@ import pytest
 from papermill.translators import PythonTranslator
 
 from moebook import results
-from moebook.notebook import session, sources
+from moebook.notebook import parameters, session, sources
 from moebook.notebook.session import NOTE, VALUE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +93,17 @@ def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
         assert run(name, "cpu").protocol == "cpu"
     else:
         here(name, {"tier": "cpu"})
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if "class" in NOTEBOOKS[name].protocols])
+def test_a_course_has_a_change_to_try_and_runs_of_at_most_90_seconds_that_record_what_to_see(name):
+    notebook, pool = NOTEBOOKS[name], results.pool(name, "class", ROOT)
+    facts = dict(line.split(": ", 1) for line in notebook.head("class"))
+    assert [*facts] == ["Try", "See", "Ask"]
+    assert parameters.read_options(notebook.parameters, [facts["Try"]])
+    notebook.agrees(pool)
+    assert len(pool.values(facts["See"])) == len(pool.runs) >= 3
+    assert max(run.manifest["cpu_seconds"] for run in pool.runs) <= 90
 
 
 @pytest.mark.parametrize("name", RUN)
