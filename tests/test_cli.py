@@ -42,7 +42,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("pretrain mano", "E-USAGE: moebook pretrain: unknown 'mano'; did you mean 'nano'?"),
     ("verify toy", "E-NOTEBOOK: 'toy' has no runs"),
     ("plan", "E-USAGE: moebook plan: expected NOTEBOOK, --record, or --measure"),
-    ("plan toy --on nano", "E-NOTEBOOK: toy trains nothing that can be planned; one of: bases"),
+    ("plan toy --on nano", "E-NOTEBOOK: toy trains nothing that a plan is known for; one of"),
     ("plan toy --on nano --price much", "E-USAGE: moebook plan: argument --price: invalid float"),
     ("study toy --on nano", "E-USAGE: moebook study: expected NAME --on PROTOCOL --seeds 0-9"),
     ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),

@@ -44,12 +44,12 @@ def cases() -> list[Case]:
         Case("all parameters", "nano", methods.full(), 8, 256),
         Case("ESFT, a tenth of the experts", "nano-moe", methods.esft(0.1), 8, 256),
         Case("PESC with LoRA", "nano", adapters, 8, 256),
-        Case("PESC with LoRA, checkpointing", "smollm2", adapters, 1, 128, True),
         Case("all parameters", "nano-moe", methods.full(), 8, 256),
         Case("four upcycled experts", "nano", methods.upcycling(upcycling.Config()), 8, 256),
         Case("all parameters, checkpointing", "nano", methods.full(), 8, 256, True),
         Case("mixture of four LoRAs", "nano", mixed, 8, 256),
         Case("LoRA", "nano-moe", methods.lora(8, 2.0), 8, 256),
+        Case("PESC with LoRA, checkpointing", "smollm2", adapters, 1, 128, True),
         Case("all parameters", "smollm2", methods.full(), 1, 128),
     ]
 
@@ -76,7 +76,11 @@ def calibrate(device: str, folder: Path) -> Path:
 
 
 def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[str, Any]:
-    """Train a case for a few steps; return prediction and measurement, or why it did not run."""
+    """Train a case for a few steps; return prediction and measurement, or why it did not run.
+
+    ``bytes`` are those of all tensors that were alive at once, ``resident`` what the process took
+    from the system, or torch from a GPU, above what it had before.
+    """
     head = {"case": case.name, "base": case.base, "rows": case.rows, "length": case.length}
     try:
         model = models.load(case.base, device=place)[0]
@@ -95,10 +99,13 @@ def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[s
     runs = [partial(fit, model, train, steps=steps, batch=case.rows * PARTS, accumulate=PARTS)
             for steps in (STEPS, 2 * STEPS)]  # fmt: skip
     first, second = (timed(Contender("ours", run), place, watched=True) for run in runs)
+    with planning.Tally([*model.parameters(), *model.buffers()]) as tally:
+        runs[0]()
     weights = sum(part.nbytes for part in model.parameters())
     return head | {
         "predicted": _predicted(case, roof),
-        "bytes": weights + (first.memory or 0),
+        "bytes": tally.peak,
+        "resident": weights + (first.memory or 0),
         "seconds": (second.seconds - first.seconds) / STEPS,
     }
 

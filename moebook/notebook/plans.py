@@ -46,7 +46,7 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     Of the rows only the most tokens are known; tests, and choosing of experts and rows, are left
     out.
     """
-    message = f"{notebook} trains nothing that can be planned;"
+    message = f"{notebook} trains nothing that a plan is known for;"
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
     # what it copies, router_init the base in float32 and a copy in 16 bits.

@@ -3,6 +3,7 @@
 from moebook.planning import methods
 from moebook.planning.cost import EFFICIENCY, GPUS, Machine, Plan, machine, plan, state
 from moebook.planning.dry import Size, Training, dry_run, recompute, size
+from moebook.planning.tally import Tally
 
 RECORDS = "results/plan"
 """Folder of the papers' plans, and of what was measured, a file a machine."""
