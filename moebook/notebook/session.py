@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moebook import results, runtime
+from moebook import plotting, results, runtime
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
@@ -117,6 +117,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     _note(environment=runtime.environment())
     _note_code()
     _show_tables()
+    plotting.style()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
 

@@ -4,4 +4,4 @@ Every function returns a matplotlib `Figure` that is closed for pyplot, so a not
 ends in the call shows it once. Captions and alternative texts belong to the cell's metadata.
 """
 
-from moebook.plotting.charts import accuracies, bars, curves, forest, heatmap, loads, points, style
+from moebook.plotting.charts import curves, forest, heatmap, leads, loads, points, style

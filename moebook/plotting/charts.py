@@ -1,6 +1,6 @@
 """Curves, bars, heat maps, loads of experts, clouds of points and effects, in one look.
 
-Okabe-Ito colours, readable sizes, panels of the text's width.
+Okabe-Ito colours, readable sizes, panels of the text's width, one legend right of them all.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
 from moebook.results.intervals import interval
@@ -39,6 +41,8 @@ MARKERS = "osD^vPX*"
 HATCHES = ("", "///", "...", "xxx")
 WIDTH = 7.2
 """Width of a figure in inches: the book's text column."""
+HEIGHT = 2.7
+"""Height of a single panel in inches."""
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Look = dict[str, Any]
@@ -49,20 +53,20 @@ COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
 
 def curves(
     series: Mapping[str, npt.ArrayLike], *, steps: npt.ArrayLike, xlabel: str, ylabel: str,
-    title: str = "", window: int = 1,
+    title: str = "", window: int = 1, yscale: str = "linear",
 ) -> Figure:  # fmt: skip
     """Draw one line a series over training, with a band from the lowest seed to the highest.
 
     The band is the range and no confidence interval: with three seeds nothing finer is honest.
     ``series`` is the name to values ``[S, T]`` (seeds by points), or ``[T]`` for a single seed, at
     the ``T`` ``steps``. ``window`` points, 1 to T, make a centred moving average, shorter at both
-    ends. The axes' labels name their units.
+    ends. The axes' labels name their units; the vertical axis may be ``log``, as suits a loss.
     """
     positions = np.asarray(steps, dtype=float)
     if not 1 <= window <= len(positions):
         refuse("E-RANGE", f"curves: window is {window}; expected 1 to {len(positions)} points")
-    figure, axes = single(3.6)
-    every = max(1, len(positions) // 8)
+    figure, axes = single(HEIGHT)
+    every, handles = max(1, len(positions) // 8), dict[str, Artist]()
     for index, (name, values) in enumerate(series.items()):
         seeds = np.atleast_2d(np.asarray(values, dtype=float))
         if seeds.shape[1] != len(positions):
@@ -70,69 +74,17 @@ def curves(
             refuse("E-SHAPE", f"curves: series '{name}' {lengths}")
         rolling = pd.DataFrame(seeds.T).rolling(window, center=True, min_periods=1)
         seeds = rolling.mean().to_numpy().T
-        several = f" (mean and range of {len(seeds)} seeds)" if len(seeds) > 1 else ""
+        several = f"\n(mean and range\nof {len(seeds)} seeds)" if len(seeds) > 1 else ""
         dress = look(index) | {"markevery": (index * every // len(series), every), "markersize": 5}
-        axes.plot(positions, seeds.mean(0), label=f"{name}{several}", **dress)
+        (handles[f"{name}{several}"],) = axes.plot(positions, seeds.mean(0), **dress)
         if several:
             low, high, colour = seeds.min(0), seeds.max(0), axes.lines[-1].get_color()
             axes.fill_between(positions, low, high, color=colour, alpha=0.18, lw=0)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    axes.legend()
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, yscale=yscale)
+    if yscale == "log":
+        logarithmic(axes.yaxis)
+    legend(figure, handles)
     return figure
-
-
-def bars(frame: pd.DataFrame, *, group: str, series: str, ylabel: str, title: str = "") -> Figure:
-    """Draw grouped bars with their intervals; the number stands on each bar while there is room.
-
-    ``frame`` has one row a bar: the columns that ``group`` (along the horizontal axis) and
-    ``series`` (the colours) name, ``value`` (the bar's height), and ``low`` and ``high``, the
-    interval's ends in the same unit; where they are missing numbers there is no whisker.
-    """
-    require("bars", frame, (group, series, "value", "low", "high"))
-    groups, names = list(dict.fromkeys(frame[group])), list(dict.fromkeys(frame[series]))
-    figure, axes = single(3.6)
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        rows = frame[frame[series] == name].set_index(group).reindex(groups)
-        places = np.arange(len(groups)) + (index - (len(names) - 1) / 2) * width
-        heights, low, high = (rows[column].to_numpy(float) for column in ("value", "low", "high"))
-        whiskers = np.nan_to_num(np.stack([heights - low, high - heights]))
-        drawn = axes.bar(
-            places, heights, width * 0.92, yerr=whiskers if whiskers.any() else None,
-            color=COLOURS[index % len(COLOURS)], edgecolor="white", ecolor=INK, capsize=3,
-            hatch=HATCHES[index // len(COLOURS) % len(HATCHES)], label=str(name),
-        )  # fmt: skip
-        if len(groups) * len(names) <= 16:
-            numbers = [f"{height:#.3g}" if np.isfinite(height) else "" for height in heights]
-            size = 8.5 if len(names) < 5 else 7
-            axes.bar_label(drawn, numbers, padding=1, fontsize=size)
-    axes.set_xticks(range(len(groups)), [str(each) for each in groups])
-    tilt_when_long(axes, groups)
-    axes.set(ylabel=ylabel, title=title)
-    handles, labels = axes.get_legend_handles_labels()
-    columns = min(len(labels), 5)  # filled one after another: rows should read in order
-    order = [place for first in range(columns) for place in range(len(labels))[first::columns]]
-    legend(figure, {labels[place]: handles[place] for place in order}, columns)
-    return figure
-
-
-def accuracies(
-    tables: Mapping[str, pd.DataFrame], *, by: str, column: str = "correct", series: str = "arm",
-    title: str = "",
-) -> Figure:  # fmt: skip
-    """Draw `bars` of accuracy over test items: a ``column``'s mean for each arm and group ``by``.
-
-    ``tables`` are evaluations of one run, by arm; ``series`` is what the arms are called.
-    """
-    rows = []
-    for arm, table in tables.items():
-        for group, items in table.groupby(by, sort=False)[column]:
-            mean, ends = items.mean(), interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
-            low, high = np.clip(ends, min(0, mean), max(1, mean))  # a share has no room beyond
-            rows.append([group, arm, mean, low, high])
-    frame = pd.DataFrame(rows, columns=[by, series, "value", "low", "high"])
-    label = "accuracy (share of exact matches)"
-    return bars(frame, group=by, series=series, ylabel=label, title=title)
 
 
 def heatmap(
@@ -150,7 +102,7 @@ def heatmap(
         if table.shape != shape:
             refuse("E-SHAPE", f"heatmap: panel '{name}' is {table.shape}; expected {shape}")
     across = min(len(tables), 4 if len(columns) <= 8 else 2)
-    height = max(1.9, 0.34 * len(rows) + 0.8)
+    height = max(1.3, 0.22 * len(rows) + 0.7)
     figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
@@ -187,7 +139,7 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
             refuse("E-SHAPE", f"loads: row '{name}' is {row.shape}; expected {(experts,)}")
         if not np.isclose(row.sum(), 1.0, atol=1e-3):
             refuse("E-RANGE", f"loads: row '{name}' sums to {row.sum():.4g}; expected 1")
-    figure, axes = single(max(2.0, 0.34 * len(table) + 1.1))
+    figure, axes = single(max(1.8, 0.25 * len(table) + 1.0))
     widths, left = np.stack(list(table.values())), np.zeros(len(table))
     for expert in range(experts):
         colour = COLOURS[expert % len(COLOURS)]
@@ -214,28 +166,32 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
 
 def points(
     panels: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = "",
-    ticks: bool = True, joined: bool = False, xscale: str = "linear",
+    ticks: bool = True, joined: bool = False, xscale: str = "linear", above: str = "",
 ) -> Figure:  # fmt: skip
     """Draw one cloud a series, by colour and by marker; panels share their axes.
 
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in this order.
     Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing. Points
-    may be ``joined`` by a line in their order, and the horizontal axis ``log``.
+    may be ``joined`` by a line in their order, and the horizontal axis ``log``. ``above`` names the
+    series that the figure is about: its points have a dark edge and hide others, not one another.
     """
     clouds, looks = arrays("points", panels)
-    figure, cells = grid(list(panels), 3, 3.0, xlabel, ylabel, title, shared=True)
+    figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=True)
     handles: dict[str, Artist] = {}
     for axes, panel in zip(cells, clouds, strict=True):
         for name, cloud in panel.items():
             many = max(len(other[name]) for other in clouds if name in other) >= MANY
-            dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 26, "alpha": 0.85})
-            handles.setdefault(name, axes.scatter(*cloud.T, linewidths=0, **dress))
+            dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 18, "alpha": 0.85})
+            edge: Look = {"linewidths": 0}
+            if name == above:
+                edge = {"s": 22, "alpha": 1, "linewidths": 0.6, "edgecolors": INK, "zorder": 3}
+            handles.setdefault(name, axes.scatter(*cloud.T, **dress | edge))
             if joined:
                 axes.plot(*cloud.T, color=dress["color"], lw=1.2)
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
-    legend(figure, handles, 5)
+    legend(figure, handles)
     return figure
 
 
@@ -262,7 +218,36 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
         axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left")
     marks = {name: Line2D([], [], ls="", **look(place)) for place, name in enumerate(names)}
-    legend(figure, marks, 5)
+    legend(figure, marks)
+    return figure
+
+
+def leads(
+    tables: Mapping[str, pd.DataFrame], pairs: Sequence[tuple[str, str]], *, by: str,
+    column: str = "correct", title: str = "",
+) -> Figure | None:  # fmt: skip
+    """Draw how far one arm of a run is ahead of another in points, by group ``by`` and pair.
+
+    ``tables`` are evaluations by arm of the same items. Differences of a ``column`` are paired by
+    item; intervals at 95 % cover the choice of items. The fewer of groups and pairs are panels.
+    Pairs that did not run are left out; None where there is none.
+    """
+    rows = []
+    for one, other in (pair for pair in pairs if {*pair} <= tables.keys()):
+        gaps = 100 * (tables[one][column] - tables[other][column])
+        for group, items in gaps.groupby(tables[one][by], sort=False):
+            low, high = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            names = str(group), f"{one} − {other}"
+            rows.append([*names, "", items.mean(), low, high, low * high > 0])
+    if not rows:
+        return None
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    if frame.panel.nunique() > frame.line.nunique():
+        frame = frame.rename(columns={"panel": "line", "line": "panel"})
+    panels, height = dict(list(frame.groupby("panel", sort=False))), 0.22 * frame.line.nunique()
+    figure, cells = grid([*panels], len(panels), height + 0.5, "points", "", title, shared=True)
+    for axes, part in zip(cells, panels.values(), strict=True):
+        _panel(axes, part, [""])
     return figure
 
 
@@ -348,11 +333,17 @@ def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
         refuse("E-KEYS", f"{chart}: no column {missing}; the frame has {list(frame.columns)}")
 
 
-def legend(figure: Figure, handles: Mapping[str, Artist], columns: int) -> None:
-    """Put the legend under the axes, where it hides no data; one entry needs none."""
-    if len(handles) > 1:
-        columns = min(len(handles), columns)
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns)
+def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
+    """Put the legend right of the axes, where it hides no data; one short entry needs none."""
+    if len(handles) > 1 or any("\n" in name for name in handles):
+        figure.legend(handles.values(), handles, loc="outside right upper")
+
+
+def logarithmic(axis: Axis) -> None:
+    """Number a logarithmic axis at 1, 2, 5, 10 ... as one reads them."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
 
 
 def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None:

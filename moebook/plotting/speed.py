@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from moebook.errors import refuse
-from moebook.plotting.charts import COLOURS, INK, MARKERS, Series, arrays, grid, require, single
+from moebook.plotting import charts
+from moebook.plotting.charts import COLOURS, INK, Series, grid, legend
 
 ROW = 0.2
 """Inches of a bar and the gap behind it."""
@@ -23,14 +24,27 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     ``frame`` has one row a bar: ``group``, ``contender``, ``value`` (its time over ours, above 0)
     and ``floor`` (the floor's time over ours, the same in a group; NaN where there is none).
     """
-    require("multiples", frame, ("group", "contender", "value", "floor"))
+    charts.require("multiples", frame, ("group", "contender", "value", "floor"))
     if not (frame["value"] > 0).all():
         refuse("E-RANGE", "multiples: values must be above 0, since the axis is logarithmic")
-    groups = dict(list(frame.groupby("group", sort=False)))
-    figure, axes = single(ROW * (len(frame) + len(groups)) + 1.1)
-    labels: list[str] = []  # one a line, from the top
+    groups = list(frame.groupby("group", sort=False))
+    above = np.cumsum([0, *(len(part) + 1 for _, part in groups)])  # lines above a group
+    half = int(np.searchsorted(above, above[-1] / 2))
+    columns = [part for part in (groups[:half], groups[half:]) if part]
+    lines = max(above[half], above[-1] - above[half])
+    figure, cells = grid([""] * len(columns), 2, ROW * lines + 0.4, xlabel, "", title)
     handles: dict[str, Artist] = {}
-    for group, part in groups.items():
+    for axes, column in zip(cells, columns, strict=True):
+        axes.sharex(cells[0])
+        _column(axes, column, handles)
+    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
+    return figure
+
+
+def _column(axes: Axes, groups: list[tuple[str, pd.DataFrame]], handles: dict[str, Artist]) -> None:
+    """Draw groups of bars, one below the other."""
+    labels: list[str] = []  # one a line, from the top
+    for group, part in groups:
         labels.append(str(group))
         top = len(labels)
         for _, row in part.iterrows():
@@ -38,20 +52,21 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
             colour, end = COLOURS[0 if slower else 1], (max(row["value"], 1), place)
             bar = axes.barh(place, row["value"] - 1, 0.75, left=1, color=colour)
             handles["slower than ours" if slower else "faster than ours"] = bar.patches[0]
-            number = f"{row['value']:#.3g}"
-            axes.annotate(number, end, (3, 0), textcoords="offset points", va="center", size=7.5)
+            number = f"{row['value']:,.3g}" if row["value"] < 1000 else f"{row['value']:,.0f}"
+            axes.annotate(number, end, (3, 0), textcoords="offset points", va="center", size=7)
             labels.append(f"{row['contender']}  ")
         floor = part["floor"].iloc[0]
         if np.isfinite(floor):
             ends = [top - 0.5, len(labels) - 0.5]
             handles["floor"] = axes.plot([floor, floor], ends, color=INK, lw=2.5)[0]
     axes.axvline(1, color=INK, lw=1, ls=(0, (4, 3)))
-    axes.set(xscale="log", xlabel=xlabel, title=title, ylim=(len(labels) - 0.3, -0.8))
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set(xscale="log", ylim=(len(labels) - 0.3, -0.8))
+    axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("normal" if label.get_text().endswith("  ") else "bold")
+    axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x")
-    axes.margins(x=0.12)
-    figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
-    return figure
+    axes.margins(x=0.2)
 
 
 def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str = "") -> Figure:
@@ -59,20 +74,22 @@ def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str
 
     ``panels`` is the panel's title to its series, name to points ``[n, 2]``; ``ours`` is thick.
     """
-    curves, looks = arrays("growth", panels)
-    figure, cells = grid(list(panels), 3, 2.2, xlabel, ylabel, title)
+    curves, looks = charts.arrays("growth", panels)
+    figure, cells = grid(list(panels), 6, 1.0, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
     for axes, panel in zip(cells, curves, strict=True):
         for name, line in panel.items():
-            width = 2.4 if name == "ours" else 1.2
-            handles[name] = axes.plot(*line.T, lw=width, ms=4, **looks[name])[0]
+            width = 2 if name == "ours" else 1
+            handles[name] = axes.plot(*line.T, lw=width, ms=3, **looks[name])[0]
         axes.set(xscale="log", yscale="log")
-        axes.tick_params(labelsize=7, which="both")
+        axes.set_title(axes.get_title("left"), fontsize=7.5, pad=3)
+        axes.xaxis.label.set_fontsize(7)
+        axes.tick_params(labelsize=6, pad=2, length=2)
+        charts.logarithmic(axes.yaxis)
         axes.minorticks_off()
-        axes.set_xticks(sorted({x for line in panel.values() for x in line[:, 0]}))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
+        ends = np.concatenate(list(panel.values()))[:, 0]
+        axes.set_xticks(sorted({ends.min(), ends.max()}))
+        axes.xaxis.set_major_formatter("{x:g}")
     figure.legend(handles.values(), handles, ncols=3, loc="outside lower center")
     return figure
 
@@ -87,19 +104,21 @@ def roofline(
     """
     if min(flops, bandwidth) <= 0:
         refuse("E-RANGE", f"roofline: flops {flops:g} and bandwidth {bandwidth:g} must be above 0")
-    figure, axes = single(3.9)
+    figure, axes = charts.single(charts.HEIGHT)
     edge = flops / bandwidth
     places = [edge, *(intensity for intensity, _ in runs.values())]
     ends = np.array([min(places) / 2, edge, max(places) * 2])
-    axes.plot(ends, np.minimum(ends * bandwidth, flops) / 1e9, color=INK, label="roof")
+    (roof,) = axes.plot(ends, np.minimum(ends * bandwidth, flops) / 1e9, color=INK)
+    handles: dict[str, Artist] = {"roof": roof}
     axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
     for place, (name, (intensity, rate)) in enumerate(runs.items()):
-        marker = MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
+        marker = charts.MARKERS[(place + place // len(COLOURS)) % len(charts.MARKERS)]
         colour = COLOURS[place % len(COLOURS)]
-        axes.scatter(intensity, rate / 1e9, s=42, label=name, color=colour, marker=marker, zorder=3)
+        dot = axes.scatter(intensity, rate / 1e9, s=42, color=colour, marker=marker, zorder=3)
+        handles[name] = dot
     axes.set(
         xscale="log", yscale="log", title=title,
         xlabel="work for each byte that must move (FLOPs per byte)", ylabel="GFLOPs a second",
     )  # fmt: skip
-    figure.legend(ncols=4, loc="outside lower center")
+    legend(figure, handles)
     return figure
