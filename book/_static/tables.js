@@ -56,6 +56,20 @@ const unfold = () => document.getElementById(location.hash.slice(1))?.closest("d
 window.addEventListener("hashchange", unfold);
 unfold();
 
+// One button folds all code of a notebook's page away, or shows it again.
+const article = document.querySelector(".bd-article");
+const cell = article?.querySelector(".cell_input")?.closest(".cell");
+if (cell) {
+  const button = document.createElement("button");
+  button.className = "moe-fold";
+  button.textContent = "Fold all code";
+  button.addEventListener("click", () => {
+    const folded = article.classList.toggle("moe-folded");
+    button.textContent = folded ? "Show all code" : "Fold all code";
+  });
+  cell.before(button);
+}
+
 // The theme calls these buttons other than they read: "Search" where it shows "Search Ctrl+K".
 for (const button of document.querySelectorAll(".search-button-field, .theme-switch-button")) {
   button.removeAttribute("aria-label");

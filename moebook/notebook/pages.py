@@ -306,12 +306,14 @@ def _complete(app: Any) -> None:
 
 
 def _insert(app: Any, docname: str, source: list[str]) -> None:
-    """Put the badge after the first cell of an executed notebook that measures."""
+    """Fold what a tier sets in an executed notebook that measures; put the badge on top."""
     path = Path(app.srcdir) / f"{docname}.parquet"
     if not docname.startswith("notebooks/") or docname.endswith("_findings"):
         return
     app.env.note_dependency(str(path))
     text, notebook = badge(results.read_run(path), path.parents[2]), json.loads(source[0])
+    for tags in (cell["metadata"].get("tags", []) for cell in notebook["cells"]):
+        tags += ["hide-input"] * ("injected-parameters" in tags)
     notebook["cells"].insert(1, {"cell_type": "markdown", "metadata": {}, "source": text})
     source[0] = json.dumps(notebook)
 

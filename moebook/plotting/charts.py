@@ -102,7 +102,7 @@ def heatmap(
         if table.shape != shape:
             refuse("E-SHAPE", f"heatmap: panel '{name}' is {table.shape}; expected {shape}")
     across = min(len(tables), 4 if len(columns) <= 8 else 2)
-    height = max(1.3, 0.22 * len(rows) + 0.7)
+    height = max(1.5, 0.22 * len(rows) + 0.7)
     figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
@@ -236,7 +236,8 @@ def leads(
     for one, other in (pair for pair in pairs if {*pair} <= tables.keys()):
         gaps = 100 * (tables[one][column] - tables[other][column])
         for group, items in gaps.groupby(tables[one][by], sort=False):
-            low, high = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            ends = interval(items.to_numpy(float)[None]) or (np.nan, np.nan)
+            low, high = np.clip(ends, -100, 100)  # a difference of shares has no room beyond
             names = str(group), f"{one} − {other}"
             rows.append([*names, "", items.mean(), low, high, low * high > 0])
     if not rows:
@@ -248,6 +249,8 @@ def leads(
     figure, cells = grid([*panels], len(panels), height + 0.5, "points", "", title, shared=True)
     for axes, part in zip(cells, panels.values(), strict=True):
         _panel(axes, part, [""])
+    low, high = cells[0].get_xlim()
+    cells[0].set_xlim(min(low, -5), max(high, 5))  # no difference should look large for want of one
     return figure
 
 
@@ -303,7 +306,7 @@ def grid(
     for axes in cells.flat[max(0, len(names) - across) : len(names)]:
         axes.set_xlabel(xlabel, fontsize=9)  # a label of the figure would lie under its legend
         axes.tick_params(labelbottom=True)
-    figure.supylabel(ylabel, fontsize=10.5)
+    figure.supylabel(ylabel, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left")
     return figure, list(cells.flat[: len(names)])
 

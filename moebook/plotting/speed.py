@@ -77,12 +77,12 @@ def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str
     curves, looks = charts.arrays("growth", panels)
     figure, cells = grid(list(panels), 6, 1.0, xlabel, ylabel, title)
     handles: dict[str, Artist] = {}
-    for axes, panel in zip(cells, curves, strict=True):
-        for name, line in panel.items():
-            width = 2 if name == "ours" else 1
-            handles[name] = axes.plot(*line.T, lw=width, ms=3, **looks[name])[0]
+    for axes, name, panel in zip(cells, panels, curves, strict=True):
+        axes.set_title(name, fontsize=7.5, pad=3)
+        for series, line in panel.items():
+            width = 2 if series == "ours" else 1
+            handles[series] = axes.plot(*line.T, lw=width, ms=3, **looks[series])[0]
         axes.set(xscale="log", yscale="log")
-        axes.set_title(axes.get_title("left"), fontsize=7.5, pad=3)
         axes.xaxis.label.set_fontsize(7)
         axes.tick_params(labelsize=6, pad=2, length=2)
         charts.logarithmic(axes.yaxis)

@@ -265,6 +265,20 @@ def test_the_gate_finds_nothing_in_a_right_page_and_every_fault_of_a_wrong_one(
 
 
 @pytest.mark.browser
+def test_one_button_folds_all_code_of_a_notebooks_page_and_shows_it_again(site, browser):
+    browser.open((site / "notebooks" / "01_pesc.html").as_uri())
+    button, shown = "document.querySelector('.moe-fold')", []
+    for text in ("Fold all code", "Show all code", "Fold all code"):
+        assert browser.run(f"{button}.textContent") == text
+        code = "[...document.querySelectorAll('.cell_input')].filter(e => e.offsetParent).length"
+        shown.append(browser.run(code))
+        browser.run(f"{button}.click()")
+    assert shown[1] == 0 < shown[0] == shown[2]
+    browser.open((site / "ledger.html").as_uri())
+    assert browser.run(f"{button} === null")
+
+
+@pytest.mark.browser
 def test_the_ledger_is_filtered_by_paper_and_there_is_one_search_field(site, browser):
     browser.resize(1280, 800)
     browser.open((site / "ledger.html").as_uri() + "?paper=ESFT")

@@ -15,11 +15,6 @@ from moebook.plotting import speed
 from moebook.plotting.charts import COLOURS, COLUMNS, DARK_COLOURS, INK
 from tests.refusals import refused
 
-BARS = pd.DataFrame(
-    [["code", "dense", 0.4, 0.3, 0.5], ["code", "sparse", 0.5, 0.45, 0.6],
-     ["language", "dense", 0.2, 0.1, 0.25], ["language", "sparse", 0.3, np.nan, np.nan]],
-    columns=["domain", "model", "value", "low", "high"],
-)  # fmt: skip
 EFFECTS = pd.DataFrame(
     [["points", "leads", "nano", 2.0, 1.0, 3.0, True],
      ["points", "leads", "smollm2", 1.0, -1.0, 3.0, False],
@@ -33,7 +28,6 @@ TIMES = pd.DataFrame(
 )  # fmt: skip
 CLOUD = np.array([[0.0, 1.0], [2.0, 3.0]])
 STEPS = {"xlabel": "steps", "ylabel": "nats"}
-MODELS = {"group": "domain", "series": "model", "ylabel": "share"}
 ONE = {"rows": ["a"], "columns": ["x"], "label": ""}
 
 
@@ -41,21 +35,20 @@ def texts(artists):
     return [artist.get_text() for artist in artists]
 
 
-def drawn(axes):
-    """Heights and whiskers of each series of bars."""
-    for bars in (each for each in axes.containers if hasattr(each, "patches")):
-        paths = bars.errorbar.lines[2][0].get_paths() if bars.errorbar else ()
-        yield [bar.get_height() for bar in bars], [path.vertices[:, 1] for path in paths]
-
-
 def test_a_curve_is_the_mean_of_its_seeds_in_their_range_and_smoothing_keeps_a_constant():
     seeds = {"sparse": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]]}
-    (axes,) = plotting.curves(seeds, steps=[0, 10, 20], **STEPS).axes
+    figure = plotting.curves(seeds, steps=[0, 10, 20], yscale="log", **STEPS)
+    (axes,), (legend,) = figure.axes, figure.legends
     np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 4.0], [10, 3.0], [20, 1.0]])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (1.0, 5.0)
-    assert "2 seeds" in texts(axes.get_legend().get_texts())[0]
-    assert not plotting.curves({"one": [2.0, 1.0]}, steps=[0, 1], **STEPS).axes[0].collections
+    assert "2 seeds" in texts(legend.get_texts())[0] and axes.get_yscale() == "log"
+    figure.draw_without_rendering()
+    shown = [float(text) for text in texts(axes.get_yticklabels())]
+    assert {1, 2, 5} <= set(shown), "powers of ten would be hard to read"
+    assert legend.get_window_extent().x0 > axes.get_window_extent().x1, "beside the data"
+    figure = plotting.curves({"one": [2.0, 1.0]}, steps=[0, 1], **STEPS)
+    assert not figure.axes[0].collections and not figure.legends
     lines = {"flat": np.full(9, 2.5), "ramp": np.arange(9.0)}
     figure = plotting.curves(lines, steps=np.arange(9), window=3, **STEPS)
     flat, ramp = (line.get_ydata() for line in figure.axes[0].lines)
@@ -63,25 +56,25 @@ def test_a_curve_is_the_mean_of_its_seeds_in_their_range_and_smoothing_keeps_a_c
     np.testing.assert_allclose(ramp, [0.5, 1, 2, 3, 4, 5, 6, 7, 7.5])
 
 
-def test_bars_have_their_whiskers_and_accuracies_students_interval_over_items():
-    figure = plotting.bars(BARS, **MODELS)
-    (dense, _), (sparse, whiskers) = drawn(figure.axes[0])
-    assert (dense, sparse) == ([0.4, 0.2], [0.5, 0.3])
-    np.testing.assert_allclose(whiskers, [[0.45, 0.6], [0.3, 0.3]])
-    assert texts(figure.legends[0].get_texts()) == ["dense", "sparse"]
-    assert texts(figure.axes[0].texts) == ["0.400", "0.200", "0.500", "0.300"]
-    correct = [1, 1, 0, 1] * 10
-    items = pd.DataFrame({"task": ["sum"] * 40 + ["copy"], "correct": [*correct, 0]})
-    tables = {"dense": items, "sparse": items.assign(correct=1)}
-    (axes,) = plotting.accuracies(tables, by="task", title="Right").axes
-    (dense, whiskers), (sparse, _) = drawn(axes)
-    assert (dense, sparse) == ([0.75, 0], [1, 1])
-    student = stats.ttest_1samp(correct, 0).confidence_interval()
-    np.testing.assert_allclose(whiskers, [[student.low, student.high], [0, 0]])
-    few = {"one": items.assign(correct=[1, 1, 0, 1, *[0] * 37]).head(4)}
-    (((_, whiskers),),) = (drawn(axes) for axes in plotting.accuracies(few, by="task").axes)
-    assert whiskers[0][1] == 1 and 0 <= whiskers[0][0] < 0.75  # Student's ends at 1.55
-    assert texts(axes.get_xticklabels()) == ["sum", "copy"] and axes.get_title() == "Right"
+def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_lines():
+    right = {"dense": [0, 0, 1, 0] * 10, "sparse": [1, 0, 1, 0] * 10, "wide": [0, 1, 0, 1] * 10}
+    group = ["sum", "copy"] * 20
+    tables = {arm: pd.DataFrame({"task": group, "correct": right[arm]}) for arm in right}
+    pairs = [("sparse", "dense"), ("wide", "dense"), ("sparse", "wide"), ("sparse", "other")]
+    figure = plotting.leads(tables, pairs, by="task", title="Leads")
+    assert [axes.get_title() for axes in figure.axes] == ["sum", "copy"]
+    total, copy = figure.axes
+    assert texts(total.get_yticklabels()) == ["sparse − dense", "wide − dense", "sparse − wide"]
+    spans, dots = total.lines[:6:2], total.lines[1:6:2]
+    assert [dot.get_xdata()[0] for dot in dots] == [50, -50, 100]
+    gap = stats.ttest_1samp([100, 0] * 10, 0).confidence_interval()
+    np.testing.assert_allclose(spans[0].get_xdata(), gap)
+    filled = [dot.get_markerfacecolor() == dot.get_color() for dot in (*dots, copy.lines[1])]
+    assert filled == [True, True, True, False]
+    assert total.get_xlim() == copy.get_xlim()
+    (axes,) = plotting.leads(tables, pairs[:1], by="task").axes
+    assert texts(axes.get_yticklabels()) == ["sum", "copy"]
+    assert plotting.leads(tables, pairs[3:], by="task") is None
 
 
 def test_heat_maps_share_a_colour_scale_and_loads_stack_to_one_and_number_their_experts():
@@ -107,6 +100,8 @@ def test_points_keep_their_colours_the_legend_hides_no_label_and_a_map_has_no_nu
     assert tuple(two.collections[0].get_facecolor()[0][:3]) == to_rgb(COLOURS[1])
     assert texts(legend.get_texts()) == ["pool", "shots"]
     assert one.get_xlim() == two.get_xlim()
+    (below, chosen) = plotting.points(panels, above="shots").axes[0].collections
+    assert chosen.get_zorder() > below.get_zorder() and chosen.get_linewidths()[0] > 0
     assert np.asarray(one.collections[1].get_offsets()).tolist() == (CLOUD + 1).tolist()
     figure.draw_without_rendering()
     labels = [axes.xaxis.label.get_window_extent() for axes in figure.axes if axes.get_xlabel()]
@@ -144,13 +139,14 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
 
 
 def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
-    (axes,) = speed.multiples(TIMES, xlabel="time over ours").axes
-    ends = [sorted((bar.get_x(), bar.get_x() + bar.get_width())) for bar in axes.patches]
-    assert ends == [[1, 16], [0.5, 1], [1, 2]]
+    axes, right = speed.multiples(TIMES, xlabel="time over ours").axes
+    bars = [*axes.patches, *right.patches]
+    ends = [sorted((bar.get_x(), bar.get_x() + bar.get_width())) for bar in bars]
+    assert ends == [[1, 16], [0.5, 1], [1, 2]] and axes.get_xlim() == right.get_xlim()
     floors = [line.get_xydata().tolist() for line in axes.lines if line.get_linewidth() == 2.5]
     assert floors == [[[0.8, 0.5], [0.8, 2.5]]] and axes.get_xscale() == "log"
-    shown = [text.strip() for text in texts(axes.get_yticklabels())]
-    assert shown == ["experts", "eager", "own", "groups", "loop"]
+    shown = [[text.strip() for text in texts(a.get_yticklabels())] for a in (axes, right)]
+    assert shown == [["experts", "eager", "own"], ["groups", "loop"]]
     series = {"ours": np.array([[1.0, 1], [2, 4]]), "floor": np.array([[1.0, 1], [2, 2]])}
     figure = speed.growth({"T": series, "E": series}, xlabel="value", ylabel="ms")
     first, _ = (axes for axes in figure.axes if axes.get_visible())
@@ -164,7 +160,7 @@ def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_fr
 @pytest.mark.parametrize(("draw", "message"), [
     (lambda: plotting.curves({"a": [1.0]}, steps=[0, 1], **STEPS), "E-SHAPE: .* 1 points; st"),
     (lambda: plotting.curves({"a": [1.0]}, steps=[0], window=0, **STEPS), "E-RANGE: curves: w"),
-    (lambda: plotting.bars(BARS.drop(columns="low"), **MODELS), r"E-KEYS: .* column \['low'\]"),
+    (lambda: plotting.forest(EFFECTS.drop(columns="low"), xlabel=""), r"E-KEYS: .* \['low'\]"),
     (lambda: plotting.heatmap({}, **ONE), "E-DATA: no panels"),
     (lambda: plotting.heatmap({"p": CLOUD}, **ONE), r"E-SHAPE: heatmap: panel 'p' is \(2, 2\)"),
     (lambda: plotting.loads({"a": [0.5, 0.5], "b": [0.5, 0.6]}), "E-RANGE: loads: row 'b'"),
