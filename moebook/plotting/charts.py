@@ -343,8 +343,9 @@ def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
 
 
 def logarithmic(axis: Axis) -> None:
-    """Number a logarithmic axis at 1, 2, 5, 10 ... as one reads them."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """Number a logarithmic axis as one reads it: at 1, 10, 100 ..., or at 1, 2, 5, 10 if few."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,), numticks=9))
     axis.set_major_formatter("{x:g}")
     axis.minorticks_off()
 

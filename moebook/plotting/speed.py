@@ -83,8 +83,8 @@ def growth(panels: Mapping[str, Series], *, xlabel: str, ylabel: str, title: str
             width = 2 if series == "ours" else 1
             handles[series] = axes.plot(*line.T, lw=width, ms=3, **looks[series])[0]
         axes.set(xscale="log", yscale="log")
-        axes.xaxis.label.set_fontsize(7)
-        axes.tick_params(labelsize=6, pad=2, length=2)
+        axes.xaxis.label.set_fontsize(8)
+        axes.tick_params(labelsize=7, pad=2, length=2)
         charts.logarithmic(axes.yaxis)
         axes.minorticks_off()
         ends = np.concatenate(list(panel.values()))[:, 0]
