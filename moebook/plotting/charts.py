@@ -43,6 +43,8 @@ WIDTH = 7.2
 """Width of a figure in inches: the book's text column."""
 HEIGHT = 2.7
 """Height of a single panel in inches."""
+MOST = 12
+"""Entries of a legend that fit beside it."""
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Look = dict[str, Any]
@@ -176,7 +178,8 @@ def points(
     series that the figure is about: its points have a dark edge and hide others, not one another.
     """
     clouds, looks = arrays("points", panels)
-    figure, cells = grid(list(panels), 3, 2.0, xlabel, ylabel, title, shared=True)
+    height = 2.0 if len(looks) <= MOST else 3.0
+    figure, cells = grid(list(panels), 3, height, xlabel, ylabel, title, shared=True)
     handles: dict[str, Artist] = {}
     for axes, panel in zip(cells, clouds, strict=True):
         for name, cloud in panel.items():
@@ -337,9 +340,10 @@ def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
 
 
 def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Put the legend right of the axes, where it hides no data; one short entry needs none."""
+    """Put the legend right of the axes, a long one below; one short entry needs none."""
     if len(handles) > 1 or any("\n" in name for name in handles):
-        figure.legend(handles.values(), handles, loc="outside right upper")
+        loc, columns = ("right upper", 1) if len(handles) <= MOST else ("lower center", 5)
+        figure.legend(handles.values(), handles, loc=f"outside {loc}", ncols=columns)
 
 
 def logarithmic(axis: Axis) -> None:
