@@ -341,9 +341,10 @@ def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:
 
 def legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Put the legend right of the axes, a long one below; one short entry needs none."""
-    if len(handles) > 1 or any("\n" in name for name in handles):
-        loc, columns = ("right upper", 1) if len(handles) <= MOST else ("lower center", 5)
-        figure.legend(handles.values(), handles, loc=f"outside {loc}", ncols=columns)
+    if len(handles) > MOST:
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
+    elif len(handles) > 1 or any("\n" in name for name in handles):
+        figure.legend(handles.values(), handles, loc="outside right upper")
 
 
 def logarithmic(axis: Axis) -> None:
