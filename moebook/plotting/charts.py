@@ -187,7 +187,7 @@ def points(
             dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 18, "alpha": 0.85})
             edge: Look = {"linewidths": 0}
             if name == above:
-                edge = {"s": 22, "alpha": 1, "linewidths": 0.6, "edgecolors": INK, "zorder": 3}
+                edge = {"s": 14, "alpha": 1, "linewidths": 0.6, "edgecolors": INK, "zorder": 3}
             handles.setdefault(name, axes.scatter(*cloud.T, **dress | edge))
             if joined:
                 axes.plot(*cloud.T, color=dress["color"], lw=1.2)
