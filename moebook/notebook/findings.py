@@ -246,6 +246,21 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     return np.array(rows).reshape(len(seeds), len(names))
 
 
+def rated(pool: Pool, tried: str, reached: str) -> dict[str, list[tuple[float, float]]]:
+    """Return by arm, a point a seed, the rate of least loss among those tried and what it reached.
+
+    ``tried`` is the name of a rate's loss, ``pesc/rate/{arm}/{rate}``, ``reached`` of the result.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    for arm, values in product(pool.arms, pool.seeds.values()):
+        start = tried.format(arm=arm, rate="")
+        losses = {name: value.value for name, value in values.items() if name.startswith(start)}
+        if losses and (found := values.get(reached.format(arm=arm))):
+            rate = float(min(losses, key=losses.__getitem__).removeprefix(start))
+            points.setdefault(arm, []).append((rate, found.value))
+    return points
+
+
 def beside(pool: Pool, names: Sequence[str], printed: Iterable[float]) -> dict[str, np.ndarray]:
     """Return our shares and the paper's per cent as points above the first, ``[S, T]``, ``[T]``."""
     ours, theirs = 100 * series(pool, names), np.array([*printed])

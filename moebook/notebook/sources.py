@@ -9,7 +9,7 @@ trains nothing: it has no protocols.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -109,11 +109,10 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
     return {name: read(path) for name, path in _paths(folder).items()}
 
 
-def replaced(folder: Path, name: str) -> set[str]:
-    """Return the protocols of a notebook in whose place the head of another says it stands."""
+def replaced(folder: Path, name: str, protocols: Collection[str]) -> set[str]:
+    """Return in whose place protocols of a notebook stand, as their heads say."""
     paths = _paths(folder)
-    notebook = read(paths[name]) if name in paths else None
-    heads = chain.from_iterable(map(notebook.head, notebook.protocols)) if notebook else ()
+    heads = chain.from_iterable(map(read(paths[name]).head, protocols)) if name in paths else ()
     return {line.removeprefix(REPLACES) for line in heads if line.startswith(REPLACES)}
 
 

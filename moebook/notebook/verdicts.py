@@ -224,13 +224,13 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
 
-    Of two pools at one scale that may decide, the verdict rests on that whose protocol stands in
-    the other's place.
+    Of two pools at one scale that may decide, the verdict rests on that whose protocol says that it
+    stands in the other's place.
     """
     claims, pools = papers.claims(), dict[str, list[Pool]]()
     for name in {claim.run for claim in claims}:
         every = results.pools(name, folder, shown=live)
-        old = sources.replaced(folder or results.root(), name)
+        old = sources.replaced(folder or results.root(), name, every)
         pools[name] = [every[protocol] for protocol in sorted(every, key=old.__contains__)]
     rows = [row(claim, pools[claim.run]) for claim in claims]
     sure = chance(rows).hochberg

@@ -12,7 +12,11 @@ from moebook.notebook.verdicts import row
 from moebook.results import Curve, Pool, Run, Value
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
-BOUND = papers.claim("pesc.approximates-full-experts")
+BOUND = replace(
+    papers.claim("pesc.approximates-full-experts"),
+    direction="less",
+    reference=1.0,
+)
 EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count", kind="number",
                 direction=None, claimed=7e9, tolerance=1e9)  # fmt: skip
 HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
@@ -203,3 +207,16 @@ def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_s
     other = replace(measured(7), curves=(Curve("toy/a/loss", "nats", (1.0,), (2.0,)),))
     with pytest.raises(Refusal, match="E-SHAPE: toy/a/loss, seed 7, has 1 positions; expected"):
         findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
+
+
+def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
+    def run(seed, **losses):
+        tried = [Value(f"pesc/rate/a/{rate}", loss, "nats") for rate, loss in losses.items()]
+        reached = [Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")]
+        return Run("pesc", "nano", "study", seed, (*tried, *reached), arms=("a", "b"))
+
+    several = Pool(
+        "pesc", "nano", (run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0}))
+    )
+    points = findings.rated(several, "pesc/rate/{arm}/{rate}", "pesc/{arm}/accuracy")
+    assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
