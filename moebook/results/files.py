@@ -154,9 +154,10 @@ def loaded(known: Container[str] = ()) -> dict[str, str]:
 @functools.cache
 def _data(package: Path) -> tuple[Path, ...]:
     """List a package's own data files, but none of what the papers print."""
-    own = (path for path in package.iterdir() if not (path / "__init__.py").is_file())
+    parts = (path for path in package.iterdir() if not (path / "__init__.py").is_file())
+    own = (path for path in parts if path.name != "__pycache__")
     files = (file for path in own for file in (path, *path.rglob("*")) if file.is_file())
-    kept = (path for path in files if path.suffix not in (".py", ".pyc", ".md"))
+    kept = (path for path in files if path.suffix not in (".py", ".md"))
     return tuple(kept) if package.name != "papers" else ()
 
 
