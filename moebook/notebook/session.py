@@ -12,10 +12,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moebook import plotting, results, runtime
+from moebook import results, runtime
 from moebook.errors import nearest, refuse
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter
@@ -117,7 +118,7 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     _note(environment=runtime.environment())
     _note_code()
     _show_tables()
-    plotting.style()
+    import_module("moebook.plotting").style()  # matplotlib: not before a run begins
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
 

@@ -145,7 +145,7 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
         assert fact in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live and "moe-cost" not in findings
-    start = r'href="https://(?:mybinder.org/\S+/lab/tree|colab\S+?/blob/main)/(\S+?)"'
+    start = r'href="https://(?:mybinder.org/\S+lab/tree|colab\S+?/blob/main)/(\S+?)"'
     for page in book.notebook_pages(project):
         ways = re.findall(start, _page(site, f"notebooks/{page}"))
         assert ways == [f"notebooks/{page}.ipynb"] * 2 and (ROOT / ways[0]).is_file()
@@ -158,7 +158,7 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
         assert f'id="{claim.id}"' in ledger and f'"ledger.html#{claim.id}"' in found
     assert "chance alone would produce about" in ledger
     records, page = _page(site, "records"), _page(site, "audit")
-    assert records.count("(committed)") == 1 and records.count(", on its page)") == 8
+    assert records.count("(committed)") == 1 and records.count(", on its page)") == 9
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
     told = "<strong>Holds</strong> at scale nano: +11.0 points"
