@@ -10,9 +10,9 @@ import ast
 import gc
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -118,7 +118,8 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     _note(environment=runtime.environment())
     _note_code()
     _show_tables()
-    import_module("moebook.plotting").style()  # matplotlib: not before a run begins
+    if drawing := sys.modules.get("moebook.plotting"):  # which the first cell has imported
+        drawing.style()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"])
 
