@@ -31,6 +31,14 @@ STEPS = {"xlabel": "steps", "ylabel": "nats"}
 ONE = {"rows": ["a"], "columns": ["x"], "label": ""}
 
 
+@pytest.fixture(autouse=True)
+def style():
+    """Draw in the book's look, whatever another test has set."""
+    with matplotlib.rc_context():
+        plotting.style()
+        yield
+
+
 def texts(artists):
     return [artist.get_text() for artist in artists]
 
@@ -62,7 +70,7 @@ def test_leads_are_paired_by_item_with_students_interval_and_fewer_panels_than_l
     tables = {arm: pd.DataFrame({"task": group, "correct": right[arm]}) for arm in right}
     pairs = [("sparse", "dense"), ("wide", "dense"), ("sparse", "wide"), ("sparse", "other")]
     figure = plotting.leads(tables, pairs, by="task", title="Leads")
-    assert [axes.get_title() for axes in figure.axes] == ["sum", "copy"]
+    assert [axes.get_title("left") for axes in figure.axes] == ["sum", "copy"]
     total, copy = figure.axes
     assert texts(total.get_yticklabels()) == ["sparse − dense", "wide − dense", "sparse − wide"]
     spans, dots = total.lines[:6:2], total.lines[1:6:2]
