@@ -14,12 +14,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from moebook import papers, planning, results
+from moebook import papers, planning, results, together
 from moebook.data import tasks
 from moebook.errors import refuse_unknown
 from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rivals import table
 from moebook.methods.rocket import bank
+from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.skeleton import configuration, skeleton
 from moebook.notebook import parameters, sources
 from moebook.notebook.pages import page
@@ -51,7 +52,8 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
     # what it copies, router_init the base in float32 and a copy in 16 bits.
     dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
-    copies = {"pesc": dtype.itemsize, "esft": dtype.itemsize, "router_init": 4 + dtype.itemsize}
+    copies = dict.fromkeys(("pesc", "esft", "together"), dtype.itemsize)
+    copies["router_init"] = 4 + dtype.itemsize
     base = skeleton(configuration(given["base"]))
     usual: dict[str, Any] = {name: given[name] for name in ("batch", "steps", "accumulate",
                              "optimizer", "checkpointing") if name in given}  # fmt: skip
@@ -151,9 +153,38 @@ def _esft(given: Given) -> Arms:
         yield name, method, {"turns": turns, "steps": given["steps"] + tries}
 
 
+def _together(given: Given) -> Arms:
+    """Plan arms by what trains in them; how routers start and what chooses takes no memory."""
+    base, top_k = skeleton(configuration(given["base"])), given["top_k"]
+    names = "parameters adapters copies experts top_k".split()
+    config = together.Config(**{name: given[name] for name in names})
+    setup = together.Setup(base, None, dict.fromkeys(given["tasks"].split(","), ()), config)
+    sparse = any(layer.kind == "sparse" for layer in anatomy(base).layers)
+    known = together.arms(sparse=sparse)
+    layers = sparse_layers(base) if sparse else []
+    routed = sum(p.numel() for layer in layers for p in layer.experts.parameters())
+    copied = upcycling.Config(experts=config.copies, top_k=min(top_k, config.copies))
+    tries = len(_listed(given["rates"])) * given["rate_share"]
+    for name in _arms(given, known):
+        arm, plain = known[name], known["pesc" if name.startswith("pesc") else name]
+        if name in ("su", "trsu", "crsu", "esft"):
+            method = methods.upcycling(copied)
+        elif name in ("token", "gate", "random_gate"):
+            method = methods.esft(min(1.0, config.parameters / routed))
+        elif plain.bank or name == "mixlora":
+            sized = arm if arm.bank else known["rocket"]
+            count = config.experts if sized.chosen else len(setup.rows)
+            sizes = rocket.Config(experts=count, top_k=min(top_k, count), candidates=count)
+            method = methods.mixture(sizes, together.bank_rank(setup, sized))
+        else:
+            made = partial(lambda make, host: make(setup, host, {}), plain.make)
+            method = Method((name, config), made)
+        yield name, method, {"steps": round(given["steps"] * (1 + tries))}
+
+
 TRAINED: dict[str, Callable[[Given], Arms]] = {
     "bases": _bases, "pesc": _pesc, "router_init": _router_init, "rocket": _rocket,
-    "rivals": _rivals, "esft": _esft,
+    "rivals": _rivals, "esft": _esft, "together": _together,
 }  # fmt: skip
 
 

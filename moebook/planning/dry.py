@@ -95,6 +95,7 @@ def dry_run(
     model = skeleton(configuration(training.host), training.dtype, layers=layers)
     register_experts()
     model.set_experts_implementation(NAME)
+    blocks = [layer.block for layer in anatomy(model).layers]  # which methods change in place
     model = training.method.make(model).train()
     if training.autocast:
         autocast(model)
@@ -108,7 +109,6 @@ def dry_run(
     ids = torch.zeros(rows, training.length, dtype=torch.long, device="meta")
     with on_meta(), Tally(held) as tally:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    blocks = [layer.block for layer in anatomy(model).layers]
     linears = [weight for block in blocks for weight in _linears(block)]
     return Size(
         parameters=sum(part.numel() for part in model.parameters()),

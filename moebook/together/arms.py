@@ -287,8 +287,8 @@ def _selection(setup: Setup, model: nn.Module) -> esft.Selection:
 
 
 def _sparse_lora(attention: bool, setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
-    per_rank = combining.trained(esft.lora(deepcopy(model), rank=1, attention=attention))
-    rank = max(1, round(setup.config.parameters / per_rank))
+    one = esft.lora(deepcopy(setup.base), rank=1, attention=attention)
+    rank = max(1, round(setup.config.parameters / combining.trained(one)))
     return esft.lora(model, rank=rank, scale=1.0, attention=attention)
 
 
@@ -312,7 +312,7 @@ def _specialised(
 def _beside(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     """Put PESC's adapters behind the mixture's blocks; the host is frozen."""
     count, hidden = setup.config.adapters, anatomy(model).hidden
-    layers = len(sparse_layers(model))
+    layers = len(sparse_layers(setup.base))
     left = setup.config.parameters - layers * count * hidden
     width = max(1, round(left / (2 * layers * count * hidden)))
     sizes = {"experts": count, "top_k": min(setup.config.top_k, count), "width": width}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moebook import planning, together
 from moebook.notebook import parameters, plans, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,7 @@ def values(name, protocol="paper", **changes):
     ("rocket", "mixture", ""),
     ("rivals", "rocket", ""),
     ("esft", "fft", "gradient checkpointing + micro-batches of 1 + FSDP2 over 2 GPUs"),
+    ("together", "pesc", "gradient checkpointing"),
 ])  # fmt: skip
 def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
     (found,) = plans.plans(name, values(name, arms=arms), "h100")
@@ -30,11 +32,20 @@ def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
     assert found.seconds > 0 and found.tokens > 0
 
 
-@pytest.mark.parametrize("name", ["pesc", "router_init", "rocket", "rivals", "esft"])
+@pytest.mark.parametrize("name", ["pesc", "router_init", "rocket", "rivals", "esft", "together"])
 def test_every_arm_is_planned_with_its_steps_and_turns(name):
     found = plans.trainings(name, values(name, "nano", arms="all"))
     assert len(found) == len({training.name for training in found}) > 10
     assert all(training.steps > 0 and training.turns > 0 for training in found)
+
+
+@pytest.mark.parametrize("protocol", ["nano", "moe"])
+def test_arms_on_one_budget_are_planned_at_its_size(protocol):
+    given = values("together", protocol, arms="all", max_length=8)
+    sized = {name for name, arm in together.arms(sparse=protocol == "moe").items() if arm.sized}
+    for training in plans.trainings("together", given):
+        off = planning.size(training, 1, False).trained / given["parameters"] - 1
+        assert abs(off) < 0.1 if training.name in sized else off > 1
 
 
 def test_the_settings_of_the_page_are_parameters_of_their_notebooks():
