@@ -139,7 +139,7 @@ def _esft(given: Given) -> Arms:
     known = esft.arms(esft.sweep(*(given[name] for name in sweep)), usual)
     printed = {score: papers.printed.hyperparameters("esft", "paper")[f"threshold_{score}"]["value"]
                for score in ("gate", "token")}  # fmt: skip
-    tries = len(_listed(given["rates"])) * -(-given["steps"] // 6)
+    tries = len(_listed(given["rates"])) * -(-given["steps"] // 2)
     for name in _arms(given, known):
         arm, scale = known[name], given["lora_scale"]
         if arm.method == "fft":
