@@ -205,8 +205,8 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
 
 def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_runs(tmp_path):
     page = pages.taught(ROOT)
-    assert page.count("<tr><td") == 6 and "moebook run esft --on class -p p_gate=0.3" in page
-    assert len(re.findall(r">\d\d s of one core of \w", page)) == 6
+    assert page.count("<tr><td") == 7 and "moebook run esft --on class -p p_gate=0.3" in page
+    assert len(re.findall(r">\d\d s of one core of \w", page)) == 7
     assert pages.taught(tmp_path) == "No run of a course is on record.\n"
 
 
