@@ -243,6 +243,10 @@ def book(options: argparse.Namespace) -> int:
     option("--limit", type=int, metavar="N", help="first rows of each task (default: all)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
     option("--batch", type=int, default=16, help="sequences a forward pass (default: 16)"),
+    option("--samples", type=int, default=1, help="programs an item of humaneval and mbpp"),
+    option("--temperature", type=float, default=0.0, help="at which they are drawn (default: 0)"),
+    option("--k", type=int, default=1, help="of pass@k (default: 1)"),
+    option("--keep", metavar="FOLDER", help="programs and verdicts, so that it can go on there"),
     option(
         "--judge",
         metavar="FOLDER",
@@ -256,9 +260,12 @@ def evaluate(options: argparse.Namespace) -> int:
     from moebook import evaluation, models
     from moebook.evaluation import judge
 
+    drawn = {name: getattr(options, name) for name in ("samples", "temperature", "k")}
+    sampling = evaluation.Sampling(**drawn)
     asks = judge.Endpoint.from_environment(budget=options.budget) if options.judge else None
     model, tokenizer = models.load(options.base, device=options.device)
     wanted = {"limit": options.limit, "batch_size": options.batch, "data": options.data or ""}
+    wanted |= {"sampling": sampling, "keep": options.keep or ""}
     table = evaluation.evaluate(model, tokenizer, options.tasks.split(","), **wanted)
     print(evaluation.summary(table, options.base).to_string(float_format="{:.3f}".format))
     if asks:

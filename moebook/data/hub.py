@@ -8,10 +8,12 @@ hub's files: ``openai/gsm8k/main/test.jsonl``,
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from moebook.results import formed
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
-ENDINGS = (".jsonl", ".json", ".parquet")
+ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz")
 SCRIPTS = (".py", ".pyc", ".ipynb", ".sh")  # endings of what is no data: no code is ever run
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
@@ -162,7 +164,7 @@ def contents(data: str | Path) -> dict[str, Path]:
     """List the data files below the folder that stands in for the hub, by their place in it."""
     if not (place := folder(data)):
         return {}
-    paths = sorted(path for path in place.rglob("*") if path.suffix in ENDINGS)
+    paths = sorted(path for path in place.rglob("*") if path.name.endswith(ENDINGS))
     return {str(path.relative_to(place)): path for path in paths}
 
 
@@ -171,7 +173,7 @@ def shards(place: Path, repository: str, name: str | None, split: str) -> list[P
     root = place / repository
     if not root.is_dir() and repository in COPIES:
         root = place / COPIES[repository]
-    form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet)")
+    form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet|jsonl\.gz)")
     below = [(path, form.fullmatch(path.name)) for path in sorted(root.rglob("*"))
              if name is None or name in path.relative_to(root).parts[:-1]]  # fmt: skip
     found = {path: (path.parent, match[3], int(match[2] or 1)) for path, match in below if match}
@@ -220,12 +222,19 @@ def _json(path: Path) -> list[Any]:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, object) for each line of a JSONL file that is not blank."""
-    with path.open("rb") as file:
-        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        lines = iter(lambda: _line(file, path), b"")
         for number, line in enumerate(lines, start=1):
             where, encoding = f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"
             if (row := _row(line, encoding, where)) is not None:
                 yield where, row
+
+
+def _line(file: Any, path: Path) -> bytes:
+    try:
+        return bytes(file.readline(LONGEST_LINE + 1))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        refuse("E-DATA", f"{path}: not a whole gzip file ({error}); fetch it again")
 
 
 def _row(line: bytes, encoding: str, where: str) -> dict[str, Any] | None:

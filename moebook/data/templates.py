@@ -47,6 +47,7 @@ class Source:
     split: str = "train"  # what it is trained on, where that is no target
     files: str | None = None  # pattern of its files, when the repository holds many sets
     compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
+    tests: str = ""  # field with the list of tests that judge a program
     max_new_tokens: int = 64  # enough for an answer, with a vocabulary of tens of thousands
 
     @property
@@ -55,7 +56,7 @@ class Source:
         return COMPARE[self.compare]
 
     def row(self, raw: Mapping[str, Any], where: str) -> Row:
-        """Map a raw row to prompt, answer, maybe system or rationale; E-DATA for bad fields."""
+        """Map a raw row to prompt, answer and maybe more (system, rationale, tests), or E-DATA."""
         if self.form:
             return FORMS[self.form](raw, where)
         if self.options:
@@ -63,6 +64,8 @@ class Source:
         row = {name: _rendered(getattr(self, name), raw, where) for name in ("prompt", "answer")}
         if self.system and (system := field(raw, self.system, where, default="")):
             row["system"] = system
+        if isinstance(raw.get(self.tests), list):
+            row["tests"] = "\n".join(clean(test, self.tests, where) for test in raw[self.tests])
         return row
 
     def _chosen(self, raw: Mapping[str, Any], where: str) -> Row:

@@ -1,13 +1,14 @@
 """Evaluation as a table with a row an item: embedded tasks and lm-eval's benchmarks in one call.
 
-lm-eval's have their data from the hub or from a folder, checked before any is run. Three are ours,
-in the folder ``tasks``: BoolQ without its passages, and the likelihood of worked solutions (GSM8K)
-and of programs (MBPP).
+lm-eval's have their data from the hub or from a folder, checked before any is run. Some are ours,
+in the folder ``tasks``: BoolQ without its passages, the likelihood of worked solutions (GSM8K) and
+of programs (MBPP), and HumanEval and MBPP as `code` has them judged in a sandbox.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -26,12 +27,14 @@ from torch import nn
 from moebook.data import IGNORED, encode, hub, tasks
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal, nearest, refuse
+from moebook.evaluation import code, sandbox
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results import formed
 from moebook.results.intervals import interval
 from moebook.settings import Count, checked
 
+GREEDY = code.Sampling()
 METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
@@ -47,14 +50,17 @@ MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 @functools.cache
 def _index() -> TaskManager:
     """lm-eval's index of its thousands of task files: seconds to build, so only once."""
+    logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # ours replace two of its own
     return TaskManager(include_path=str(OURS))
 
 
-def load(names: list[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
-    """Load lm-eval's tasks by the name asked for; refuse those that would run code."""
+def load(names: Sequence[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
+    """Load what is not embedded, by the name asked for, or refuse it before any is run."""
     folder = hub.folder(data)
+    if {*names} & {*code.TASKS}:
+        sandbox.ready()
     loaded: dict[str, dict[str, Task]] = {}
-    for name in names:
+    for name in (name for name in names if name not in KNOWN):
         if name not in _index().all_tasks:
             refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
         _refuse_code(name, (_index().task_index[name].cfg or {}).get("unsafe_code"))
@@ -78,7 +84,8 @@ def load(names: list[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote; not done here")
+        refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote, outside of a "
+               f"sandbox; take {' or '.join(code.TASKS)}")  # fmt: skip
 
 
 def _local(name: str, folder: Path) -> list[Any]:
@@ -120,6 +127,8 @@ class _Local(ConfigurableTask):
         odd = isinstance(answer, int) and options and not 0 <= answer < len(options)
         if odd or not all(isinstance(option, str) for option in options):
             raise ValueError(f"answer {answer} of {options}")
+        if self.config.task in code.TASKS:
+            code.tests(self.config.task, item)
 
     def download(self, *_: Any, **__: Any) -> None:
         """Read the splits' files, each by the project's reader of data of the hub."""
@@ -173,6 +182,8 @@ def evaluate(
     format: str = "camel",
     batch_size: Count = 32,
     data: str | Path = "",
+    sampling: code.Sampling = GREEDY,
+    keep: str | Path = "",
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
 
@@ -181,25 +192,31 @@ def evaluate(
     items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
     accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
     members; ``split`` and chat ``format`` are of embedded tasks alone; ``data`` is a folder of the
-    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
+    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "". ``sampling`` is
+    of HumanEval and MBPP, whose programs and verdicts a folder ``keep`` holds.
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
-        ``correct``, 0 or 1; ``nll``, the gold answer's nats a token; ``nll_sum``, its nats in all
-        (both NaN where a benchmark only generates); ``answer``, the gold one; ``output``, the
-        model's text or the number of its choice; ``unnormalised``, `correct` before likelihoods are
-        divided by length; ``chance``, what guessing gets; ``asked``, the name or group asked for.
+        ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a token; ``nll_sum``, its
+        nats in all (both NaN where a benchmark only generates); ``answer``, the gold one;
+        ``output``, the model's text or the number of its choice; ``unnormalised``, `correct` before
+        likelihoods are divided by length; ``chance``, what guessing gets; ``asked``, the name or
+        group asked for.
         Its ``attrs["files"]`` are the files below ``data`` that were read, by name.
     """
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
-    loaded = load([name for name in names if name not in KNOWN], data)
+    if (keep or sampling != GREEDY) and not {*names} & {*code.TASKS}:
+        refuse("E-USAGE", f"only {' and '.join(code.TASKS)} sample programs and keep them")
+    loaded = load(names, data)
     with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
         lines = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
         for name, members in loaded.items():
-            lines += [(*row, name) for row in rows(lm, members, limit)]
+            made = (code.rows(lm, name, members[name], limit, sampling, keep)
+                    if name in code.TASKS else rows(lm, members, limit))  # fmt: skip
+            lines += [(*row, name) for row in made]
     lines.sort(key=lambda line: names.index(line[-1]))
     table = pd.DataFrame(lines, columns=COLUMNS)
     read = [getattr(task, "files", {}) for each in loaded.values() for task in each.values()]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from itertools import groupby
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from moebook.runtime import progress
 
 Pair = tuple[list[int], list[int]]
 Limit = tuple[int, tuple[str, ...]]  # most new tokens of a generation, and the strings that end it
+Drawn = tuple[float, Sequence[Random]]  # temperature above 0, and a generator a context
 
 
 class InMemory(TemplateLM):
@@ -86,9 +88,16 @@ class InMemory(TemplateLM):
                 scores[i] = score
         return scores
 
-    def answer(self, contexts: Sequence[list[int]], limits: Sequence[Limit]) -> list[str]:
-        """Continue each context greedily up to the end token, a stop string or the limit."""
-        return [text for text, _ in self._answered([(ids, []) for ids in contexts], limits)]
+    def answer(
+        self, contexts: Sequence[list[int]], limits: Sequence[Limit], drawn: Drawn | None = None
+    ) -> list[str]:
+        """Continue each context up to the end token, a stop string or the limit.
+
+        Tokens are the likeliest, or ``drawn``, each context's by its own generator: what shares a
+        batch changes nothing but roundings.
+        """
+        pairs: list[Pair] = [(ids, []) for ids in contexts]
+        return [text for text, _ in self._answered(pairs, limits, drawn)]
 
     def examine(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
         """Return what `answer` and `score` give, reading a context once where the model can."""
@@ -97,13 +106,16 @@ class InMemory(TemplateLM):
             return list(zip(texts, [value for value, _ in self.score(pairs)], strict=True))
         return self._answered(pairs, limits)
 
-    def _answered(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
+    def _answered(
+        self, pairs: Sequence[Pair], limits: Sequence[Limit], drawn: Drawn | None = None
+    ) -> list[tuple[str, float]]:
         rooms = [max(0, most - len(pair[1])) for pair, (most, _) in zip(pairs, limits, strict=True)]
         rows, found = self._fitting(pairs, rooms), [("", 0.0)] * len(pairs)
         order = sorted(range(len(rows)), key=lambda i: (limits[i], len(rows[i][0])))
         groups = [list(group) for _, group in groupby(order, key=lambda i: limits[i])]
         for chosen in self._batches(groups, "generation"):
-            answers = self._greedy([rows[i] for i in chosen], *limits[chosen[0]])
+            here = drawn and (drawn[0], [drawn[1][i] for i in chosen])
+            answers = self._continued([rows[i] for i in chosen], *limits[chosen[0]], here)
             for i, answer in zip(chosen, answers, strict=True):
                 found[i] = answer
         return found
@@ -131,10 +143,10 @@ class InMemory(TemplateLM):
         return scores
 
     @torch.no_grad()
-    def _greedy(
-        self, pairs: list[Pair], most: int, stops: tuple[str, ...]
+    def _continued(
+        self, pairs: list[Pair], most: int, stops: tuple[str, ...], drawn: Drawn | None
     ) -> list[tuple[str, float]]:
-        """Take the likeliest token again and again; rows that have ended leave the batch."""
+        """Take a token again and again; rows that have ended leave the batch."""
         ids, mask = self._padded([before for before, _ in pairs], left=True)
         places = (mask.cumsum(1) - 1).clamp(min=0)
         going, cache = list(range(len(pairs))), None
@@ -144,7 +156,7 @@ class InMemory(TemplateLM):
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
             out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             scores = scores or self._following(out, mask, places, [scored for _, scored in pairs])
-            cache, best = out.past_key_values, out.logits[:, -1].argmax(-1)
+            cache, best = out.past_key_values, _next(out.logits[:, -1], going, drawn)
             for row, token in zip(going, best.tolist(), strict=True):
                 taken[row].append(token)
             lines = [n for n, row in enumerate(going) if not self._ended(taken[row], stops)]
@@ -202,3 +214,14 @@ class InMemory(TemplateLM):
             text = f"{cut} of {len(pairs)} prompts were cut on the left"
             warnings.warn(f"W-LONG: {text} to fit the model's {self.longest} tokens", stacklevel=3)
         return fitting
+
+
+def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:
+    """Choose each row's next token: where a number from [0, 1) falls among the shares."""
+    if drawn is None:
+        return logits.argmax(-1)
+    temperature, draws = drawn
+    shares = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    points = [[draws[row].random()] for row in rows]
+    found = torch.searchsorted(shares, torch.tensor(points).to(shares))
+    return found[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -41,7 +41,8 @@ ROWS = {  # a row as the hub has it, and what becomes of it
               {"prompt": "p\nQuestion: is it\nA. Yes\nB. No\nAnswer:", "answer": "A. Yes"}),
     "gsm8k": ({"question": "q", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
               {"prompt": "Question: q", "answer": "4", "rationale": "2+2 = <<2+2=4>>4"}),
-    "mbpp": ({"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]}, PLAIN),
+    "mbpp": ({"task_id": 1, "text": "q", "code": "a", "test_list": ["assert f() == 1"]},
+             PLAIN | {"tests": "assert f() == 1"}),
     **dict.fromkeys(("arc_easy_open", "arc_challenge_open"), (
         {"question": "q?", "answerKey": "A", "choices": CHOICES}, OPEN | {"answer": "x"})),
     "openbookqa_open": ({"question_stem": "q", "answerKey": "B", "choices": CHOICES},

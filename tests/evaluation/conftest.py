@@ -20,7 +20,7 @@ template = cache(utils.env.from_string)
 @cache
 def small():
     place = Path(lm_eval.tasks.__file__).parent
-    folders = [benchmarks.OURS, *(place / name for name in FOLDERS)]
+    folders = [*(place / name for name in FOLDERS), benchmarks.OURS]
     return TaskManager(include_path=folders, include_defaults=False)
 
 

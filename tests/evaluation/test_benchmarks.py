@@ -7,7 +7,6 @@ import pytest
 
 from moebook import cli, evaluation, models
 from moebook.data import hub
-from moebook.errors import Refusal
 from moebook.evaluation import benchmarks
 from tests.refusals import refused
 
@@ -89,12 +88,12 @@ def test_the_real_sets_load_whole(shared):
     assert {name: len(tasks[name].eval_docs) for name, tasks in loaded.items()} == sizes
 
 
-def test_mbpp_lies_as_on_the_hub_and_is_not_run(tmp_path):
+def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(tmp_path):
     put(tmp_path, f"{PROGRAMS}/test-00000-of-00001.parquet", [MBPP])
     (path,) = hub.shards(tmp_path, "google-research-datasets/mbpp", "full", "test")
     assert hub.local(path)[0][1] == MBPP
-    with pytest.raises(Refusal, match="E-SANDBOX: benchmark 'mbpp' runs code that the model wrote"):
-        benchmarks.load(["mbpp"], tmp_path)
+    words = "E-SANDBOX: benchmark 'mbpp_instruct' runs code .* outside of a sandbox; take humaneval"
+    refused(words, benchmarks.load, ["mbpp_instruct"], tmp_path)
 
 
 PLACE = "baber/piqa/validation.jsonl"

@@ -66,6 +66,7 @@ class Config(Presets):
 
 OPEN = "adapter_scale served_scale adapter_dropout down_init balance balance_weight".split()
 GROUPS = {
+    **dict.fromkeys(("humaneval", "mbpp"), "code"),
     **dict.fromkeys(("gsm8k", "hendrycks_math"), "mathematics"),
     **dict.fromkeys(("piqa", "hellaswag", "winogrande"), "common_sense"),
     **dict.fromkeys(("arc_easy", "arc_challenge"), "common_sense"),
@@ -74,10 +75,10 @@ GROUPS = {
     **dict.fromkeys(("nq_open", "triviaqa"), "knowledge"),
     "mmlu": "mmlu",
 }
-"""lm-eval's names of ten of the paper's twelve benchmarks to the paper's group (Table 3), and ours.
+"""The paper's twelve benchmarks, by lm-eval's names, to the paper's group (Table 3), and ours.
 
-HumanEval and MBPP are missing: they run what the model wrote. MATH is `hendrycks_math`: lm-eval's
-`minerva_math` has the paper's 4 shots, but needs further packages.
+HumanEval and MBPP run what the model wrote, in a sandbox (`evaluation.code`). MATH is
+`hendrycks_math`: lm-eval's `minerva_math` has the paper's 4 shots, but needs further packages.
 """
 
 

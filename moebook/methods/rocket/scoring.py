@@ -6,6 +6,7 @@ Perplexities are kept as logarithms, in nats: Eq. 1's own sum overflows single p
 from __future__ import annotations
 
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
 from moebook.data.templates import Source
 from moebook.errors import refuse
+from moebook.evaluation import sandbox
 from moebook.evaluation.model import InMemory
 from moebook.kernels.bank_scoring import Answers, bank_scoring
 from moebook.kernels.matmul import product
@@ -154,9 +156,10 @@ def accuracy(
 
     ``[N, S]``, indexed by name. Eq. 5 divides by N where it means K; the mean over a row is Acc.
     ``post`` is f of Eq. 5, applied to both answers: by default that of the row's task or data set
-    (GSM8K's is the final number), else the first line. So are the most new tokens, else 64.
+    (GSM8K's is the final number), else the first line. So are the most new tokens, else 64. A
+    program (MBPP) solves a shot when it passes the row's tests, in a sandbox.
     """
-    posts = [post or _post(row.get("task", "")) for row in shots]
+    rights = [_right(row, post) for row in shots]
     items = _encoded(model, tokenizer, bank, shots)
     contexts = [item["input_ids"][: item["labels"].count(IGNORED)] for item in items]
     tasks = [JUDGED.get(row.get("task", "")) for row in shots]
@@ -165,8 +168,7 @@ def accuracy(
     for name, lora in progress(bank.items(), "accuracy", len(bank)):
         with attached(model, [lora]):
             texts = generate(model, tokenizer, contexts, limit=most)
-        answers = zip(posts, texts, shots, strict=True)
-        solved[name] = [f(text) == f(row["answer"]) for f, text, row in answers]
+        solved[name] = [right(text) for right, text in zip(rights, texts, strict=True)]
     return pd.DataFrame.from_dict(solved, orient="index")
 
 
@@ -189,14 +191,24 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
     return pd.DataFrame({"log_perplexity": total, "accuracy": share})
 
 
-def _post(task: str) -> Callable[[str], str]:
-    """Return f of Eq. 5 for a row's task."""
-    known = JUDGED.get(task)
-    post = known.normalise if known else first_line
-    if post is None:
-        why = "code is right when it runs, and code that a model wrote is not run here"
-        refuse("E-SANDBOX", f"task '{task}': {why}; give post= to compare texts, or another task")
-    return post
+def _right(row: Row, post: Callable[[str], str] | None) -> Callable[[str], bool]:
+    """Return what says whether an answer solves a row: f of Eq. 5, or the row's tests."""
+    known = JUDGED.get(row.get("task", ""))
+    f = post or (known.normalise if known else first_line)
+    if f:
+        return lambda text: f(text) == f(row["answer"])
+    if "tests" not in row:
+        why = "code is right when it passes tests, and a row has none"
+        refuse("E-SANDBOX", f"task '{row['task']}': {why}; give post= to compare texts")
+    sandbox.ready()
+    return lambda text: sandbox.judged(_named(text, row["answer"]), tests=row["tests"]) == "passed"
+
+
+def _named(program: str, solution: str) -> str:
+    """Give a program's last function the name of the solution's: Table 8's prompt names none."""
+    names, wanted = (re.findall(r"^def (\w+)", text, re.MULTILINE) for text in (program, solution))
+    known = not names or not wanted or wanted[-1] in names
+    return program if known else f"{program}\n{wanted[-1]} = {names[-1]}\n"
 
 
 def _encoded(model: Any, tokenizer: Any, bank: Bank, shots: Sequence[Row]) -> list[dict[str, Any]]:

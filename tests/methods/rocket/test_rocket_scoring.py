@@ -97,6 +97,17 @@ def test_a_candidate_without_a_finite_loss_is_left_out_and_named(score, bank):
         scoring.scores(nats.loc[["b"]], hits.loc[["b"]])
 
 
+def test_a_program_is_right_when_it_passes_the_rows_tests(model, tokenizer, bank, monkeypatch):
+    judged = lambda program, tests: "passed" if program.endswith(tests) else "failed"  # noqa: E731
+    monkeypatch.setattr(scoring.sandbox, "ready", lambda: None)
+    monkeypatch.setattr(scoring.sandbox, "judged", judged)
+    texts = iter(["def total(a, b): ...", *["x = 1"] * 9])
+    monkeypatch.setattr(scoring, "generate", lambda *_, **__: [next(texts)])
+    row = {"task": "MBPP", "prompt": "Add.", "answer": "def add(a, b): ..."}
+    row["tests"] = "total(a, b): ...\nadd = total\n"  # Table 8's prompt names no function
+    assert scoring.accuracy(model, tokenizer, bank, [row])[0].tolist()[:2] == [True, False]
+
+
 def test_what_cannot_be_scored_is_refused(score, shots, model, bank, tokenizer):
     bare, host = [{"prompt": "x" * 300, "answer": "y"}], (model, tokenizer)
     code = {"task": "MBPP", "prompt": "Add.", "answer": "def f(a, b):\n    return a + b"}

