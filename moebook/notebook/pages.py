@@ -252,7 +252,8 @@ def designs(folder: Path) -> str:
             head = notebook.head(protocol)
             if any(line.startswith("Decided before the first run") for line in head):
                 facts = {k: x[len(k) + 2 :] for x in head for k in DECIDED if x.startswith(f"{k}:")}
-                said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n" for x in head)
+                said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
+                        for x in head)  # fmt: skip
                 prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
                 ran = results.pool(name, protocol, folder)
                 every.append((name, protocol, facts | _chance(name, facts, folder), prose, ran))
