@@ -33,6 +33,10 @@ class Refusal(Exception):
             self.message = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
         super().__init__(f"{self.code}: {self.message}")
 
+    def __reduce__(self) -> tuple[type[Refusal], tuple[str, str]]:
+        """Pass from one process to another as what it was made of."""
+        return (Refusal, (self.code, self.message))
+
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: a notebook shows the one line, not a traceback."""
         return [str(self)]

@@ -23,7 +23,8 @@ from moebook import results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import pages
 
-MODULES = {"moebook": "moebook.cli", "pytest": "pytest"}  # what a command's first word runs
+MODULES = {"moebook": "moebook.cli", "pytest": "pytest",  # what a command's first word runs
+           "accelerate": "accelerate.commands.accelerate_cli"}  # fmt: skip
 GRACE = 20  # seconds that a command has to end when its time is up
 LEAST = 10  # seconds left under which none is started
 

@@ -145,7 +145,7 @@ def check_base(folder: Path | str, wanted: str, base: str) -> None:
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the tensors as safetensors, or refuse NaN and infinity (E-NONFINITE)."""
-    _check_finite(tensors, "cannot be saved")
+    check_finite(tensors, "cannot be saved")
     return safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
 
 
@@ -178,11 +178,12 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
         if got.shape != want.shape or not (got.dtype == want.dtype if exact else wide):
             kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
             refuse("E-SHAPE", f"{path}: {name} is {tuple(got.shape)} {got.dtype}, expected {kind}")
-    _check_finite(tensors, str(path))
+    check_finite(tensors, str(path))
     return tensors
 
 
-def _check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors that hold NaN or infinity (E-NONFINITE)."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             refuse("E-NONFINITE", f"{where}: {name} holds NaN or infinity")

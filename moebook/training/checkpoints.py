@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 from hashlib import sha256
@@ -23,14 +23,16 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moebook import results
 from moebook.errors import located, refuse, told
 from moebook.models import checkpoint
-from moebook.runtime import RESUME, environment, versions
+from moebook.runtime import RESUME, environment, processes, versions
 from moebook.settings import record, settings
+from moebook.training import sharding
 
 KEPT = 2
 PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
@@ -76,6 +78,7 @@ class _Kept:
     history: dict[str, Any]
     versions: dict[str, str]
     threads: int
+    processes: int = 1
 
 
 @settings
@@ -125,16 +128,22 @@ class Store:
         """Commit ``step-N``, drop all but marks and the newest `KEPT`; refused, drop nothing."""
         facts = {"settings": self.run, "history": history.columns()}
         machine = {"versions": versions(), "threads": torch.get_num_threads()}
-        step = len(history.step)
-        content = checkpoint.packed(capture(model, optimizer))
-        files = {TENSORS: content, FACTS: json.dumps(facts).encode()}
+        machine |= {"processes": processes()[1]}
+        step, tensors = len(history.step), capture(model, optimizer)
+        files = {FACTS: json.dumps(facts).encode()}
+        target = self.folder / f"step-{step}"
         try:
-            checkpoint.write(self.folder / f"step-{step}", files, step=step, **machine)
+            if isinstance(model, FSDPModule):
+                sharding.write(target, tensors, files, step=step, **machine)
+            else:
+                files[TENSORS] = checkpoint.packed(tensors)
+                checkpoint.write(target, files, step=step, **machine)
         except OSError as error:
-            sizes = f"{len(content)} bytes needed, {shutil.disk_usage(self.folder).free} free"
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            sizes = f"{needed} bytes needed, {shutil.disk_usage(self.folder).free} free"
             kept = f"step {step} not saved, {sizes}; earlier ones are untouched"
             raise told(error, kept) from None
-        for old in self.steps()[:-KEPT]:
+        for old in self.steps()[:-KEPT] if processes()[0] == 0 else ():
             if old not in self.marks:
                 path = self.folder / f"step-{old}"
                 shutil.rmtree(path.rename(path.with_name(f".trash-{path.name}")))
@@ -150,14 +159,19 @@ class Store:
             history = History(**kept.history)
         if {*map(len, history.columns().values())} != {step}:
             refuse("E-FORMAT", f"{path}: the history has not one entry for each of {step} steps")
-        there = f"torch {kept.versions.get('torch')} on {kept.threads} threads"
-        here = f"torch {versions()['torch']} on {torch.get_num_threads()} threads"
+        there = _place(kept.versions.get("torch"), kept.threads, kept.processes)
+        here = _place(versions()["torch"], torch.get_num_threads(), processes()[1])
         if here != there:  # a checkpoint from elsewhere: the run goes on, with other rounding
             warnings.warn(f"W-REPRO: {path} is from {there}, this is {here}", stacklevel=2)
-        tensors, old = checkpoint.unpacked(path / TENSORS), kept.settings
+        old = kept.settings
         if changed := sorted(key for key, value in self.run.items() if old.get(key) != value):
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
             refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name a new folder")
+        whole = path / TENSORS
+        if whole.is_file() and not isinstance(model, FSDPModule):
+            tensors = checkpoint.unpacked(whole)
+        else:
+            tensors = sharding.read(path, _likenesses(model, optimizer))
         restore(model, optimizer, tensors)
         rates.last_epoch = step
         for group, factor in zip(optimizer.param_groups, rates.lr_lambdas, strict=True):
@@ -168,6 +182,10 @@ class Store:
         """The steps after which there is a checkpoint, in order."""
         names = (path.name[5:] for path in self.folder.glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _place(torch: str | None, threads: int, processes: int) -> str:
+    return f"torch {torch} on {threads} threads of {processes} processes"
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -189,9 +207,7 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
             state[name][part] = int(tensor) if tensor.dtype == torch.int64 else tensor
     wanted, saved = dict(changing), tensors
     if "fused" in optimizer.param_groups[0]:  # torch's; bitsandbytes' states depend on the device
-        for name in filter(state.get, order):
-            moments = {"step": torch.zeros(()), "exp_avg": order[name], "exp_avg_sq": order[name]}
-            wanted |= {f"optimizer.{name}.{part}": tensor for part, tensor in moments.items()}
+        wanted |= _moments({name: order[name] for name in filter(state.get, order)})
     else:
         saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     misfits = sorted(wanted.keys() ^ saved.keys()) or [
@@ -205,6 +221,20 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
         for name, tensor in changing.items():
             tensor.copy_(tensors[name])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(state.values()))})
+
+
+def _likenesses(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that a checkpoint of the model may hold, by name."""
+    return _changing(model) | _moments(_order(model, optimizer))
+
+
+def _moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What AdamW keeps of each parameter, by the name that it has in a checkpoint."""
+    return {
+        f"optimizer.{name}.{part}": like
+        for name, tensor in parameters.items()
+        for part, like in (("step", torch.zeros(())), ("exp_avg", tensor), ("exp_avg_sq", tensor))
+    }
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:

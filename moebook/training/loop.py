@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset as Rows
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -30,12 +33,13 @@ from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest, vocabulary
 from moebook.settings import Count, Positive, Share, settings
-from moebook.training import checkpoints
+from moebook.training import checkpoints, sharding
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
 
 SCHEDULES = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
 UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+LOST = re.compile("gloo|NCCL", re.IGNORECASE)  # in what torch says of a broken connection
 Penalty = Callable[[Any], Tensor]
 Milestones = Sequence[tuple[Collection[int], Callable[[Any], Any]]]
 
@@ -87,10 +91,12 @@ def fit(
     each step. So two runs are equal bit for bit (at one number of threads), also when one was
     interrupted and goes on. Random states and training mode stay as they were.
 
-    Under ``accelerate launch`` every process trains on its part of every batch (data parallel); all
-    must be able to read the checkpoints of the first. Loss and penalty are means over the whole
-    batch: one process or several, whole or accumulated, give the same numbers up to rounding, but
-    dropout draws others, and a balance loss (the product of two means) is that of each part.
+    Under ``accelerate launch`` every process trains on its part of every batch, data parallel or by
+    FSDP2 (`training.sharding`); all share the folder of checkpoints. Loss and penalty are means
+    over the whole batch: one process or several, whole or accumulated, give the same numbers up to
+    rounding, but dropout draws others, and a balance loss (the product of two means) is that of
+    each part. With FSDP2 a penalty gets the model in shards, a milestone the whole one, in every
+    process; where a process is lost (E-PROCESS) the model of the others is left empty.
 
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
@@ -110,56 +116,95 @@ def fit(
         cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         cleanup.callback(model.train, model.training)
         marks = frozenset(step for steps, _ in milestones for step in steps)
-        accelerator = _accelerator(model, plan)
-        store = _store(model, plan, batches, total, output, every, marks)
+        accelerator, shards = _accelerator(model, plan)
+        store = _store(model, plan, batches, total, output, every, marks, shards)
         cleanup.enter_context(store.locked() if store and rank == 0 else nullcontext())
+        cleanup.enter_context(_together())
         accelerator.wait_for_everyone()  # whoever held the folder has gone
-        wrapped, adamw = accelerator.prepare(model, _optimizer(model, plan))
+        trained = sharding.twin(model) if shards else model
+        wrapped, adamw = accelerator.prepare(trained, _optimizer(trained, plan))
+        sharding.release(model, trained)
         warmup = math.ceil(plan.warmup * total)
         name = SCHEDULES.get(plan.schedule, plan.schedule)
         falling = {"num_decay_steps": math.ceil(total / 5), "decay_type": "linear"}
         options = falling if plan.schedule == "wsd" else None
         rates = get_scheduler(name, adamw, warmup, total, scheduler_specific_kwargs=options)
-        history = _resumed(store, (model, adamw, rates), milestones, marks, total)
+        measure = partial(_measure, model, trained, milestones)
+        history = History(milestones=[{} for _ in milestones])
+        history = _resumed(store, (trained, adamw, rates), history, measure, marks, total)
         left = range(len(history.step), total)
         began = time.perf_counter() - (history.seconds or [0.0])[-1]
         for step in runtime.progress(left, label, len(left)):
-            _measure(model, milestones, step, history)
-            loss, extra, norm = _gradient(accelerator, wrapped, batches, plan, step, penalty)
-            if not math.isfinite(loss + extra + norm):
-                model.zero_grad()
-                last = max(store.steps(), default=0) if store else None
-                saved = f"last checkpoint: step {last}" if store else "unsaved"
-                text = f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm}"
-                text += f" on rows {batches.rows(step).tolist()}; the model is as after step {step}"
-                refuse("E-NONFINITE", f"{text} ({saved}): lower lr")
+            measure(step, history)
+            found = _gradient(accelerator, wrapped, batches, plan, step, penalty)
+            if not math.isfinite(sum(found)):
+                trained.zero_grad()
+                sharding.gather(model, trained)
+                _stop(step, found, batches, store)
             adamw.step()
             rates.step()
-            model.zero_grad()
+            trained.zero_grad()
             tokens = batches.tokens(step) + (history.tokens or [0])[-1]
-            line = (step + 1, loss, extra, norm, time.perf_counter() - began, tokens)
+            line = (step + 1, *found, time.perf_counter() - began, tokens)
             for column, value in zip(history.columns().values(), line, strict=True):
                 column.append(value)
-            if store and rank == 0 and store.due(history.seconds, total, model):
-                # A disk may be full: that ends no training that was not asked to save.
-                with nullcontext() if store.asked else suppress(Refusal):
-                    store.save(model, adamw, history)
+            if store:
+                _save_if_due(store, trained, adamw, history, total)
         accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
-        _measure(model, milestones, total, history)
+        sharding.gather(model, trained)
+        _measure(model, model, milestones, total, history)
     return history
+
+
+def _save_if_due(
+    store: checkpoints.Store, trained: nn.Module, adamw: Optimizer, history: History, total: int
+) -> None:
+    """Save a checkpoint if the first process says so: it alone, or with FSDP2 all of them."""
+    first, shards = runtime.processes()[0] == 0, isinstance(trained, FSDPModule)
+    due = first and store.due(history.seconds, total, trained)
+    if shards:
+        (due,) = broadcast_object_list([due])
+    if due:
+        # A disk may be full: that ends no training that was not asked to save.
+        with nullcontext() if store.asked else suppress(Refusal):
+            store.save(trained, adamw, history)
+
+
+def _stop(
+    step: int, found: tuple[float, float, float], batches: Batches, store: checkpoints.Store | None
+) -> NoReturn:
+    """Refuse a step whose loss, penalty or gradient is not finite."""
+    loss, extra, norm = found
+    last = max(store.steps(), default=0) if store else None
+    saved = f"last checkpoint: step {last}" if store else "unsaved"
+    text = f"step {step + 1}: loss {loss}, penalty {extra}, gradient norm {norm}"
+    text += f" on rows {batches.rows(step).tolist()}; the model is as after step {step}"
+    refuse("E-NONFINITE", f"{text} ({saved}): lower lr")
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Tell in one line that another process has gone, on which torch ends in a long error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if runtime.processes()[1] == 1 or not LOST.search(str(error)):
+            raise
+        refuse("E-PROCESS", f"another process of this training has ended ({error!s:.200}): see its "
+               "output and start all again; training goes on from its last checkpoint")  # fmt: skip
 
 
 def _store(
     model: nn.Module, plan: Recipe, batches: Batches, total: int, output: str | Path | None,
-    every: int, marks: frozenset[int],
+    every: int, marks: frozenset[int], shards: bool,
 ) -> checkpoints.Store | None:  # fmt: skip
     """Name the folder that was asked for, or that of a notebook's run; else there is none."""
     if output is None and runtime.RESUME not in os.environ:
         return None
     run = json.loads(json.dumps(asdict(plan))) | {"steps": total, "epochs": None}
-    run |= {"processes": runtime.processes()[1], "data": batches.digest()}
-    run |= {"model": fingerprint(model)}
-    place = checkpoints.place(model, run) if output is None else Path(output)
+    run |= {"data": batches.digest(), "model": fingerprint(model)}
+    name = run if shards else run | {"processes": runtime.processes()[1]}
+    place = checkpoints.place(model, name) if output is None else Path(output)
     (folder,) = broadcast_object_list([place])  # others may be on another machine
     made = {"run": run, "every": every, "marks": marks, "asked": output is not None}
     return checkpoints.Store(folder=folder, **made) if folder else None
@@ -167,10 +212,10 @@ def _store(
 
 def _resumed(
     store: checkpoints.Store | None, state: tuple[nn.Module, Optimizer, LambdaLR],
-    milestones: Milestones, marks: frozenset[int], total: int,
+    history: History, measure: Callable[[int, History], None], marks: frozenset[int], total: int,
 ) -> History:  # fmt: skip
     """Go to the newest checkpoint; what was measured before it is measured anew, from its mark."""
-    history, steps = History(milestones=[{} for _ in milestones]), store.steps() if store else []
+    steps = store.steps() if store else []
     newest = max(steps, default=0)
     if missed := marks - {0, *steps, *range(newest, total + 1)}:
         reason = f"the training goes from step {newest} to {total}"
@@ -178,7 +223,7 @@ def _resumed(
     for mark in sorted(mark for mark in marks if mark < newest):
         if store and mark:
             store.restore(*state, mark)
-        _measure(state[0], milestones, mark, history)
+        measure(mark, history)
     if store and newest:
         history = replace(store.restore(*state, newest), milestones=history.milestones)
         if not store.asked:  # what the run's time counts in
@@ -186,17 +231,21 @@ def _resumed(
     return history
 
 
-def _accelerator(model: nn.Module, plan: Recipe) -> Accelerator:
+def _accelerator(model: nn.Module, plan: Recipe) -> tuple[Accelerator, bool]:
+    """Join the other processes; return whether FSDP2 is to shard what they train."""
     AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
-    if (kind := accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu")
+    shards = sharding.adopt(accelerator)
+    if (kind := accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
+        refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu, or with FSDP2")
+    if shards and plan.optimizer != "adamw":
+        refuse("E-CHOICE", f"optimizer {plan.optimizer} takes no shards; with FSDP2 use adamw")
     in_parts = plan.accumulate * accelerator.num_processes > 1
     if in_parts and not getattr(model, "accepts_loss_kwargs", True):
         refuse("E-MODEL", f"{type(model).__name__} averages its loss: one process, one part")
-    return accelerator
+    return accelerator, shards
 
 
 def _gradient(
@@ -215,7 +264,8 @@ def _gradient(
         batch, share = batches.part(step, part, parts)
         batch = send_to_device(batch, accelerator.device)
         more = part + processes < parts
-        with accelerator.no_sync(wrapped) if more else nullcontext():
+        late = more and not isinstance(wrapped, FSDPModule)  # which would hold them whole
+        with accelerator.no_sync(wrapped) if late else nullcontext():
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=plan.bf16):
                 loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
             # Losses are summed over the parts, but gradients averaged over the processes.
@@ -261,10 +311,13 @@ def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
     return optim.AdamW(groups, lr=plan.lr, betas=plan.betas, is_paged=True, optim_bits=bits)
 
 
-def _measure(model: nn.Module, milestones: Milestones, step: int, history: History) -> None:
+def _measure(
+    model: nn.Module, trained: nn.Module, milestones: Milestones, step: int, history: History
+) -> None:
+    """Call what belongs to a milestone with the whole model."""
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
         if step in steps:
-            with torch.random.fork_rng():
+            with sharding.whole(model, trained), torch.random.fork_rng():
                 torch.manual_seed(step)  # whether the steps before it were done just now or not
                 measured[step] = measure(model)
 

@@ -1,0 +1,158 @@
+"""FSDP2 by accelerate: what trains lies in shards among the processes, and so do its checkpoints.
+
+`fully_shard` changes modules for good. So a twin is sharded: the model's modules over again, around
+the same tensors. While the twin trains the model is empty; where it is measured, and after the
+training, it is whole again, in every process. Accelerate shards on GPUs alone: `adopt` tells it to
+do the same on CPUs.
+
+Of a checkpoint each process writes its shards (torch.distributed.checkpoint, as safetensors). It
+comes back on any number of processes, and without FSDP2; so does one in one piece with FSDP2.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from moebook import runtime
+from moebook.errors import Refusal, refuse
+from moebook.models import checkpoint
+
+Made = TypeVar("Made")
+
+
+def adopt(accelerator: Accelerator) -> bool:
+    """Say whether ``accelerate launch`` asks for FSDP2; refuse what would not be obeyed."""
+    state = accelerator.state
+    if state.distributed_type == "MULTI_CPU" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        if torch.accelerator.is_available():  # fully_shard would take the model there
+            refuse("E-DEVICE", "FSDP2 with a model on the CPU, beside a GPU: hide it "
+                   "(CUDA_VISIBLE_DEVICES= ) or put the model there")  # fmt: skip
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()  # of the launcher's variables
+    if state.distributed_type != "FSDP":
+        return False
+    plugin = state.fsdp_plugin
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = {
+        f"mixed_precision: {precision}": precision != "no",
+        "fsdp_version: 1": plugin.fsdp_version != 2,
+        "fsdp_offload_params: true": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_cpu_ram_efficient_loading: true": plugin.cpu_ram_efficient_loading,
+    }
+    if wrong := next((name for name, found in asked.items() if found), None):
+        refuse("E-CHOICE", f"accelerate's configuration says {wrong}, which would not be "
+               "obeyed: take one of recipes/fsdp2_*.yaml")  # fmt: skip
+    return True
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Copy a model's modules, with their hooks, around its own parameters and buffers."""
+    if len(dtypes := {p.dtype for p in model.parameters() if p.requires_grad}) > 1:
+        names = " and ".join(sorted(map(str, dtypes)))
+        refuse("E-DTYPE", f"{names} train together; FSDP2 needs one dtype: load it in float32")
+    return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
+
+
+def release(model: nn.Module, trained: nn.Module) -> None:
+    """Free what a model holds whole and its twin in shards."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = own.data.new_empty(0)
+
+
+def gather(model: nn.Module, trained: nn.Module) -> None:
+    """Give a model all values of its twin; where it is its own twin it has them."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = part.detach().full_tensor()
+
+
+@contextmanager
+def whole(model: nn.Module, trained: nn.Module) -> Iterator[None]:
+    """Give a model all values of its twin for the length of the block."""
+    gather(model, trained)
+    yield
+    release(model, trained)
+
+
+def agreed(work: Callable[[], Made]) -> Made:
+    """Work in every process; return what the first made, or raise in all what failed in one."""
+    made: Made | None = None
+    wrong: Exception | None = None
+    try:
+        made = work()
+    except (OSError, Refusal) as error:
+        wrong = error
+    outcomes = gather_object([(made, wrong)])
+    for _, failure in outcomes:
+        if failure:
+            raise failure
+    first: Made = outcomes[0][0]
+    return first
+
+
+def write(
+    target: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], **facts: Any
+) -> None:
+    """Write a new, sealed folder as `checkpoint.write` does, each process its own shards."""
+    first = runtime.processes()[0] == 0
+    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+
+    def begin() -> Path:
+        checkpoint.check_finite(local, "cannot be saved")
+        return stack.enter_context(checkpoint.building(target, **facts)) if first else target
+
+    def fill() -> None:
+        if not stage.is_dir():
+            refuse("E-PATH", f"{stage.parent} is not the first process's: checkpoints of several "
+                   "machines need a folder that all of them share")  # fmt: skip
+        for name, content in files.items() if first else ():
+            (stage / name).write_bytes(content)
+
+    def shards() -> None:
+        writer = HuggingFaceStorageWriter(str(stage), save_distributed=True)
+        try:
+            dcp.save(dict(tensors), storage_writer=writer)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
+
+    with ExitStack() as stack:
+        stage = agreed(begin)
+        agreed(fill)
+        agreed(shards)
+        agreed(stack.close)
+
+
+def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read a folder's tensors into the shards of their likenesses; one without stays on meta."""
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        refuse("E-FORMAT", f"{folder} holds files that are not safetensors ({error})")
+    tensors, odd = {}, {}
+    for name, kept in found.items():
+        kind = (kept.size, kept.properties.dtype)
+        if name in like and (like[name].shape, like[name].dtype) == kind:
+            tensors[name] = torch.empty_like(like[name])
+        else:
+            odd[name] = torch.empty(kept.size, dtype=kept.properties.dtype, device="meta")
+    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    return tensors | odd
