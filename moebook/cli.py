@@ -152,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
     option("--arms", help="names with commas, or all (default: the protocol's)"),
     option("--jobs", type=int, metavar="N", help="runs at a time (default: cores)"),
     option("--engine", default="local", choices=("local", "ray"), help="executor (default: local)"),
+    option("--gpus-per-run", type=float, metavar="N", help="with ray, 0.5 too (default: none)"),
     option("--add", metavar="FILE", help="add an executed notebook instead"),
 )
 def study(options: argparse.Namespace) -> int:
@@ -162,7 +163,8 @@ def study(options: argparse.Namespace) -> int:
     folder = results.checkout()
     given = (options.notebook, options.protocol, options.seeds)
     if options.add:
-        if {*given, options.arms, options.jobs} != {None} or options.engine != "local":
+        rest = (options.arms, options.jobs, options.gpus_per_run)
+        if {*given, *rest} != {None} or options.engine != "local":
             refuse("E-USAGE", "moebook study: --add takes a file and nothing else")
         run, path = studies.add_notebook(Path(options.add), folder)
         print(f"{run.notebook} at {run.protocol}, seed {run.seed}: {path.relative_to(folder)}")
@@ -172,8 +174,11 @@ def study(options: argparse.Namespace) -> int:
     if options.jobs is not None and (options.jobs < 1 or options.engine == "ray"):
         rule = "a cluster decides by itself" if options.jobs > 0 else "expected at least 1"
         refuse("E-RANGE", f"--jobs is {options.jobs}: {rule}")
+    if options.gpus_per_run is not None and options.engine != "ray":
+        refuse("E-USAGE", "moebook study: --gpus-per-run needs --engine ray")
     call = (options.notebook, options.protocol, studies.seeds(options.seeds))
-    where = {"arms": options.arms, "jobs": options.jobs, "engine": options.engine}
+    where = {name: getattr(options, name) for name in ("arms", "jobs", "engine")}
+    where["gpus"] = options.gpus_per_run or 0.0
     return int(studies.study(*call, **where, folder=folder) > 0)
 
 
@@ -322,7 +327,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 @command(
-    option("op", nargs="?", help="such as experts; all by default, which are recorded"),
+    option("op", nargs="?", help="such as experts, or shards; all ops by default, recorded"),
     option("--peers", action="store_true", help="list the peers that are installed"),
     option("--threads", type=int, default=1, help="CPU threads (default: 1)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
@@ -337,13 +342,18 @@ def bench(options: argparse.Namespace) -> int:
     os.environ.update(OMP_NUM_THREADS=str(options.threads), GOMP_SPINCOUNT="0")
     from moebook import bench as benches
     from moebook import results
-    from moebook.bench import report
+    from moebook.bench import report, scaling
 
     if options.peers:
         given = (options.op, options.scale, options.device, options.rounds, options.threads)
         if given != (None, None, "auto", 5, 1):
             refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
         print(benches.installed().to_string())
+        return 0
+    if options.op == "shards":
+        if (options.device, options.threads) != ("auto", 1):
+            refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
+        print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
     folder = results.checkout()
     names = None if options.op is None else [options.op]

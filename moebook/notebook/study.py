@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moebook import results, runtime
+from moebook import cluster, results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import sources
 from moebook.notebook.parameters import Scalar
@@ -40,6 +40,7 @@ threading.Thread(target=end, daemon=True).start()
 from moebook.notebook import study
 study.child()
 """
+LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
@@ -115,12 +116,13 @@ def seeds(text: str) -> list[int]:
 
 def study(
     name: str, protocol: str, wanted: Sequence[int], *, folder: Path,
-    arms: str | None = None, jobs: int | None = None, engine: str = "local",
+    arms: str | None = None, jobs: int | None = None, engine: str = "local", gpus: float = 0,
 ) -> int:  # fmt: skip
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
     ``arms`` are names with commas between them, or ``all`` (default: the protocol's). ``jobs`` runs
-    go at a time (default: cores); the ``engine`` is ``local``, or ``ray`` for the cluster here.
+    go at a time (default: cores); the ``engine`` is ``local``, or ``ray`` for the cluster here,
+    which gives each run a CPU and so many ``gpus``.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
@@ -137,7 +139,7 @@ def study(
     every = [_lacking(seed, asked, pool) for seed in wanted]
     todo = [Job(name, protocol, overrides) for overrides in every if overrides]
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
-    return _run_all(todo, engine, jobs, folder) if todo else 0
+    return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
 
 
 def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
@@ -152,11 +154,11 @@ def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
     return {"seed": seed, "arms": rest} if rest else {}
 
 
-def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -> int:
+def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path) -> int:
     """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
     copy, failed, start = freeze(folder), 0, time.monotonic()
     workers = min(jobs or runtime.cores(), len(todo))
-    running = side_by_side(todo, copy, workers) if engine == "local" else _cluster(todo, copy)
+    running = side_by_side(todo, copy, workers) if engine == "local" else _on_ray(todo, copy, gpus)
     with closing(running) as ended:
         for number, (job, outcome) in enumerate(ended, start=1):
             left = (time.monotonic() - start) / number * (len(todo) - number) / 60
@@ -167,33 +169,30 @@ def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, folder: Path) -
     return failed
 
 
-def _cluster(todo: Sequence[Job], copy: Path) -> Ended:
-    """Execute jobs as tasks of the Ray cluster; one whose node dies is run again elsewhere."""
-    try:
-        import ray
-    except ImportError:
-        refuse("E-DEP", "--engine ray needs Ray: pip install 'moebook[cluster]'")
-    environment = {"working_dir": str(copy), "excludes": ["runs"]}
-    try:
-        ray.init(address="auto", runtime_env=environment, log_to_driver=False, logging_level=40)
-    except ConnectionError:
-        refuse("E-CLUSTER", "no Ray cluster is running here; start one: ray start --head")
-    try:
-        task = ray.remote(num_cpus=1, max_retries=5)(_task)
+def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
+    """Execute jobs as tasks of the Ray cluster; one whose node dies is run again elsewhere.
+
+    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that could run them,
+    the jobs that are left fail.
+    """
+    with cluster.joined(gpus, working_dir=str(copy), excludes=["runs"]) as ray:
+        task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(_task)
         waiting = {task.remote(job): job for job in todo}
         while waiting:
-            (done, *_), _ = ray.wait(list(waiting))
-            job = waiting.pop(done)
-            try:
-                path = copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
-                results.write(path, ray.get(done))
-                yield job, path
-            except Refusal as refusal:
-                yield job, Refusal(refusal.code, refusal.message)
-            except ray.exceptions.RayError as error:
-                yield job, Refusal("E-CLUSTER", str(error).strip().splitlines()[-1])
-    finally:
-        ray.shutdown()
+            done, _ = ray.wait(list(waiting), timeout=LOOK)
+            if not done and (lack := cluster.lacking(ray, gpus)):  # nodes have gone
+                yield from ((job, Refusal("E-CLUSTER", lack)) for job in waiting.values())
+                return
+            for each in done:
+                job = waiting.pop(each)
+                try:
+                    path = copy / "runs" / "cluster" / f"{job.overrides['seed']}.parquet"
+                    results.write(path, ray.get(each))
+                    yield job, path
+                except Refusal as refusal:
+                    yield job, Refusal(refusal.code, refusal.message)
+                except ray.exceptions.RayError as error:
+                    yield job, Refusal("E-CLUSTER", str(error).strip().splitlines()[-1])
 
 
 def _task(job: Job) -> bytes:

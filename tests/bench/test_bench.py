@@ -2,9 +2,11 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,6 +19,7 @@ from moebook.bench import case, choosing, layers, report, running, timing
 from moebook.bench.case import Case, Product
 from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
+from moebook.methods.rocket import shards
 
 CPU = torch.device("cpu")
 
@@ -245,6 +248,9 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     ([""], "E-USAGE: moebook bench: op is empty"),
     (["route", "--threads", "0"], "E-RANGE: --threads is 0"),
     (["route", "--rounds", "0"], "E-RANGE: rounds is 0"),
+    (["shards", "--threads", "2"], "E-USAGE: moebook bench: shards takes neither --device nor"),
+    (["shards", "--scale", "big"], "E-CHOICE: unknown scale 'big'; one of: full, model"),
+    (["shards", "--rounds", "0"], "E-RANGE: rounds is 0"),
     (["route", "--scale", "big"], "E-CHOICE: unknown scale 'big'; one of: full, model"),
     (["--peers", "--threads", "2"], "E-USAGE: moebook bench: --peers takes neither an op nor"),
     (["route", "--device", "cudo"], "E-DEVICE: unknown device 'cudo'"),
@@ -267,6 +273,26 @@ def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_run
     (project / "_config.yml").unlink()
     assert cli.main(["bench"]) == 2
     assert capsys.readouterr().err.startswith("E-PATH: no _config.yml")
+
+
+def test_rows_chosen_by_the_shard_are_timed_here_and_with_more_and_more_workers(
+    monkeypatch, capsys
+):
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
+    used = []
+    monkeypatch.setattr("moebook.cluster.joined", lambda *_: nullcontext(ray))
+
+    def actors(todo, make, engine):
+        used.append(engine.workers)
+        return map(shards._Actor(make), todo)
+
+    monkeypatch.setattr(shards, "_on_ray", actors)
+    monkeypatch.setattr("moebook.bench.scaling.FILES", 4)
+    assert cli.main("bench shards --scale tiny --rounds 2".split()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[2:]] == ["local", "ray,", "ray,"]
+    assert used == [1, 2, 1, 2]
+    assert shown[2].endswith(" 1.000000")
 
 
 S, D, F = 6144, 1024, 704

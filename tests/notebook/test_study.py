@@ -219,29 +219,95 @@ def test_without_ray_or_a_cluster_of_it_a_line_says_so(fresh, monkeypatch):
         study.study("toy", "nano", [0], engine="ray", folder=fresh)
 
 
-@pytest.mark.timeout(240)
-def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, cloned):
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of one CPU, to which tests add nodes."""
     utils = pytest.importorskip("ray.cluster_utils")
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
-    cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+    made = utils.Cluster(initialize_head=True, head_node_args=head)
+    yield made
+    made.shutdown()
+
+
+def at_work():
+    """The processes that run a notebook in the folder that Ray brought."""
+    children = processes("cmdline", "study.child()")
+    return [path for path in children if "ray" in os.readlink(path / "cwd")]
+
+
+def waits(running, until):
+    while not until() and running.poll() is None:
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, cloned, cluster):
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    try:
-        options = ("--seeds", "0,1", "--engine", "ray")
-        running = start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
-
-        def at_work():
-            children = processes("cmdline", "study.child()")
-            return [path for path in children if "ray" in os.readlink(path / "cwd")]
-
-        while len(at_work()) < 2 and running.poll() is None:
-            time.sleep(0.1)
-        cluster.remove_node(node, allow_graceful=False)
-        out, errors = running.communicate(timeout=200)
-    finally:
-        cluster.shutdown()
+    options = ("--seeds", "0,1", "--engine", "ray")
+    running = start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+    waits(running, lambda: len(at_work()) == 2)
+    cluster.remove_node(node, allow_graceful=False)
+    out, errors = running.communicate(timeout=200)
     assert running.returncode == 0, out + errors
     for apart, beside in zip(stored(cloned), stored(studied[0]), strict=True):
         same_bits(apart, beside)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(cloned, cluster):
+    def begin(gpus, seeds):
+        options = ("--seeds", seeds, "--engine", "ray", "--gpus-per-run", gpus)
+        return start(cloned, tempfile.gettempdir(), *options, RAY_ADDRESS=cluster.address)
+
+    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+    lacks = "E-CLUSTER: a run needs 1 CPU and {} GPU of one node, which none has (most GPUs: {})"
+    out, errors = begin("3", "0").communicate(timeout=100)
+    assert errors == lacks.format(3, 1) + "; add such a node\n"
+    running = begin("0.5", "0,60")
+    waits(running, lambda: stored(cloned) and at_work())
+    environment = (at_work()[0] / "environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=0" in environment
+    cluster.remove_node(node, allow_graceful=False)
+    out, errors = running.communicate(timeout=200)
+    assert running.returncode == 1, errors
+    assert f"seed 60: failed: {lacks.format(0.5, 0)}; add such a node (2 of 2)\n" in out
+    assert [run.seed for run in stored(cloned)] == [0]
+
+
+def test_gpus_of_a_run_are_of_a_cluster_and_a_part_of_one_or_whole(fresh, monkeypatch, capsys):
+    monkeypatch.chdir(commit(fresh))
+    command = ["study", "toy", "--on", "nano", "--seeds", "0", "--gpus-per-run"]
+    assert cli.main([*command, "1"]) == 2
+    assert capsys.readouterr().err == "E-USAGE: moebook study: --gpus-per-run needs --engine ray\n"
+    for gpus in ("1.5", "-1", "nan", "inf", "0.00001"):
+        assert cli.main([*command, gpus, "--engine", "ray"]) == 2
+        assert capsys.readouterr().err.startswith("E-RANGE: GPUs of a run are")
+
+
+def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path):
+    script = Path(study.__file__).parents[2] / "recipes" / "study.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    place = tmp_path / "bin"
+    place.mkdir()
+    command = place / "moebook"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{MAIN}" "$@"\n')
+    command.chmod(0o755)
+    env = {**os.environ, "TMPDIR": staging, "STUDY": str(cloned), "SLURM_SUBMIT_DIR": str(cloned),
+           "PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+
+    def task(seed, *words):
+        given = env | ({"SLURM_ARRAY_TASK_ID": seed} if seed else {})
+        return subprocess.Popen(["bash", script, *words], env=given, **piped)
+
+    for seed, words in (("", ("toy", "nano")), ("3", ("toy",))):
+        _, errors = (wrong := task(seed, *words)).communicate()
+        assert wrong.returncode == 2 and errors.startswith("study.sbatch: expected sbatch")
+    tasks = [task(seed, "toy", "nano", "--arms", "left") for seed in ("3", "4", "13")]
+    ends = [each.communicate(timeout=200) for each in tasks]
+    assert [each.returncode for each in tasks] == [0, 0, 1], ends
+    assert [(run.seed, run.arms) for run in stored(cloned)] == [(3, ("left",)), (4, ("left",))]
+    assert results.unsealed(cloned) == {}, "the list of hashes has both"
 
 
 def mill(source, copy, *options):

@@ -177,7 +177,13 @@ def deduplicate(
     return np.asarray(duplicates(rows, torch.from_numpy(key), threshold, rule=order))
 
 
-def draw(shots: Array, blocks: Iterable[Array], config: Config, budget: int, seed: int) -> Largest:
+def draw(
+    shots: Array,
+    blocks: Iterable[Array],
+    config: Config,
+    budget: int,
+    seed: int | np.random.Generator,
+) -> Largest:
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
     Keys of ``random`` and ``hull`` are uniform, those of ``kde`` the logarithm of Eq. 17 plus

@@ -1,0 +1,61 @@
+"""A Ray cluster, joined for the length of a block; what it can never give is refused in one line.
+
+Ray is optional (``pip install 'moebook[cluster]'``) and imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moebook.errors import refuse
+
+
+def needs(gpus: float) -> dict[str, float]:
+    """Return what one run or actor takes of its node: a CPU, and a part of a GPU or whole ones."""
+    if gpus and not (0.0001 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
+        refuse("E-RANGE", f"GPUs of a run are {gpus:g}, expected a part of one or a whole number")
+    return {"CPU": 1.0} | ({"GPU": gpus} if gpus else {})
+
+
+@contextmanager
+def joined(gpus: float, address: str = "auto", **environment: Any) -> Iterator[Any]:
+    """Join the cluster that this machine belongs to; yield the module ``ray``.
+
+    A cluster that is `lacking` what a run `needs` is refused (E-CLUSTER). A connection that this
+    process has already is used and left open; a new one gets the runtime ``environment``. The
+    address ``local`` starts a cluster of this machine alone.
+    """
+    needs(gpus)
+    try:
+        import ray
+    except ImportError:
+        refuse("E-DEP", "--engine ray needs Ray: pip install 'moebook[cluster]'")
+    there = ray.is_initialized()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if not there:
+            ray.init(address=address, runtime_env=environment, **quiet)
+    except ConnectionError:
+        refuse("E-CLUSTER", "no Ray cluster is running here; start one: ray start --head")
+    try:
+        if lack := lacking(ray, gpus):
+            refuse("E-CLUSTER", lack)
+        yield ray
+    finally:
+        if not there:
+            ray.shutdown()
+
+
+def lacking(ray: Any, gpus: float) -> str:
+    """Say which resource no node has, nor any that an autoscaler could add; else nothing."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes.append(ray._private.state.state.get_max_resources_from_cluster_config() or {})
+    wanted = needs(gpus)
+    if any(all(node.get(kind, 0) >= n for kind, n in wanted.items()) for node in nodes):
+        return ""
+    each = " and ".join(f"{n:g} {kind}" for kind, n in wanted.items())
+    most = max(node.get("GPU", 0) for node in nodes)
+    return f"a run needs {each} of one node, which none has (most GPUs: {most:g}); add such a node"

