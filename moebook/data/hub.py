@@ -191,7 +191,10 @@ def local(path: Path) -> Rows:
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
     if path.suffix not in (".parquet", ".json"):
-        rows = list(_lines(path))
+        try:
+            rows = list(_lines(path))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            refuse("E-DATA", f"{path}: not a whole gzip file ({error}); fetch it again")
     else:
         try:
             whole = {"data_files": str(path), "split": "train", "streaming": True}
@@ -223,18 +226,11 @@ def _json(path: Path) -> list[Any]:
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, object) for each line of a JSONL file that is not blank."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        lines = iter(lambda: _line(file, path), b"")
+        lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
         for number, line in enumerate(lines, start=1):
             where, encoding = f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"
             if (row := _row(line, encoding, where)) is not None:
                 yield where, row
-
-
-def _line(file: Any, path: Path) -> bytes:
-    try:
-        return bytes(file.readline(LONGEST_LINE + 1))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        refuse("E-DATA", f"{path}: not a whole gzip file ({error}); fetch it again")
 
 
 def _row(line: bytes, encoding: str, where: str) -> dict[str, Any] | None:

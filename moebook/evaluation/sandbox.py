@@ -34,7 +34,9 @@ LONGEST = 100_000  # characters of a program
 NOBODY = "65534"
 SCRATCH = 16_000_000  # bytes of /tmp
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-SPACES = ("user", "ipc", "pid", "net", "uts", "cgroup")
+SPACES = ("user", "ipc", "net", "uts", "cgroup")  # and pid
+BARRED = ("--disable-userns --new-session --clearenv --cap-drop ALL --hostname sandbox"
+          " --remount-ro / --chdir /tmp").split()  # fmt: skip
 INSTALL = "install bubblewrap 0.8 or later (Debian: apt install bubblewrap)"
 INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
 
@@ -96,16 +98,13 @@ def _start(stack: ExitStack, end: socket.socket, **job: object) -> subprocess.Po
 @cache
 def _python() -> tuple[str, ...]:
     """Python's command in a sandbox, to which its arguments are added."""
-    view = [word for part in _view() for word in part]
+    seen = ["bwrap", "--die-with-parent", "--unshare-pid", *(w for part in _view() for w in part)]
     spaces = [f"--unshare-{name}" for name in SPACES]
-    barrier = ["bwrap", *view, *spaces, "--disable-userns", "--uid", NOBODY, "--gid", NOBODY,
-               "--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv",
-               "--cap-drop", "ALL", "--remount-ro", "/", "--chdir", "/tmp"]  # fmt: skip
-    if os.geteuid() == 0:  # what the user below cannot reach, root shows: Python may be root's
-        shown = ["bwrap", *view, "--proc", "/proc", "--unshare-pid", "--die-with-parent"]
+    box = [*seen, *spaces, *BARRED, "--uid", NOBODY, "--gid", NOBODY]
+    if os.geteuid() == 0:  # root shows what the user cannot reach, such as a Python of root's own
         user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
-        barrier = [*shown, *user, *barrier]
-    return *barrier, os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"
+        box = [*seen, "--proc", "/proc", *user, *box]
+    return *box, os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"
 
 
 def _view() -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Harmless probes of what a program reaches: each gives something true if it got there."""
+"""Hostile programs, all harmless: forged results, and probes of what a program reaches."""
 
 import ctypes
 import os
@@ -6,6 +6,64 @@ import resource
 import socket
 import threading
 from pathlib import Path
+
+EQUAL = """
+class Y(list):
+    __eq__, __len__ = lambda *_: True, lambda _: 3
+def f(x): return Y()"""
+FORGERIES = [EQUAL, *"""
+def f(x): raise SystemExit(0)
+---
+import os
+def f(x): os._exit(0)
+---
+import sys; sys.exit()
+---
+def f(x): return x
+def size(x): return 3
+---
+import builtins
+builtins.len, f = lambda x: 3, list
+---
+import sys
+def f(x): sys._getframe(1).f_globals["size"] = lambda x: 3; return x
+---
+import os
+for end in range(2, 32):
+    try: os.write(end, b"passed\\n")
+    except OSError: pass
+f = list
+---
+import json
+json.dumps = lambda x: '["value", 3]'
+def f(x): return x
+---
+import os
+os.write(4, b'["value", {"passed": []}]\\n')
+f = list
+---
+import gc
+def f(x): return [y for y in gc.get_objects() if "assert" in str(y)]
+---
+def f(x):
+    y = []
+    for _ in range(900): y = [y]
+    return y
+---
+import sys
+sys.modules["builtins"].AssertionError = ZeroDivisionError
+f = list
+---
+import atexit, os
+atexit.register(os.write, 2, b"passed")
+f = list""".split("---")]  # fmt: skip
+PATHS = ("/proc/self/maps", "/proc/sys/kernel", "/sys/kernel", "/etc/passwd", "/var", "/dev/zero")
+CALLS = {  # of the C library, with arguments that change nothing where they are allowed
+    "unshare": (0x10000000,), "setns": (-1, 0), "ptrace": (16, 0, 0, 0), "mount": (0, 0, 0, 0, 0),
+    "umount2": (b"/nowhere", 0), "chroot": (b"/nowhere",), "inotify_init": (), "eventfd": (0, 0),
+    "epoll_create": (1,), "shmget": (0, 4096, 0o1600), "memfd_create": (b"x", 0),
+    "personality": (0xFFFFFFFF,), "prctl": (3, 0, 0, 0, 0), "setuid": (0,), "nice": (1,),
+}  # fmt: skip
 
 
 def forked():
@@ -47,32 +105,25 @@ def everywhere(canary, port, host):
         "network": lambda: socket.create_connection(("127.0.0.1", port), 1),
         "socket": lambda: socket.socket(socket.AF_UNIX),
         "signal": lambda: done(os.kill, os.getppid(), 0),
-        "process": lambda: os.listdir("/proc"),
-        "home": lambda: os.stat(os.path.expanduser("~")),
-        "accounts": lambda: Path("/etc/passwd").read_text(),
         "name": lambda: os.uname().nodename == host,
         "user": lambda: os.getuid() != 65534,
-        "devices": lambda: set(os.listdir("/dev")) - {"null", "urandom"},
-        "priority": lambda: done(os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0)),
+        **{path: lambda path=path: os.stat(path) for path in PATHS},
     }
 
 
 def barred():
     """Probes that must fail in the sandbox and are not tried outside."""
-    return {
+    tried = {
         "limit": lambda: done(resource.setrlimit, resource.RLIMIT_NOFILE, (99, 99)),
-        "system": lambda: open("/usr/canary", "w"),
-        "top": lambda: open("/canary", "w"),
-        "root": lambda: done(os.setuid, 0),
-        "change root": lambda: done(os.chroot, "/tmp"),
-        "spaces": lambda: ctypes.CDLL(None).unshare(0x10000000) == 0,
-        "trace": lambda: ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0,
-        "mount": lambda: ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0,
+        "system": lambda: done(Path("/usr/canary").touch),
+        "top": lambda: done(Path("/canary").touch),
         "memory": lambda: bytearray(1 << 31),
         "files": lambda: done(flood),
         "one file": lambda: Path("/tmp/large").write_bytes(bytes(2 << 20)),
         "open files": lambda: [os.dup(1) for _ in range(64)],
     }
+    calls = {name: getattr(ctypes.CDLL(None), name) for name in CALLS}
+    return tried | {n: lambda n=n: calls[n](*CALLS[n]) >= 0 for n in CALLS}
 
 
 def escapes(everything, *where):

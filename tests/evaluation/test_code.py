@@ -53,56 +53,6 @@ VERDICTS = {
     "def f(x): return [0] * 10**10": "failed: RuntimeError: MemoryError",
     "def f(x): return 'y' * 10**7": "failed: RuntimeError: the program has ended, or",
 }
-EQUAL = """
-class Y(list):
-    __eq__, __len__ = lambda *_: True, lambda _: 3
-def f(x): return Y()"""
-FORGERIES = [EQUAL, *"""
-def f(x): raise SystemExit(0)
----
-import os
-def f(x): os._exit(0)
----
-import sys; sys.exit()
----
-def f(x): return x
-def size(x): return 3
----
-import builtins
-builtins.len, f = lambda x: 3, list
----
-import sys
-def f(x): sys._getframe(1).f_globals["size"] = lambda x: 3; return x
----
-import os
-for end in range(2, 32):
-    try: os.write(end, b"passed\\n")
-    except OSError: pass
-f = list
----
-import json
-json.dumps = lambda x: '["value", 3]'
-def f(x): return x
----
-import os
-os.write(4, b'["value", {"passed": []}]\\n')
-f = list
----
-import gc
-def f(x): return [y for y in gc.get_objects() if "assert" in str(y)]
----
-def f(x):
-    y = []
-    for _ in range(900): y = [y]
-    return y
----
-import sys
-sys.modules["builtins"].AssertionError = ZeroDivisionError
-f = list
----
-import atexit, os
-atexit.register(os.write, 2, b"passed")
-f = list""".split("---")]  # fmt: skip
 HOSTILE = Path(__file__).with_name("hostile.py").read_text()
 
 
@@ -119,10 +69,10 @@ def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
 @boxed
 def test_no_forgery_passes_and_where_tests_share_the_process_one_does(monkeypatch):
     monkeypatch.setattr(sandbox, "SECONDS", 4)
-    found = [sandbox.judged(forged, **TESTS) for forged in FORGERIES]
+    found = [sandbox.judged(forged, **TESTS) for forged in hostile.FORGERIES]
     assert [verdict.partition(":")[0] for verdict in found].count("failed") >= len(found) - 1
     assert "passed" not in found
-    exec(f"{EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})  # what the barrier is for
+    exec(f"{hostile.EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})  # what the barrier is for
 
 
 @boxed
