@@ -96,7 +96,8 @@ def fit(
     over the whole batch: one process or several, whole or accumulated, give the same numbers up to
     rounding, but dropout draws others, and a balance loss (the product of two means) is that of
     each part. With FSDP2 a penalty gets the model in shards, a milestone the whole one, in every
-    process; where a process is lost (E-PROCESS) the model of the others is left empty.
+    process; what breaks training off, but for a refused step, leaves the model empty (E-PROCESS:
+    another process has ended).
 
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
@@ -123,7 +124,6 @@ def fit(
         accelerator.wait_for_everyone()  # whoever held the folder has gone
         trained = sharding.twin(model) if shards else model
         wrapped, adamw = accelerator.prepare(trained, _optimizer(trained, plan))
-        sharding.release(model, trained)
         warmup = math.ceil(plan.warmup * total)
         name = SCHEDULES.get(plan.schedule, plan.schedule)
         falling = {"num_decay_steps": math.ceil(total / 5), "decay_type": "linear"}
@@ -132,6 +132,7 @@ def fit(
         measure = partial(_measure, model, trained, milestones)
         history = History(milestones=[{} for _ in milestones])
         history = _resumed(store, (trained, adamw, rates), history, measure, marks, total)
+        sharding.release(model, trained)
         left = range(len(history.step), total)
         began = time.perf_counter() - (history.seconds or [0.0])[-1]
         for step in runtime.progress(left, label, len(left)):
