@@ -50,6 +50,10 @@ class Engine:
     gpus: float = 0.0  # of each actor, which has one CPU
     device: str = "cpu"  # of the encoder or the base
 
+    def __post_init__(self) -> None:
+        if self.name == "local" and (self.workers or self.gpus):
+            refuse("E-CHOICE", "workers and gpus are of the engine ray; here set the device alone")
+
 
 HERE = Engine()
 
@@ -166,6 +170,8 @@ def _blocks(file: pq.ParquetFile, shots: Array, reader: Encoder | None) -> Itera
         expected = "expected embedding, or, with an encoder, prompt and answer"
         refuse("E-SHARD", f"has no column '{lack[0]}'; {expected}")
     for batch in file.iter_batches(batch_size=BLOCK, columns=list(wanted)):
+        if any(column.null_count for column in batch.columns):
+            refuse("E-SHARD", f"a row has no {' or no '.join(wanted)}")
         if reader:
             yield from reader.blocks(batch.to_pylist(), size=BLOCK)
             continue
@@ -245,7 +251,10 @@ def _done(tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine)
 
 
 def _on_ray(todo: list[Task], make: Callable[[], Work], engine: Engine) -> Iterator[dict[str, Any]]:
-    """Stream the tasks through a pool of actors; what a lost node had is done elsewhere."""
+    """Stream the tasks through a pool of actors; what a lost node had is done elsewhere.
+
+    Where no node is left that could, Ray Data waits for one.
+    """
     with cluster.joined(engine.gpus) as ray:
         import ray.data
 
@@ -301,4 +310,4 @@ def _packed(columns: dict[str, Any]) -> bytes:
 def _named(stem: str, files: Iterable[Path], *about: object) -> str:
     """Name what a task leaves by all that it depends on, the versions of its files among it."""
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.parquet"
+    return f"{stem}-{hashlib.sha256(repr([states, about]).encode()).hexdigest()[:12]}.done"

@@ -119,12 +119,15 @@ def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
          {"embedding": [*drawn(1, 5, 3)]}),
         (r"E-SHARD: \S+x.parquet: embeddings of \[4, 2\]", "ragged",
          {"embedding": [[1.0] * 4, [1.0] * 2]}),
+        (r"E-SHARD: \S+x.parquet: a row has no embedding", "null",
+         {"embedding": [[1.0] * 4, None]}),
         (r"E-SHARD: \S+x.parquet is damaged", "text", {"embedding": ["one"]}),
         (r"E-NONFINITE: \S+x.parquet: row 3 of the pool", "nan", {"embedding": [*wrong]}),
         (r"E-DATA: \S+: none of 2 open rows can be drawn", "far",
          {"embedding": [[99.0] * 4, [98.0] * 4]}, far),
     ):  # fmt: skip
         refused(message, choose, name, *given)
+    refused("E-CHOICE: workers and gpus are of the engine ray", shards.Engine, workers=2)
     (tmp_path / "empty").mkdir()
     refused("E-SHARD: .* holds no parquet file", shards.choose, drawn(0, 6), tmp_path / "empty",
             CONFIG, tmp_path / "to")  # fmt: skip
