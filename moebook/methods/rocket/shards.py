@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyarrow.dataset import dataset
+from pyarrow.dataset import ParquetFileFormat, dataset
 
 from moebook import cluster, models, results
 from moebook.errors import Refusal, refuse, told
@@ -37,6 +37,7 @@ Row = Mapping[str, str]
 Task = dict[str, Any]  # what is done at once: "name" of the file that it leaves, and what it reads
 Work = Callable[[Task], bytes]
 EMBEDDING, TEXTS = "embedding", ("prompt", "answer")  # columns of a shard: either, or both
+CHECKED = ParquetFileFormat(page_checksum_verification=True)
 BLOCK = 16_384  # rows of a shard that are read at once
 TOGETHER = 32  # LoRAs that are scored in one task
 
@@ -81,11 +82,12 @@ def choose(
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
+    load = partial(augmentation.encoder, encoder, prompt=prompt, device=engine.device)
     tasks = [
         {"name": _named(path.stem, [path], start, about), "path": str(path), "start": start}
         for path, start, end in files if start < end
     ]  # fmt: skip
-    make = partial(_drawing, shots, config, budget, seed, encoder, prompt, engine.device)
+    make = partial(_drawing, shots, config, budget, seed, load if encoder else None)
     drawn = _largest(_done(tasks, make, Path(to), engine), budget)
     if not drawn:
         why = f"with sampler hull lower components ({config.components}) or give more shots"
@@ -97,11 +99,17 @@ def choose(
 
 def read(folder: str | Path, index: Array) -> list[dict[str, Any]]:
     """Read rows of a folder's files by their numbers, in that order, without the embeddings."""
-    data = dataset([path for path, *_ in _listed(Path(folder))])
-    names = [name for name in data.schema.names if name != EMBEDDING]
-    ahead = {"batch_readahead": 1, "fragment_readahead": 1}
-    scanner = data.scanner(columns=names, batch_size=BLOCK, **ahead)
-    return list(scanner.take(pa.array(index)).to_pylist())
+    rows: dict[int, dict[str, Any]] = {}
+    for path, start, end in _listed(Path(folder)):
+        if not len(hits := index[(index >= start) & (index < end)]):
+            continue
+        with _opened(path) as file:
+            names = [name for name in file.schema_arrow.names if name != EMBEDDING]
+            scanner = dataset(path, format=CHECKED).scanner(columns=names, batch_size=BLOCK)
+            rows |= zip(
+                hits.tolist(), scanner.take(pa.array(hits - start)).to_pylist(), strict=True
+            )
+    return [rows[number] for number in index.tolist()]
 
 
 @checked
@@ -144,10 +152,10 @@ def select(scored: Scored, folder: str | Path, model: Any, config: Config) -> se
 
 
 def _drawing(
-    shots: Array, config: Config, budget: int, seed: int, encoder: str, prompt: str, device: str
+    shots: Array, config: Config, budget: int, seed: int, load: Callable[[], Encoder] | None
 ) -> Work:
     """Make what draws a shard's rows with the largest keys, as in one stream of all shards."""
-    reader = augmentation.encoder(encoder, prompt=prompt, device=device) if encoder else None
+    reader = load() if load else None
 
     def work(task: Task) -> bytes:
         random = np.random.PCG64(seed)
@@ -237,8 +245,8 @@ def _done(tasks: list[Task], make: Callable[[], Work], to: Path, engine: Engine)
     to.mkdir(parents=True, exist_ok=True)
     todo = [task for task in tasks if not (to / task["name"]).is_file()]
     problems = []
-    run = map(_Actor(make), todo) if engine.name == "local" else _on_ray(todo, make, engine)
-    for outcome in run:
+    ray = todo and engine.name == "ray"
+    for outcome in _on_ray(todo, make, engine) if ray else map(_Actor(make), todo):
         if outcome["problem"]:
             problems.append(outcome["problem"])
         else:

@@ -100,6 +100,11 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
     same(shards.choose(*call), augmentation.choose(shots, [pool], CONFIG))
     assert before.items() <= {path: path.stat().st_mtime_ns for path in to.iterdir()}.items()
     assert len([*to.iterdir()]) == 3
+    texts = pq.ParquetFile(paths[1]).metadata.row_group(0).column(1)  # read for the first time
+    middle = texts.dictionary_page_offset + texts.total_compressed_size // 2
+    paths[1].write_bytes(good[:middle] + bytes(9) + good[middle + 9 :])
+    found = shards.choose(*call)
+    refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged", shards.read, folder, found.index)
     other = shards.choose(shots, folder, replace(CONFIG, budget=9), to)
     same(other, augmentation.choose(shots, [pool], replace(CONFIG, budget=9)))
 
@@ -209,7 +214,8 @@ def test_a_cluster_of_two_nodes_chooses_among_a_million_rows_and_scores_a_bank(
         monkeypatch.setenv("RAY_ADDRESS", address)
         refused(r"E-SHARD: \S+open-00005-of-00012.parquet is damaged .*; 11 of 12 parts are kept",
                 shards.choose, *call, engine=engine)  # fmt: skip
-        scored = shards.score(loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=engine)
+        one = replace(engine, workers=1)  # an actor imports for some ten seconds
+        scored = shards.score(loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=one)
         refused("E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
                 shards.score, loras, "nano", ROWS, CONFIG, tmp_path / "other",
                 engine=replace(engine, gpus=2.0))  # fmt: skip
