@@ -1,11 +1,12 @@
 """HumanEval and MBPP: the model writes programs, and their tests judge them, in a sandbox only.
 
-HumanEval (Chen et al., 2021) is completed after its prompt, up to a line that begins something new;
-MBPP (Austin et al., 2021) after three solved tasks, numbers 2 to 4 of its prompt split, up to
-"[DONE]". An item's value is the unbiased estimate of pass@k from n samples, so that the mean over
-items and its standard error are those of the benchmark. Samples are drawn at a temperature from all
-tokens, where Chen et al. keep the likeliest 95 %; greedy by default. Tests of MBPP that hand over
-objects of the program's own classes fail any program here: only plain values cross (`sandbox`).
+HumanEval (Chen et al., 2021) is completed after its prompt, without its last line end, up to a line
+that begins something new; MBPP (Austin et al., 2021) after three solved tasks, numbers 2 to 4 of
+its prompt split, up to "[DONE]". An item's value is the unbiased estimate of pass@k from n samples,
+so that the mean over items and its standard error are those of the benchmark. Samples are drawn at
+a temperature from all tokens, where Chen et al. keep the likeliest 95 %; greedy by default. Tests
+of MBPP that hand over objects of the program's own classes fail any program here: only plain values
+cross (`sandbox`).
 """
 
 from __future__ import annotations
