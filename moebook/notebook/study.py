@@ -176,7 +176,7 @@ def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
     the jobs that are left fail.
     """
     with cluster.joined(gpus, working_dir=str(copy), excludes=["runs"]) as ray:
-        task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(_task)
+        task = ray.remote(num_cpus=1, num_gpus=gpus or None, max_retries=5)(_task)
         waiting = {task.remote(job): job for job in todo}
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=LOOK)

@@ -253,7 +253,7 @@ def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, 
         same_bits(apart, beside)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(280)
 def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(cloned, cluster):
     def begin(gpus, seeds):
         options = ("--seeds", seeds, "--engine", "ray", "--gpus-per-run", gpus)
@@ -261,7 +261,7 @@ def test_a_run_gets_its_gpu_and_what_no_node_can_give_any_more_is_told_at_once(c
 
     node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
     lacks = "E-CLUSTER: a run needs 1 CPU and {} GPU of one node, which none has (most GPUs: {})"
-    out, errors = begin("3", "0").communicate(timeout=100)
+    out, errors = begin("3", "0").communicate(timeout=200)
     assert errors == lacks.format(3, 1) + "; add such a node\n"
     running = begin("0.5", "0,60")
     waits(running, lambda: stored(cloned) and at_work())

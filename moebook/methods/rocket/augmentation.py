@@ -178,12 +178,9 @@ def deduplicate(
 
 
 def draw(
-    shots: Array,
-    blocks: Iterable[Array],
-    config: Config,
-    budget: int,
+    shots: Array, blocks: Iterable[Array], config: Config, budget: int,
     seed: int | np.random.Generator,
-) -> Largest:
+) -> Largest:  # fmt: skip
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
     Keys of ``random`` and ``hull`` are uniform, those of ``kde`` the logarithm of Eq. 17 plus

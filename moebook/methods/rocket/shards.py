@@ -269,7 +269,7 @@ def _on_ray(todo: list[Task], make: Callable[[], Work], engine: Engine) -> Itera
         there, needs = ray.cluster_resources(), cluster.needs(engine.gpus)
         room = int(min(there.get(kind, 0) / each for kind, each in needs.items()))
         pool = ray.data.ActorPoolStrategy(size=min(engine.workers or max(1, room), len(todo)))
-        made = {"fn_constructor_args": (make,), "num_cpus": 1, "num_gpus": engine.gpus}
+        made = {"fn_constructor_args": (make,), "num_cpus": 1, "num_gpus": engine.gpus or None}
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
