@@ -222,6 +222,5 @@ def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:
         return logits.argmax(-1)
     temperature, draws = drawn
     shares = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    points = [[draws[row].random()] for row in rows]
-    found = torch.searchsorted(shares, torch.tensor(points).to(shares))
-    return found[:, 0].clamp(max=logits.shape[-1] - 1)
+    points = shares.new_tensor([[draws[row].random()] for row in rows])
+    return torch.searchsorted(shares, points)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -59,7 +59,7 @@ HOSTILE = Path(__file__).with_name("hostile.py").read_text()
 @boxed
 @pytest.mark.parametrize(("written", "verdict"), VERDICTS.items(), ids=range(len(VERDICTS)))
 def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
-    monkeypatch.setattr(sandbox, "SECONDS", 4)
+    monkeypatch.setattr(sandbox, "SECONDS", 4 if "sleep" in written else 60)
     monkeypatch.setattr(inside, "SECONDS", 1)
     monkeypatch.setattr(sandbox, "INSIDE", sandbox.INSIDE.replace("SECONDS = 5", "SECONDS = 1"))
     found = sandbox.judged(written, **TESTS)
@@ -67,11 +67,9 @@ def test_a_program_gets_a_verdict_in_one_line(written, verdict, monkeypatch):
 
 
 @boxed
-def test_no_forgery_passes_and_where_tests_share_the_process_one_does(monkeypatch):
-    monkeypatch.setattr(sandbox, "SECONDS", 4)
+def test_no_forgery_passes_and_where_tests_share_the_process_one_does():
     found = [sandbox.judged(forged, **TESTS) for forged in hostile.FORGERIES]
-    assert [verdict.partition(":")[0] for verdict in found].count("failed") >= len(found) - 1
-    assert "passed" not in found
+    assert {verdict.partition(":")[0] for verdict in found} == {"failed"}, found
     exec(f"{hostile.EQUAL}\n{TESTS['given']}\n{TESTS['tests']}", {})  # what the barrier is for
 
 

@@ -198,7 +198,7 @@ def _right(row: Row, post: Callable[[str], str] | None) -> Callable[[str], bool]
     if f:
         return lambda text: f(text) == f(row["answer"])
     if "tests" not in row:
-        why = "code is right when it passes tests, and a row has none"
+        why = "code is right when it passes tests, and this row has none"
         refuse("E-SANDBOX", f"task '{row['task']}': {why}; give post= to compare texts")
     sandbox.ready()
     return lambda text: sandbox.judged(_named(text, row["answer"]), tests=row["tests"]) == "passed"
