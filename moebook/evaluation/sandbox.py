@@ -1,4 +1,4 @@
-"""Programs that a model wrote are run here and nowhere else: under bubblewrap, or not at all.
+"""Programs that a model wrote run here and nowhere else: under bubblewrap, or not at all.
 
 A program and the judge of it (`inside`) have a sandbox each: user, process, network, mount, IPC,
 host name and cgroup namespaces, all named, since ``--unshare-all`` goes on without those that the
@@ -60,8 +60,8 @@ def judged(
 ) -> str:
     """Run what a model has written, behind ``before``, against tests; return the verdict.
 
-    It is "passed", or it begins with ``failed``, ``timeout`` or ``invalid`` (which is not run) and
-    says why. ``given`` is code that the tests need; names that neither it nor Python has are the
+    It is "passed", or it begins with ``failed``, ``timeout``, ``lost`` or ``invalid`` (which is not
+    run) and says why. ``given`` is code that the tests need; names that neither it nor Python has are the
     program's, and so are its ``own``.
     """
     if not written.strip():
@@ -80,7 +80,7 @@ def judged(
         except subprocess.TimeoutExpired:
             return f"timeout: no verdict in {SECONDS} s"
     known = told == "passed" or told.startswith("failed: ")
-    return printable(told) if known else "failed: the judge ended without a verdict"
+    return printable(told) if known else "lost: the judge ended without a verdict"
 
 
 def _start(stack: ExitStack, end: socket.socket, **job: object) -> subprocess.Popen[bytes]:
