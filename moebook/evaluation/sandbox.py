@@ -61,8 +61,8 @@ def judged(
     """Run what a model has written, behind ``before``, against tests; return the verdict.
 
     It is "passed", or it begins with ``failed``, ``timeout``, ``lost`` or ``invalid`` (which is not
-    run) and says why. ``given`` is code that the tests need; names that neither it nor Python has are the
-    program's, and so are its ``own``.
+    run) and says why. ``given`` is code that the tests need; names that neither it nor Python has
+    are the program's, and so are its ``own``.
     """
     if not written.strip():
         return "invalid: it is empty"
