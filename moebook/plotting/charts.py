@@ -194,6 +194,8 @@ def points(
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
+    for axes in cells if xscale == "log" else ():
+        logarithmic(axes.xaxis)
     legend(figure, handles)
     return figure
 
