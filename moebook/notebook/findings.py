@@ -223,6 +223,7 @@ def answer(pool: Pool, question: str, measure: str) -> Answer | None:
     gaps = {arm: pool.effects(names[arm], names[order[0]]) for arm in order[1:]}
     alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
     unit = next(iter(pool.values(names[order[0]]).values())).unit
+    unit = "of full fine-tuning" if unit == "ratio" else unit
     texts = [f"{_said(means[arm])} {unit}" for arm in (order[0], order[-1])]
     return Answer(question, pool, base, order[0], texts[0], alike, f"{order[-1]}, {texts[1]}")
 
