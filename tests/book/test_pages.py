@@ -210,6 +210,14 @@ def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_ru
     assert pages.taught(tmp_path) == "No run of a course is on record.\n"
 
 
+def test_which_method_asks_each_question_of_each_pool_with_three_seeds(tmp_path):
+    pools = results.pools("together", ROOT).values()
+    enough = sum(len(pool.seeds) >= 3 for pool in pools)
+    page = pages.which(ROOT)
+    assert enough and [page.count(question) for question, _ in pages.QUESTIONS] == [enough] * 8
+    assert "No pool of three seeds" in pages.which(tmp_path)
+
+
 def test_the_figures_of_the_fault_tests_come_from_their_record_alone(tmp_path):
     told = {"date": "2026-01-02T03", "times": 10, "seconds": 60, "versions": {},
             "commit": {"id": "abcdef0123", "dirty": True},

@@ -220,3 +220,23 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
     )
     points = findings.rated(several, "pesc/rate/{arm}/{rate}", "pesc/{arm}/accuracy")
     assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
+
+
+def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
+    def measured(unit, **arms):
+        runs = []
+        for seed, values in enumerate(zip(*arms.values(), strict=True)):
+            named = zip(arms, values, strict=True)
+            told = tuple(Value(f"together/dense/{arm}/cost", x, unit) for arm, x in named)
+            runs.append(Run("together", "nano", "study", seed, told, arms=tuple(arms)))
+        return Pool("together", "nano", tuple(runs))
+
+    arms = {"full": (1.0, 1.0, 1.0), "near": (0.52, 0.49, 0.5), "best": (0.5, 0.5, 0.48),
+            "worse": (0.70, 0.71, 0.69)}  # fmt: skip
+    found = findings.answer(measured("nats", **arms), "Which?", "cost")
+    assert (found.base, found.best, found.value) == ("dense", "best", "0.493 nats")
+    assert (found.alike, found.worst) == (["near"], "full, 1.000 nats")
+    told = findings.answer(measured("ratio", **arms), "Which?", "cost")
+    assert told.value == "0.493 of full fine-tuning"
+    two = measured("nats", **{arm: values[:2] for arm, values in arms.items()})
+    assert findings.answer(two, "Which?", "cost") is None
