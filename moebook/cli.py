@@ -263,14 +263,14 @@ def book(options: argparse.Namespace) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a base on benchmarks, beside chance and its model card."""
     from moebook import evaluation, models
-    from moebook.evaluation import judge
+    from moebook.evaluation import code, judge
 
     drawn = {name: getattr(options, name) for name in ("samples", "temperature", "k")}
-    sampling = evaluation.Sampling(**drawn)
+    programs = {"sampling": code.Sampling(**drawn), "keep": options.keep}
     asks = judge.Endpoint.from_environment(budget=options.budget) if options.judge else None
     model, tokenizer = models.load(options.base, device=options.device)
     wanted = {"limit": options.limit, "batch_size": options.batch, "data": options.data or ""}
-    wanted |= {"sampling": sampling, "keep": options.keep or ""}
+    wanted |= {name: given for name, given in programs.items() if given not in (None, code.GREEDY)}
     table = evaluation.evaluate(model, tokenizer, options.tasks.split(","), **wanted)
     print(evaluation.summary(table, options.base).to_string(float_format="{:.3f}".format))
     if asks:

@@ -2,7 +2,8 @@
 
 lm-eval's have their data from the hub or from a folder, checked before any is run. Some are ours,
 in the folder ``tasks``: BoolQ without its passages, the likelihood of worked solutions (GSM8K) and
-of programs (MBPP), and HumanEval and MBPP as `code` has them judged in a sandbox.
+of programs (MBPP), and HumanEval and MBPP: their files name functions of `code`, which lm-eval
+imports for whoever asks for one of the two, and which have programs judged in a sandbox.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from lm_eval import evaluator
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._yaml_loader import load_yaml
 from torch import nn
 
 from moebook.data import IGNORED, encode, hub, tasks
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal, nearest, refuse
-from moebook.evaluation import code, sandbox
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results import formed
 from moebook.results.intervals import interval
 from moebook.settings import Count, checked
 
-GREEDY = code.Sampling()
+PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
 METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
@@ -57,8 +58,8 @@ def _index() -> TaskManager:
 def load(names: Sequence[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
     """Load what is not embedded, by the name asked for, or refuse it before any is run."""
     folder = hub.folder(data)
-    if {*names} & {*code.TASKS}:
-        sandbox.ready()
+    for name in {*names} & {*PROGRAMS}:
+        load_yaml(OURS / f"{name}.yaml")["metadata"]["ready"]()
     loaded: dict[str, dict[str, Task]] = {}
     for name in (name for name in names if name not in KNOWN):
         if name not in _index().all_tasks:
@@ -85,7 +86,7 @@ def load(names: Sequence[str], data: str | Path = "") -> dict[str, dict[str, Tas
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
         refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote, outside of a "
-               f"sandbox; take {' or '.join(code.TASKS)}")  # fmt: skip
+               f"sandbox; take {' or '.join(PROGRAMS)}")  # fmt: skip
 
 
 def _local(name: str, folder: Path) -> list[Any]:
@@ -127,8 +128,8 @@ class _Local(ConfigurableTask):
         odd = isinstance(answer, int) and options and not 0 <= answer < len(options)
         if odd or not all(isinstance(option, str) for option in options):
             raise ValueError(f"answer {answer} of {options}")
-        if self.config.task in code.TASKS:
-            code.tests(self.config.task, item)
+        if self.config.task in PROGRAMS:
+            self.config.metadata["tests"](self.config.task, item)
 
     def download(self, *_: Any, **__: Any) -> None:
         """Read the splits' files, each by the project's reader of data of the hub."""
@@ -182,8 +183,7 @@ def evaluate(
     format: str = "camel",
     batch_size: Count = 32,
     data: str | Path = "",
-    sampling: code.Sampling = GREEDY,
-    keep: str | Path = "",
+    **programs: Any,
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
 
@@ -192,8 +192,8 @@ def evaluate(
     items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
     accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
     members; ``split`` and chat ``format`` are of embedded tasks alone; ``data`` is a folder of the
-    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "". ``sampling`` is
-    of HumanEval and MBPP, whose programs and verdicts a folder ``keep`` holds.
+    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "". ``programs``
+    are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
@@ -207,15 +207,15 @@ def evaluate(
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
-    if (keep or sampling != GREEDY) and not {*names} & {*code.TASKS}:
-        refuse("E-USAGE", f"only {' and '.join(code.TASKS)} sample programs and keep them")
+    if programs and not {*names} & {*PROGRAMS}:
+        refuse("E-USAGE", f"only {' and '.join(PROGRAMS)} sample programs and keep them")
     loaded = load(names, data)
     with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size)
         lines = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
         for name, members in loaded.items():
-            made = (code.rows(lm, name, members[name], limit, sampling, keep)
-                    if name in code.TASKS else rows(lm, members, limit))  # fmt: skip
+            run = members[name].config.metadata["rows"] if name in PROGRAMS else rows
+            made = run(lm, members, limit, **programs if name in PROGRAMS else {})
             lines += [(*row, name) for row in made]
     lines.sort(key=lambda line: names.index(line[-1]))
     table = pd.DataFrame(lines, columns=COLUMNS)

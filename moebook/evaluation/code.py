@@ -35,9 +35,8 @@ from moebook.evaluation.model import InMemory, Limit
 from moebook.evaluation.sandbox import judged
 from moebook.results import read_json, write
 from moebook.runtime import cores, progress
-from moebook.settings import Count, settings
+from moebook.settings import Count, checked, settings
 
-TASKS = ("humaneval", "mbpp")
 SHOWN = (2, 3, 4)  # numbers of the solved tasks before one of MBPP's
 Programs = list[tuple[str, str]]  # an item's: text and verdict
 
@@ -68,6 +67,9 @@ class Sampling:
                    "0.2 for k = 1, 0.8 for more")  # fmt: skip
 
 
+GREEDY = Sampling()
+
+
 def pass_at(k: int, samples: int, passed: int) -> float:
     """Estimate the chance that one of k programs passes, without bias (Chen et al., Eq. 1)."""
     return 1 - comb(samples - passed, k) / comb(samples, k)
@@ -93,14 +95,17 @@ def tests(task: str, item: Mapping[str, Any]) -> dict[str, Any]:
     return {"before": before, "given": given, "tests": told, "own": own}
 
 
+@checked
 def rows(
-    lm: InMemory, name: str, task: Task, limit: int | None, sampling: Sampling, keep: str | Path
-) -> list[tuple[Any, ...]]:
+    lm: InMemory, tasks: dict[str, Task], limit: int | None,
+    *, sampling: Sampling = GREEDY, keep: str | Path = "",
+) -> list[tuple[Any, ...]]:  # fmt: skip
     """Have programs written and judged: a row an item, as in `evaluation.evaluate`'s table.
 
     A folder ``keep`` has a file an item, written when its programs are judged; what is there is not
     asked again, and must be of the same model, asked in the same way.
     """
+    ((name, task),) = tasks.items()
     items = list(islice(task.eval_docs, limit))
     examples = task.fewshot_docs() if task.config.num_fewshot else []
     shown = "".join(f"{task.doc_to_text(row)}{row['code']}\n[DONE]\n\n"
