@@ -8,10 +8,8 @@ import math
 import pytest
 
 from moebook.data import hashes, refuse_leak, tasks
-from moebook.data.tasks.common_sense import kinship
-from moebook.data.tasks.language import reserved
+from moebook.data.tasks.pools import kinship, reserved, words
 from moebook.data.tasks.task import first_line, same_json, verb
-from moebook.data.tasks.translation import words
 from moebook.methods.rocket import bank as banks
 from tests.refusals import refused
 

@@ -302,7 +302,7 @@ def make_package(folder: Path, get: Get) -> None:
 PACKAGED = {
     "data/hub.py": ["data/catalogue.yaml"],
     "data/tasks/__init__.py": ["data/tasks/tasks.yaml"],
-    "data/tasks/language.py": ["data/tasks/requests.yaml"],
+    "data/tasks/pools.py": ["data/tasks/requests.yaml"],
     "methods/rocket/bank.py": ["methods/rocket/catalogue.yaml", "methods/rocket/nano/recipe.yaml"],
     "bench/running.py": ["bench/cases.yaml"],
     "bench/report.py": ["bench/goals.yaml"],

@@ -6,29 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moebook.data.tasks import code, common_sense, language, mathematics, translation
-from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Pool, Task, shipped
+from moebook.data.tasks.pools import POOLS, general
+from moebook.data.tasks.task import SPLITS, TEST, VALIDATION, Item, Task
 from moebook.errors import refuse_unknown
 from moebook.results import formed
 
 
-def _general(name: str) -> Iterator[Item]:
-    for row in shipped("general.jsonl"):
-        if name == f"general_{row['skill']}":
-            yield Item({"question": row["question"]}, row["answer"])
-
-
-MODULES = (mathematics, code, common_sense, translation, language)
-POOLS: dict[str, Pool] = {pool.__name__: pool for module in MODULES for pool in module.POOLS}
-
-
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
-    pools = {name: POOLS.get(name, partial(_general, name)) for name in entries}
+    pools = {name: POOLS.get(name, partial(general, name)) for name in entries}
     return {name: Task(name=name, pool=pools[name], **entry) for name, entry in entries.items()}
 
 

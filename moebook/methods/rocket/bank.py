@@ -18,7 +18,7 @@ from torch import nn
 
 from moebook import training
 from moebook.data import encode, hub, mixtures, tasks
-from moebook.data.tasks import language
+from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
@@ -246,11 +246,11 @@ def embedded(
     size: int, *, seed: int = 0, names: Collection[str] = EMBEDDED
 ) -> dict[str, list[Row]]:
     """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
-    reserved, sets = language.reserved(), {}
+    apart, sets = reserved(), {}
     for name in (name for name in EMBEDDED if name in names):
         rows = tasks.rows(name, "train", tasks.find(name).available("train"), seed)
         if name == "licence":
-            rows = [row for row in rows if not any(c in row["prompt"] for c in reserved)]
+            rows = [row for row in rows if not any(c in row["prompt"] for c in apart)]
         sets[name] = rows[:size]
     return sets
 
