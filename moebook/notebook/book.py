@@ -39,8 +39,7 @@ def execute(tier: str, only: str | None, folder: Path) -> None:
                 failures.append(outcome)
                 line = f"failed: {outcome}"
             else:
-                _publish(outcome, notebooks[job.notebook].path.stem, folder)
-                ran = results.read_run(outcome.with_suffix(".parquet")).manifest
+                ran = _publish(outcome, notebooks[job.notebook].path.stem, folder).manifest
                 fresh = ran["date"] >= start
                 line = f"{ran['seconds']:.1f} s" if fresh else "unchanged, not executed again"
             print(f"{job.notebook} at {job.protocol}: {line}", flush=True)
@@ -54,13 +53,14 @@ def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
     return notebook.findings, -(shown.runs[0].manifest["seconds"] or 0) if shown else 0.0
 
 
-def _publish(executed: Path, stem: str, folder: Path) -> None:
-    """Copy a run to where the book reads it, one process at a time."""
+def _publish(executed: Path, stem: str, folder: Path) -> results.Run:
+    """Copy a run to where the book reads it, one process at a time, and return it."""
     target = folder / "book" / "notebooks" / f"{stem}.ipynb"
     run = results.read_run(executed.with_suffix(".parquet"))
     with results.locked(target.with_suffix(".lock"), wait=True):
         results.sweep(target.parent)
         runner.put(target, executed.read_text(encoding="utf-8"), run)
+    return run
 
 
 def build(tier: str, folder: Path) -> Path:
@@ -95,13 +95,11 @@ def generated(folder: Path) -> dict[str, str]:
     pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
                 for paper in mine}  # fmt: skip
     strongest = findings.strongest(row.committed for row in rows)
-    front = _forest("front", "The strongest findings", strongest, folder)
-    return {f"ledger_{paper}": pages.ledger(mine[paper], places) for paper in mine} | {
-        "summary": pages.summary(rows),
-        "ledger": pages.ledger(rows, places),
-        "chance": pages.corrections(rows),
-        "found": pages.found(rows, {paper: file for paper, file in pictures.items() if file}),
-        "front": pages.front(rows, front),
+    pictures["front"] = _forest("front", "The strongest findings", strongest, folder)
+    judged = {"rows": rows, "places": places, "pictures": pictures}
+    kinds = ("summary", "ledger", "chance", "found", "front")
+    return {name: pages.page(name, **judged) for name in kinds} | {
+        **{f"ledger_{p}": pages.page("ledger", rows=mine[p], places=places) for p in mine},
         "audit": pages.audit(papers.audit()),
         "which": pages.which(folder),
         "records": pages.records(folder),

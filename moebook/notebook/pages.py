@@ -6,12 +6,16 @@ notebook's title while a page is read: what its run cost. The executed copies st
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +80,8 @@ FAULTS = {
 }
 
 
-def commit(run: Run) -> str:
-    """Write a run's commit: seven digits, and whether files differed from it."""
-    known = run.manifest.get("commit")
+def commit(known: Mapping[str, Any] | None) -> str:
+    """Write a commit as `results.commit` gives it: seven digits, and whether files differed."""
     return f"{known['id'][:7]}{' with changes' * known['dirty']}" if known else "unknown"
 
 
@@ -96,9 +99,19 @@ ENVIRONMENT = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     finalize=lambda x: printable(x) if type(x) is str else x,  # one line of Markdown
 )
-for thing in (amount, bound, commit, cost, findings.sentence, duration, seeds, since, span):
+
+
+def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
+    """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
+    pairs = [attrgetter(paper, label)(thing) for thing in things]
+    counts = {paper: Counter(label for one, label in pairs if one == paper) for paper in TITLES}
+    return {paper: count for paper, count in counts.items() if count}
+
+
+for thing in (amount, bound, commit, cost, counted, duration, seeds, since, span,
+              verdicts.chance, findings.intervals, findings.ordered, findings.sentence,
+              findings.strongest):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
-ENVIRONMENT.globals["intervals"] = findings.intervals
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
 )
@@ -146,60 +159,16 @@ class Places:
                         anchors.setdefault(restored(Value, value, path.name).name, heading)
         return anchors
 
-    def code(self, claim: Claim) -> str | None:
+    def code(self, claim: Claim) -> str:
         """Return the address of the line that defines a claim's function."""
-        module, _, name = claim.function.rpartition(".")
-        place = self.folder / module.replace(".", "/")
-        files = sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
-        for path in filter(Path.is_file, files):
-            lines = path.read_text(encoding="utf-8").splitlines()
-            for number, line in enumerate(lines, start=1):
-                if re.match(rf"(def|class) {name}\b", line):
-                    return f"{self._repository}/{path.relative_to(self.folder)}#L{number}"
-        return None
+        function = inspect.unwrap(pkgutil.resolve_name(claim.function))
+        path = Path(inspect.getfile(function)).relative_to(results.files.PACKAGE.parent)
+        return f"{self._repository}/{path}#L{inspect.getsourcelines(function)[1]}"
 
     @cached_property
     def _repository(self) -> str:
         with results.formed(self.folder / "_config.yml") as config:
             return f"{config['repository']['url']}/blob/{config['repository']['branch']}"
-
-
-def ledger(rows: Sequence[Row], places: Places) -> str:
-    """Return one row a claim, a column a scale, with filters by verdict and, if several, paper."""
-    several = len({row.claim.paper for row in rows}) > 1
-    ranked = sorted((m.pool.rank, m.pool.protocol) for row in rows for m in row.measurements)
-    scales = list(dict.fromkeys(name for _, name in ranked))
-    filters = "paper verdict" if several else "verdict"
-    return page("ledger", rows=rows, scales=scales, places=places, filters=filters)
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Return how many claims of each paper have which verdict; every number leads to its rows."""
-    return page("summary", counts=_counted((row.claim.paper, row.label) for row in rows))
-
-
-def _counted(pairs: Any) -> dict[str, Counter[str]]:
-    """Count by paper, in the order of `TITLES`."""
-    every = list(pairs)
-    counts = {paper: Counter(label for one, label in every if one == paper) for paper in TITLES}
-    return {paper: count for paper, count in counts.items() if count}
-
-
-def corrections(rows: Sequence[Row]) -> str:
-    """Say how many verdicts chance alone would give, and which survive a correction for that."""
-    return page("chance", rows=rows, chance=verdicts.chance(rows))
-
-
-def found(rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
-    """Return what was found of each paper, surprises first; ``pictures`` are files by paper."""
-    papers = dict.fromkeys(row.claim.paper for row in rows)
-    mine = {p: findings.ordered(row for row in rows if row.claim.paper == p) for p in papers}
-    return page("found", papers=mine, pictures=pictures)
-
-
-def front(rows: Sequence[Row], file: str | None = None) -> str:
-    """Return the five strongest lines of what was found, and their picture."""
-    return page("front", rows=findings.strongest(rows), file=file)
 
 
 def audit(every: Sequence[Finding]) -> str:
@@ -209,7 +178,7 @@ def audit(every: Sequence[Finding]) -> str:
         how = "" if one.status == "agrees" else one.explanation
         folds.setdefault((one.paper, one.group, one.status, how), []).append(one)
     order = sorted(folds.values(), key=lambda fold: -STATUSES.index(fold[0].status))
-    return page("audit", counts=_counted((one.paper, one.status) for one in every), folds=order)
+    return page("audit", every=every, folds=order)
 
 
 def records(folder: Path) -> str:
@@ -226,7 +195,7 @@ def taught(folder: Path) -> str:
     every = []
     for name, notebook in sources.notebooks(folder).items():
         if pool := results.pool(name, CLASS, folder):
-            facts = dict(line.split(": ", 1) for line in notebook.head(CLASS) if ": " in line)
+            facts = notebook.facts(CLASS)
             theirs = [value.value for value in pool.values(facts["See"]).values()]
             every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
     return page("taught", pools=every)
@@ -234,14 +203,9 @@ def taught(folder: Path) -> str:
 
 def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
-    pools = results.pools("together", folder).values()
-    lines = [
-        line
-        for pool in pools
-        for question in QUESTIONS
-        if (line := findings.answer(pool, *question))
-    ]
-    return page("which", lines=lines)
+    asked = product(results.pools("together", folder).values(), QUESTIONS)
+    answers = (findings.answer(pool, *question) for pool, question in asked)
+    return page("which", lines=[*filter(None, answers)])
 
 
 def designs(folder: Path) -> str:
@@ -251,7 +215,8 @@ def designs(folder: Path) -> str:
         for protocol in notebook.protocols:
             head = notebook.head(protocol)
             if any(line.startswith("Decided before the first run") for line in head):
-                facts = {k: x[len(k) + 2 :] for x in head for k in DECIDED if x.startswith(f"{k}:")}
+                told = notebook.facts(protocol)
+                facts = {name: text for name, text in told.items() if name in DECIDED}
                 said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
                         for x in head)  # fmt: skip
                 prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
@@ -341,7 +306,7 @@ def badge(run: Run, folder: Path) -> str:
         "cores": f"{machine['cores']} × {machine['cpu']}",
         "accelerator": machine["accelerator"],
         "date": manifest["date"][:10],
-        "commit": commit(run),
+        "commit": commit(manifest.get("commit")),
         "set by the reader": ", ".join(f"{k} = {v}" for k, v in manifest["overrides"].items()),
     }
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from moebook.results import COMMITTED, TIERS, Pool, Run
 from moebook.results.pools import CLASS
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
-REPLACES = "Replaces: "  # in a protocol's head: the older design of the same question
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,10 @@ class Notebook:
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
 
+    def facts(self, protocol: str) -> dict[str, str]:
+        """Return what the head says by name: ``Seeds: 0-9``."""
+        return dict(line.split(": ", 1) for line in self.head(protocol) if ": " in line)
+
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
@@ -112,8 +115,8 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 def replaced(folder: Path, name: str, protocols: Collection[str]) -> set[str]:
     """Return in whose place protocols of a notebook stand, as their heads say."""
     paths = _paths(folder)
-    heads = chain.from_iterable(map(read(paths[name]).head, protocols)) if name in paths else ()
-    return {line.removeprefix(REPLACES) for line in heads if line.startswith(REPLACES)}
+    heads = map(read(paths[name]).facts, protocols) if name in paths else ()
+    return {head["Replaces"] for head in heads if "Replaces" in head}
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -199,11 +199,6 @@ class Row:
         return self.best.label if self.best else waiting
 
     @property
-    def by_protocol(self) -> dict[str, Measurement]:
-        """Its measurements by the names of their pools."""
-        return {measured.pool.protocol: measured for measured in self.measurements}
-
-    @property
     def committed(self) -> Row:
         """The same without the runs that this build's pages show."""
         kept = tuple(one for one in self.measurements if one.pool.tier in COMMITTED)

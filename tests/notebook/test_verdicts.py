@@ -146,7 +146,7 @@ def test_the_highest_scale_that_may_decide_gives_the_verdict_and_its_unit_must_f
     other = against("study", [0.3, 0.31, 0.32], base="smollm2")
     pools = [against("gpu", [0.3]), other, against("study", STUDY), against("cpu", [0.3])]
     judged = row(DIRECTION, pools)
-    assert list(judged.by_protocol) == ["cpu", "nano", "smollm2", "gpu"]
+    assert [one.pool.protocol for one in judged.measurements] == ["cpu", "nano", "smollm2", "gpu"]
     assert judged.best is judged.measurements[2] and judged.label == "direction fails"
     assert judged.committed.measurements == judged.measurements[1:]
     values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
