@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moebook import cli, results
-from moebook.results import Run
+from moebook.results import Run, store
 from tests.notebook.conftest import make_project
 
 PARAMETERS = """\
@@ -93,7 +93,7 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     for notebook, protocol in (("toy", "nano"), ("bench", "cpu")):
         run = Run(notebook, protocol, "study", 0, (), manifest=manifest)
         place = project / "results" / notebook / protocol
-        results.keep(run, place / "0.parquet", project)
+        store.keep(run, place / "0.parquet", project)
     assert cli.main(["verify"]) == 0
     assert capsys.readouterr().out == (
         "ok    results/bench/cpu: seeds 0 agree; of 2026-01-02; code unchanged\n"

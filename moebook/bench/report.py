@@ -17,7 +17,8 @@ import pandas as pd
 from moebook import results, runtime
 from moebook.bench.running import OPS, ROUNDS, STATED, installed, slug
 from moebook.errors import Refusal
-from moebook.results import BENCH, Run, Value
+from moebook.results import Run, Value, store
+from moebook.results.store import BENCH
 
 UNITS = {"seconds": "seconds", "wall": "seconds", "ratio": "ratio",
          "memory": "bytes", "kept": "bytes"}  # fmt: skip
@@ -149,7 +150,7 @@ def write(
         },
     )
     path = folder / "results" / BENCH / run.protocol / "0.parquet"
-    results.keep(run, path, folder)
+    store.keep(run, path, folder)
     return path
 
 
@@ -171,7 +172,7 @@ def _values(ran: pd.DataFrame, growth: pd.DataFrame, roof: Mapping[str, float]) 
 def recorded(start: Path | None = None) -> dict[str, Run]:
     """Read the committed runs by the machine's name (``cpu``, a GPU's); none outside a project."""
     try:
-        pools = results.pools(BENCH, results.root(start))
+        pools = store.pools(BENCH, results.root(start))
     except Refusal as refusal:
         if refusal.code != "E-PATH":
             raise

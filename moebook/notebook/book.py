@@ -16,6 +16,7 @@ from moebook.errors import Refusal, located, refuse
 from moebook.notebook import findings, moving, pages, plans, runner, sources, study, verdicts
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
+from moebook.results import store
 
 COMMAND = "from jupyter_book.cli.main import main; main()"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -49,7 +50,7 @@ def execute(tier: str, only: str | None, folder: Path) -> None:
 
 def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
     """Longest first, so that the last one to end is a short one; findings after all others."""
-    shown = results.live(notebook.name, folder)
+    shown = store.live(notebook.name, folder)
     return notebook.findings, -(shown.runs[0].manifest["seconds"] or 0) if shown else 0.0
 
 

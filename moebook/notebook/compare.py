@@ -11,9 +11,9 @@ from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.models import checkpoint
 from moebook.notebook import publish, sources, verdicts
-from moebook.results import TIERS, Pool, Run
+from moebook.results import TIERS, Run, store
 from moebook.results.intervals import CONFIDENCE, another
-from moebook.results.pools import CLASS
+from moebook.results.store import CLASS, Pool
 
 UNKNOWN = "unknown"
 
@@ -36,7 +36,7 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
 
     A run that is merely behind the code does not fail.
     """
-    faults, shown = results.unsealed(folder), folder / "book" / "notebooks"
+    faults, shown = store.unsealed(folder), folder / "book" / "notebooks"
     pools = {path for path in (folder / "results").glob("*/*") if path.is_dir()} | faults.keys()
     pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
              for path in shown.glob(f"*.{kind}")}  # fmt: skip
@@ -58,10 +58,10 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
         if path.parent.name == "banks":
             seals = [checkpoint.verify(lora) for lora in sorted(path.iterdir())]
             return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
-        pool = results.pool(path.parent.name, path.name, folder)
+        pool = store.pool(path.parent.name, path.name, folder)
         if pool is None:
             return Finding(place, (*faults, "it holds no run"))
-        if pool.notebook != results.BENCH:
+        if pool.notebook != store.BENCH:
             sources.find(folder, pool.notebook).agrees(pool)
         seeds = ", ".join(map(str, pool.seeds))
         since = results.since(pool.last, folder)
@@ -93,7 +93,7 @@ def compare(path: Path, folder: Path) -> str:
     the notebook has no claims.
     """
     mine = publish.read_notebook(path, folder)
-    book = list(results.pools(mine.notebook, folder, shown=True).values())
+    book = list(store.pools(mine.notebook, folder, shown=True).values())
     if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
         refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")
     lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
@@ -118,7 +118,7 @@ def _taught(mine: Run, folder: Path) -> Pool | None:
     notebook = sources.find(folder, mine.notebook)
     apart = lambda p: (len(mine.settings.items() - notebook.design(p).items()), p != CLASS)  # noqa: E731
     nearest = min(notebook.protocols, key=apart)
-    return results.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
+    return store.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
 
 
 def _differences(mine: Run, other: Run) -> list[str]:

@@ -14,8 +14,9 @@ from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
 from moebook.plotting.charts import COLUMNS
-from moebook.results import Pool
+from moebook.results import store
 from moebook.results.intervals import interval, p_value
+from moebook.results.store import Pool
 
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
@@ -47,7 +48,7 @@ def sentence(row: Row) -> str:
     if best is None:
         return f"{claim.sentence} **Not run** at a scale that can test it."
     name = best.pool.protocol
-    where = f"in {name}" if name == results.LIVE else f"at scale {name}"
+    where = f"in {name}" if name == store.LIVE else f"at scale {name}"
     word = LABELS[row.label]
     notes = [
         f"{claim.sentence} **{word[0].upper()}{word[1:]}** {where}: {_numbers(best)}",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from moebook import papers, results
+from moebook import papers
 from moebook.methods import pesc, rocket
 from moebook.methods.pesc.measuring import HOSTS
 from moebook.models.skeleton import configuration
 from moebook.notebook.pages import page
-from moebook.results import Run
+from moebook.results import Run, store
 
 SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
            num_key_value_heads""".split()
@@ -67,7 +67,7 @@ def selection(folder: Path) -> str:
 def _recorded(notebook: str, kind: str, folder: Path) -> list[tuple[Run, str, dict[str, Any]]]:
     """Find curves ``notebook/kind/task/measure/key``: run, task, and points by measure and key."""
     found = []
-    pools = results.pools(notebook, folder, shown=True).values()
+    pools = store.pools(notebook, folder, shown=True).values()
     for pool in sorted(pools, key=lambda pool: pool.rank, reverse=True):
         tasks: dict[str, dict[str, Any]] = {}
         for curve in pool.last.curves:
@@ -82,4 +82,4 @@ def _recorded(notebook: str, kind: str, folder: Path) -> list[tuple[Run, str, di
 def _name(run: Run, task: str) -> str:
     """Name a task, the base and the scale, as the reader chooses it."""
     base = str(run.settings["base"]).partition("@")[0].rpartition("/")[2]
-    return f"{task} on {base}" if run.tier in results.COMMITTED else f"{task} on {base}, this build"
+    return f"{task} on {base}" if run.tier in store.COMMITTED else f"{task} on {base}, this build"

@@ -29,10 +29,10 @@ from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
-from moebook.results import COMMITTED, LIVE, Run, Value, since
+from moebook.results import Run, Value, since, store
 from moebook.results.intervals import another, sees
-from moebook.results.pools import CLASS
 from moebook.results.runs import restored
+from moebook.results.store import CLASS, COMMITTED, LIVE
 
 TITLES = {
     "bases": "Base and tasks",
@@ -184,8 +184,8 @@ def audit(every: Sequence[Finding]) -> str:
 def records(folder: Path) -> str:
     """Return the list of recorded runs: their seeds and cost, their day, what changed since."""
     names = [name for name, one in sources.notebooks(folder).items() if not one.findings]
-    pools = [pool for name in names for pool in results.pools(name, folder).values()]
-    others = ((results.pool(name, CLASS, folder), results.live(name, folder)) for name in names)
+    pools = [pool for name in names for pool in store.pools(name, folder).values()]
+    others = ((store.pool(name, CLASS, folder), store.live(name, folder)) for name in names)
     pools += [pool for pair in others for pool in pair if pool]
     return page("records", pools=pools, folder=folder)
 
@@ -194,7 +194,7 @@ def taught(folder: Path) -> str:
     """Return what a course can change in each notebook: the heads of its protocols, its pools."""
     every = []
     for name, notebook in sources.notebooks(folder).items():
-        if pool := results.pool(name, CLASS, folder):
+        if pool := store.pool(name, CLASS, folder):
             facts = notebook.facts(CLASS)
             theirs = [value.value for value in pool.values(facts["See"]).values()]
             every.append((pool, facts, sum(theirs) / len(theirs), another(theirs)))
@@ -203,7 +203,7 @@ def taught(folder: Path) -> str:
 
 def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
-    asked = product(results.pools("together", folder).values(), QUESTIONS)
+    asked = product(store.pools("together", folder).values(), QUESTIONS)
     answers = (findings.answer(pool, *question) for pool, question in asked)
     return page("which", lines=[*filter(None, answers)])
 
@@ -220,16 +220,14 @@ def designs(folder: Path) -> str:
                 said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
                         for x in head)  # fmt: skip
                 prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
-                ran = results.pool(name, protocol, folder)
+                ran = store.pool(name, protocol, folder)
                 every.append((name, protocol, facts | _chance(name, facts, folder), prose, ran))
     return page("designs", designs=every)
 
 
 def _chance(name: str, facts: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Simulate the chance to see the smallest effect, from the spread of the pool on record."""
-    if not {*facts} >= {*DECIDED[:4]} or not (
-        pool := results.pool(name, facts[DECIDED[3]], folder)
-    ):
+    if not {*facts} >= {*DECIDED[:4]} or not (pool := store.pool(name, facts[DECIDED[3]], folder)):
         return {}
     value, reference = facts[DECIDED[0]].split(" less ")
     number = len(study.seeds(facts[DECIDED[2]]))
@@ -311,5 +309,5 @@ def badge(run: Run, folder: Path) -> str:
     }
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
     where = f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
-    pools = results.pools(run.notebook, folder)
+    pools = store.pools(run.notebook, folder)
     return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)

@@ -19,8 +19,8 @@ from moebook import results
 from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
-from moebook.results import COMMITTED, TIERS, Pool, Run
-from moebook.results.pools import CLASS
+from moebook.results import TIERS, Run, store
+from moebook.results.store import CLASS, COMMITTED, Pool
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
@@ -162,10 +162,10 @@ def overview(folder: Path) -> str:
 
 
 def _block(notebook: Notebook, folder: Path) -> str:
-    pools = results.pools(notebook.name, folder)
-    if shown := results.live(notebook.name, folder):
+    pools = store.pools(notebook.name, folder)
+    if shown := store.live(notebook.name, folder):
         pools.setdefault(shown.last.protocol, shown)
-    if taught := results.pool(notebook.name, CLASS, folder):
+    if taught := store.pool(notebook.name, CLASS, folder):
         pools[CLASS] = taught
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]

@@ -29,8 +29,8 @@ from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import ALL
-from moebook.results import COMMITTED, Pool, Run
-from moebook.results.pools import CLASS
+from moebook.results import Run, store
+from moebook.results.store import CLASS, COMMITTED, Pool
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 START = """
@@ -130,7 +130,7 @@ def study(
             if p == CLASS or notebook.settings(p)["tier"] in COMMITTED]  # fmt: skip
     if protocol not in kept:
         refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(kept)}")
-    if pool := results.pool(name, protocol, folder):
+    if pool := store.pool(name, protocol, folder):
         notebook.agrees(pool)
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")
     if arms and default is None:
@@ -222,11 +222,11 @@ def add(run: Run, folder: Path) -> Path:
     place = folder / "results" / run.notebook / run.protocol
     with results.locked(folder / "runs" / f"{run.notebook}-{run.protocol}.lock", wait=True):
         results.sweep(place)
-        pool = results.pool(run.notebook, run.protocol, folder)
+        pool = store.pool(run.notebook, run.protocol, folder)
         Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
         names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
         path = next(place / name for name in names if not (place / name).exists())
-        results.keep(run, path, folder)
+        store.keep(run, path, folder)
     return path
 
 

@@ -18,8 +18,9 @@ from moebook import papers, results
 from moebook.errors import refuse
 from moebook.notebook import sources
 from moebook.papers import Claim
-from moebook.results import COMMITTED, Pool
+from moebook.results import store
 from moebook.results.intervals import CONFIDENCE, interval, p_value
+from moebook.results.store import COMMITTED, Pool
 
 SEEDS = 3  # that a comparison needs to be decided
 LABELS = {  # as a reader should meet them: what each is called where there is little room
@@ -224,7 +225,7 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
     """
     claims, pools = papers.claims(), dict[str, list[Pool]]()
     for name in {claim.run for claim in claims}:
-        every = results.pools(name, folder, shown=live)
+        every = store.pools(name, folder, shown=live)
         old = sources.replaced(folder or results.root(), name, every)
         pools[name] = [every[protocol] for protocol in sorted(every, key=old.__contains__)]
     rows = [row(claim, pools[claim.run]) for claim in claims]

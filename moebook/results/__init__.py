@@ -1,4 +1,4 @@
-"""Results of executed notebooks: values, runs, pools of runs, and the code that made them."""
+"""Results of executed notebooks: values, runs, and what code made them; pools are in `store`."""
 
 from moebook.results.documents import formed, read_ipynb, read_json, read_places, read_yaml
 from moebook.results.files import (
@@ -12,5 +12,4 @@ from moebook.results.files import (
     sweep,
     write,
 )
-from moebook.results.pools import BENCH, COMMITTED, LIVE, Pool, keep, live, pool, pools, unsealed
 from moebook.results.runs import TIERS, UNITS, Curve, Run, Value, plain, read_run, since, write_run

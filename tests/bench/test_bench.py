@@ -20,6 +20,7 @@ from moebook.bench.case import Case, Product
 from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
 from moebook.methods.rocket import shards
+from moebook.results import store
 
 CPU = torch.device("cpu")
 
@@ -232,7 +233,7 @@ def test_a_run_on_a_gpu_has_its_name_and_one_beside_it_is_of_the_cpu(tiny, proje
     frame.attrs["device"] = "cuda"
     run = results.read_run(report.write(project, frame, pd.DataFrame(), {}))
     assert (run.protocol, run.tier) == ("nvidia_h200", "gpu")
-    assert results.pools("bench", project)["nvidia_h200"].runs == (run,)
+    assert store.pools("bench", project)["nvidia_h200"].runs == (run,)
     run = results.read_run(report.write(project, tiny, pd.DataFrame(), {}))
     used = run.manifest["environment"]
     assert (used["accelerator"], used["accelerator_memory"], run.tier) == (None, None, "cpu")

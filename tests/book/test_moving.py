@@ -12,8 +12,9 @@ import pytest
 from moebook import papers
 from moebook.methods import pesc, rocket
 from moebook.notebook import moving, pages, verdicts
-from moebook.results import Pool, Run, Value, write_run
+from moebook.results import Run, Value, write_run
 from moebook.results.runs import Curve
+from moebook.results.store import Pool
 
 pytestmark = pytest.mark.browser
 BOOK = Path(__file__).parents[2] / "book"

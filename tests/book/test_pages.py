@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moebook import papers, results
+from moebook import papers
 from moebook.notebook import pages, verdicts
 from moebook.papers.arithmetic import Finding
-from moebook.results import LIVE, Pool, Run, Value, write, write_run
+from moebook.results import Run, Value, store, write, write_run
+from moebook.results.store import LIVE, Pool
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -91,9 +92,7 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
     for pool, committed in ((_pool(0.8, tier="cpu"), False), (_pool(0.8), True)):
         page = pages.page("ledger", rows=[verdicts.row(CLAIM, [pool])], places=pages.Places(folder))
         assert 'href="notebooks/01_pesc.html#dense-against-sparse"' in page
-        assert re.search(
-            r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page
-        )
+        assert re.search(r'href="https://example.org/r/blob/b/moebook/methods/pesc/\w', page)
         assert ('href="notebooks/01_pesc_findings.html"' in page) == committed
     for claim in {claim.function: claim for claim in papers.claims()}.values():
         file, _, line = pages.Places(ROOT).code(claim).partition("/blob/main/")[2].partition("#L")
@@ -212,7 +211,7 @@ def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_ru
 
 
 def test_which_method_asks_what_every_run_measures_of_each_pool_with_three_seeds(tmp_path):
-    pools = results.pools("together", ROOT).values()
+    pools = store.pools("together", ROOT).values()
     enough = sum(len(pool.seeds) >= 3 for pool in pools)
     page = pages.which(ROOT)
     asked = [question for question, measure in pages.QUESTIONS if measure in ("nll", "forgotten")]

@@ -30,7 +30,7 @@ from moebook.notebook import book, pages, sources
 from moebook.notebook.compare import compare, verify
 from moebook.notebook.session import VALUE
 from moebook.papers import printed
-from moebook.results import Curve, Run, Value
+from moebook.results import Curve, Run, Value, store
 from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
 
@@ -198,7 +198,7 @@ def make_project(folder: Path, get: Get) -> None:
         if "book" in place:
             results.write_run(folder / place, run)
         else:
-            results.keep(run, folder / place, folder)
+            store.keep(run, folder / place, folder)
 
 
 def verified(name: str | None, shown: Callable[[Path], Any]) -> Callable[[Path], Any]:
@@ -330,8 +330,8 @@ def make_recipe(folder: Path, get: Get) -> None:
 
 PESC, ESFT, ROCKET = (checkpoint(method, name, config) for method, name, config in (
     (pesc, "pesc", DENSE), (esft, "esft", SPARSE), (mixture, "rocket", DENSE)))  # fmt: skip
-POOL = verified("toy", lambda folder: repr(results.pools("toy", folder)))
-BENCH = verified("bench", lambda folder: repr(results.pools("bench", folder)))
+POOL = verified("toy", lambda folder: repr(store.pools("toy", folder)))
+BENCH = verified("bench", lambda folder: repr(store.pools("bench", folder)))
 PAGE = verified("toy", page)
 PROMISED: list[tuple[Any, dict[str, Callable[[Path], Any]]]] = [
     (make_checkpoints, {

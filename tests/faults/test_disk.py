@@ -19,7 +19,7 @@ from moebook import results
 from moebook.errors import Refusal
 from moebook.models import checkpoint
 from moebook.notebook import book
-from moebook.results import Run, Value
+from moebook.results import Run, Value, store
 from moebook.training.checkpoints import History, Store
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
@@ -141,13 +141,13 @@ def published(folder: Path) -> Any:
 
 def keep(folder: Path, value: int) -> None:
     """A run of a study in its pool."""
-    results.keep(run(value), folder / "results" / "toy" / "nano" / f"{value}.parquet", folder)
+    store.keep(run(value), folder / "results" / "toy" / "nano" / f"{value}.parquet", folder)
 
 
 def kept(folder: Path) -> Any:
-    if results.unsealed(folder):
+    if store.unsealed(folder):
         return None  # a whole run that the list lacks, which `verify` tells
-    pools = results.pools("toy", folder)
+    pools = store.pools("toy", folder)
     return [one.values[0].value for one in pools["nano"].runs] if pools else []
 
 
@@ -189,5 +189,5 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times
         # Where all is new, a lock may be left that could not be removed, until the next sweep.
         rest = [name for name in left(folder) if found != after or not name.endswith(".lock")]
         assert state(folder) == after and not rest, f"call {at}: {rest}"
-        assert not results.unsealed(folder)
+        assert not store.unsealed(folder)
     assert told > len(every) / 6

@@ -21,7 +21,7 @@ from moebook.errors import Refusal
 from moebook.notebook import book, runner, sources, study
 from moebook.notebook.compare import verify
 from moebook.notebook.session import VALUE
-from moebook.results import Value, plain
+from moebook.results import Value, plain, store
 from tests.notebook.conftest import make_project
 
 PARAMETERS = """\
@@ -97,7 +97,7 @@ def test_aligned_writers_tear_nothing(tmp_path, monkeypatch, processes, times, f
             count["torn"] += len({*hashes}) > 1 or shown != plain(run.values[0])
         findings = verify(None, folder)
         assert len(findings) == 2 and not any(finding.failures for finding in findings), findings
-        assert {*results.pool("toy", "nano", folder).arms.values()} == {tuple(range(ROUNDS))}
+        assert {*store.pool("toy", "nano", folder).arms.values()} == {tuple(range(ROUNDS))}
         left = {path.name for end in ("lock", "part") for path in folder.rglob(f"*.{end}")}
         assert left == {"requirements.lock"}
     figures("store", f"{processes} processes", **count)

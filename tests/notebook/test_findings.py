@@ -9,7 +9,8 @@ from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import findings
 from moebook.notebook.verdicts import row
-from moebook.results import Curve, Pool, Run, Value
+from moebook.results import Curve, Run, Value
+from moebook.results.store import Pool
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
 BOUND = replace(

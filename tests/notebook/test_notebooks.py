@@ -13,6 +13,7 @@ from papermill.translators import PythonTranslator
 from moebook import results
 from moebook.notebook import parameters, session, sources
 from moebook.notebook.session import NOTE, VALUE
+from moebook.results import store
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sources.notebooks(ROOT)
@@ -97,7 +98,7 @@ def test_findings_are_drawn_from_the_pools_that_are_there(name, run, here):
 
 @pytest.mark.parametrize("name", [name for name in RUN if "class" in NOTEBOOKS[name].protocols])
 def test_a_course_has_a_change_to_try_and_runs_of_at_most_90_seconds_that_record_what_to_see(name):
-    notebook, pool = NOTEBOOKS[name], results.pool(name, "class", ROOT)
+    notebook, pool = NOTEBOOKS[name], store.pool(name, "class", ROOT)
     facts = dict(line.split(": ", 1) for line in notebook.head("class"))
     assert [*facts] == ["Try", "See", "Ask"]
     assert parameters.read_options(notebook.parameters, [facts["Try"]])

@@ -19,7 +19,7 @@ from moebook import cli, results
 from moebook.errors import Refusal
 from moebook.notebook import study
 from moebook.notebook.study import Job, side_by_side
-from moebook.results import Run
+from moebook.results import Run, store
 from tests.refusals import refused
 
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
@@ -71,7 +71,7 @@ def ended(folder, seconds=10.0):
 
 def stored(folder):
     """The runs in the pool of the toy: reading it checks every file."""
-    pool = results.pool("toy", "nano", folder)
+    pool = store.pool("toy", "nano", folder)
     return pool.runs if pool else ()
 
 
@@ -307,7 +307,7 @@ def test_tasks_of_a_slurm_array_fill_one_pool_at_once(cloned, staging, tmp_path)
     ends = [each.communicate(timeout=200) for each in tasks]
     assert [each.returncode for each in tasks] == [0, 0, 1], ends
     assert [(run.seed, run.arms) for run in stored(cloned)] == [(3, ("left",)), (4, ("left",))]
-    assert results.unsealed(cloned) == {}, "the list of hashes has both"
+    assert store.unsealed(cloned) == {}, "the list of hashes has both"
 
 
 def mill(source, copy, *options):

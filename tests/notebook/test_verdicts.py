@@ -13,7 +13,8 @@ from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import verdicts
 from moebook.notebook.verdicts import amount, chance, row
-from moebook.results import TIERS, Pool, Run, Value, write_run
+from moebook.results import TIERS, Run, Value, write_run
+from moebook.results.store import Pool
 
 DIRECTION = replace(
     papers.claim("pesc.sparse-beats-dense"), id="pesc.test", claimed=0.02, tolerance=0.01,

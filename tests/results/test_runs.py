@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moebook import results
-from moebook.results import Curve, Pool, Run, Value
+from moebook.results import Curve, Run, Value, store
 from moebook.results.runs import HEAD, rounded
+from moebook.results.store import Pool
 from tests.refusals import refused
 
 NO_RUN = "no run of moebook"
@@ -184,11 +185,11 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tm
     for run in (large, ONE, replace(ONE, protocol="a100", tier="gpu")):
         results.write_run(tmp_path / "results" / "toy" / run.protocol / "0.parquet", run)
     (tmp_path / "results" / "toy" / "empty").mkdir()
-    assert list(results.pools("toy", tmp_path)) == ["nano", "big", "a100"]
-    assert results.pools("other", tmp_path) == {} and results.live("toy", tmp_path) is None
+    assert list(store.pools("toy", tmp_path)) == ["nano", "big", "a100"]
+    assert store.pools("other", tmp_path) == {} and store.live("toy", tmp_path) is None
     page = tmp_path / "book" / "notebooks" / "01_toy.parquet"
     results.write_run(page, replace(ONE, protocol="cpu", tier="cpu"))
-    shown = results.live("toy", tmp_path)
+    shown = store.live("toy", tmp_path)
     assert shown is not None and (shown.tier, list(shown.seeds)) == ("cpu", [0])
     results.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
-    refused(r"E-POOL: .*1\.parquet is a run of toy at big; move it", results.pools, "toy", tmp_path)
+    refused(r"E-POOL: .*1\.parquet is a run of toy at big; move it", store.pools, "toy", tmp_path)
