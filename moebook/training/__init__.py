@@ -1,4 +1,9 @@
 """Training: one visible loop over accelerate, its batches and its checkpoints."""
 
+from accelerate.utils import parse_flag_from_env
+
 from moebook.training.batches import nats
 from moebook.training.loop import History, Recipe, fit, step_memory
+
+if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # accelerate's launcher was told of FSDP
+    from moebook.training.sharding import fit

@@ -22,8 +22,10 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -32,7 +34,6 @@ from moebook.errors import located, refuse, told
 from moebook.models import checkpoint
 from moebook.runtime import RESUME, environment, processes, versions
 from moebook.settings import record, settings
-from moebook.training import sharding
 
 KEPT = 2
 PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
@@ -93,6 +94,7 @@ class Store:
     every: Annotated[int, Field(ge=1)]
     marks: frozenset[int] = frozenset()
     asked: bool = True
+    shards: Any = None  # `training.sharding`, where each process has a part of what trains
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -133,8 +135,8 @@ class Store:
         files = {FACTS: json.dumps(facts).encode()}
         target = self.folder / f"step-{step}"
         try:
-            if isinstance(model, FSDPModule):
-                sharding.write(target, tensors, files, step=step, **machine)
+            if self.shards:
+                self.shards.write(target, tensors, files, step=step, **machine)
             else:
                 files[TENSORS] = checkpoint.packed(tensors)
                 checkpoint.write(target, files, step=step, **machine)
@@ -168,10 +170,10 @@ class Store:
             shown = ", ".join(f"{key} {old.get(key)} -> {self.run[key]}" for key in changed)
             refuse("E-CONFIGDIFF", f"{self.folder} holds another run ({shown}); name a new folder")
         whole = path / TENSORS
-        if whole.is_file() and not isinstance(model, FSDPModule):
+        if whole.is_file() and not self.shards:
             tensors = checkpoint.unpacked(whole)
         else:
-            tensors = sharding.read(path, _likenesses(model, optimizer))
+            tensors = _read(path, _changing(model) | _moments(_order(model, optimizer)))
         restore(model, optimizer, tensors)
         rates.last_epoch = step
         for group, factor in zip(optimizer.param_groups, rates.lr_lambdas, strict=True):
@@ -223,9 +225,22 @@ def restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) 
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(state.values()))})
 
 
-def _likenesses(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything that a checkpoint of the model may hold, by name."""
-    return _changing(model) | _moments(_order(model, optimizer))
+def _read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read a folder's tensors into the shards of their likenesses; one without stays on meta."""
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        refuse("E-FORMAT", f"{folder} holds files that are not safetensors ({error})")
+    tensors, odd = {}, {}
+    for name, kept in found.items():
+        kind = (kept.size, kept.properties.dtype)
+        if name in like and (like[name].shape, like[name].dtype) == kind:
+            tensors[name] = torch.empty_like(like[name])
+        else:
+            odd[name] = torch.empty(kept.size, dtype=kept.properties.dtype, device="meta")
+    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    return tensors | odd
 
 
 def _moments(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

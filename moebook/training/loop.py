@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset as Rows
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -33,7 +33,7 @@ from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest, vocabulary
 from moebook.settings import Count, Positive, Share, settings
-from moebook.training import checkpoints, sharding
+from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
 
@@ -83,6 +83,7 @@ def fit(
     pad_id: int = 0,
     output: str | Path | None = None,
     every: int = 500,
+    shards: Any = None,
     **recipe: Any,
 ) -> History:
     """Train the parameters that require a gradient on the labelled tokens of the rows, with AdamW.
@@ -92,12 +93,12 @@ def fit(
     interrupted and goes on. Random states and training mode stay as they were.
 
     Under ``accelerate launch`` every process trains on its part of every batch, data parallel or by
-    FSDP2 (`training.sharding`); all share the folder of checkpoints. Loss and penalty are means
-    over the whole batch: one process or several, whole or accumulated, give the same numbers up to
-    rounding, but dropout draws others, and a balance loss (the product of two means) is that of
-    each part. With FSDP2 a penalty gets the model in shards, a milestone the whole one, in every
-    process; what breaks training off, but for a refused step, leaves the model empty (E-PROCESS:
-    another process has ended).
+    FSDP2 (``shards``, which `training` sets there); all share the folder of checkpoints. Loss and
+    penalty are means over the whole batch: one process or several, whole or accumulated, give the
+    same numbers up to rounding, but dropout draws others, and a balance loss (the product of two
+    means) is that of each part. With FSDP2 a penalty gets the model in shards, a milestone the
+    whole one, in every process; what breaks training off, but for a refused step, leaves the model
+    empty (E-PROCESS: another process has ended).
 
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
@@ -111,18 +112,18 @@ def fit(
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
-    rank, _ = runtime.processes()
     device = next(model.parameters()).device
     with ExitStack() as cleanup:
         cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         cleanup.callback(model.train, model.training)
         marks = frozenset(step for steps, _ in milestones for step in steps)
-        accelerator, shards = _accelerator(model, plan)
+        accelerator, shards = _accelerator(model, plan, shards)
         store = _store(model, plan, batches, total, output, every, marks, shards)
-        cleanup.enter_context(store.locked() if store and rank == 0 else nullcontext())
+        if store and accelerator.is_main_process:
+            cleanup.enter_context(store.locked())
         cleanup.enter_context(_together())
         accelerator.wait_for_everyone()  # whoever held the folder has gone
-        trained = sharding.twin(model) if shards else model
+        trained = shards.twin(model) if shards else model
         wrapped, adamw = accelerator.prepare(trained, _optimizer(trained, plan))
         warmup = math.ceil(plan.warmup * total)
         name = SCHEDULES.get(plan.schedule, plan.schedule)
@@ -130,9 +131,8 @@ def fit(
         options = falling if plan.schedule == "wsd" else None
         rates = get_scheduler(name, adamw, warmup, total, scheduler_specific_kwargs=options)
         measure = partial(_measure, model, trained, milestones)
-        history = History(milestones=[{} for _ in milestones])
-        history = _resumed(store, (trained, adamw, rates), history, measure, marks, total)
-        sharding.release(model, trained)
+        history = _resumed(store, (trained, adamw, rates), len(milestones), measure, marks, total)
+        _release(model, trained)
         left = range(len(history.step), total)
         began = time.perf_counter() - (history.seconds or [0.0])[-1]
         for step in runtime.progress(left, label, len(left)):
@@ -140,7 +140,7 @@ def fit(
             found = _gradient(accelerator, wrapped, batches, plan, step, penalty)
             if not math.isfinite(sum(found)):
                 trained.zero_grad()
-                sharding.gather(model, trained)
+                _gather(model, trained)
                 _stop(step, found, batches, store)
             adamw.step()
             rates.step()
@@ -152,7 +152,7 @@ def fit(
             if store:
                 _save_if_due(store, trained, adamw, history, total)
         accelerator.wait_for_everyone()  # the last checkpoint is there for all of them
-        sharding.gather(model, trained)
+        _gather(model, trained)
         _measure(model, model, milestones, total, history)
     return history
 
@@ -161,9 +161,8 @@ def _save_if_due(
     store: checkpoints.Store, trained: nn.Module, adamw: Optimizer, history: History, total: int
 ) -> None:
     """Save a checkpoint if the first process says so: it alone, or with FSDP2 all of them."""
-    first, shards = runtime.processes()[0] == 0, isinstance(trained, FSDPModule)
-    due = first and store.due(history.seconds, total, trained)
-    if shards:
+    due = runtime.processes()[0] == 0 and store.due(history.seconds, total, trained)
+    if store.shards:
         (due,) = broadcast_object_list([due])
     if due:
         # A disk may be full: that ends no training that was not asked to save.
@@ -197,7 +196,7 @@ def _together() -> Iterator[None]:
 
 def _store(
     model: nn.Module, plan: Recipe, batches: Batches, total: int, output: str | Path | None,
-    every: int, marks: frozenset[int], shards: bool,
+    every: int, marks: frozenset[int], shards: Any,
 ) -> checkpoints.Store | None:  # fmt: skip
     """Name the folder that was asked for, or that of a notebook's run; else there is none."""
     if output is None and runtime.RESUME not in os.environ:
@@ -207,15 +206,16 @@ def _store(
     name = run if shards else run | {"processes": runtime.processes()[1]}
     place = checkpoints.place(model, name) if output is None else Path(output)
     (folder,) = broadcast_object_list([place])  # others may be on another machine
-    made = {"run": run, "every": every, "marks": marks, "asked": output is not None}
-    return checkpoints.Store(folder=folder, **made) if folder else None
+    made = {"run": run, "every": every, "marks": marks, "shards": shards}
+    return checkpoints.Store(folder=folder, asked=output is not None, **made) if folder else None
 
 
 def _resumed(
     store: checkpoints.Store | None, state: tuple[nn.Module, Optimizer, LambdaLR],
-    history: History, measure: Callable[[int, History], None], marks: frozenset[int], total: int,
+    milestones: int, measure: Callable[[int, History], None], marks: frozenset[int], total: int,
 ) -> History:  # fmt: skip
     """Go to the newest checkpoint; what was measured before it is measured anew, from its mark."""
+    history = History(milestones=[{} for _ in range(milestones)])
     steps = store.steps() if store else []
     newest = max(steps, default=0)
     if missed := marks - {0, *steps, *range(newest, total + 1)}:
@@ -232,14 +232,15 @@ def _resumed(
     return history
 
 
-def _accelerator(model: nn.Module, plan: Recipe) -> tuple[Accelerator, bool]:
-    """Join the other processes; return whether FSDP2 is to shard what they train."""
+def _accelerator(model: nn.Module, plan: Recipe, shards: Any) -> tuple[Accelerator, Any]:
+    """Join the other processes; return what shards, if FSDP2 is to shard what they train."""
     AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
-    shards = sharding.adopt(accelerator)
-    if (kind := accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
+    shards = shards if shards and shards.adopt(accelerator) else None
+    known = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP" if shards else "")
+    if (kind := accelerator.distributed_type) not in known:
         refuse("E-CHOICE", f"{kind} is not supported: launch with --multi_gpu, or with FSDP2")
     if shards and plan.optimizer != "adamw":
         refuse("E-CHOICE", f"optimizer {plan.optimizer} takes no shards; with FSDP2 use adamw")
@@ -265,7 +266,7 @@ def _gradient(
         batch, share = batches.part(step, part, parts)
         batch = send_to_device(batch, accelerator.device)
         more = part + processes < parts
-        late = more and not isinstance(wrapped, FSDPModule)  # which would hold them whole
+        late = more and accelerator.distributed_type != "FSDP"  # which would hold them whole
         with accelerator.no_sync(wrapped) if late else nullcontext():
             with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=plan.bf16):
                 loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
@@ -285,20 +286,16 @@ def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         refuse("E-MODEL", "no parameter requires a gradient; nothing would be trained")
-    own = plan.rates or {}
-    at_own = {n: next((r for r in own if r in n.split(".")), None) for n, _ in trained}
-    if unused := own.keys() - set(at_own.values()):
+    rates, groups = plan.rates or {}, dict[Any, dict[str, Any]]()
+    for name, parameter in trained:
+        own = next((rate for rate in rates if rate in name.split(".")), None)
+        decay = plan.weight_decay if own is None and name in decayed else 0.0
+        new = {"params": [], "weight_decay": decay, "lr": rates.get(own, plan.lr)}
+        groups.setdefault((own, decay), new)["params"].append(parameter)
+    if unused := rates.keys() - {own for own, _ in groups}:
         refuse("E-NAME", f"rates names '{min(unused)}', but no such parameter is trained")
-    rest = [(n, p) for n, p in trained if at_own[n] is None]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in rest if (n in decayed) is decay], "weight_decay": rate}
-        for decay, rate in ((True, plan.weight_decay), (False, 0.0))
-    ]
-    for name, lr in own.items():
-        chosen = [p for n, p in trained if at_own[n] == name]
-        groups.append({"params": chosen, "weight_decay": 0.0, "lr": lr})
     if plan.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, fused=True)
+        return torch.optim.AdamW([*groups.values()], betas=plan.betas, fused=True)
     if not trained[0][1].is_cuda:
         refuse("E-DEVICE", f"optimizer {plan.optimizer} needs a GPU, the model is on none")
     try:
@@ -309,7 +306,29 @@ def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # for which 8 bits are too few, its authors say
             manager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
-    return optim.AdamW(groups, lr=plan.lr, betas=plan.betas, is_paged=True, optim_bits=bits)
+    return optim.AdamW([*groups.values()], betas=plan.betas, is_paged=True, optim_bits=bits)
+
+
+def _release(model: nn.Module, trained: nn.Module) -> None:
+    """Free what a model holds whole and its twin in shards."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = own.data.new_empty(0)
+
+
+def _gather(model: nn.Module, trained: nn.Module) -> None:
+    """Give a model all values of its twin; where it is its own twin it has them."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = part.detach().full_tensor()
+
+
+@contextmanager
+def _whole(model: nn.Module, trained: nn.Module) -> Iterator[None]:
+    """Give a model all values of its twin for the length of the block."""
+    _gather(model, trained)
+    yield
+    _release(model, trained)
 
 
 def _measure(
@@ -318,7 +337,7 @@ def _measure(
     """Call what belongs to a milestone with the whole model."""
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
         if step in steps:
-            with sharding.whole(model, trained), torch.random.fork_rng():
+            with _whole(model, trained), torch.random.fork_rng():
                 torch.manual_seed(step)  # whether the steps before it were done just now or not
                 measured[step] = measure(model)
 

@@ -1,5 +1,7 @@
 """FSDP2 by accelerate: what trains lies in shards among the processes, and so do its checkpoints.
 
+Loaded, and handed to `loop.fit`, where ``accelerate launch`` has been told of FSDP.
+
 `fully_shard` changes modules for good. So a twin is sharded: the model's modules over again, around
 the same tensors. While the twin trains the model is empty; where it is measured, and after the
 training, it is whole again, in every process. Accelerate shards on GPUs alone: `adopt` tells it to
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +26,9 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -33,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from moebook import runtime
 from moebook.errors import Refusal, refuse
 from moebook.models import checkpoint
+from moebook.training import loop
 
 Made = TypeVar("Made")
 
@@ -68,28 +72,6 @@ def twin(model: nn.Module) -> nn.Module:
         names = " and ".join(sorted(map(str, dtypes)))
         refuse("E-DTYPE", f"{names} train together; FSDP2 needs one dtype: load it in float32")
     return copy.deepcopy(model, {id(t): t for t in chain(model.parameters(), model.buffers())})
-
-
-def release(model: nn.Module, trained: nn.Module) -> None:
-    """Free what a model holds whole and its twin in shards."""
-    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
-        if isinstance(part, DTensor):
-            own.data = own.data.new_empty(0)
-
-
-def gather(model: nn.Module, trained: nn.Module) -> None:
-    """Give a model all values of its twin; where it is its own twin it has them."""
-    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
-        if isinstance(part, DTensor):
-            own.data = part.detach().full_tensor()
-
-
-@contextmanager
-def whole(model: nn.Module, trained: nn.Module) -> Iterator[None]:
-    """Give a model all values of its twin for the length of the block."""
-    gather(model, trained)
-    yield
-    release(model, trained)
 
 
 def agreed(work: Callable[[], Made]) -> Made:
@@ -140,19 +122,5 @@ def write(
         agreed(stack.close)
 
 
-def read(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read a folder's tensors into the shards of their likenesses; one without stays on meta."""
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        found = reader.read_metadata().state_dict_metadata
-    except SafetensorError as error:
-        refuse("E-FORMAT", f"{folder} holds files that are not safetensors ({error})")
-    tensors, odd = {}, {}
-    for name, kept in found.items():
-        kind = (kept.size, kept.properties.dtype)
-        if name in like and (like[name].shape, like[name].dtype) == kind:
-            tensors[name] = torch.empty_like(like[name])
-        else:
-            odd[name] = torch.empty(kept.size, dtype=kept.properties.dtype, device="meta")
-    dcp.load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-    return tensors | odd
+fit: Any = partial(loop.fit, shards=sys.modules[__name__])
+"""`loop.fit` as accelerate's launcher asks for it: in shards by FSDP2, or else as it is."""

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCau
 from moebook import runtime
 from moebook.methods import esft, pesc, rocket, upcycling
 from moebook.methods.rocket.loras import Lora, linears
-from moebook.training import fit
+from moebook.training.sharding import fit
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
