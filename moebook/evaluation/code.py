@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import torch
 from lm_eval.api.task import Task
 from pydantic import Field
-from torch import nn
 
 from moebook.errors import refuse
 from moebook.evaluation.model import InMemory, Limit
 from moebook.evaluation.sandbox import judged
+from moebook.models.checkpoint import hashed
 from moebook.results import read_json, write
 from moebook.runtime import cores, progress
 from moebook.settings import Count, checked, settings
@@ -134,7 +133,7 @@ def _programs(
     lm: InMemory, asked: list[Asked], sampling: Sampling, keep: str | Path
 ) -> list[Programs]:
     """Take the programs that are kept; have the others written and judged, some items at a time."""
-    start, known = f"{_digest(lm.model) if keep else ''} {sampling}", {}
+    start, known = f"{hashed(lm.model.state_dict()) if keep else ''} {sampling}", {}
     digests = {each.name: hashlib.sha256(f"{start} {each}".encode()).hexdigest() for each in asked}
     paths = {name: Path(keep) / f"{name}.json" for name in digests if keep}
     for name in (name for name, path in paths.items() if path.exists()):
@@ -166,12 +165,3 @@ def _judged(lm: InMemory, asked: list[Asked], sampling: Sampling) -> dict[str, P
         for (each, _), text, verdict in zip(every, texts, verdicts, strict=True):
             found[each.name].append((text, verdict))
     return found
-
-
-def _digest(model: nn.Module) -> str:
-    """Hash all that a model computes with, what was added to its base included."""
-    total = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
-    return total.hexdigest()

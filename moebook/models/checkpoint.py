@@ -119,17 +119,20 @@ def fingerprint(model: nn.Module) -> str:
     """Hash names, shapes, dtypes and bytes of the base's parameters, sorted by name (sha256, hex).
 
     A PEFT wrapper's own parameters are left out and its renaming of the base's is undone. Tied
-    parameters count once, buffers not at all. The device does not matter; the dtype does. On meta
-    there are no bytes to hash.
+    parameters count once, buffers not at all.
     """
-    named = {
-        _WRAPPING.sub("", name): parameter
-        for name, parameter in model.named_parameters()
-        if not _ADDED.search(name)
-    }
+    named = model.named_parameters()
+    return hashed({_WRAPPING.sub("", name): p for name, p in named if not _ADDED.search(name)})
+
+
+def hashed(tensors: Mapping[str, Tensor]) -> str:
+    """Hash tensors as `fingerprint` does: where they lie does not matter, their dtypes do.
+
+    On meta there are no bytes to hash.
+    """
     total = hashlib.sha256()
-    for name in sorted(named):
-        tensor = named[name].detach()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if not tensor.is_meta:
             flat = tensor.cpu().contiguous().reshape(-1)

@@ -316,8 +316,8 @@ def imported(module: str) -> Callable[[Path], Any]:
         spec = importlib.util.spec_from_file_location("a_copy", folder / module)
         there = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(there)
-        if module.endswith("language.py"):
-            return repr([*there.intent_json(), *there.intent_new()])
+        if module.endswith("pools.py"):
+            return repr([*there.POOLS["intent_json"](), *there.POOLS["intent_new"]()])
         shown = repr({name: value for name, value in vars(there).items() if name.isupper()})
         return re.sub(" at 0x[0-9a-f]+", "", shown)
 

@@ -77,11 +77,8 @@ def _vacant(folder: Path) -> bool:
 
 def read(folder: str | Path, model: nn.Module) -> dict[str, Lora]:
     """Read the PEFT folders of a folder as this base's bank; W-BASE tells of untied ones."""
-    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
-    if not paths:
-        refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
     base = fingerprint(model)
-    bank = {path.name: loras.read(path, model, base) for path in paths}
+    bank = {path.name: loras.read(path, model, base) for path in loras.folders(folder)}
     check(bank)
     foreign = [name for name, lora in bank.items() if lora.base != base]
     if foreign:

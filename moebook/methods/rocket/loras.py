@@ -7,7 +7,6 @@ word or with a mere warning. Here a folder is either exactly a LoRA of this base
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 import warnings
@@ -99,13 +98,13 @@ class Lora:
 
     @property
     def digest(self) -> str:
-        """Hash of what it computes: alpha's scale, names and bytes of the factors (sha256)."""
-        digest = hashlib.sha256(repr(self.scale).encode())
-        for path in sorted(self.down):
-            for tensor in (self.down[path], self.up[path]):
-                digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        """Hash of what it computes: alpha's scale, names and bytes of the factors."""
+        return f"{self.scale!r} {checkpoint.hashed(self._tensors())}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the factors by PEFT's names."""
+        tensors = {KEY.format(path, "A"): tensor for path, tensor in self.down.items()}
+        return tensors | {KEY.format(path, "B"): tensor for path, tensor in self.up.items()}
 
     @property
     def idle(self) -> bool:
@@ -156,6 +155,12 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
     return add
 
 
+def folders(folder: str | Path) -> list[Path]:
+    """Return the PEFT folders of a folder, sorted by name."""
+    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{SETTINGS}"))
+    return paths or refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {SETTINGS}")
+
+
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
     """Read a PEFT folder as a LoRA of the unaltered base of this fingerprint; nothing is run."""
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
@@ -188,10 +193,8 @@ def write(lora: Lora, folder: Path) -> Path:
         use_rslora=lora.rank_stabilised, task_type="CAUSAL_LM", inference_mode=True,
     )  # fmt: skip
     settings = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
-    tensors = {KEY.format(path, "A"): tensor for path, tensor in lora.down.items()}
-    tensors |= {KEY.format(path, "B"): tensor for path, tensor in lora.up.items()}
     text = json.dumps(settings, indent=1, sort_keys=True).encode()
-    files = {TENSORS: checkpoint.packed(tensors), SETTINGS: text}
+    files = {TENSORS: checkpoint.packed(lora._tensors()), SETTINGS: text}
     return checkpoint.write(folder, files, **{**lora.provenance, "base": lora.base})
 
 

@@ -121,10 +121,7 @@ def score(
 
     ``base`` is one that `models.load` knows. What each group of LoRAs gave is kept in ``to``.
     """
-    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{loras.SETTINGS}"))
-    if not paths:
-        refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {loras.SETTINGS}")
-    tasks = []
+    paths, tasks = loras.folders(folder), []
     for at in range(0, len(paths), TOGETHER):
         group = paths[at : at + TOGETHER]
         files = (file for path in group for file in sorted(path.iterdir()))

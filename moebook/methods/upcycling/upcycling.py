@@ -201,9 +201,7 @@ def export(
     target, source = Path(folder), checkpoint.origin(model, Origin)
     if target.exists():
         refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            refuse("E-NONFINITE", f"{name} holds NaN or infinity: nothing was exported")
+    checkpoint.check_finite(dict(model.named_parameters()), "nothing was exported")
     problems = {each: _problem(model, source.config, each) for each in ([form] if form else FORMS)}
     fitting = [each for each, problem in problems.items() if problem is None]
     if not fitting:
