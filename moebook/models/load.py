@@ -10,8 +10,9 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,29 +75,24 @@ def provenance(name: str) -> dict[str, Any]:
 
 
 def _folder(name: str) -> Path:
-    """Find the folder that a name stands for, fetching or converting it when needed."""
-    if name in PACKAGED:
-        provenance(name)
-        return Path(__file__).parent / name
-    if name == "smollm2":
-        return _smollm2()
-    if name == "mid-moe":
-        if not (made := finished(name)).is_dir():
-            how = "moebook pretrain mid-moe --device cuda makes it; or copy a finished one there"
-            refuse("E-MODEL", f"{name} does not ship, and there is no {made}: {how}")
-        checkpoint.verify(made)
-        return made
-    if (folder := Path(name)).is_dir():
-        if checkpoint.sealed(folder):
-            checkpoint.verify(folder)
-        return folder
-    if fetched := on_hub(name):
-        return fetched
-    names = nearest(name, (*PACKAGED, "mid-moe", "smollm2"))
-    refuse(
-        "E-MODEL",
-        f"no model and no folder '{name}': {names}, a folder, or org/name@<40 hex digits>",
-    )
+    """Find the folder that a base's name stands for; ours, and any sealed one, must be whole."""
+    here = Path(__file__)
+    own: dict[str, Callable[[], Path]] = {n: partial(here.with_name, n) for n in PACKAGED}
+    own |= {"mid-moe": _mid_moe, "smollm2": _smollm2}
+    folder = found(name, own, "model")
+    if name in own or checkpoint.sealed(folder):
+        checkpoint.verify(folder)
+    return folder
+
+
+def found(name: str, own: Mapping[str, Callable[[], Path]], what: str) -> Path:
+    """Find the folder that a name stands for: one of our ``own``, a folder, or one of the hub."""
+    if name in own:
+        return own[name]()
+    if Path(name).is_dir():
+        return Path(name)
+    hint = f"{nearest(name, own)}, a folder, or org/name@<40 hex digits of a commit>"
+    return on_hub(name) or refuse("E-MODEL", f"no {what} '{name}': {hint}")
 
 
 def on_hub(name: str) -> Path | None:
@@ -127,6 +123,13 @@ def finished(name: str) -> Path:
     return _cached(f"{name}-{str(recipe)[:16]}")
 
 
+def _mid_moe() -> Path:
+    if not (made := finished("mid-moe")).is_dir():
+        how = "moebook pretrain mid-moe --device cuda makes it; or copy a finished one there"
+        refuse("E-MODEL", f"mid-moe does not ship, and there is no {made}: {how}")
+    return made
+
+
 def _cached(name: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "moebook" / name
@@ -146,7 +149,6 @@ def _smollm2() -> Path:
     except OSError:
         if not target.is_dir():  # else another process was faster
             raise
-    checkpoint.verify(target)
     return target
 
 

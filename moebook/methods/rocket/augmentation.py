@@ -7,7 +7,6 @@ import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +17,10 @@ from torch.nn import functional as F
 from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from moebook.errors import nearest, refuse
+from moebook.errors import refuse
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
 from moebook.methods.rocket.config import Config
-from moebook.models.load import built, on_hub, packaged, read_tokenizer, telling
+from moebook.models.load import built, found, packaged, read_tokenizer, telling
 from moebook.results import read_json
 from moebook.settings import checked
 
@@ -74,7 +73,8 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     By name: ``minilm`` (all-MiniLM-L6-v2), a folder in transformers' format, or a model of the hub
     as ``org/name@<40 hex digits>`` (the paper's BGE, with ``prompt=PROMPT`` before each text).
     """
-    folder = _folder(name)
+    own = {MINILM: lambda: packaged(f"encoder '{MINILM}'", PACKAGE) / "model"}
+    folder = found(name, own, "encoder")
     model, report = built(AutoModel, MODEL_MAPPING_NAMES, folder)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     if misfits := missing or sorted(report["mismatched_keys"]):  # a pooler goes unused
@@ -90,20 +90,9 @@ def encoder(name: str = MINILM, *, prompt: str = "", device: str = "cpu") -> Enc
     kind = "cls" if modes == {CLS} else "mean"
     with telling(folder, "encoder"):
         longest = int(limits.get("max_seq_length") or min(tokenizer.model_max_length, 512))
-        found = Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
-        found.encode(["a text"])  # whether the parts belong together shows when they run
-    return found
-
-
-def _folder(name: str) -> Path:
-    if name == MINILM:
-        return packaged(f"encoder '{MINILM}'", PACKAGE) / "model"
-    if Path(name).is_dir():
-        return Path(name)
-    if folder := on_hub(name):
-        return folder
-    other = "or a folder, or org/name@<40 hex digits of a hub commit>"
-    refuse("E-MODEL", f"no encoder '{name}': {nearest(name, [MINILM])}, {other}")
+        made = Encoder(model.to(device).eval(), tokenizer, kind, prompt, longest)
+        made.encode(["a text"])  # whether the parts belong together shows when they run
+    return made
 
 
 @dataclass(frozen=True)
