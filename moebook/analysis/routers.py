@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moebook.errors import refuse
@@ -83,8 +84,7 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]
     """Return the norms of the loss's gradient at some parameters, which must ask for one."""
     if not all(weight.requires_grad for weight in weights):
         refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
-    device = next(model.parameters()).device
-    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    inputs = send_to_device(batch, next(model.parameters()).device)
     with evaluating(model), torch.enable_grad():
         grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)
     return [0.0 if grad is None else float(grad.norm()) for grad in grads]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 import numpy as np
-import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset as Rows
 from datasets import concatenate_datasets
 from peft import LoraConfig, inject_adapter_in_model
@@ -242,8 +242,7 @@ def cost(model: nn.Module, train: Rows, **recipe: Any) -> dict[str, float]:
     (weights, buffers), ``optimizer`` (AdamW's two moments) and ``storage`` (what trains).
     """
     first = Batches(train, recipe["batch"], seed=recipe["seed"], pad_id=recipe["pad_id"])[0]
-    device = next(model.parameters()).device
-    inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in first.items()}
+    inputs = send_to_device(first, next(model.parameters()).device)
     memory = step_memory(model.train(), inputs)
     seconds = fit(model, train, **recipe | {"steps": STEPS}).seconds
     return {

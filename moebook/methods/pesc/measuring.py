@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset as Rows
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -83,8 +84,7 @@ def approximation_error(
     models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
-            tensors = {k: v.to(pesc.device) for k, v in given.items() if isinstance(v, Tensor)}
-            batch = {**given, **tensors}
+            batch = send_to_device(given, pesc.device)
             rows.append(torch.stack([_row_losses(model, batch) for model in models]))
             squares += _squared_distances(models, batch)
     if not rows:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -124,7 +125,7 @@ def step_zero(
     One row by combine rule, experts per token (1 and 2) and start: ``loss``, nats per token above
     the dense model's, and ``gradient``, the Euclidean norm over all routers.
     """
-    batch = {key: part.to(dense.device) for key, part in batch.items()}
+    batch = send_to_device(batch, dense.device)
     dense_loss, rows = dense(**batch).loss.item(), {}
     rules: tuple[Rule, ...] = get_args(Rule)
     for rule, k, (name, start) in product(rules, (1, 2), starts.items()):
