@@ -290,7 +290,7 @@ def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
     for name, parameter in trained:
         own = next((rate for rate in rates if rate in name.split(".")), None)
         decay = plan.weight_decay if own is None and name in decayed else 0.0
-        new = {"params": [], "weight_decay": decay, "lr": rates.get(own, plan.lr)}
+        new = {"params": [], "weight_decay": decay, "lr": rates[own] if own else plan.lr}
         groups.setdefault((own, decay), new)["params"].append(parameter)
     if unused := rates.keys() - {own for own, _ in groups}:
         refuse("E-NAME", f"rates names '{min(unused)}', but no such parameter is trained")
