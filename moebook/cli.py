@@ -177,9 +177,8 @@ def study(options: argparse.Namespace) -> int:
     if options.gpus_per_run is not None and options.engine != "ray":
         refuse("E-USAGE", "moebook study: --gpus-per-run needs --engine ray")
     call = (options.notebook, options.protocol, studies.seeds(options.seeds))
-    where = {name: getattr(options, name) for name in ("arms", "jobs", "engine")}
-    where["gpus"] = options.gpus_per_run or 0.0
-    return int(studies.study(*call, **where, folder=folder) > 0)
+    where = {"arms": options.arms, "jobs": options.jobs, "gpus": options.gpus_per_run or 0.0}
+    return int(studies.study(*call, **where, engine=options.engine, folder=folder) > 0)
 
 
 @command()
@@ -214,13 +213,12 @@ def plan(options: argparse.Namespace) -> int:
     if sum(chosen) != 1:
         refuse("E-USAGE", "moebook plan: expected NOTEBOOK, --record, or --measure")
     if options.notebook:
-        how = {name: getattr(options, name) for name in ("efficiency", "price", "tokens")}
-        how = {name: value for name, value in how.items() if value is not None}
+        every = {name: getattr(options, name) for name in ("efficiency", "price", "tokens")}
+        how = {name: value for name, value in every.items() if value is not None}
         call = (options.notebook, options.protocol, options.p, options.gpu)
         print(plans.report(*call, results.root(), **how))
         return 0
-    folder = results.checkout()
-    device = options.device
+    folder, device = results.checkout(), options.device
     path = plans.record(folder) if options.record else calibration.calibrate(device, folder)
     print(f"record in {path.relative_to(folder)}")
     return 0
@@ -252,12 +250,7 @@ def book(options: argparse.Namespace) -> int:
     option("--temperature", type=float, default=0.0, help="at which they are drawn (default: 0)"),
     option("--k", type=int, default=1, help="of pass@k (default: 1)"),
     option("--keep", metavar="FOLDER", help="programs and verdicts, so that it can go on there"),
-    option(
-        "--judge",
-        metavar="FOLDER",
-        help="also grade by a model, which MOEBOOK_JUDGE_URL and "
-        "_MODEL name; its replies are kept in this folder",
-    ),
+    option("--judge", metavar="FOLDER", help="grade too, by MOEBOOK_JUDGE_URL and _MODEL; replies"),
     option("--budget", type=float, default=float("inf"), help="what the judge may cost at most"),
 )
 def evaluate(options: argparse.Namespace) -> int:
@@ -355,9 +348,8 @@ def bench(options: argparse.Namespace) -> int:
             refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
         print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
-    folder = results.checkout()
+    folder, device = results.checkout(), options.device
     names = None if options.op is None else [options.op]
-    device = options.device
     frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
     print(report.table(frame), flush=True)
     growth = benches.growth(names, device=device)

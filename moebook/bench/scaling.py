@@ -50,9 +50,8 @@ def throughput(scale: str = "small", rounds: int = 1) -> pd.DataFrame:
                 rate = ROWS[scale] * (FILES // 2) / (ends[-1] - ends[FILES // 2 - 1])
                 lines.append([turn, who, seconds, rate])
     frame = pd.DataFrame(lines, columns=["turn", "engine", "seconds", "rows_a_second"])
-    frame["ratio"] = frame["rows_a_second"] / frame.groupby("turn")["rows_a_second"].transform(
-        "first"
-    )
+    first = frame.groupby("turn")["rows_a_second"].transform("first")
+    frame["ratio"] = frame["rows_a_second"] / first
     return frame.groupby("engine", sort=False).median().drop(columns="turn")
 
 

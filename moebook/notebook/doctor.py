@@ -55,11 +55,8 @@ def _packages() -> Finding:
     there = {canonicalize_name(each.name): each.version
              for each in importlib.metadata.distributions()}  # fmt: skip
     found = {need: there.get(canonicalize_name(need.name)) for need in needs}
-    wrong = [
-        f"{need} (found {version or 'none'})"
-        for need, version in found.items()
-        if not version or not need.specifier.contains(version, prereleases=True)
-    ]
+    wrong = [f"{need} (found {version or 'none'})" for need, version in found.items()
+             if not version or not need.specifier.contains(version, prereleases=True)]  # fmt: skip
     fix = f"expected {', '.join(wrong)}; pip install -U moebook"
     return Finding("packages", (fix,) if wrong else (), f"{len(needs)} are in range")
 

@@ -96,8 +96,6 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
     points = [point for row in every for point in intervals(row, several)]
-    if not points:
-        return None
     frame = pd.DataFrame(points, columns=COLUMNS)
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
@@ -143,7 +141,7 @@ def differences(
             sure = len(effects) >= SEEDS and low * high > 0
             points.append([panel, line, pool.protocol, value, low, high, sure])
     frame = pd.DataFrame(points, columns=COLUMNS)
-    return plotting.forest(frame, xlabel=xlabel, title=title) if points else None
+    return plotting.forest(frame, xlabel=xlabel, title=title)
 
 
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:

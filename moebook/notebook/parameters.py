@@ -25,6 +25,7 @@ from typing import Any
 from moebook.errors import nearest, printable, refuse, refuse_unknown, shown
 
 Scalar = bool | int | float | str
+ALL = "all"  # what the parameter ``arms`` says for all arms of a notebook
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 _NUMBER = r"([-+]?(?:inf|(?:\d[\d_]*)?\.?\d+(?:[eE][-+]?\d+)?))"
@@ -168,6 +169,11 @@ def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
         if one in names[:place]:
             refuse("E-RANGE", f"{name} lists '{one}' twice")
     return names
+
+
+def arms(text: str, known: Iterable[str]) -> list[str]:
+    """Return the arms that the parameter ``arms`` names: some known ones, or `ALL`."""
+    return list(known) if text == ALL else listed("arms", text, known)
 
 
 def check(declared: Mapping[str, Parameter], values: Mapping[str, object], where: str) -> None:

@@ -193,8 +193,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:
-    names = given["arms"]
-    return list(known) if names == "all" else parameters.listed("arms", names, known)
+    return parameters.arms(given["arms"], known)
 
 
 def plans(notebook: str, given: Given, gpu: str, **how: Any) -> list[Plan]:
@@ -258,18 +257,19 @@ def record(folder: Path) -> Path:
 def shown(folder: Path) -> str:
     """Return the page's tables: the papers' settings, and how far measurements are from plans."""
     path = folder / RECORD
+    others = sorted({*path.parent.glob("*.json")} - {path})  # a machine's measurements each
     with results.formed(path):
         told = results.read_json(path) if path.is_file() else {"plans": []}
         hardware = {name: papers.printed.hyperparameters(name, "paper")["hardware"]["value"]
                     for name in papers.PAPERS}  # fmt: skip
         stated = {one["setting"]: one for one in _settings()}
         printed = papers.wide("esft", "figure_4")
-        memory = {
-            arm: row.dropna().tolist() for arm, row in printed.filter(like="memory").iterrows()
-        }
+        rows = printed.filter(like="memory").iterrows()
         return page(
-            "plan", lines=told["plans"], hardware=hardware, stated=stated, memory=memory,
-            minutes=printed["training time"], machines=list(_measured(folder)), told=told,
+            "plan", lines=told["plans"], hardware=hardware, stated=stated, told=told,
+            memory={arm: row.dropna().tolist() for arm, row in rows},
+            minutes=printed["training time"],
+            machines=[(results.read_json(other), errors(other)) for other in others],
             behind=told.get("code") != _code(), efficiency=planning.EFFICIENCY,
         )  # fmt: skip
 
@@ -293,13 +293,6 @@ def errors(path: Path) -> pd.DataFrame:
         for what in ("bytes", "seconds"):
             frame[f"error of {what}"] = frame[f"predicted {what}"] / frame[what] - 1
         return frame
-
-
-def _measured(folder: Path) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield every machine's record and its `errors`."""
-    for path in sorted((folder / planning.RECORDS).glob("*.json")):
-        if path != folder / RECORD:
-            yield results.read_json(path), errors(path)
 
 
 def _settings() -> list[dict[str, Any]]:

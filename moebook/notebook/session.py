@@ -32,7 +32,6 @@ CURVE = "application/vnd.moebook.curve+json"
 RECORDED: dict[str, type[Value | Curve]] = {VALUE: Value, CURVE: Curve}
 NOTE = "application/vnd.moebook.note+json"  # a fact about the run: machine, code, arms, rows
 GLUE = "application/papermill.record/"  # prefix under which {glue} finds any of them, and hides it
-ALL = "all"  # what the parameter ``arms`` says for all arms of a notebook
 
 Arm = TypeVar("Arm")
 
@@ -45,9 +44,9 @@ class Run:
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
         """Return the known arms that ``text``, the parameter ``arms``, names, and note them."""
-        names = list(known) if text == ALL else parameters.listed("arms", text, known)
+        names = parameters.arms(text, known)
         if not names:
-            refuse("E-RANGE", f"arms is empty; {nearest('', [ALL, *known])}")
+            refuse("E-RANGE", f"arms is empty; {nearest('', [parameters.ALL, *known])}")
         chosen = {name: known[name] for name in known if name in names}
         _note(arms=list(chosen), known=list(known))
         return chosen

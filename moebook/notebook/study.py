@@ -25,10 +25,9 @@ from typing import Any
 from moebook import cluster, results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.notebook import sources
-from moebook.notebook.parameters import Scalar
+from moebook.notebook.parameters import ALL, Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
-from moebook.notebook.session import ALL
 from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
 

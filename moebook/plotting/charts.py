@@ -200,16 +200,17 @@ def points(
     return figure
 
 
-def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
+def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | None:
     """Draw effects as points with intervals around a line at zero, the first row on top.
 
     ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what stands at the
     left), ``series`` (colour and marker, such as the scale), ``value``, ``low`` and ``high``, and
-    ``sure``: a filled marker, else a hollow one. ``xlabel`` says what is to the right.
+    ``sure``: a filled marker, else a hollow one; None where it has none. ``xlabel`` says what is to
+    the right.
     """
     require("forest", frame, COLUMNS)
     if frame.empty:
-        refuse("E-DATA", "forest: no effects; expected at least one")
+        return None
     panels = dict(list(frame.groupby("panel", sort=False)))
     sizes = [part.line.nunique() for part in panels.values()]
     figure, cells = plt.subplots(

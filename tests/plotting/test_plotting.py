@@ -144,6 +144,7 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     assert looks == [*shown, shown[1]] and shown[0] != shown[1]
     assert texts(legend.get_texts()) == ["nano", "smollm2"]
     assert not plotting.forest(EFFECTS[EFFECTS.series == "nano"], xlabel="effect").legends
+    assert plotting.forest(EFFECTS.iloc[:0], xlabel="effect") is None
 
 
 def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_from_its_edge_on():
@@ -175,7 +176,6 @@ def test_times_begin_at_ours_growth_has_logarithmic_axes_and_the_roof_is_flat_fr
     (lambda: plotting.loads({"a": [0.5, 0.5], "b": [1.0]}), "E-SHAPE: loads: row 'b'"),
     (lambda: plotting.points({"p": {"a": np.zeros(3)}}), "E-SHAPE: points: 'a' of 'p' is"),
     (lambda: plotting.points({}), "E-DATA: no panels"),
-    (lambda: plotting.forest(EFFECTS.iloc[:0], xlabel=""), "E-DATA: forest: no effects"),
     (lambda: speed.multiples(TIMES.assign(value=0.0), xlabel=""), "E-RANGE: multiples"),
     (lambda: speed.roofline({}, flops=0.0, bandwidth=1.0), "E-RANGE: roofline"),
 ])  # fmt: skip
