@@ -246,12 +246,16 @@ def book(options: argparse.Namespace) -> int:
     option("--limit", type=int, metavar="N", help="first rows of each task (default: all)"),
     option("--device", default="auto", help="auto, cpu, cuda (default: auto)"),
     option("--batch", type=int, default=16, help="sequences a forward pass (default: 16)"),
-    option("--samples", type=int, default=1, help="programs an item of humaneval and mbpp"),
-    option("--temperature", type=float, default=0.0, help="at which they are drawn (default: 0)"),
-    option("--k", type=int, default=1, help="of pass@k (default: 1)"),
-    option("--keep", metavar="FOLDER", help="programs and verdicts, so that it can go on there"),
-    option("--judge", metavar="FOLDER", help="grade too, by MOEBOOK_JUDGE_URL and _MODEL; replies"),
-    option("--budget", type=float, default=float("inf"), help="what the judge may cost at most"),
+    option("--samples", type=int, default=1, help="programs per task of humaneval and mbpp"),
+    option("--temperature", type=float, default=0.0, help="at which to sample them (default: 0)"),
+    option("--k", type=int, default=1, help="k of pass@k (default: 1)"),
+    option("--keep", metavar="FOLDER", help="keep programs and verdicts, and resume from here"),
+    option(
+        "--judge",
+        metavar="FOLDER",
+        help="let the model of MOEBOOK_JUDGE_URL and _MODEL grade too; keep its replies here",
+    ),
+    option("--budget", type=float, default=float("inf"), help="most that the judge may cost"),
 )
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a base on benchmarks, beside chance and its model card."""

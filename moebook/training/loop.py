@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, parse_flag_from_env, send_to_device
 from datasets import Dataset as Rows
 from pydantic import Field
 from torch import Tensor, nn
@@ -238,6 +238,8 @@ def _accelerator(model: nn.Module, plan: Recipe, shards: Any) -> tuple[Accelerat
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     on_cpu = next(model.parameters()).device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not shards:
+        refuse("E-CHOICE", "ACCELERATE_USE_FSDP was set too late: start with accelerate launch")
     shards = shards if shards and shards.adopt(accelerator) else None
     known = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP" if shards else "")
     if (kind := accelerator.distributed_type) not in known:

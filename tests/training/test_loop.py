@@ -189,13 +189,15 @@ def test_rows_that_the_model_cannot_take_are_refused_before_the_first_step(tiny)
         fit(tiny(), Dataset.from_dict({"input_ids": [[3, 4]], "labels": [[3, 4]]}), pad_id=300)
 
 
-def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows):
+def test_models_that_cannot_be_trained_or_not_in_parts_are_refused(lora, rows, monkeypatch):
     model = lora()
     model.get_base_model().accepts_loss_kwargs = False
     fit(model, rows(), steps=1)
     refused(r"E-MODEL: PeftModel.* averages its loss", fit, model, rows(), steps=1, accumulate=2)
     with pytest.raises(Refusal, match="E-MODEL: no parameter requires a gradient"):
         fit(model.requires_grad_(False), rows(), steps=1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    refused("E-CHOICE: ACCELERATE_USE_FSDP was set too late", fit, lora(), rows(), steps=1)
 
 
 class Plain(nn.Embedding):
