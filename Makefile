@@ -5,7 +5,7 @@ PORT   ?= 8000
 ARGS   ?=
 DEVICE ?= cuda
 MINUTES ?= 9
-# All tests run on every core (tests/conftest.py counts them; each worker holds torch, hence a limit),
+# All tests run in a worker more than there are cores (tests/conftest.py; each holds torch, hence a limit),
 # some of them in one process.
 WORKERS := $(if $(ARGS),,-n logical --maxprocesses 8 --dist worksteal)
 

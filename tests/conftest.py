@@ -39,16 +39,31 @@ def cut_the_network(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(cut_the_network)
 
 
-LONG = (
-    "its_values_are_in_the_page findings_are_drawn test_kills compile_and_fit test_two_processes"
-    " test_a_cluster smollm2_is_converted shipped_bases"
-).split()
+# What takes longest or waits for processes, in this order, as two workers begin with it: the tests
+# of the first share a warm process, many of the second a study.
+FIRST = (
+    "its_values_are_in_the_page findings_are_drawn killed_runs".split(),
+    "test_a_cluster_of_two test_study.py killed_studies test_sharding test_two_processes"
+    " compile_and_fit smollm2_is_converted shipped_bases".split(),
+)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Count a worker more than there are cores: some of them wait for processes."""
+    return len(os.sched_getaffinity(0)) + 1 if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no worker waits for another's last test."""
-    names = (*LONG, "")
-    items.sort(key=lambda item: next(n for n, name in enumerate(names) if name in item.nodeid))
+    chains = [
+        dict.fromkeys(item for name in names for item in items if name in item.nodeid)
+        for names in FIRST
+    ]
+    rest = [item for item in items if not any(item in chain for chain in chains)]
+    # xdist deals the tests out in equal parts; who has none left takes them from another's end.
+    part = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    place = max(0, part - len(chains[0]))
+    items[:] = [*chains[0], *rest[:place], *chains[1], *rest[place:]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -102,10 +102,8 @@ def test_verify_names_each_pool_and_exits_with_1_when_something_fails(project, m
     (project / "results" / "toy" / "nano" / "0.parquet").write_bytes(b"PAR1")
     assert cli.main(["verify", "bench"]) == 0
     assert cli.main(["verify"]) == 1
-    assert (
-        "\nFAILS results/toy/nano: 0.parquet was altered; bring it back; E-RUN"
-        in capsys.readouterr().out
-    )
+    told = "\nFAILS results/toy/nano: 0.parquet was altered; bring it back; E-RUN"
+    assert told in capsys.readouterr().out
     monkeypatch.chdir(project.parent)
     assert cli.main(["list"]) == 2
     assert "E-PATH: no _config.yml" in capsys.readouterr().err

@@ -300,19 +300,18 @@ def _embedded(
     items, pairs, limits, table = [], [], [], []
     for name in names:
         task = tasks.find(name)
-        chance = task.majority()  # reads the whole train split: not once an item
         available = task.available(split)
         drawn = tasks.rows(name, split, min(limit or available, available))
         encoded = encode(drawn, lm.tokenizer, format=format, max_length=sys.maxsize)
         for number, (row, ids) in enumerate(zip(drawn, encoded, strict=True)):
             border = ids["labels"].count(IGNORED)
-            items.append((task, chance, number, row["answer"]))
+            items.append((task, number, row["answer"]))
             pairs.append((ids["input_ids"][:border], ids["input_ids"][border:]))
             limits.append((task.max_new_tokens, ()))
     results = zip(items, lm.examine(pairs, limits), pairs, strict=True)
-    for (task, chance, number, answer), (text, nats), (_, scored) in results:
+    for (task, number, answer), (text, nats), (_, scored) in results:
         correct = int(task.normalise(text) == task.normalise(answer))
         nll = -nats / len(scored)
         found = task.name, task.domain, number, correct, nll, -nats, answer, text
-        table.append((*found, correct, chance, task.name))
+        table.append((*found, correct, task.majority, task.name))
     return table

@@ -276,9 +276,7 @@ def test_peers_are_listed_one_op_leaves_no_record_and_outside_a_project_none_run
     assert capsys.readouterr().err.startswith("E-PATH: no _config.yml")
 
 
-def test_rows_chosen_by_the_shard_are_timed_here_and_with_more_and_more_workers(
-    monkeypatch, capsys
-):
+def test_rows_by_the_shard_are_timed_here_and_with_more_and_more_workers(monkeypatch, capsys):
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
     used = []
     monkeypatch.setattr("moebook.cluster.joined", lambda *_: nullcontext(ray))

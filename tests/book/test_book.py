@@ -229,9 +229,7 @@ def test_the_pdf_is_printed_by_a_browser_and_needs_one(small, browser, tmp_path,
 
 
 @pytest.mark.browser
-def test_slides_show_idea_findings_and_figures_and_turn_by_keyboard_offline(
-    project, browser, tmp_path
-):
+def test_slides_show_idea_findings_figures_and_turn_by_keyboard(project, browser, tmp_path):
     decks = slides.write(tmp_path, project)
     assert [deck.stem for deck in decks] == list(papers.PAPERS)
     browser.resize(1280, 720)
@@ -250,9 +248,7 @@ def test_slides_show_idea_findings_and_figures_and_turn_by_keyboard_offline(
 
 
 @pytest.mark.browser
-def test_the_gate_finds_nothing_in_a_right_page_and_every_fault_of_a_wrong_one(
-    site, browser, tmp_path
-):
+def test_the_gate_finds_every_fault_of_a_wrong_page_alone(site, browser, tmp_path):
     page = shutil.copytree(site, tmp_path / "site") / "ledger.html"
     assert list(gate.faults(browser, page)) == []
     wide = "<p style='width: 500px; height: 13000px'>wide</p><img src='http://127.0.0.1:9/x.png'>"

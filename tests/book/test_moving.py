@@ -128,20 +128,15 @@ def test_rockets_experts_are_those_of_algorithm_1(moved, tmp_path):
     page = moving.selection(tmp_path)
     assert page.count(">expert<") == page.count(">candidate<") == 2
     shown, used = moved(page), dict.fromkeys(("perplexity", "accuracy", "diversity"))
-    labels = (
-        "rank by perplexity, R_P",
-        "rank by shots solved, R_A",
-        "rank groups by diversity, R_D",
-    )
+    labels = ("rank by perplexity, R_P", "rank by shots solved, R_A",
+              "rank groups by diversity, R_D")  # fmt: skip
     for K, M, N, out, ranking in ((9, 4, 2, "", "sum"), (1, 6, 3, "", "normalised"),
                                   (3, 5, 2, "accuracy", "sum"), (5, 6, 4, "diversity", "sum"),
                                   (9, 6, 1, "perplexity", "normalised")):  # fmt: skip
         scores = rocket.scoring.scores(*(pd.DataFrame(t[:, :K], names) for t in (nats, solved)))
         config = rocket.Config(candidates=M, experts=N, top_k=1, ranking=ranking)
-        alike, rankings = (
-            pd.DataFrame(cosines, names, names),
-            [name for name in used if name != out],
-        )
+        alike = pd.DataFrame(cosines, names, names)
+        rankings = [name for name in used if name != out]
         chosen = rocket.selection.select(scores, alike, config, rankings=rankings)
         moves = {"shots K": K, "candidates M": M, "experts N": N}
         moves |= {label: name != out for label, name in zip(labels, used, strict=True)}
@@ -190,11 +185,8 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(moved, browser, t
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
     moved(pages.ledger(rows, pages.Places(tmp_path)))
     every = [["holds", 21], ["fails", -19], ["holds", 11]]
-    for place, choice, left in (
-        (0, "all", every),
-        (0, "PESC", every[:2]),
-        (1, "direction fails", every[1:2]),
-    ):
+    cases = ((0, "all", every), (0, "PESC", every[:2]), (1, "direction fails", every[1:2]))
+    for place, choice, left in cases:
         field = f"document.querySelectorAll('.moe-filters select')[{place}]"
         browser.run(f"{field}.value = '{choice}'; {field}.dispatchEvent(new Event('change'))")
         circles = "[...document.querySelectorAll('.moe-forest circle')]"

@@ -45,10 +45,8 @@ def folder(tmp_path):
     value = {"output_type": "display_data", "data": data}
     text = {"cell_type": "markdown", "source": ["# PESC\n", "\n", "## Dense, against sparse?\n"]}
     cells = [text, {"cell_type": "code", "source": "1", "outputs": [value]}]
-    write(
-        tmp_path / "book" / "notebooks" / "01_pesc.ipynb",
-        json.dumps({"nbformat": 4, "cells": cells}),
-    )
+    page = tmp_path / "book" / "notebooks" / "01_pesc.ipynb"
+    write(page, json.dumps({"nbformat": 4, "cells": cells}))
     return tmp_path
 
 

@@ -46,9 +46,7 @@ def put(folder, name, rows):
 
 
 @pytest.mark.parametrize("task", LAYOUTS)
-def test_a_benchmark_is_read_from_the_hubs_files_in_a_folder(
-    task, tmp_path, tiny, byte_tokenizer, monkeypatch
-):
+def test_the_hubs_files_are_read_in_a_folder(task, tmp_path, tiny, byte_tokenizer, monkeypatch):
     name, row, chance, answer = LAYOUTS[task]
     put(tmp_path, name, [row] * 3)
     if task == "gsm8k":  # shows five solved ones first

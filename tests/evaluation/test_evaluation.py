@@ -176,9 +176,8 @@ def test_a_context_read_once_gives_what_reading_it_twice_gives(llama, tokenizer,
     assert list(texts) == lm.answer([before for before, _ in pairs], limits)
     assert values == pytest.approx([value for value, _ in lm.score(pairs)], rel=1e-5)
     monkeypatch.setattr(llama, "_is_stateful", True)
-    assert lm.examine(pairs, limits) == list(
-        zip(texts, [value for value, _ in lm.score(pairs)], strict=True)
-    )
+    scores = [value for value, _ in lm.score(pairs)]
+    assert lm.examine(pairs, limits) == list(zip(texts, scores, strict=True))
 
 
 def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
@@ -291,10 +290,8 @@ TASKS = {
     "mmlu_astronomy": ("benchmark", [1, 1, 1, 1, 1]),
     "python_eval": ("code", [0, 1]),
 }
-TABLE = pd.DataFrame(
-    [(t, domain, correct) for t, (domain, items) in TASKS.items() for correct in items],
-    columns=["task", "domain", "correct"],
-)
+ITEMS = [(task, domain, correct) for task, (domain, items) in TASKS.items() for correct in items]
+TABLE = pd.DataFrame(ITEMS, columns=["task", "domain", "correct"])
 
 
 @pytest.mark.parametrize(("domains", "score", "by_domain"), [

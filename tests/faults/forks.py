@@ -15,9 +15,10 @@ import jupyter_client.launcher
 from ipykernel import kernelapp
 
 from moebook import cli, results
+from moebook.data import tasks
 
 REPOSITORY = Path(__file__).parents[2]
-OURS = "bench evaluation methods.esft methods.pesc methods.rivals methods.upcycling notebook.runner"
+OURS = "bench evaluation methods.esft methods.pesc methods.upcycling notebook.runner together"
 PRELOADED = ["datasets", "ipykernel.ipkernel", "transformers.models.llama.modeling_llama",
              *(f"moebook.{name}" for name in OURS.split())]  # fmt: skip
 
@@ -84,6 +85,7 @@ def serve():
     for name in PRELOADED:
         import_module(name)
     results.files.loaded()  # what a notebook hashes is hashed once
+    sum(task.majority for task in tasks.KNOWN.values())  # and tasks are split once
     jupyter_client.launcher.Popen = Kernel
     for line in sys.stdin:
         folder, tempfile.tempdir, told, *words = json.loads(line)

@@ -133,11 +133,8 @@ def training() -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return (
-        model,
-        optimizer,
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
-    )
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    return model, optimizer, rates
 
 
 def make_training(folder: Path, get: Get) -> None:
@@ -250,9 +247,8 @@ def make_papers(folder: Path, get: Get) -> None:
     (folder / "esft").mkdir()
     (folder / "esft" / "table_1.csv").write_text(TABLE)
     (folder / "esft" / "stated.yaml").write_text(STATED)
-    (folder / "esft" / "hyperparameters.yaml").write_text(
-        "paper:\n  lr: {value: 0.1, where: Sec. 2}\n"
-    )
+    setting = "paper:\n  lr: {value: 0.1, where: Sec. 2}\n"
+    (folder / "esft" / "hyperparameters.yaml").write_text(setting)
     claims = (PACKAGE / "papers" / "esft" / "claims.yaml").read_text().split("\n- id:")
     (folder / "esft" / "claims.yaml").write_text("\n- id:".join(claims[:3]))
 

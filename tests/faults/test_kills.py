@@ -134,9 +134,7 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(toy, 
     assert not count["lost"] and count["ended"] and any(spent)
 
 
-def test_killed_studies_keep_what_they_told_and_end_with_the_same_bits(
-    tmp_path, temporary, monkeypatch, times, figures
-):
+def test_killed_studies_keep_what_they_told(tmp_path, temporary, monkeypatch, times, figures):
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
     folder = test_study.commit(make_project(tmp_path / "toy", *TOY))

@@ -157,9 +157,8 @@ def within(value: Any, limit: Any) -> bool:
     """Whether a number or a length keeps a limit."""
     tests = {"gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y,
              "le": lambda x, y: x <= y, "min_length": lambda x, y: len(x) >= y}  # fmt: skip
-    return all(
-        test(value, getattr(limit, name)) for name, test in tests.items() if hasattr(limit, name)
-    )
+    asked = [name for name in tests if hasattr(limit, name)]
+    return all(tests[name](value, getattr(limit, name)) for name in asked)
 
 
 def held(target: Any) -> bool:

@@ -88,10 +88,8 @@ def test_published_routing_is_read_token_by_token(tmp_path):
 
 
 def test_a_clones_files_are_found_and_read_like_one_of_all_layers(tmp_path, monkeypatch):
-    clone, lines = (
-        tmp_path / "results/expert_scores/toy",
-        "0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n2\t0\t\t.5\t.5\n",
-    )
+    clone = tmp_path / "results/expert_scores/toy"
+    lines = "0\t1\t1\t2\t\t.5\t.25\t.5\t.125\n2\t0\t\t.5\t.5\n"
     clone.mkdir(parents=True)
     kind = {"10": {"0": 1.0}, "9": {"0": 1.0}}
     summary = json.dumps({"token_scores": kind, "gate_scores": kind})

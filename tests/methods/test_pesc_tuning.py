@@ -203,9 +203,8 @@ ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
 CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
 ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13B": "meta-llama/Llama-2-13b-hf", "34B": "01-ai/Yi-34B"}
-ROUTED = pd.DataFrame(
-    {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
-)
+ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
+ROUTED = pd.DataFrame(ROUTED)
 CASES = [(claim, scale) for claim in papers.claims("pesc") for scale in claim.scales]
 
 

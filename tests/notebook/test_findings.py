@@ -13,11 +13,8 @@ from moebook.results import Curve, Run, Value
 from moebook.results.store import Pool
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
-BOUND = replace(
-    papers.claim("pesc.approximates-full-experts"),
-    direction="less",
-    reference=1.0,
-)
+FULL = papers.claim("pesc.approximates-full-experts")
+BOUND = replace(FULL, direction="less", reference=1.0)
 EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count", kind="number",
                 direction=None, claimed=7e9, tolerance=1e9)  # fmt: skip
 HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
@@ -216,9 +213,8 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
         reached = [Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")]
         return Run("pesc", "nano", "study", seed, (*tried, *reached), arms=("a", "b"))
 
-    several = Pool(
-        "pesc", "nano", (run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0}))
-    )
+    runs = run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0})
+    several = Pool("pesc", "nano", runs)
     points = findings.rated(several, "pesc/rate/{arm}/{rate}", "pesc/{arm}/accuracy")
     assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
 

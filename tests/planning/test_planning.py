@@ -106,12 +106,8 @@ def test_bytes_by_layout():
     block = 4 * (4 * D * D + 3 * D * F + 2 * D)
     found = plan(training(), machine("a100x4"))
     plain, sharded = found.layouts["DDP"], found.layouts["FSDP2"]
-    assert (plain.weights, plain.gradients, plain.moments, plain.engine) == (
-        4 * P,
-        4 * P,
-        8 * P,
-        4 * P,
-    )
+    parts = (plain.weights, plain.gradients, plain.moments, plain.engine)
+    assert parts == (4 * P, 4 * P, 8 * P, 4 * P)
     assert (sharded.weights, sharded.moments, sharded.engine) == (P, 2 * P, 2 * block)
     assert plain.total == 20 * P + plain.activations and found.need == plain
     paged = plan(training(optimizer="paged_32bit"), machine("a100")).need

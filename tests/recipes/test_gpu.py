@@ -23,14 +23,9 @@ sys.exit(sys.argv[1] == "bad")
 
 
 def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(tmp_path, monkeypatch, capsys):
-    toys, small = (
-        {"code": "toys", "what": "A"},
-        {"code": "toys", "what": "B", "on_cpu": ["toy slow"]},
-    )
-    steps = {
-        "one": toys | {"commands": ["toy bad", "toy well"]},
-        "two": small | {"commands": ["toy x"]},
-    }
+    one = {"code": "toys", "what": "A", "commands": ["toy bad", "toy well"]}
+    two = {"code": "toys", "what": "B", "on_cpu": ["toy slow"], "commands": ["toy x"]}
+    steps = {"one": one, "two": two}
     for name, text in (("_config.yml", ""), ("toys/a.py", "x = 1"), ("toy.py", TOY),
                        ("recipes/gpu.yaml", yaml.safe_dump(steps))):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -39,9 +39,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in FILES:
         results.write(folder / name, "")
     results.write(folder / "used" / "part.py", CODE)
-    results.write(
-        tmp_path / "notebooks" / "01_toy.ipynb", json.dumps({"nbformat": 4, "cells": CELLS})
-    )
+    text = json.dumps({"nbformat": 4, "cells": CELLS})
+    results.write(tmp_path / "notebooks" / "01_toy.ipynb", text)
     results.write(tmp_path / "requirements.lock", "torch==2.13.0\n")
     monkeypatch.setattr(files, "PACKAGE", folder)
     for name in [name for name in sys.modules if name.split(".")[0] == "moebook"]:

@@ -17,6 +17,7 @@ from tests.refusals import refused
 
 TASKS = ("gcd", "python_eval", "isa", "kinship", "equations", "intent_json")
 DENSE, SPARSE = (together.arms(sparse=sparse) for sparse in (False, True))
+EVERY = [*(("nano", name) for name in DENSE), *(("nano-moe", name) for name in SPARSE)]
 BUDGETS = {"nano": 158_000, "nano-moe": 397_000}  # the notebook's
 
 
@@ -66,18 +67,15 @@ def logits(model, setup):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize(
-    ("base", "name"), [*(("nano", n) for n in DENSE), *(("nano-moe", n) for n in SPARSE)]
-)
+@pytest.mark.parametrize(("base", "name"), EVERY)
 def test_an_arm_trains_what_the_budget_says_and_starts_as_the_base(setups, base, name):
     setup, arm = setups[base], (DENSE if base == "nano" else SPARSE)[name]
     model = built(setup, arm)
     if arm.sized:
         assert abs(combining.trained(model) / BUDGETS[base] - 1) < 0.02
     if not arm.bank:
-        torch.testing.assert_close(
-            logits(model, setup), logits(setup.base, setup), atol=1e-4, rtol=1e-4
-        )
+        wanted = logits(setup.base, setup)
+        torch.testing.assert_close(logits(model, setup), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_flops_are_those_of_pytorchs_counter(dense):
@@ -213,9 +211,8 @@ def test_what_is_forgotten_is_the_rise_on_plain_texts(dense):
     worse = deepcopy(dense.base)
     worse.model.layers[0].mlp.down_proj.weight.data *= 3
     nats = [training.nats(each, plain, pad_id=dense.pad_id) for each in (worse, dense.base)]
-    assert (
-        together.forgotten(worse, dense.base, plain, pad_id=dense.pad_id) == nats[0] - nats[1] > 0
-    )
+    lost = together.forgotten(worse, dense.base, plain, pad_id=dense.pad_id)
+    assert lost == nats[0] - nats[1] > 0
 
 
 def test_a_new_task_is_learnt_by_a_copy(dense):
@@ -240,22 +237,14 @@ def test_costs_are_measured_for_every_arm(dense, monkeypatch):
 
 def test_what_does_not_compose_is_refused(dense, setups):
     other = bank(dense, DENSE["rocket"])
-    refused(
-        "E-KEYS: 'gcd' adapts no .*train the bank on down_proj",
-        dense.as_adapters,
-        [*other.values()],
-    )
+    told = "E-KEYS: 'gcd' adapts no .*train the bank on down_proj"
+    refused(told, dense.as_adapters, [*other.values()])
     upcycled = built(dense, DENSE["su"])
     chosen = esft.Selection(experts=dict.fromkeys(range(4), (0,)))
     refused("E-MODEL: layer 0 holds no adapters", combining.only, upcycled, chosen)
     made = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()])
     refused("E-SHAPE: layer 0 holds no adapters of", combining.start_adapters, upcycled, made)
-    refused(
-        "E-MODEL: .* is sparse already: PESC needs a dense host",
-        combining.as_adapters,
-        setups["nano-moe"].base,
-        [],
-        [],
-    )
+    told, moe = "E-MODEL: .* is sparse already: PESC needs a dense host", setups["nano-moe"].base
+    refused(told, combining.as_adapters, moe, [], [])
     refused("E-MODEL: .* is dense", combining.beside_experts, dense.base,
             experts=2, top_k=1, width=2)  # fmt: skip

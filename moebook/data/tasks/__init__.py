@@ -42,4 +42,4 @@ def rows(name: str, split: str, size: int, seed: int = 0) -> list[dict[str, str]
 
 def majority(name: str) -> float:
     """Share of test rows that the commonest training answer gets right; see `Task.majority`."""
-    return find(name).majority()
+    return find(name).majority

@@ -118,6 +118,7 @@ class Task:
         rng.shuffle(items)
         return [self._row(item, rng.choice(self.templates)) for item in items[:size]]
 
+    @cached_property
     def majority(self) -> float:
         """Share of test rows, in [0, 1], that the commonest training answer gets right."""
         answers = Counter(self.normalise(item.answer) for item in self.items("train"))

@@ -97,9 +97,8 @@ def test_the_density_is_equation_17():
     shots, pool = vectors(16, 4, 3), vectors(17, 5, 3)
     for row, u in enumerate(pool):
         kernel = [np.exp(-((u - s) @ (u - s)) / 4 / 2) / np.sqrt(2 * np.pi) for s in shots]
-        assert augmentation.log_density(shots, pool, 2.0)[row] == pytest.approx(
-            np.log(sum(kernel) / (4 * 2.0))
-        )
+        wanted = pytest.approx(np.log(sum(kernel) / (4 * 2.0)))
+        assert augmentation.log_density(shots, pool, 2.0)[row] == wanted
     pool, config = np.array([[1.0, 0.0], [-1.0, 0.0]]), Config(budget=1, sampler="kde", gamma=1.0)
     draws = [augmentation.choose(pool[:1], [pool], config, seed=s).index[0] for s in range(1000)]
     expected = 1 / (1 + np.exp(-2.0))  # densities exp(0) and exp(-4 / 2)

@@ -50,9 +50,7 @@ def same(one, other):
     ("maximum", "standing"), ("centroid", "index"), ("random", "keep"), ("hull", "any"),
     ("kde", "standing"), ("maximum", "repr"),
 ])  # fmt: skip
-def test_shards_give_what_one_stream_gives_whatever_their_sizes(
-    tmp_path, monkeypatch, sampler, rule
-):
+def test_shards_of_any_size_give_what_one_stream_gives(tmp_path, monkeypatch, sampler, rule):
     monkeypatch.setattr(shards, "BLOCK", 64)
     monkeypatch.setattr(f"{__name__}.SIZE", 40)
     shots, pool = drawn(0, 6), 0.3 * drawn(1, 1000)
@@ -159,17 +157,14 @@ def equal(scored, folder):
     pd.testing.assert_frame_equal(scored.plain, nats[0], rtol=1e-5)
     pd.testing.assert_frame_equal(scored.reasoning, nats[1], rtol=1e-5)
     pd.testing.assert_frame_equal(scored.solved, solved)
-    wanted = selection.select(
-        scoring.scores(*nats[1:], solved), selection.similarity(whole), CONFIG
-    )
+    scores = scoring.scores(*nats[1:], solved)
+    wanted = selection.select(scores, selection.similarity(whole), CONFIG)
     found = shards.select(scored, folder, model, CONFIG)
     assert found.experts == wanted.experts
     pd.testing.assert_frame_equal(found.groups, wanted.groups)
 
 
-def test_a_bank_by_groups_scores_as_the_whole_and_names_the_lora_that_is_wrong(
-    tmp_path, loras, monkeypatch
-):
+def test_a_bank_by_groups_scores_as_the_whole_and_names_a_wrong_lora(tmp_path, loras, monkeypatch):
     monkeypatch.setattr(shards, "TOGETHER", 2)
     call, to = (loras, "nano", ROWS, CONFIG, tmp_path / "to"), tmp_path / "to"
     weights = sorted(loras.glob("*/adapter_model.safetensors"))[3]
