@@ -29,6 +29,7 @@ SINCE = {  # what the house's second design did not know of, which is counted ap
         "evaluation/test_code.py evaluation/hostile.py evaluation/test_judge.py"),
     "teaching": ("notebook/moving.py notebook/doctor.py",
                  "book/test_moving.py book/test_editions.py notebook/test_doctor.py"),
+    "benchmarks out of a folder": ("", "evaluation/test_benchmarks.py"),
     "make gpu": ("", "recipes/test_gpu.py"),
     "generated faults": ("", "faults"),
 }  # fmt: skip
