@@ -115,9 +115,9 @@ class Measurement:
 
     @property
     def agreement(self) -> str:
-        """Say on how many tasks the mean effect is as claimed; empty where none is known."""
-        good = sum(one > 0 for one in self.by_task.values())
-        return f"as claimed on {good} of {len(self.by_task)} tasks" if self.by_task else ""
+        """Say on how many tasks the mean effect is as claimed; empty where there are no several."""
+        good, several = sum(one > 0 for one in self.by_task.values()), len(self.by_task) > 1
+        return f"as claimed on {good} of {len(self.by_task)} tasks" if several else ""
 
     @property
     def decides(self) -> bool:
