@@ -183,7 +183,7 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(moved, browser, t
         pool = [Pool("pesc", "nano", (*runs,))] if runs else []
         rows.append(verdicts.row(replace(claim, id=name), pool))
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
-    moved(pages.ledger(rows, pages.Places(tmp_path)))
+    moved(pages.page("ledger", rows=rows, places=pages.Places(tmp_path)))
     every = [["holds", 21], ["fails", -19], ["holds", 11]]
     cases = ((0, "all", every), (0, "PESC", every[:2]), (1, "direction fails", every[1:2]))
     for place, choice, left in cases:
