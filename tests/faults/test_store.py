@@ -63,7 +63,7 @@ def write(number, processes, folder, meet, told):
             told.put(done if isinstance(done, str) else "kept")
         meet.wait(60)
         shown = outcome(lambda it: book._publish(it.notebook, "01_toy", folder), done)
-        told.put(shown or "published")
+        told.put(shown if isinstance(shown, str) else "published")
         added = {"protocol": "nano", "tier": "study", "seed": turn, "arms": (f"a{number}",)}
         added |= {"settings": {"tier": "study"}, "values": ()}
         kept = outcome(lambda it, more: study.add(replace(it.run, **more), folder), done, added)
