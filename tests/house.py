@@ -128,6 +128,8 @@ def main() -> None:
     print(f"cycles: {' -> '.join(cycle()) or 'none'}")
     modules, reached = reach("01_pesc.ipynb")
     print(f"the PESC notebook reaches {modules} modules with {reached} lines")
+    since = [f"--ignore=tests/{place}" for made in SINCE.values() for place in made[1].split()]
+    print("tests without what came since: pytest -n logical --dist worksteal", *since)
 
 
 if __name__ == "__main__":

@@ -50,15 +50,17 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     message = f"{notebook} trains nothing that a plan is known for;"
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
-    # what it copies, router_init the base in float32 and a copy in 16 bits.
+    # what it copies, together the base in float32, router_init a copy in 16 bits as well.
     dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
-    copies = dict.fromkeys(("pesc", "esft", "together"), dtype.itemsize)
+    copies = {"pesc": dtype.itemsize, "esft": dtype.itemsize, "together": 4}
     copies["router_init"] = 4 + dtype.itemsize
     base = skeleton(configuration(given["base"]))
     usual: dict[str, Any] = {name: given[name] for name in ("batch", "steps", "accumulate",
                              "optimizer", "checkpointing") if name in given}  # fmt: skip
     usual |= {"host": given["base"], "length": given.get("max_length", LENGTH.get(notebook))}
     usual |= {"dtype": dtype, "beside": copies.get(notebook, 0) * float(base.num_parameters())}
+    if notebook in ("router_init", "together"):  # theirs is the dtype of products
+        usual |= {"dtype": torch.float32, "autocast": dtype == torch.bfloat16}
     return [Training(**usual | {"name": name, "method": method} | own)
             for name, method, own in TRAINED[notebook](given)]  # fmt: skip
 
@@ -102,8 +104,7 @@ def _router_init(given: Given) -> Arms:
         if arm.start:
             top_k = given["top_k"]
             method = methods.upcycling(upcycling.Config(experts=arm.experts, top_k=top_k))
-        own = {"dtype": torch.float32, "autocast": given["dtype"] == "bfloat16"}
-        yield name, method, own | {"steps": arm.steps + tries}
+        yield name, method, {"steps": arm.steps + tries}
 
 
 def _rocket(given: Given) -> Arms:

@@ -13,7 +13,7 @@ from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import verdicts
 from moebook.notebook.verdicts import amount, chance, row
-from moebook.results import TIERS, Run, Value, write_run
+from moebook.results import TIERS, Run, Value, store, write_run
 from moebook.results.store import Pool
 
 DIRECTION = replace(
@@ -253,3 +253,13 @@ def test_of_two_designs_at_one_scale_the_one_that_replaces_the_other_decides(tmp
     (tmp_path / "notebooks" / "01_pesc.second.yaml").write_text("# Replaces: first\ntier: study\n")
     (tmp_path / "notebooks" / "01_pesc.first.yaml").write_text("tier: study\n")
     assert best().pool.protocol == "second"
+
+
+def test_ten_other_seeds_give_the_same_labels():
+    whole, told = store.pool("routing", "nano", ROOT), []
+    for ten in (1, 2):
+        half = replace(whole, runs=tuple(run for run in whole.runs if run.seed // 10 == ten))
+        rows = [row(claim, [half]) for claim in papers.claims() if claim.run == "routing"]
+        assert len(half.runs) == 10 and len(rows) == 5
+        told.append(([one.label for one in rows], chance(rows).hochberg))
+    assert told[0] == told[1] and len(told[0][1]) == 3
