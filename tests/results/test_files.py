@@ -1,5 +1,7 @@
 """Files are written whole or not at all; what a run ran, and what counts as changed since."""
 
+import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -102,6 +104,21 @@ def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_change
     assert results.since(run, folder) == more
     with pytest.raises(Refusal, match="E-RUN: manifest of toy, nano, seed 0 has no date"):
         results.runs.day(Run("toy", "nano", "study", 0, ()))
+
+
+def test_what_is_loaded_is_listed_while_others_import(package, monkeypatch):
+    many, late = {f"other{number}": sys for number in range(9000)}, itertools.count()
+    monkeypatch.setattr(sys, "modules", sys.modules | many)
+
+    def load(*_):  # as a thread may, wherever the garbage collector runs
+        sys.modules[f"late{next(late)}"] = sys
+
+    gc.callbacks.append(load)
+    try:
+        while next(late) < 10:
+            assert "used/weights/model.bin" in results.files.loaded()
+    finally:
+        gc.callbacks.remove(load)
 
 
 def test_the_commit_is_gits_or_that_of_a_frozen_copy(tmp_path):
