@@ -27,6 +27,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from torch import nn
 
 from moebook.data import IGNORED, encode, hub, tasks
+from moebook.data.encoding import chat_format
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal, nearest, refuse
 from moebook.evaluation.model import InMemory
@@ -181,6 +182,7 @@ def evaluate(
     limit: Count | None = 200,
     split: str = "test",
     format: str = "camel",
+    chat: bool = False,
     batch_size: Count = 32,
     data: str | Path = "",
     **programs: Any,
@@ -191,9 +193,11 @@ def evaluate(
     the task's normalisation; its likelihood is that of the gold answer with the end token, and
     items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
     accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
-    members; ``split`` and chat ``format`` are of embedded tasks alone; ``data`` is a folder of the
-    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "". ``programs``
-    are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
+    members; ``split`` is of embedded tasks alone. These are asked in a chat ``format``, benchmarks
+    only with ``chat``, which suits a model that was trained on rows in that format: asked plainly,
+    it spends a short answer's likelihood on how to begin. Programs are never asked in it. ``data``
+    is a folder of the benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or
+    "". ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
@@ -211,7 +215,7 @@ def evaluate(
         refuse("E-USAGE", f"only {' and '.join(PROGRAMS)} sample programs and keep them")
     loaded = load(names, data)
     with evaluating(model):
-        lm = InMemory(model, tokenizer, batch_size)
+        lm = InMemory(model, tokenizer, batch_size, chat_format(format) if chat else None)
         lines = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
         for name, members in loaded.items():
             run = members[name].config.metadata["rows"] if name in PROGRAMS else rows

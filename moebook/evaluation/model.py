@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor, nn
 
 from moebook.data import IGNORED, padded
+from moebook.data.encoding import Format
 from moebook.errors import refuse
 from moebook.kernels.bank_scoring import token_nats
 from moebook.models.anatomy import longest
@@ -30,15 +31,18 @@ class InMemory(TemplateLM):
     """Any causal language model in evaluation mode, altered or wrapped, with its tokenizer.
 
     Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded items on a CPU
-    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass.
+    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass. With a ``chat``
+    format lm-eval's requests are put, and tokenized, as `data.encode` does rows.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, batch: int) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, batch: int, chat: Format | None = None
+    ) -> None:
         super().__init__()
         if tokenizer.eos_token_id is None:
             refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
         self.model, self.tokenizer, self.batch = model, tokenizer, batch
-        self._device = next(model.parameters()).device
+        self._device, self._chat = next(model.parameters()).device, chat
         self.longest = longest(model)
 
     @property
@@ -61,6 +65,19 @@ class InMemory(TemplateLM):
             add_special_tokens = not (bos and string.startswith(bos))
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
+        if self._chat is None:
+            return super()._encode_pair(context, continuation)
+        answer = self._chat.render(context, continuation.strip(), "")[1]
+        return self._asked(context), self.tok_encode(answer, False)
+
+    def _asked(self, prompt: str) -> list[int]:
+        if self._chat is None:
+            return self.tok_encode(prompt)
+        bos = self.tokenizer.bos_token_id if self._chat.bos else None
+        text = self._chat.render(prompt, "", "")[0]
+        return [*([] if bos is None else [bos]), *self.tok_encode(text, False)]
+
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return self.score([(before, scored) for _, before, scored in requests])
 
@@ -75,7 +92,7 @@ class InMemory(TemplateLM):
             until = settings.get("until") or []
             most = settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256
             limits.append((int(most), (until,) if isinstance(until, str) else tuple(until)))
-            contexts.append(self.tok_encode(text))
+            contexts.append(self._asked(text))
         return self.answer(contexts, limits)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:

@@ -4,9 +4,11 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
 from moebook import cli, evaluation, models
-from moebook.data import hub
+from moebook.data import encode, hub
+from moebook.data.encoding import FORMATS
 from moebook.evaluation import benchmarks
 from tests.refusals import refused
 
@@ -67,6 +69,22 @@ def test_a_group_is_one_line_in_which_its_tasks_count_equally(tmp_path, tiny, by
     assert hits.sum() == 1 and table.groupby("task").size().tolist() == [2, 4]
     assert (line.normalised, line["rows"], line.chance) == (1 / 2, 6, 1 / 2)
     assert line.published == pytest.approx(0.373)
+
+
+def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_prompt(
+    tmp_path, tiny, byte_tokenizer
+):
+    put(tmp_path, "allenai/ai2_arc/ARC-Easy/test.jsonl", [ARC])
+    host, ask = tiny(), {"data": tmp_path, "chat": True}
+    row = {"prompt": "Question: What barks?\nAnswer:", "answer": "a cat"}
+    for name in FORMATS:
+        ids = torch.tensor(encode([row], byte_tokenizer, format=name, max_length=99)["input_ids"])
+        size = len(byte_tokenizer.encode(FORMATS[name].render(*row.values(), "")[1]))
+        logits = host(ids[:, :-1]).logits[0, -size - 1 : -1].log_softmax(-1)
+        nll = evaluation.evaluate(host, byte_tokenizer, "arc_easy", format=name, **ask).nll[0]
+        assert nll == pytest.approx(-logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item())
+    words = "E-DATA: unknown chat format 'camle': did you mean 'camel'"
+    refused(words, evaluation.evaluate, host, byte_tokenizer, "arc_easy", format="camle", **ask)
 
 
 def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty():
