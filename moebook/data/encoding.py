@@ -38,12 +38,6 @@ def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
 FORMATS = {"camel": Format(camel, bos=True), "deepseek": Format(deepseek, bos=False)}
 
 
-def chat_format(name: str) -> Format:
-    """Return one of `FORMATS`."""
-    refuse_unknown(name, FORMATS, "E-DATA", f"unknown chat format '{name}':")
-    return FORMATS[name]
-
-
 def encode(
     rows: Sequence[Mapping[str, str]], tokenizer: Any, *, format: str = "camel", max_length: int
 ) -> Dataset:
@@ -58,9 +52,10 @@ def encode(
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
+    refuse_unknown(format, FORMATS, "E-DATA", f"unknown chat format '{format}':")
     if (eos := tokenizer.eos_token_id) is None:
         refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
-    form, bos = chat_format(format), tokenizer.bos_token_id
+    form, bos = FORMATS[format], tokenizer.bos_token_id
     texts = [_rendered(row, form, index) for index, row in enumerate(rows)]
     before, learnt = (
         tokenizer(list(part), add_special_tokens=False)["input_ids"]

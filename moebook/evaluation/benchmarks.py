@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -26,8 +25,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._yaml_loader import load_yaml
 from torch import nn
 
-from moebook.data import IGNORED, encode, hub, tasks
-from moebook.data.encoding import chat_format
+from moebook.data import hub, tasks
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal, nearest, refuse
 from moebook.evaluation.model import InMemory
@@ -193,11 +191,10 @@ def evaluate(
     the task's normalisation; its likelihood is that of the gold answer with the end token, and
     items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
     accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
-    members; ``split`` is of embedded tasks alone. These are asked in a chat ``format``, benchmarks
-    only with ``chat``, which suits a model that was trained on rows in that format: asked plainly,
-    it spends a short answer's likelihood on how to begin. Programs are never asked in it. ``data``
-    is a folder of the benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or
-    "". ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
+    members; ``split`` is of embedded tasks alone. They are asked in the chat ``format``, and with
+    ``chat`` benchmarks are, too, for a model trained on such rows; programs never. ``data`` is a
+    folder of the benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
+    ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
 
     Returns:
         One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
@@ -215,7 +212,7 @@ def evaluate(
         refuse("E-USAGE", f"only {' and '.join(PROGRAMS)} sample programs and keep them")
     loaded = load(names, data)
     with evaluating(model):
-        lm = InMemory(model, tokenizer, batch_size, chat_format(format) if chat else None)
+        lm = InMemory(model, tokenizer, batch_size, format if chat else "")
         lines = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
         for name, members in loaded.items():
             run = members[name].config.metadata["rows"] if name in PROGRAMS else rows
@@ -235,8 +232,7 @@ def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
     likelihoods normalised by length (where the benchmark has it), its standard error over items,
     chance, rows, and the published score, NaN where `cards.yaml` has none.
     """
-    cards = CARDS.items()
-    names = {name: card for key, card in cards for name in (key, card["repository"])}
+    names = {name: card for key, card in CARDS.items() for name in (key, card["repository"])}
     scores = names.get(base.partition("@")[0], {}).get("scores", {})
     lines = {}
     for name, part in table.groupby("asked", sort=False):
@@ -306,16 +302,12 @@ def _embedded(
         task = tasks.find(name)
         available = task.available(split)
         drawn = tasks.rows(name, split, min(limit or available, available))
-        encoded = encode(drawn, lm.tokenizer, format=format, max_length=sys.maxsize)
-        for number, (row, ids) in enumerate(zip(drawn, encoded, strict=True)):
-            border = ids["labels"].count(IGNORED)
-            items.append((task, number, row["answer"]))
-            pairs.append((ids["input_ids"][:border], ids["input_ids"][border:]))
-            limits.append((task.max_new_tokens, ()))
+        items += [(task, number, row["answer"]) for number, row in enumerate(drawn)]
+        pairs += lm.pairs(drawn, format)
+        limits += [(task.max_new_tokens, ())] * len(drawn)
     results = zip(items, lm.examine(pairs, limits), pairs, strict=True)
     for (task, number, answer), (text, nats), (_, scored) in results:
         correct = int(task.normalise(text) == task.normalise(answer))
-        nll = -nats / len(scored)
-        found = task.name, task.domain, number, correct, nll, -nats, answer, text
+        found = task.name, task.domain, number, correct, -nats / len(scored), -nats, answer, text
         table.append((*found, correct, task.majority, task.name))
     return table

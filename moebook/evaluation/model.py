@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from random import Random
@@ -15,8 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from torch import Tensor, nn
 
-from moebook.data import IGNORED, padded
-from moebook.data.encoding import Format
+from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse
 from moebook.kernels.bank_scoring import token_nats
 from moebook.models.anatomy import longest
@@ -31,18 +31,16 @@ class InMemory(TemplateLM):
     """Any causal language model in evaluation mode, altered or wrapped, with its tokenizer.
 
     Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded items on a CPU
-    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass. With a ``chat``
-    format lm-eval's requests are put, and tokenized, as `data.encode` does rows.
+    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass. lm-eval's requests
+    are put in a ``chat`` format of `data.encode`, or plainly where it is "".
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, batch: int, chat: Format | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, batch: int, chat: str = "") -> None:
         super().__init__()
         if tokenizer.eos_token_id is None:
             refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
-        self.model, self.tokenizer, self.batch = model, tokenizer, batch
-        self._device, self._chat = next(model.parameters()).device, chat
+        self.model, self.tokenizer, self.batch, self._chat = model, tokenizer, batch, chat
+        self._device = next(model.parameters()).device
         self.longest = longest(model)
 
     @property
@@ -65,18 +63,18 @@ class InMemory(TemplateLM):
             add_special_tokens = not (bos and string.startswith(bos))
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
-    def _encode_pair(self, context: str, continuation: str) -> Pair:
-        if self._chat is None:
-            return super()._encode_pair(context, continuation)
-        answer = self._chat.render(context, continuation.strip(), "")[1]
-        return self._asked(context), self.tok_encode(answer, False)
+    def pairs(self, rows: Sequence[Mapping[str, str]], format: str) -> list[Pair]:
+        """Tokenize rows as for training; what follows a context ends with the end token."""
+        encoded = encode(rows, self.tokenizer, format=format, max_length=sys.maxsize)
+        lines = [(line["input_ids"], line["labels"].count(IGNORED)) for line in encoded]
+        return [(ids[:border], ids[border:]) for ids, border in lines]
 
-    def _asked(self, prompt: str) -> list[int]:
-        if self._chat is None:
-            return self.tok_encode(prompt)
-        bos = self.tokenizer.bos_token_id if self._chat.bos else None
-        text = self._chat.render(prompt, "", "")[0]
-        return [*([] if bos is None else [bos]), *self.tok_encode(text, False)]
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
+        if not self._chat:
+            return super()._encode_pair(context, continuation)
+        row = {"prompt": context, "answer": continuation.strip()}
+        ((before, scored),) = self.pairs([row], self._chat)
+        return before, scored[:-1]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return self.score([(before, scored) for _, before, scored in requests])
@@ -92,7 +90,7 @@ class InMemory(TemplateLM):
             until = settings.get("until") or []
             most = settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256
             limits.append((int(most), (until,) if isinstance(until, str) else tuple(until)))
-            contexts.append(self._asked(text))
+            contexts.append(self._encode_pair(text, "")[0] if self._chat else self.tok_encode(text))
         return self.answer(contexts, limits)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:

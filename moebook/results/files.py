@@ -144,8 +144,7 @@ def source(notebook: Path) -> str | None:
 
 def loaded(known: Container[str] = ()) -> dict[str, str]:
     """Hash loaded modules and data files beside them, by path in the package; no ``known`` ones."""
-    now = sys.modules.copy()  # at once: threads of the kernel import as well
-    modules = [m for name, m in now.items() if name.split(".")[0] == PACKAGE.name]
+    modules = [m for name, m in sys.modules.copy().items() if name.split(".")[0] == PACKAGE.name]
     files = [Path(module.__file__) for module in modules if module.__file__]
     data = [path for file in files if file.name == "__init__.py" for path in _data(file.parent)]
     names = {path.relative_to(PACKAGE).as_posix(): path for path in sorted({*files, *data})}

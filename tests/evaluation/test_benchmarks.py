@@ -5,11 +5,13 @@ import json
 import pandas as pd
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from moebook import cli, evaluation, models
 from moebook.data import encode, hub
 from moebook.data.encoding import FORMATS
 from moebook.evaluation import benchmarks
+from moebook.evaluation.model import InMemory
 from tests.refusals import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:W-LONG")
@@ -83,6 +85,9 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
         logits = host(ids[:, :-1]).logits[0, -size - 1 : -1].log_softmax(-1)
         nll = evaluation.evaluate(host, byte_tokenizer, "arc_easy", format=name, **ask).nll[0]
         assert nll == pytest.approx(-logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item())
+        lm, context = InMemory(host, byte_tokenizer, 1, name), ids[0, : -size - 1].tolist()
+        asked = Instance("generate_until", {}, (row["prompt"], {"max_gen_toks": 5}), 0)
+        assert lm.generate_until([asked]) == lm.answer([context], [(5, ())])
     words = "E-DATA: unknown chat format 'camle': did you mean 'camel'"
     refused(words, evaluation.evaluate, host, byte_tokenizer, "arc_easy", format="camle", **ask)
 

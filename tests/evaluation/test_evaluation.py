@@ -20,8 +20,7 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moebook import evaluation
-from moebook.data import IGNORED, encode, tasks
-from moebook.data.encoding import FORMATS
+from moebook.data import encode, tasks
 from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
 from moebook.methods.pesc.measuring import _row_losses
@@ -100,25 +99,6 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llam
         best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
     got = InMemory(llama, tokenizer, 2).score([(before, [best]), (before, [best - 1])])
     assert [greedy for _, greedy in got] == [True, False]
-
-
-def test_asked_in_a_chat_format_requests_have_the_tokens_of_training_rows(llama, tokenizer):
-    pairs = [("Question: what is\nAnswer:", " the sum"), (CONTEXTS[0], " four and five")]
-    rows = [{"prompt": context, "answer": answer.strip()} for context, answer in pairs]
-    for name, form in FORMATS.items():
-        lm = InMemory(llama, tokenizer, 2, form)
-        encoded = encode(rows, tokenizer, format=name, max_length=99)
-        for pair, row in zip(pairs, encoded, strict=True):
-            before, scored = lm._encode_pair(*pair)
-            assert [*before, *scored, tokenizer.eos_token_id] == row["input_ids"]
-            assert row["labels"].count(IGNORED) == len(before) == len(lm._asked(pair[0]))
-        got = lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
-        wanted = [nats(llama, *lm._encode_pair(*pair)) for pair in pairs]
-        assert [value for value, _ in got] == pytest.approx(wanted, rel=1e-5)
-        asked = [request("generate_until", pair[0], {"max_gen_toks": 5}) for pair in pairs]
-        answers, plain = lm.generate_until(asked), InMemory(llama, tokenizer, 2)
-        contexts = [lm._encode_pair(*pair)[0] for pair in pairs]
-        assert answers == lm.answer(contexts, [(5, ())] * 2) != plain.generate_until(asked)
 
 
 def test_likelihoods_over_a_large_vocabulary_have_no_bias(llama, tokenizer, monkeypatch):
