@@ -203,7 +203,9 @@ def taught(folder: Path) -> str:
 
 def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
-    asked = product(store.pools("together", folder).values(), QUESTIONS)
+    pools = store.pools("together", folder)
+    old = sources.replaced(folder, "together", pools)
+    asked = product((pool for name, pool in pools.items() if name not in old), QUESTIONS)
     answers = (findings.answer(pool, *question) for pool, question in asked)
     return page("which", lines=[*filter(None, answers)])
 

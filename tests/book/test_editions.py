@@ -6,6 +6,7 @@ import nbformat
 import pytest
 import yaml
 
+from moebook.notebook import pages
 from workshop import editions, readme
 
 PAGES = sorted(editions.BOOK.glob("*_exercises.md"))
@@ -58,3 +59,10 @@ def test_the_readme_says_what_the_committed_runs_found():
     text = (editions.BOOK.parent / "README.md").read_text("utf-8")
     assert readme.renewed(text, editions.BOOK.parent) == text
     assert readme.found(editions.BOOK.parent).count("\n") == 5
+
+
+def test_a_course_is_told_changes_and_values_by_its_protocols_and_cost_by_its_runs(tmp_path):
+    page = pages.taught(editions.BOOK.parent)
+    assert page.count("<tr><td") == 7 and "moebook run esft --on class -p p_gate=0.3" in page
+    assert len(re.findall(r">\d\d s of one core of \w", page)) == 7
+    assert pages.taught(tmp_path) == "No run of a course is on record.\n"

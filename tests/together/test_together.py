@@ -11,6 +11,8 @@ from moebook import data, models, together, training
 from moebook.methods import esft, pesc
 from moebook.methods.rocket.loras import Lora, attached, linears
 from moebook.nn import routers
+from moebook.notebook import pages
+from moebook.results import root, store
 from moebook.together import budget, combining
 from moebook.together.arms import bank_rank, choose
 from tests.refusals import refused
@@ -248,3 +250,13 @@ def test_what_does_not_compose_is_refused(dense, setups):
     refused(told, combining.as_adapters, moe, [], [])
     refused("E-MODEL: .* is dense", combining.beside_experts, dense.base,
             experts=2, top_k=1, width=2)  # fmt: skip
+
+
+def test_which_method_asks_what_every_run_measures_of_each_pool_with_three_seeds(tmp_path):
+    pools = store.pools("together", root())
+    del pools["smollm2"]  # smollm2_long stands in its place
+    enough = sum(len(pool.seeds) >= 3 for pool in pools.values())
+    page = pages.which(root())
+    asked = [question for question, measure in pages.QUESTIONS if measure in ("nll", "forgotten")]
+    assert enough and [page.count(question) for question in asked] == [enough] * 2
+    assert "No pool of three seeds" in pages.which(tmp_path)
