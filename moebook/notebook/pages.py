@@ -204,10 +204,12 @@ def taught(folder: Path) -> str:
 def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
     pools = store.pools("together", folder)
-    old = sources.replaced(folder, "together", pools)
-    asked = product((pool for name, pool in pools.items() if name not in old), QUESTIONS)
-    answers = (findings.answer(pool, *question) for pool, question in asked)
-    return page("which", lines=[*filter(None, answers)])
+    old, lines = sources.replaced(folder, "together", pools), dict[Any, findings.Answer]()
+    for name in sorted(pools, key=lambda name: name not in old):  # the last one stands
+        for place, question in enumerate(QUESTIONS):
+            if line := findings.answer(pools[name], *question):
+                lines[pools[name].rank, place] = line
+    return page("which", lines=[lines[key] for key in sorted(lines)])
 
 
 def designs(folder: Path) -> str:

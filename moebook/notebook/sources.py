@@ -116,7 +116,7 @@ def replaced(folder: Path, name: str, protocols: Collection[str]) -> set[str]:
     """Return in whose place protocols of a notebook stand, as their heads say."""
     paths = _paths(folder)
     heads = map(read(paths[name]).facts, protocols) if name in paths else ()
-    return {head["Replaces"] for head in heads if "Replaces" in head}
+    return {old for head in heads if "Replaces" in head for old in head["Replaces"].split(", ")}
 
 
 def find(folder: Path, name: str) -> Notebook:
