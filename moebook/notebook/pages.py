@@ -204,7 +204,7 @@ def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
     pools = store.pools("together", folder)
     old, lines = sources.replaced(folder, "together", pools), dict[Any, findings.Answer]()
-    for name in sorted(pools, key=lambda name: name not in old):  # the last one stands
+    for name in sorted(pools, key=lambda name: -old[name]):  # the last one stands
         for place, question in enumerate(QUESTIONS):
             if line := findings.answer(pools[name], *question):
                 lines[pools[name].rank, place] = line

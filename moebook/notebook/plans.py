@@ -155,7 +155,10 @@ def _esft(given: Given) -> Arms:
 
 
 def _together(given: Given) -> Arms:
-    """Plan arms by what trains in them; how routers start and what chooses takes no memory."""
+    """Plan arms by what trains in them; how routers start and what chooses takes no memory.
+
+    A second training, on equal FLOPs, counts as many steps as the first.
+    """
     base, top_k = skeleton(configuration(given["base"])), given["top_k"]
     names = "parameters adapters copies experts top_k".split()
     config = together.Config(**{name: given[name] for name in names})
@@ -165,7 +168,8 @@ def _together(given: Given) -> Arms:
     layers = sparse_layers(base) if sparse else []
     routed = sum(p.numel() for layer in layers for p in layer.experts.parameters())
     copied = upcycling.Config(experts=config.copies, top_k=min(top_k, config.copies))
-    tries = len(_listed(given["rates"])) * given["rate_share"]
+    again, tried = _listed(given["again"]), len(_listed(given["rates"]))
+    tries = tried * given["rate_share"] if tried > 1 else 0
     for name in _arms(given, known):
         arm, plain = known[name], known["pesc" if name.startswith("pesc") else name]
         if name in ("su", "trsu", "crsu", "esft"):
@@ -180,7 +184,7 @@ def _together(given: Given) -> Arms:
         else:
             made = partial(lambda make, host: make(setup, host, {}), plain.make)
             method = Method((name, config), made)
-        yield name, method, {"steps": round(given["steps"] * (1 + tries))}
+        yield name, method, {"steps": round(given["steps"] * (1 + tries + (name in again)))}
 
 
 TRAINED: dict[str, Callable[[Given], Arms]] = {

@@ -9,6 +9,7 @@ trains nothing: it has no protocols.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -112,11 +113,12 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
     return {name: read(path) for name, path in _paths(folder).items()}
 
 
-def replaced(folder: Path, name: str, protocols: Collection[str]) -> set[str]:
-    """Return in whose place protocols of a notebook stand, as their heads say."""
+def replaced(folder: Path, name: str, protocols: Collection[str]) -> Counter[str]:
+    """Return in whose place protocols of a notebook stand, as their heads say, and how many do."""
     paths = _paths(folder)
     heads = map(read(paths[name]).facts, protocols) if name in paths else ()
-    return {old for head in heads if "Replaces" in head for old in head["Replaces"].split(", ")}
+    olds = (head["Replaces"].split(", ") for head in heads if "Replaces" in head)
+    return Counter(old for some in olds for old in some)
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -83,10 +83,11 @@ class Measurement:
     def label(self) -> str:
         """Its verdict, one of `LABELS`.
 
-        "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
-        tolerance of the number that the paper prints. An interval across the border "excludes the
-        paper's size" if that lies outside it; if it does not, and is smaller than what the pool
-        could see, it is "too small to see here". What is computed must agree on all tasks.
+            "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
+            tolerance of the number that the paper prints. An interval across the border "excludes the
+            paper's size" if that lies outside it; if it does not, and is smaller than what the pool
+            could see, it is "too small to see here". What is computed must agree on all tasks. An effect
+        that is 0 on every item of every seed is of values that cannot differ: "inconclusive".
         """
         claim, claimed = self.claim, self.claim.claimed
         if claim.untestable and self.pool.tier != "paper":
@@ -97,7 +98,7 @@ class Measurement:
         if self.side:
             wins = "reproduced" if near and self.pool.tier == "paper" else "direction holds"
             return wins if self.side > 0 else "direction fails"
-        if claimed is None or self.smallest is None or claim.direction not in ("greater", "less"):
+        if claimed is None or not self.smallest or claim.direction not in ("greater", "less"):
             return "inconclusive"
         if not self.ends[0] <= claimed <= self.ends[1]:
             return "excludes the paper's size"
@@ -220,14 +221,14 @@ def row(claim: Claim, pools: Iterable[Pool]) -> Row:
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
 
-    Of two pools at one scale that may decide, the verdict rests on that whose protocol says that it
-    stands in the other's place.
+    Of several pools at one scale that may decide, the verdict rests on the one in whose place the
+    fewest others stand, as their protocols say.
     """
     claims, pools = papers.claims(), dict[str, list[Pool]]()
     for name in {claim.run for claim in claims}:
         every = store.pools(name, folder, shown=live)
         old = sources.replaced(folder or results.root(), name, every)
-        pools[name] = [every[protocol] for protocol in sorted(every, key=old.__contains__)]
+        pools[name] = [every[protocol] for protocol in sorted(every, key=old.__getitem__)]
     rows = [row(claim, pools[claim.run]) for claim in claims]
     sure = chance(rows).hochberg
     wanted = [one for one in rows if paper in (None, one.claim.paper)]

@@ -169,6 +169,7 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
 def points(
     panels: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = "",
     ticks: bool = True, joined: bool = False, xscale: str = "linear", above: str = "",
+    front: bool = False,
 ) -> Figure:  # fmt: skip
     """Draw one cloud a series, by colour and by marker; panels share their axes.
 
@@ -176,6 +177,7 @@ def points(
     Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing. Points
     may be ``joined`` by a line in their order, and the horizontal axis ``log``. ``above`` names the
     series that the figure is about: its points have a dark edge and hide others, not one another.
+    ``front`` draws the Pareto front of a panel: points with none as low to their left.
     """
     clouds, looks = arrays("points", panels)
     height = 2.0 if len(looks) <= MOST else 3.0
@@ -191,6 +193,11 @@ def points(
             handles.setdefault(name, axes.scatter(*cloud.T, **dress | edge))
             if joined:
                 axes.plot(*cloud.T, color=dress["color"], lw=1.2)
+        if front:
+            every = np.array(sorted(point for cloud in panel.values() for point in cloud.tolist()))
+            lowest = np.minimum.accumulate([np.inf, *every[:-1, 1]])
+            best = every[every[:, 1] < lowest].T
+            axes.plot(*best, color=INK, lw=0.8, drawstyle="steps-post", zorder=0)
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
@@ -332,8 +339,9 @@ def arrays(
 
 
 def look(place: int) -> Look:
-    """Return colour and marker of the series at a place; a series has its own in every panel."""
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    """Return colour and marker of the series at a place: its own pair, the same in every panel."""
+    turned = place + place // len(COLOURS)
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[turned % len(MARKERS)]}
 
 
 def require(chart: str, frame: pd.DataFrame, columns: Sequence[str]) -> None:

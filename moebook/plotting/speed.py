@@ -112,9 +112,7 @@ def roofline(
     handles: dict[str, Artist] = {"roof": roof}
     axes.axvspan(edge, ends[-1], color=COLOURS[6], alpha=0.08, lw=0)
     for place, (name, (intensity, rate)) in enumerate(runs.items()):
-        marker = charts.MARKERS[(place + place // len(COLOURS)) % len(charts.MARKERS)]
-        colour = COLOURS[place % len(COLOURS)]
-        dot = axes.scatter(intensity, rate / 1e9, s=42, color=colour, marker=marker, zorder=3)
+        dot = axes.scatter(intensity, rate / 1e9, s=42, zorder=3, **charts.look(place))
         handles[name] = dot
     axes.set(
         xscale="log", yscale="log", title=title,

@@ -33,6 +33,14 @@ Make = Callable[[Setup, nn.Module, Bank], nn.Module]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QV = ("q_proj", "v_proj")  # what Rocket's LoRAs adapt
 BALANCE = 0.01  # weight of the balance loss
+COMPARED = {
+    "lora": ["full"], "pesc": ["lora", "full", "gate"], "su": ["full"], "trsu": ["su"],
+    "crsu": ["su"], "rocket": ["lora", "pesc", "mixlora", "smear", "arrow"], "esft": ["su"],
+    "mixlora": ["pesc"], "pesc_trsu": ["pesc"], "pesc_crsu": ["pesc"], "pesc_bank": ["pesc"],
+    "pesc_rocket": ["pesc_bank"], "pesc_esft": ["pesc"], "gate": ["lora", "full", "random_gate"],
+    "token": ["gate"], "lora_attention": ["lora"],
+}  # fmt: skip
+PAIRS = [(arm, other) for arm, others in COMPARED.items() for other in others]
 THRESHOLDS = np.linspace(0.01, 1, 496).tolist()  # p of Eq. 8, among which the budget chooses
 
 

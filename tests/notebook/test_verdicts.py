@@ -85,6 +85,7 @@ def test_the_label_follows_the_recorded_values(scores, direction, label):
     ((0.40, 0.41, 0.42), 0.02, "too small to see here"),  # in -1.48 to 3.48, below 2.48
     ((0.40, 0.41, 0.42), 0.03, "inconclusive"),  # in the interval, and large enough to be seen
     ((0.40, 0.41, 0.42), 0.04, "excludes the paper's size"),
+    ((0.40, 0.40, 0.40), 0.04, "inconclusive"),  # nothing differs
     ((0.40, 0.41, 0.42), None, "inconclusive"),
     ((0.42, 0.43, 0.44), 0.04, "direction holds"),  # 0.52 to 5.48
 ])  # fmt: skip
@@ -94,7 +95,9 @@ def test_across_the_border_the_papers_size_decides_what_is_said(scores, claimed,
                     claimed=claimed and turn * claimed)  # fmt: skip
     judged = row(claim, [against("study", [0.4 + turn * (score - 0.4) for score in scores])])
     assert judged.label == label
-    assert ("less than 2.5 points was not detectable" in judged.badge) == (not judged.best.side)
+    assert ("less than 2.5 points was not detectable" in judged.badge) == (
+        not judged.best.side and judged.best.smallest > 0
+    )
 
 
 def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
@@ -234,25 +237,25 @@ def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path)
     assert first(live=False).badge == "not run"
 
 
-def test_of_two_designs_at_one_scale_the_one_that_replaces_the_other_decides(tmp_path):
-    for protocol, score in (("first", 0.5), ("second", 0.3)):
+def test_of_designs_at_one_scale_the_one_that_fewest_others_replace_decides(tmp_path):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for protocol, arm in (("first", "sparse"), ("second", "sparse"), ("third", "wide")):
         folder = tmp_path / "results" / "pesc" / protocol
         for seed in range(3):
-            values = (accuracy("sparse", score + seed / 100), accuracy("dense", 0.4))
+            values = (accuracy(arm, 0.5 + seed / 100), accuracy("dense", 0.4))
             write_run(folder / f"{seed}.parquet", Run("pesc", protocol, "study", seed, values))
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    for protocol, head in (("first", "# Replaces: second"), ("second", "# A design.")):
-        path = tmp_path / "notebooks" / f"01_pesc.{protocol}.yaml"
-        path.write_text(f"{head}\ntier: study\n")
 
-    def best():
+    def best(**heads):
+        for protocol, head in heads.items():
+            path = tmp_path / "notebooks" / f"01_pesc.{protocol}.yaml"
+            path.write_text(f"# {head}\ntier: study\n")
         rows = verdicts.ledger(tmp_path, "pesc")
         return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense").best
 
-    assert best().pool.protocol == "first"
-    (tmp_path / "notebooks" / "01_pesc.second.yaml").write_text("# Replaces: first\ntier: study\n")
-    (tmp_path / "notebooks" / "01_pesc.first.yaml").write_text("tier: study\n")
-    assert best().pool.protocol == "second"
+    heads = {"first": "Replaces: second", "second": "A design.", "third": "Another."}
+    assert best(**heads).pool.protocol == "first"
+    heads = {"first": "A design.", "second": "Replaces: first", "third": "Replaces: first, second"}
+    assert best(**heads).pool.protocol == "second"
 
 
 def test_ten_other_seeds_give_the_same_labels():
