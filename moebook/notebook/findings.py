@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,6 +13,7 @@ import pandas as pd
 
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
+from moebook.notebook import sources
 from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
@@ -124,23 +126,28 @@ def _point(measured: Measurement, line: str) -> list[object]:
 
 
 def differences(
-    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str
-) -> Any:
+    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str,
+    old: Counter[str] | None = None,
+) -> Any:  # fmt: skip
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
     ``pairs`` are a line's text to two values' names, or to one and a number. Pairs that no pool has
-    are left out; None where there is none.
+    are left out, and what `standing` leaves out; None where there is none.
     """
-    points = []
-    for pool, (line, (name, other)) in product(pools, pairs.items()):
+    every, points = list(pools), []
+    for pool, (line, (name, other)) in product(every, pairs.items()):
+        names = [one for one in (name, other) if isinstance(one, str)]
         effects = pool.effects(name, other)
-        if len(effects) and (ends := interval(effects)):
+        shown = pool in standing(every, old or Counter(), *names)
+        if shown and len(effects) and (ends := interval(effects)):
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))
             value, low, high = (factor * x for x in (effects.mean(), *ends))
             sure = len(effects) >= SEEDS and low * high > 0
             points.append([panel, line, pool.protocol, value, low, high, sure])
     frame = pd.DataFrame(points, columns=COLUMNS)
+    if frame.series.nunique() == 1:  # the figure then has no legend
+        title = f"{title} ({frame.series[0]})"
     return plotting.forest(frame, xlabel=xlabel, title=title)
 
 
@@ -171,6 +178,44 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     return pd.DataFrame(lines, index=list(pools), columns=["seeds", "runs", "arms", "code"])
 
 
+def designs(name: str) -> tuple[dict[str, Pool], Counter[str]]:
+    """Return a notebook's pools, and how many others replace each protocol; the fewest first."""
+    pools = store.pools(name)
+    old = sources.replaced(results.root(), name, pools)
+    return {one: pools[one] for one in sorted(pools, key=old.__getitem__)}, old
+
+
+def standing(pools: Iterable[Pool], old: Counter[str], *names: str) -> list[Pool]:
+    """Return the pools that have values, or curves, of all these names.
+
+    Of those on one base only the ones that the fewest others replace: ``old`` says how many do.
+    """
+    found = [pool for pool in pools if all(pool.values(x) or pool.curves(x) for x in names)]
+    found.sort(key=lambda pool: old[pool.protocol])
+    least = {pool.rank: old[pool.protocol] for pool in reversed(found)}
+    return [pool for pool in found if old[pool.protocol] == least[pool.rank]]
+
+
+def reached(
+    pools: Iterable[Pool], old: Counter[str], names: Iterable[str], measures: Mapping[str, str]
+) -> pd.DataFrame:
+    """Put what `arms` measured into one table, protocol by protocol, without the empty ones.
+
+    An arm is left out where `standing` leaves out all that the pool measured of it.
+    """
+    every, several, tables = list(pools), list(names), dict[str, pd.DataFrame]()
+    for pool in every:
+        frame = arms(pool, several, measures)
+        for arm, part in frame.groupby("arm"):
+            paths = [measures[measure].format(arm=arm) for measure in part.measure]
+            frame = frame if pool in standing(every, old, *paths) else frame[frame.arm != arm]
+        tables |= {pool.protocol: table(frame)} if len(frame) else {}
+    if not tables:
+        return pd.DataFrame()
+    whole = pd.concat(tables)
+    return whole[[*(measure for measure in measures if measure in whole), "seeds"]].fillna("")
+
+
 def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
     """Measure arms over seeds and items: a line an arm and measure, with its interval at 95 %.
 
@@ -187,8 +232,9 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Put what `arms` measured into words: a line an arm, a column a measure, and the seeds."""
-    text = [_said(row.value) + f" ({_said(row.low)} to {_said(row.high)})" * (row.high > row.low)
-            for row in frame.itertuples()]  # fmt: skip
+    ends = [(_said(low), _said(high)) for low, high in zip(frame.low, frame.high, strict=True)]
+    text = [_said(value) + f" ({low} to {high})" * (low != high)
+            for value, (low, high) in zip(frame.value, ends, strict=True)]  # fmt: skip
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
     return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
@@ -203,7 +249,9 @@ class Answer(NamedTuple):
     best: str
     value: str  # with its unit
     alike: list[str]  # whose paired difference from the best includes zero
+    seen: str  # the least difference that all of these comparisons could have shown
     worst: str
+    arms: int  # that were compared
 
 
 def answer(pool: Pool, question: str, measure: str) -> Answer | None:
@@ -223,8 +271,12 @@ def answer(pool: Pool, question: str, measure: str) -> Answer | None:
     alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
     unit = next(iter(pool.values(names[order[0]]).values())).unit
     unit = "of full fine-tuning" if unit == "ratio" else unit
-    texts = [f"{_said(means[arm])} {unit}" for arm in (order[0], order[-1])]
-    return Answer(question, pool, base, order[0], texts[0], alike, f"{order[-1]}, {texts[1]}")
+    best, last = (f"{_said(means[arm])} {unit}" for arm in (order[0], order[-1]))
+    ends = [interval(gaps[arm]) or (0.0, 0.0) for arm in alike]
+    half = max((high - low for low, high in ends), default=0.0) / 2
+    seen = f"{_said(half)} {unit}" if half else ""
+    last = f"{order[-1]}, {last}"
+    return Answer(question, pool, base, order[0], best, alike, seen, last, len(order))
 
 
 def _said(number: float) -> str:
@@ -286,6 +338,23 @@ def bands(
             for k, pairs in curves.items()}  # fmt: skip
     lines = {label: np.array(several) for label, several in rows.items() if several}
     return lines, positions
+
+
+def tenths(
+    pools: Iterable[Pool], old: Counter[str], pairs: Mapping[str, tuple[str, str]]
+) -> dict[str, np.ndarray]:
+    """Return how far curves are above others in each tenth of the steps, ``[S, 10]``, by line.
+
+    ``pairs`` are a line's text to two curves' names; a line is one of them in one pool.
+    """
+    every, lines = list(pools), {}
+    for line, (name, less) in pairs.items():
+        for pool in standing(every, old, name, less):
+            found, _ = bands(pool, {f"{line} ({pool.protocol})": name}, less)
+            for label, rows in found.items():
+                parts = [part.mean(axis=1) for part in np.array_split(rows, 10, axis=1)]
+                lines[label] = np.stack(parts, axis=1)
+    return lines
 
 
 def of(pools: dict[str, Pool], protocol: str) -> Pool:
