@@ -115,10 +115,9 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 
 def replaced(folder: Path, name: str, protocols: Collection[str]) -> Counter[str]:
     """Return in whose place protocols of a notebook stand, as their heads say, and how many do."""
-    paths = _paths(folder)
-    heads = map(read(paths[name]).facts, protocols) if name in paths else ()
-    olds = (head["Replaces"].split(", ") for head in heads if "Replaces" in head)
-    return Counter(old for some in olds for old in some)
+    facts = read(path).facts if (path := _paths(folder).get(name)) else lambda _: {}
+    texts = (facts(protocol).get("Replaces", "") for protocol in protocols)
+    return Counter(old for text in texts for old in text.split(", ") if old)
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -83,11 +83,10 @@ class Measurement:
     def label(self) -> str:
         """Its verdict, one of `LABELS`.
 
-            "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
-            tolerance of the number that the paper prints. An interval across the border "excludes the
-            paper's size" if that lies outside it; if it does not, and is smaller than what the pool
-            could see, it is "too small to see here"; if the effect is 0 on all items of all seeds, no
-        value could differ. What is computed must agree on all tasks.
+        "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
+        tolerance of the paper's number. An interval across the border "excludes the paper's size"
+        if that lies outside it and anything differed; if it does not, and is smaller than what the
+        pool could see, it is "too small to see here". What is computed must agree on all tasks.
         """
         claim, claimed = self.claim, self.claim.claimed
         if claim.untestable and self.pool.tier != "paper":

@@ -48,8 +48,6 @@ MOST = 12
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Look = dict[str, Any]
-MANY = 150
-"""From so many points on in a panel a series is drawn small and pale, as a background."""
 COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
 
 
@@ -108,7 +106,6 @@ def heatmap(
     figure, cells = grid(list(tables), across, height, xlabel, ylabel, title)
     low = min(0.0, *(float(np.nanmin(table)) for table in tables.values()))
     high = max(float(np.nanmax(table)) for table in tables.values())
-    dark = low + 0.6 * (high - low)
     for index, (axes, table) in enumerate(zip(cells, tables.values(), strict=True)):
         image = axes.imshow(table, vmin=low, vmax=high, aspect="auto")
         axes.set_xticks(range(len(columns)), columns)
@@ -122,7 +119,7 @@ def heatmap(
                 axes.text(
                     column, row, re.sub(r"^(-?)0\.", r"\1.", f"{number:.2f}"), ha="center",
                     va="center", fontsize=6.5 if across > 2 else 8,
-                    color="white" if number > dark else INK,
+                    color="white" if number > low + 0.6 * (high - low) else INK,
                 )  # fmt: skip
     figure.colorbar(image, ax=figure.axes, label=label, shrink=0.9, pad=0.015, aspect=30)
     return figure
@@ -160,24 +157,22 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
         axes.axvline(border, color=INK, ls=":", lw=0.9)
     axes.invert_yaxis()
     axes.grid(False)
-    xlabel = "share of routed tokens (in the bars: expert)"
-    axes.set(xlabel=xlabel, title=title, xlim=(0, 1))
+    axes.set(xlabel="share of routed tokens (in the bars: expert)", title=title, xlim=(0, 1))
     axes.margins(y=0.02)
     return figure
 
 
 def points(
     panels: Mapping[str, Series], *, xlabel: str = "", ylabel: str = "", title: str = "",
-    ticks: bool = True, joined: bool = False, xscale: str = "linear", above: str = "",
-    front: bool = False,
+    ticks: bool = True, joined: bool = False, front: bool = False, xscale: str = "linear",
+    above: str = "",
 ) -> Figure:  # fmt: skip
     """Draw one cloud a series, by colour and by marker; panels share their axes.
 
     ``panels`` is the panel's title to its series: name to points ``[n, 2]``, drawn in this order.
     Without ``ticks`` the axes carry no numbers; those of a t-SNE or UMAP map mean nothing. Points
-    may be ``joined`` by a line in their order, and the horizontal axis ``log``. ``above`` names the
-    series that the figure is about: its points have a dark edge and hide others, not one another.
-    ``front`` draws the Pareto front of a panel: points with none as low to their left.
+    may be ``joined`` by a line in their order, and the horizontal axis ``log``. ``front`` draws the
+    Pareto front, points with none as low to their left. ``above`` names a series to draw on top.
     """
     clouds, looks = arrays("points", panels)
     height = 2.0 if len(looks) <= MOST else 3.0
@@ -185,19 +180,17 @@ def points(
     handles: dict[str, Artist] = {}
     for axes, panel in zip(cells, clouds, strict=True):
         for name, cloud in panel.items():
-            many = max(len(other[name]) for other in clouds if name in other) >= MANY
+            many = max(len(other[name]) for other in clouds if name in other) >= 150  # pale
             dress = looks[name] | ({"s": 6, "alpha": 0.35} if many else {"s": 18, "alpha": 0.85})
-            edge: Look = {"linewidths": 0}
-            if name == above:
-                edge = {"s": 14, "alpha": 1, "linewidths": 0.6, "edgecolors": INK, "zorder": 3}
+            edge: Look = {"s": 14, "alpha": 1, "linewidths": 0.6, "edgecolors": INK, "zorder": 3}
+            edge = edge if name == above else {"linewidths": 0}
             handles.setdefault(name, axes.scatter(*cloud.T, **dress | edge))
             if joined:
                 axes.plot(*cloud.T, color=dress["color"], lw=1.2)
         if front:
             every = np.array(sorted(point for cloud in panel.values() for point in cloud.tolist()))
             lowest = np.minimum.accumulate([np.inf, *every[:-1, 1]])
-            best = every[every[:, 1] < lowest].T
-            axes.plot(*best, color=INK, lw=0.8, drawstyle="steps-post", zorder=0)
+            axes.plot(*every[every[:, 1] < lowest].T, c=INK, lw=0.8, ds="steps-post", zorder=0)
         axes.set_xscale(xscale)
         if not ticks:
             axes.set(xticks=[], yticks=[])
@@ -230,8 +223,7 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
         _panel(axes, part, names)
         axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left")
-    marks = {name: Line2D([], [], ls="", **look(place)) for place, name in enumerate(names)}
-    legend(figure, marks)
+    legend(figure, {name: Line2D([], [], ls="", **look(i)) for i, name in enumerate(names)})
     return figure
 
 

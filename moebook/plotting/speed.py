@@ -14,9 +14,6 @@ from moebook.errors import refuse
 from moebook.plotting import charts
 from moebook.plotting.charts import COLOURS, INK, Series, grid, legend
 
-ROW = 0.2
-"""Inches of a bar and the gap behind it."""
-
 
 def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     """Draw each contender's time as a multiple of ours; the floor of a group is a thick tick.
@@ -31,8 +28,8 @@ def multiples(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure:
     above = np.cumsum([0, *(len(part) + 1 for _, part in groups)])  # lines above a group
     half = int(np.searchsorted(above, above[-1] / 2))
     columns = [part for part in (groups[:half], groups[half:]) if part]
-    lines = max(above[half], above[-1] - above[half])
-    figure, cells = grid([""] * len(columns), 2, ROW * lines + 0.4, xlabel, "", title)
+    lines = max(above[half], above[-1] - above[half])  # of 0.2 inches, a bar and its gap
+    figure, cells = grid([""] * len(columns), 2, 0.2 * lines + 0.4, xlabel, "", title)
     handles: dict[str, Artist] = {}
     for axes, column in zip(cells, columns, strict=True):
         axes.sharex(cells[0])

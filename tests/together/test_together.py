@@ -1,15 +1,19 @@
 """One base, one budget: equal starts, equal budgets, and combinations that are what they say."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from moebook import data, models, together, training
-from moebook.methods import esft, pesc
+from moebook import data, models, plotting, together, training
+from moebook.analysis.routers import logit_scale
+from moebook.methods import esft, pesc, upcycling
 from moebook.methods.rocket.loras import Lora, attached, linears
+from moebook.models.anatomy import sparse_layers
 from moebook.nn import routers
 from moebook.notebook import pages
 from moebook.results import root, store
@@ -132,13 +136,29 @@ def test_stages_share_one_budget(dense, name, kind):
     assert set(done.bank) == (set(TASKS) if arm.bank else set())
 
 
-@pytest.mark.parametrize("kind", ["su", "trsu", "crsu"])
-def test_routers_start_where_they_are_put(dense, kind):
-    start = dense.start(kind, 8)
-    model = combining.route(built(dense, DENSE["pesc"]), start)
-    for router in routers(model):
-        assert torch.equal(router.weight, start.weights[router.layer])
-    refused("E-SHAPE: the start is", combining.route, model, dense.start("su", 4))
+@pytest.fixture(scope="module")
+def states(dense):
+    """What TRSU's and CRSU's routers are centroids of: each domain's tokens, and all tokens."""
+    names = sorted({row["domain"] for row in dense.mixed})
+    groups = {name: [row for row in dense.mixed if row["domain"] == name] for name in names}
+    kinds = {"trsu": groups, "crsu": {"": dense.mixed}}
+    return {kind: dense.represent("attention_output", each) for kind, each in kinds.items()}
+
+
+@pytest.mark.parametrize("name", ["su", "trsu", "crsu", "esft", "pesc_trsu", "pesc_crsu"])
+def test_an_arms_routers_start_as_its_name_says_but_for_their_length(dense, states, name):
+    kind, count = "su" if name == "esft" else name[-4:], 8 if "pesc" in name else 4
+    source = dense.base if kind == "su" else states[kind]
+    wanted = getattr(upcycling, kind)(source, count).weights
+    weights = [router.weight.detach() for router in routers(built(dense, DENSE[name]))]
+    for weight, start, inputs in zip(weights, wanted, dense.inputs.points, strict=True):
+        assert weight.shape == start.shape and directed(weight, start)
+        assert logit_scale(inputs @ weight.T) == pytest.approx(1)
+
+
+def directed(one, other):
+    """Whether two tensors differ by a factor alone."""
+    return F.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 1 - 1e-5
 
 
 def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
@@ -158,6 +178,72 @@ def test_loras_that_read_what_the_ffn_puts_out_become_adapters_exactly(dense):
     torch.testing.assert_close(logits(model, dense), expected, atol=2e-4, rtol=1e-3)
     loose = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()]).explained
     assert (loose < 0.99).all() and (loose > 0).all()
+
+
+@pytest.mark.parametrize("name", ["pesc_bank", "pesc_rocket"])
+def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, name):
+    picked = TASKS if name == "pesc_bank" else ("isa", "intent_json", "gcd", "equations")
+    shots = {each: dense.mixed[3 * i : 3 * i + 3] for i, each in enumerate(picked)}
+    monkeypatch.setitem(together.arms.__globals__, "choose", lambda *_: (picked, shots))
+    layers, loras = sparse_layers(built(dense, DENSE[name])), bank(dense, DENSE[name])
+    assert [len(layer.router.weight) for layer in layers] == [len(picked)] * 4
+    for place, each in enumerate(picked):
+        alone = dense.as_adapters([loras[each]])
+        for layer in layers:
+            made = layer.experts.down[place], layer.experts.up[place]
+            wanted = alone.down[layer.index, 0], alone.up[layer.index, 0]
+            torch.testing.assert_close(made, wanted)
+    if name == "pesc_rocket":
+        read = [dense.represent("ffn_input", {"": shots[each]}).points.mean(1) for each in picked]
+        for layer in layers:
+            assert directed(layer.router.weight.detach(), torch.stack(read, 1)[layer.index])
+
+
+def most_used(setup, model):
+    """By layer the fewest experts that get half of all gates on the arm's own data."""
+    used = {}
+    for layer, row in esft.measure(model, setup.samples).gate.items():
+        best = row.argsort(descending=True)
+        used[layer] = sorted(best[: 1 + int((row[best].cumsum(0) < row.sum() / 2).sum())].tolist())
+    return used
+
+
+@pytest.mark.parametrize("name", ["esft", "pesc_esft"])
+def test_after_half_of_the_budget_the_experts_train_that_are_used_most(dense, name):
+    arm, half = DENSE[name], []
+
+    def later(setup, model):
+        half.append(deepcopy(model))
+        return arm.later(setup, model)
+
+    amount = sum(dense.batches(dense.encoded).tokens(step) for step in range(8))
+    done = together.train(dense, replace(arm, later=later), lr=1e-2, amount=amount)
+    first, chosen = (most_used(dense, model) for model in (built(dense, arm), half[0]))
+    assert first != chosen
+    model = esft.merge(done.model) if name == "esft" else done.model
+    after = {path.replace(".parametrizations", ""): p for path, p in model.named_parameters()}
+    for path, before in half[0].named_parameters():
+        moved = before != after.get(path, after.get(f"{path}.original"))
+        if ".experts." in path or ".adapters." in path:
+            experts = moved.flatten(1).any(1).nonzero().flatten().tolist()
+            assert experts == chosen[int(path.split(".")[2])]
+        else:
+            assert not moved.any()
+
+
+def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
+    setup, x = setups["nano-moe"], torch.randn(1, 9, 128)
+    model = built(setup, SPARSE["pesc"]).eval()
+    free = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all(name.split(".")[4] in ("router", "adapters") for name in free)
+    for layer in sparse_layers(setup.base):
+        new = model.model.layers[layer.index].mlp
+        h, gates = layer.mlp(x), (x @ new.router.weight.T).softmax(-1)
+        gates = gates * (gates >= gates.topk(2).values[..., 1:])
+        read = F.gelu(torch.einsum("btd,edr->bter", h, new.adapters.down))
+        up = torch.nn.init.normal_(new.adapters.up)
+        added = torch.einsum("bte,bter,erd->btd", gates / gates.sum(-1, True), read, up)
+        torch.testing.assert_close(new(x), h + added, atol=1e-4, rtol=1e-4)
 
 
 def test_only_the_chosen_adapters_train_also_in_a_copy(dense):
@@ -246,17 +332,37 @@ def test_what_does_not_compose_is_refused(dense, setups):
     refused("E-MODEL: layer 0 holds no adapters", combining.only, upcycled, chosen)
     made = dense.as_adapters([*bank(dense, DENSE["pesc_bank"]).values()])
     refused("E-SHAPE: layer 0 holds no adapters of", combining.start_adapters, upcycled, made)
+    refused("E-SHAPE: the start is", combining.route, upcycled, dense.start("su", 8))
     told, moe = "E-MODEL: .* is sparse already: PESC needs a dense host", setups["nano-moe"].base
     refused(told, combining.as_adapters, moe, [], [])
     refused("E-MODEL: .* is dense", combining.beside_experts, dense.base,
             experts=2, top_k=1, width=2)  # fmt: skip
 
 
-def test_which_method_asks_what_every_run_measures_of_each_pool_with_three_seeds(tmp_path):
+def test_committed_pools_kept_their_budgets():
     pools = store.pools("together", root())
-    pools = {name: pools[name] for name in pools if name not in ("smollm2", "smollm2_costs")}
-    enough = sum(len(pool.seeds) >= 3 for pool in pools.values())
-    page = pages.which(root())
-    asked = [question for question, measure in pages.QUESTIONS if measure in ("nll", "forgotten")]
-    assert enough and [page.count(question) for question in asked] == [enough] * 2
+    spent = {
+        (name, seed, path): value.value
+        for name, pool in pools.items() if name not in ("smollm2", "smollm2_costs")
+        for seed, values in pool.seeds.items()
+        for path, value in values.items()
+        if "/budget/" in path and not path.endswith("esft/budget/parameters")
+    }  # fmt: skip
+    assert {path.rpartition("/")[2] for _, _, path in spent} == {"tokens", "flops", "parameters"}
+    assert not {key: off for key, off in spent.items() if abs(off) >= 0.02}
+
+
+def test_which_method_asks_each_base_once_and_a_replaced_pool_what_it_alone_measured(tmp_path):
+    page, asked = pages.which(root()), {measure: text for text, measure in pages.QUESTIONS}
+    lines = {name: [line.split("|")[2].split(", ")[1] for line in page.splitlines() if text in line]
+             for name, text in asked.items()}  # fmt: skip
+    assert lines["nll"] == lines["forgotten"] == ["nano", "moe", "smollm2_long"]
+    assert lines["cost/step"] == lines["stored"] == ["nano", "moe", "smollm2_costs"]
     assert "No pool of three seeds" in pages.which(tmp_path)
+
+
+def test_a_front_joins_the_points_with_none_as_low_to_their_left():
+    clouds = {str(i): [point] for i, point in enumerate([(3, 1), (1, 3), (2, 3), (2, 2), (4, 1)])}
+    axes = plotting.points({"a": clouds}, front=True, xscale="log").axes[0]
+    assert axes.lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
+    assert len({tuple(plotting.charts.look(place).values()) for place in range(64)}) == 64
