@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from datasets import Dataset
-from lm_eval import evaluator
+from lm_eval import evaluator, utils
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
@@ -43,6 +43,8 @@ with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
 OURS = Path(__file__).with_name("tasks")
 COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output",
            "unnormalised", "chance", "asked"]  # fmt: skip
+utils.env.from_string = functools.lru_cache(utils.env.from_string)
+"""lm-eval compiles its templates anew for every row: most of the time that a check of rows took."""
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 """Column to what a difference of it is called, and the factor that brings it to that unit."""
 

@@ -1,20 +1,16 @@
-"""lm-eval with an index of the benchmarks that the tests ask for, and templates compiled once."""
+"""lm-eval with an index of the benchmarks that the tests ask for."""
 
 from functools import cache
 from pathlib import Path
 
 import lm_eval.tasks
 import pytest
-from lm_eval import utils
 from lm_eval.tasks import TaskManager
 
 from moebook.evaluation import benchmarks
 
 FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mmlu/default", "openbookqa", "piqa", "siqa",
            "super_glue/boolq", "winogrande")  # fmt: skip
-
-
-template = cache(utils.env.from_string)
 
 
 @cache
@@ -26,6 +22,5 @@ def small():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Index these instead of all, which takes half a minute; compile no template for every row."""
+    """Index these instead of all, which takes half a minute."""
     monkeypatch.setattr(benchmarks, "_index", small)
-    monkeypatch.setattr(utils.env, "from_string", template)
