@@ -222,7 +222,7 @@ def _pesc(start: str = "") -> Make:
 
 def _pesc_of_bank(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     pesc.prepare(model, adapter_sizes(setup, len(bank), step=2))
-    return _from_loras(setup, model, list(bank.values()))
+    return combining.start_adapters(model, setup.as_adapters(list(bank.values())))
 
 
 def _pesc_of_choice(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
@@ -231,14 +231,7 @@ def _pesc_of_choice(setup: Setup, model: nn.Module, bank: Bank) -> nn.Module:
     pesc.prepare(model, adapter_sizes(setup, len(chosen), step=2))
     start = up.trsu(setup.represent("ffn_input", shots), seed=setup.seed)
     combining.route(model, up.scaled(start, "matched", inputs=setup.inputs))
-    return _from_loras(setup, model, [bank[name] for name in chosen])
-
-
-def _from_loras(setup: Setup, model: nn.Module, loras: Sequence[Lora]) -> nn.Module:
-    first = up.batches(
-        setup.encoded.select(range(min(64, len(setup.encoded)))), pad_id=setup.pad_id
-    )
-    return combining.start_adapters(model, combining.as_adapters(setup.base, loras, first))
+    return combining.start_adapters(model, setup.as_adapters([bank[name] for name in chosen]))
 
 
 def _upcycled(start: str) -> Make:
