@@ -6,7 +6,7 @@ scale that may decide (`Measurement.decides`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,8 +190,7 @@ class Row:
     @property
     def best(self) -> Measurement | None:
         """The measurement that the verdict rests on: of the largest scale that may decide."""
-        keys = [(m.decides, m.pool.rank) for m in self.measurements]
-        return self.measurements[keys.index(max(keys))] if keys else None
+        return max(self.measurements, key=lambda m: (m.decides, m.pool.rank), default=None)
 
     @property
     def label(self) -> str:
@@ -211,24 +210,20 @@ class Row:
         return f"{self.label} ({self.best})" if self.best else self.label
 
 
-def row(claim: Claim, pools: Iterable[Pool]) -> Row:
-    """Measure a claim in pools."""
-    every = [measured for pool in pools if (measured := measure(claim, pool))]
-    return Row(claim, tuple(sorted(every, key=lambda measured: measured.pool.rank)))
+def row(claim: Claim, pools: Iterable[Pool], old: Mapping[str, int] | None = None) -> Row:
+    """Measure a claim in pools, at one scale in those that the fewest others replace (``old``)."""
+    found = [(m, p.rank, (old or {}).get(p.protocol, 0)) for p in pools if (m := measure(claim, p))]
+    kept = [m for m, rank, n in found if n == min(k for _, other, k in found if other == rank)]
+    return Row(claim, tuple(sorted(kept, key=lambda measured: measured.pool.rank)))
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
-    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
-
-    Of several pools at one scale that may decide, the verdict rests on the one in whose place the
-    fewest others stand, as their protocols say.
-    """
-    claims, pools = papers.claims(), dict[str, list[Pool]]()
+    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
+    claims, pools = papers.claims(), dict[str, tuple[Iterable[Pool], Mapping[str, int]]]()
     for name in {claim.run for claim in claims}:
         every = store.pools(name, folder, shown=live)
-        old = sources.replaced(folder or results.root(), name, every)
-        pools[name] = [every[protocol] for protocol in sorted(every, key=old.__getitem__)]
-    rows = [row(claim, pools[claim.run]) for claim in claims]
+        pools[name] = every.values(), sources.replaced(folder or results.root(), name, every)
+    rows = [row(claim, *pools[claim.run]) for claim in claims]
     sure = chance(rows).hochberg
     wanted = [one for one in rows if paper in (None, one.claim.paper)]
     return [replace(one, survives=one.claim.id in sure) for one in wanted]

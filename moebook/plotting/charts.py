@@ -38,7 +38,6 @@ COLOURS: tuple[str, ...] = (
 DARK_COLOURS = frozenset({"#0072B2", "#5F5F5F"})
 """Those of `COLOURS` on which white text reads better than dark."""
 MARKERS = "osD^vPX*"
-HATCHES = ("", "///", "...", "xxx")
 WIDTH = 7.2
 """Width of a figure in inches: the book's text column."""
 HEIGHT = 2.7
@@ -142,7 +141,7 @@ def loads(shares: Mapping[str, npt.ArrayLike], *, title: str = "") -> Figure:
     widths, left = np.stack(list(table.values())), np.zeros(len(table))
     for expert in range(experts):
         colour = COLOURS[expert % len(COLOURS)]
-        hatch = HATCHES[expert // len(COLOURS) % len(HATCHES)]
+        hatch = ("", "///", "...", "xxx")[expert // len(COLOURS) % 4]
         dress: Look = {"color": colour, "hatch": hatch, "edgecolor": "white"}
         patches = axes.barh(list(table), widths[:, expert], left=left, **dress)
         # Numbers in the bars spare the reader the way to a legend; slivers stay empty.
@@ -362,5 +361,4 @@ def tilt_when_long(axes: Axes, names: Sequence[object], across: int = 1) -> None
     """Tilt the horizontal axis's names where panels side by side would let them collide."""
     if across * sum(len(str(name)) for name in names) > 75:
         axes.tick_params(axis="x", rotation=30)
-        for label in axes.get_xticklabels():
-            label.set(horizontalalignment="right", rotation_mode="anchor")
+        plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
