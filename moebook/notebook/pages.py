@@ -215,6 +215,7 @@ def designs(folder: Path) -> str:
     """Return what was decided before each study ran: the heads of the protocols that say so."""
     every = []
     for name, notebook in sources.notebooks(folder).items():
+        old = sources.replaced(folder, name, notebook.protocols)
         for protocol in notebook.protocols:
             head = notebook.head(protocol)
             if any(line.startswith("Decided before the first run") for line in head):
@@ -224,7 +225,8 @@ def designs(folder: Path) -> str:
                         for x in head)  # fmt: skip
                 prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
                 ran = store.pool(name, protocol, folder)
-                every.append((name, protocol, facts | _chance(name, facts, folder), prose, ran))
+                facts |= _chance(name, facts, folder)
+                every.append((name, protocol, facts, prose, ran, protocol in old))
     return page("designs", designs=every)
 
 
