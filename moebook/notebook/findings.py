@@ -186,14 +186,9 @@ def designs(name: str) -> tuple[dict[str, Pool], Counter[str]]:
 
 
 def standing(pools: Iterable[Pool], old: Counter[str], *names: str) -> list[Pool]:
-    """Return the pools that have values, or curves, of all these names.
-
-    Of those on one base only the ones that the fewest others replace: ``old`` says how many do.
-    """
-    found = [pool for pool in pools if all(pool.values(x) or pool.curves(x) for x in names)]
-    found.sort(key=lambda pool: old[pool.protocol])
-    least = {pool.rank: old[pool.protocol] for pool in reversed(found)}
-    return [pool for pool in found if old[pool.protocol] == least[pool.rank]]
+    """Return the pools that have values, or curves, of all these names and stand for them."""
+    having = (pool for pool in pools if all(pool.values(x) or pool.curves(x) for x in names))
+    return sources.standing(having, old)
 
 
 def reached(

@@ -204,10 +204,11 @@ def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
     pools = store.pools("together", folder)
     old, lines = sources.replaced(folder, "together", pools), dict[Any, findings.Answer]()
-    for name in sorted(pools, key=lambda name: -old[name]):  # the last one stands
-        for place, question in enumerate(QUESTIONS):
-            if line := findings.answer(pools[name], *question):
-                lines[pools[name].rank, place] = line
+    for place, question in enumerate(QUESTIONS):
+        asked = {name: findings.answer(pool, *question) for name, pool in pools.items()}
+        told = {name: line for name, line in asked.items() if line}
+        for pool in sources.standing([pools[name] for name in told], old):
+            lines[pool.rank, place] = told[pool.protocol]
     return page("which", lines=[lines[key] for key in sorted(lines)])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -118,6 +118,13 @@ def replaced(folder: Path, name: str, protocols: Collection[str]) -> Counter[str
     facts = read(path).facts if (path := _paths(folder).get(name)) else lambda _: {}
     texts = (facts(protocol).get("Replaces", "") for protocol in protocols)
     return Counter(old for text in texts for old in text.split(", ") if old)
+
+
+def standing(pools: Iterable[Pool], old: Mapping[str, int]) -> list[Pool]:
+    """Keep of the pools at one scale those that the fewest others replace (``old``)."""
+    found = sorted(pools, key=lambda pool: old.get(pool.protocol, 0))
+    least = {pool.rank: old.get(pool.protocol, 0) for pool in reversed(found)}
+    return [pool for pool in found if old.get(pool.protocol, 0) == least[pool.rank]]
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -1,7 +1,7 @@
 """What pools of runs say about the papers' claims: pure functions from pools to verdicts.
 
 A claim is measured in each pool that its notebook has. Its verdict is the label of the largest
-scale that may decide (`Measurement.decides`).
+scale that may decide (`Row.best`).
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ class Measurement:
         return self.exact or (self.pool.tier in COMMITTED and enough)
 
     @property
+    def sees(self) -> bool:
+        """Whether it saw anything, or would have seen the paper's effect."""
+        return self.label != "too small to see here"
+
+    @property
     def smallest(self) -> float | None:
         """The smallest effect that this pool could have seen: half the interval's length."""
         return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
@@ -189,8 +194,11 @@ class Row:
 
     @property
     def best(self) -> Measurement | None:
-        """The measurement that the verdict rests on: of the largest scale that may decide."""
-        return max(self.measurements, key=lambda m: (m.decides, m.pool.rank), default=None)
+        """The measurement that the verdict rests on: of the largest scale that may decide.
+
+        One at which the paper's effect is too small to see gives way to one at which it is not.
+        """
+        return max(self.measurements, key=lambda m: (m.decides, m.sees, m.pool.rank), default=None)
 
     @property
     def label(self) -> str:
@@ -212,9 +220,10 @@ class Row:
 
 def row(claim: Claim, pools: Iterable[Pool], old: Mapping[str, int] | None = None) -> Row:
     """Measure a claim in pools, at one scale in those that the fewest others replace (``old``)."""
-    found = [(m, p.rank, (old or {}).get(p.protocol, 0)) for p in pools if (m := measure(claim, p))]
-    kept = [m for m, rank, n in found if n == min(k for _, other, k in found if other == rank)]
-    return Row(claim, tuple(sorted(kept, key=lambda measured: measured.pool.rank)))
+    found = [m for p in pools if (m := measure(claim, p))]
+    kept = sources.standing([m.pool for m in found], old or {})
+    found.sort(key=lambda measured: measured.pool.rank)
+    return Row(claim, tuple(m for m in found if m.pool in kept))
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
