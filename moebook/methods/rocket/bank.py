@@ -253,16 +253,20 @@ def embedded(
 
 
 def targets(
-    names: Sequence[str], source: str, pins: Pins
+    names: Sequence[str], source: str, pins: Pins, split: str = "test"
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
-    The source is ``"embedded"`` or ``"hub"``; ``pins`` are those of `hub.pins`.
+    The source is ``"embedded"``, with test rows of a ``split``, ``"test"`` or ``"fresh"``, or
+    ``"hub"``; ``pins`` are those of `hub.pins`.
     """
     if source == "embedded":
-        sizes = {name: tasks.find(name).available("train") for name in names}
-        annotated = {name: tasks.rows(name, "train", size) for name, size in sizes.items()}
-        return annotated, {name: tasks.rows(name, "test", tasks.TEST) for name in sizes}
+        left = "train" if split == "test" else "rest"
+        annotated, tested = (
+            {name: tasks.rows(name, part, tasks.find(name).available(part)) for name in names}
+            for part in (left, split)
+        )
+        return annotated, tested
     if odd := [name for name in names if name not in TESTED]:
         refuse("E-DATA", f"no test rows are known for '{odd[0]}'; {nearest(odd[0], TESTED)}")
     annotated = {name: source_rows(name, pins[name]) for name in names}
