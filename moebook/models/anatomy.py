@@ -82,8 +82,7 @@ def sparse_layers(model: nn.Module) -> list[Layer]:
 
 def longest(model: nn.Module) -> int:
     """Return how many tokens a row may have by the model's configuration, if that says it."""
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+    return getattr(getattr(model, "config", None), "max_position_embeddings", 0) or sys.maxsize
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -191,8 +190,7 @@ def incompatibility(host: nn.Module) -> str | None:
 def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
     attention = _first(block, "self_attn", "attention", "attn")
     for slot in ("mlp", "feed_forward", "block_sparse_moe"):
-        mlp = _first(block, slot)
-        if mlp is None:
+        if (mlp := _first(block, slot)) is None:
             continue
         if all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
             return Layer(index, block, slot, attention, mlp, "dense", mlp.down_proj.in_features)
@@ -210,6 +208,8 @@ def _expert_width(experts: nn.Module, shared: nn.Module | None, hidden: int) -> 
     if hasattr(experts, "down_proj"):  # [E, D, F], or [E, F, D] in GPT-OSS and Llama 4
         return int(experts.down_proj[0].numel() // hidden)
     source = shared if shared is not None else next(experts.children())
+    if (inner := _first(source, "experts")) is not None:  # of a block that adapters stand behind
+        return _expert_width(inner, None, hidden)
     return int(source.down_proj.in_features)
 
 

@@ -244,6 +244,9 @@ def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
         up = torch.nn.init.normal_(new.adapters.up)
         added = torch.einsum("bte,bter,erd->btd", gates / gates.sum(-1, True), read, up)
         torch.testing.assert_close(new(x), h + added, atol=1e-4, rtol=1e-4)
+    assert [layer.width for layer in sparse_layers(model)] == [
+        layer.width for layer in sparse_layers(setup.base)
+    ]
 
 
 def test_only_the_chosen_adapters_train_also_in_a_copy(dense):
