@@ -101,12 +101,10 @@ def test_across_the_border_the_papers_size_decides_what_is_said(scores, claimed,
 
 
 def test_a_larger_scale_that_cannot_see_the_papers_effect_gives_way_to_one_that_can():
-    claim = replace(DIRECTION, claimed=0.02)
-    decided, unseen = against("study", STUDY, base="nano"), (0.40, 0.41, 0.42)
-    larger = row(claim, [decided, against("study", unseen, base="smollm2")])
-    assert larger.label == "direction holds" and len(larger.measurements) == 2
-    assert judge(claim, decided, against("study", LOWER, base="smollm2")) == "direction fails"
-    assert judge(claim, against("study", unseen)) == "too small to see here"
+    claim, small = replace(DIRECTION, claimed=0.02), against("study", STUDY, base="nano")
+    for scores, label in (((0.40, 0.41, 0.42), "direction holds"), (LOWER, "direction fails")):
+        judged = row(claim, [small, against("study", scores, base="smollm2")])
+        assert judged.label == label and len(judged.measurements) == 2
 
 
 def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
