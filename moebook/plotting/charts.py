@@ -261,14 +261,14 @@ def leads(
 def _panel(axes: Axes, part: pd.DataFrame, names: list[str]) -> None:
     """Draw the effects of one unit."""
     lines = list(dict.fromkeys(part.line))
-    present = [name for name in names if name in set(part.series)]
-    for row in part.itertuples():
-        dress = look(names.index(row.series))
-        shift = (present.index(row.series) - (len(present) - 1) / 2) * 0.3
-        height = lines.index(row.line) + shift
-        axes.plot([row.low, row.high], [height, height], color=dress["color"], lw=1.6)
-        face = dress["color"] if row.sure else "white"
-        axes.plot(row.value, height, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
+    for place, line in enumerate(lines):
+        rows = part[part.line == line].sort_values("series", key=lambda one: one.map(names.index))
+        middle, apart = (len(rows) - 1) / 2, min(0.3, 0.8 / len(rows))
+        for height, row in enumerate(rows.itertuples()):
+            dress, y = look(names.index(row.series)), place + (height - middle) * apart
+            axes.plot([row.low, row.high], [y, y], color=dress["color"], lw=1.6)
+            face = dress["color"] if row.sure else "white"
+            axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
     axes.axvline(0, color=INK, lw=1)
     axes.set_yticks(range(len(lines)), lines, fontsize=8.5)
     axes.set_ylim(len(lines) - 0.4, -0.6)

@@ -131,7 +131,7 @@ def test_every_effect_lies_at_its_value_with_its_interval_and_its_series_look():
     assert texts(points.get_yticklabels()) == ["leads", "learns"]
     spans, dots = points.lines[:6:2], points.lines[1:6:2]
     places, heights = np.array([dot.get_xydata()[0] for dot in dots]).T
-    assert places.tolist() == [2, 1, -1] and heights == pytest.approx([-0.15, 0.15, 0.85])
+    assert places.tolist() == [2, 1, -1] and heights == pytest.approx([-0.15, 0.15, 1])
     assert [list(span.get_xdata()) for span in spans] == [[1, 3], [-1, 3], [-2, 0]]
     assert [list(span.get_ydata()) for span in spans] == [[height] * 2 for height in heights]
     assert points.get_ylim()[0] > points.get_ylim()[1], "the first row is on top"
