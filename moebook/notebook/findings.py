@@ -14,11 +14,11 @@ import pandas as pd
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
-from moebook.notebook.verdicts import LABELS, SEEDS, Measurement, Row, amount, seeds, span
+from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
 from moebook.results.intervals import interval, p_value
-from moebook.results.store import Pool
+from moebook.results.store import SEEDS, Pool
 
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""

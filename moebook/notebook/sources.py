@@ -21,7 +21,7 @@ from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import TIERS, Run, store
-from moebook.results.store import CLASS, COMMITTED, Pool
+from moebook.results.store import CLASS, COMMITTED, SEEDS, Pool
 
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
@@ -121,10 +121,15 @@ def replaced(folder: Path, name: str, protocols: Collection[str]) -> Counter[str
 
 
 def standing(pools: Iterable[Pool], old: Mapping[str, int]) -> list[Pool]:
-    """Keep of the pools at one scale those that the fewest others replace (``old``)."""
+    """Keep of the pools at one scale those that the fewest others replace (``old``).
+
+    A newer pool takes the place of an older one when it has as many seeds, or `SEEDS`.
+    """
     found = sorted(pools, key=lambda pool: old.get(pool.protocol, 0))
-    least = {pool.rank: old.get(pool.protocol, 0) for pool in reversed(found)}
-    return [pool for pool in found if old.get(pool.protocol, 0) == least[pool.rank]]
+    most = {pool.rank: len(pool.seeds) for pool in sorted(found, key=lambda pool: len(pool.seeds))}
+    able = [pool for pool in found if len(pool.seeds) >= min(SEEDS, most[pool.rank])]
+    least = {pool.rank: old.get(pool.protocol, 0) for pool in reversed(able)}
+    return [pool for pool in found if old.get(pool.protocol, 0) <= least[pool.rank]]
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -20,9 +20,8 @@ from moebook.notebook import sources
 from moebook.papers import Claim
 from moebook.results import store
 from moebook.results.intervals import CONFIDENCE, interval, p_value
-from moebook.results.store import COMMITTED, Pool
+from moebook.results.store import COMMITTED, SEEDS, Pool
 
-SEEDS = 3  # that a comparison needs to be decided
 LABELS = {  # as a reader should meet them: what each is called where there is little room
     "direction fails": "fails",
     "reproduced": "reproduced",

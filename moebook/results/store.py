@@ -23,6 +23,7 @@ from moebook.results.runs import TIERS, Curve, Run, Value, packed, read_run
 SEALS = "SHA256SUMS"  # in results/: the hashes of all committed runs, as sha256sum writes them
 BENCH = "bench"  # folder of the runs of all ops, one a machine
 COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
+SEEDS = 3  # that a comparison needs to be decided
 CLASS = "class"  # protocol of a course: its pool stands beside a student's run and decides nothing
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger

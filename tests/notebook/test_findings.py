@@ -7,7 +7,7 @@ import pytest
 
 from moebook import papers
 from moebook.errors import Refusal
-from moebook.notebook import findings
+from moebook.notebook import findings, sources
 from moebook.notebook.verdicts import row
 from moebook.results import Curve, Run, Value
 from moebook.results.store import Pool
@@ -217,6 +217,16 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
     several = Pool("pesc", "nano", runs)
     points = findings.rated(several, "pesc/rate/{arm}/{rate}", "pesc/{arm}/accuracy")
     assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
+
+
+@pytest.mark.parametrize(("before", "after", "left"), [
+    (4, 1, {"new", "old"}), (4, 2, {"new", "old"}), (4, 3, {"new"}),
+    (2, 1, {"new", "old"}), (2, 2, {"new"}),
+])  # fmt: skip
+def test_a_newer_pool_takes_an_older_ones_place_with_as_many_seeds_or_three(before, after, left):
+    pools = [pool(*[0.1] * before, protocol="old"), pool(*[0.1] * after, protocol="new")]
+    assert {p.protocol for p in sources.standing(pools, {"old": 1})} == left
+    assert {p.protocol for p in sources.standing(pools[:1], {"old": 1})} == {"old"}
 
 
 def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
