@@ -6,6 +6,7 @@ scale that may decide (`Row.best`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -126,9 +127,16 @@ class Measurement:
         return self.exact or (self.pool.tier in COMMITTED and enough)
 
     @property
+    def width(self) -> float:
+        """Half the interval's length; infinite where there is none, or where nothing differed."""
+        return self.smallest or math.inf
+
+    @property
     def sees(self) -> bool:
         """Whether it saw anything, or would have seen the paper's effect."""
-        return self.label != "too small to see here"
+        if self.exact or self.label not in ("too small to see here", "inconclusive"):
+            return True
+        return abs(self.claim.claimed or 0.0) >= self.width
 
     @property
     def smallest(self) -> float | None:
@@ -193,11 +201,17 @@ class Row:
 
     @property
     def best(self) -> Measurement | None:
-        """The measurement that the verdict rests on: of the largest scale that may decide.
+        """The measurement that the verdict rests on: of the largest scale that `sees`.
 
-        One at which the paper's effect is too small to see gives way to one at which it is not.
+        A scale that does not gives way only to a smaller one with a narrower interval.
         """
-        return max(self.measurements, key=lambda m: (m.decides, m.sees, m.pool.rank), default=None)
+        chain: list[Measurement] = []
+        for one in sorted(
+            self.measurements, key=lambda m: (m.decides, m.pool.rank, m.sees), reverse=True
+        ):
+            if not chain or (one.decides and one.width < chain[-1].width):
+                chain.append(one)
+        return next((one for one in chain if one.sees), chain[-1] if chain else None)
 
     @property
     def label(self) -> str:

@@ -100,11 +100,16 @@ def test_across_the_border_the_papers_size_decides_what_is_said(scores, claimed,
     )
 
 
-def test_a_larger_scale_that_cannot_see_the_papers_effect_gives_way_to_one_that_can():
-    claim, small = replace(DIRECTION, claimed=0.02), against("study", STUDY, base="nano")
-    for scores, label in (((0.40, 0.41, 0.42), "direction holds"), (LOWER, "direction fails")):
-        judged = row(claim, [small, against("study", scores, base="smollm2")])
-        assert judged.label == label and len(judged.measurements) == 2
+@pytest.mark.parametrize(("claimed", "large", "label"), [
+    (0.02, (0.40, 0.41, 0.42), "direction holds"),  # 2.48 points either way: it cannot see 2
+    (None, (0.40, 0.41, 0.42), "direction holds"), (None, (0.4, 0.4, 0.4), "direction holds"),
+    (0.03, (0.40, 0.41, 0.42), "inconclusive"), (0.02, LOWER, "direction fails"),
+    (None, (0.398, 0.4, 0.402), "inconclusive"),  # narrower than the smaller scale's 1.24
+])  # fmt: skip
+def test_a_larger_scale_that_cannot_see_gives_way_to_a_sharper_one(claimed, large, label):
+    pools = [against("study", STUDY, base="nano"), against("study", large, base="smollm2")]
+    judged = row(replace(DIRECTION, claimed=claimed), pools)
+    assert judged.label == label and len(judged.measurements) == 2
 
 
 def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
