@@ -148,7 +148,8 @@ class InMemory(TemplateLM):
             inputs["labels"] = ids[:, first:-1].clone()
             for line, (before, _) in enumerate(pairs):
                 inputs["labels"][line, : len(before) - first] = IGNORED
-        logits = self.model(**inputs, logits_to_keep=targets.shape[1], use_cache=False).logits
+        places = torch.arange(first, ids.shape[1] - 1, device=ids.device)  # as in `Batches.collate`
+        logits = self.model(**inputs, logits_to_keep=places, use_cache=False).logits
         nats = -token_nats(logits, targets)
         hits = logits.argmax(-1) == targets
         scores = []
@@ -164,12 +165,12 @@ class InMemory(TemplateLM):
         """Take a token again and again; rows that have ended leave the batch."""
         ids, mask = self._padded([before for before, _ in pairs], left=True)
         places = (mask.cumsum(1) - 1).clamp(min=0)
-        going, cache = list(range(len(pairs))), None
+        going, cache, last = list(range(len(pairs))), None, torch.tensor([-1], device=ids.device)
         taken: list[list[int]] = [[] for _ in pairs]
         scores: list[float] = []
         for _ in range(most):
             inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
-            out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=last)
             scores = scores or self._following(out, mask, places, [scored for _, scored in pairs])
             cache, best = out.past_key_values, _next(out.logits[:, -1], going, drawn)
             for row, token in zip(going, best.tolist(), strict=True):
@@ -197,7 +198,7 @@ class InMemory(TemplateLM):
             seen = torch.cat([mask, real[:, :-1]], 1)
             inputs = {"input_ids": ids[:, :-1], "attention_mask": seen, "position_ids": after}
             inputs |= {"past_key_values": deepcopy(out.past_key_values), "use_cache": True}
-            rest = self.model(**inputs, logits_to_keep=count - 1).logits
+            rest = self.model(**inputs).logits
             logits = torch.cat([logits, rest], 1)
         nats = token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED))
         return (-nats.double().sum(1)).tolist()

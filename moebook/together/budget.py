@@ -69,7 +69,7 @@ def price(kind: Kind, model: nn.Module, batches: Batches, penalty: Penalty | Non
 
     def sizes(step: int) -> NDArray[np.float64]:
         batch = batches[step]
-        (rows, length), kept = batch["input_ids"].shape, batch["logits_to_keep"]
+        (rows, length), kept = batch["input_ids"].shape, len(batch["logits_to_keep"])
         return np.array([rows * length, rows * length**2, rows * kept], dtype=float)
 
     flops = [measured(model, [batches[step]], penalty) for step in range(PROBED)]

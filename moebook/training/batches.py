@@ -98,7 +98,11 @@ class Batches:
         return total.hexdigest()
 
     def collate(self, rows: np.ndarray) -> dict[str, Any]:
-        """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any."""
+        """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any.
+
+        The logits' places are named: a slice of the last ones is a view, behind which a frozen
+        head of 49,152 tokens in bfloat16 took 30 times as long (see `kernels.matmul`).
+        """
         ids, mask = padded([self.row_ids[row] for row in rows], self.pad_id)
         labels, _ = padded([self.row_labels[row] for row in rows], IGNORED)
         first = int((labels[:, 1:] != IGNORED).any(0).int().argmax())
@@ -106,7 +110,7 @@ class Batches:
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels[:, first:].clone(),
-            "logits_to_keep": ids.shape[1] - first,
+            "logits_to_keep": torch.arange(first, ids.shape[1]),
         }
 
     def _order(self, epoch: int) -> list[np.ndarray]:

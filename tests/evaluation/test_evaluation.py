@@ -61,7 +61,7 @@ class Knower(nn.Module):
         self.config = LlamaConfig(vocab_size=vocabulary)
         self.next = {tuple(t[: n + 1]): t[n + 1] for t in texts for n in range(len(t) - 1)}
 
-    def forward(self, input_ids, attention_mask, past_key_values=None, logits_to_keep=0, **_):
+    def forward(self, input_ids, attention_mask, past_key_values=None, logits_to_keep=..., **_):
         before = past_key_values.ids if past_key_values else input_ids[:, :0]
         ids = torch.cat([before, input_ids], 1)
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
@@ -70,7 +70,7 @@ class Knower(nn.Module):
             for place in range(start, len(row)):
                 if (known := self.next.get(tuple(row[start : place + 1]))) is not None:
                     logits[line, place, known] = 40.0
-        logits = logits[:, -logits_to_keep:]
+        logits = logits[:, before.shape[1] :][:, logits_to_keep]
         return CausalLMOutputWithPast(logits=logits, past_key_values=Memory(ids))
 
 
@@ -106,8 +106,8 @@ def test_likelihoods_over_a_large_vocabulary_have_no_bias(llama, tokenizer, monk
     logits = 4 * torch.randn(2, 41, 49_152, generator=draw)
     ids = torch.randint(0, 49_152, (2, 41), generator=draw)
 
-    def forward(input_ids, logits_to_keep=0, **_):
-        kept = logits[:, : input_ids.shape[1]][:, -logits_to_keep:]
+    def forward(input_ids, logits_to_keep=..., **_):
+        kept = logits[:, : input_ids.shape[1]][:, logits_to_keep]
         return CausalLMOutputWithPast(logits=kept)
 
     monkeypatch.setattr(llama, "forward", forward)

@@ -272,7 +272,7 @@ def test_a_batch_is_the_one_padded_by_hand_and_leaving_out_logits_changes_no_los
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 11, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, 7, 8], [-100, 11, -100]]
-    assert batch["logits_to_keep"] == 3
+    assert batch["logits_to_keep"].tolist() == [1, 2, 3]
     model, batches = tiny(), Batches(rows(12), 12, seed=0, pad_id=2)
     batch = batches.collate(np.arange(12))
     full = torch.full(batch["input_ids"].shape, -100)
