@@ -167,9 +167,10 @@ class Measurement:
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
-    No evidence are runs at a tier that the claim does not name, and arms that no seed has together.
+    No evidence are runs at a tier that the claim does not name, or with other parameters than those
+    it is ``under``, and arms that no seed has together.
     """
-    if pool.tier not in claim.scales:
+    if pool.tier not in claim.scales or not claim.under.items() <= pool.runs[0].settings.items():
         return None
     for name in (claim.value, claim.reference):
         for value in pool.values(name).values() if isinstance(name, str) else ():
