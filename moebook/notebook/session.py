@@ -89,13 +89,13 @@ class Run:
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
         """Record what `evaluation.by_benchmark` found of an arm, as ``pesc/sparse/accuracy``."""
-        self.record(f"{name}/accuracy", table.score.mean(), "share", table.score)
-        nats = table.nll.dropna()
-        if len(nats):
-            self.record(f"{name}/nll", nats.mean(), "nats", nats)
-        for domain, part in table.groupby("domain") if domains else ():
-            items = part.domain_score
-            self.record(f"{name}/accuracy/{domain}", items.mean(), "share", items)
+        parts = {f"/{domain}": part for domain, part in table.groupby("domain") if domains}
+        scores = {"": table.score} | {place: part.domain_score for place, part in parts.items()}
+        for place, items in scores.items():
+            self.record(f"{name}/accuracy{place}", items.mean(), "share", items)
+            nats = parts.get(place, table).nll.dropna()
+            if len(nats):
+                self.record(f"{name}/nll{place}", nats.mean(), "nats", nats)
 
 
 def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
