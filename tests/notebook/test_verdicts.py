@@ -112,6 +112,12 @@ def test_a_larger_scale_that_cannot_see_gives_way_to_a_sharper_one(claimed, larg
     assert judged.label == label and len(judged.measurements) == 2
 
 
+def test_runs_with_other_parameters_than_a_claim_names_are_no_evidence():
+    pools = [against("study", STUDY), against("study", LOWER, base="smollm2")]
+    judged = row(replace(DIRECTION, under={"base": "nano"}), pools)
+    assert [one.pool.protocol for one in judged.measurements] == ["nano"]
+
+
 def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
     claim = replace(DIRECTION, untestable="One expert knows it all.")
     assert judge(claim) == judge(claim, against("study", STUDY)) == "not testable here"
