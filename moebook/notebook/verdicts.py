@@ -204,11 +204,12 @@ class Row:
     def best(self) -> Measurement | None:
         """The measurement that the verdict rests on: of the largest scale that `sees`.
 
-        A scale that does not gives way only to a smaller one with a narrower interval.
+        Of several at a scale it is the one with the narrowest interval, and a scale that does not
+        see gives way only to a smaller one with a narrower interval.
         """
         chain: list[Measurement] = []
         for one in sorted(
-            self.measurements, key=lambda m: (m.decides, m.pool.rank, m.sees), reverse=True
+            self.measurements, key=lambda m: (m.decides, m.pool.rank, -m.width), reverse=True
         ):
             if not chain or (one.decides and one.width < chain[-1].width):
                 chain.append(one)

@@ -112,6 +112,14 @@ def test_a_larger_scale_that_cannot_see_gives_way_to_a_sharper_one(claimed, larg
     assert judged.label == label and len(judged.measurements) == 2
 
 
+@pytest.mark.parametrize("others", [(0.4, 0.401, 0.399), (0.41, 0.4101, 0.4102), LOWER])
+def test_of_two_pools_at_one_scale_the_narrower_interval_decides(others):
+    one, two = against("study", STUDY), against("study", others)
+    two = replace(two, protocol="two", runs=tuple(replace(r, protocol="two") for r in two.runs))
+    judged = row(DIRECTION, [one, two])
+    assert judged.best == min(judged.measurements, key=lambda m: m.smallest)
+
+
 def test_runs_with_other_parameters_than_a_claim_names_are_no_evidence():
     pools = [against("study", STUDY), against("study", LOWER, base="smollm2")]
     judged = row(replace(DIRECTION, under={"base": "nano"}), pools)
