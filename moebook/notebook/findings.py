@@ -50,7 +50,7 @@ def sentence(row: Row) -> str:
     if best is None:
         return f"{claim.sentence} **Not run** at a scale that can test it."
     name = best.pool.protocol
-    where = f"in {name}" if name == store.LIVE else f"at scale {name}"
+    where = f"in {name}" if name == store.LIVE else f"in pool {name}"
     word = LABELS[row.label]
     notes = [
         f"{claim.sentence} **{word[0].upper()}{word[1:]}** {where}: {_numbers(best)}",
@@ -68,7 +68,8 @@ def _numbers(best: Measurement) -> str:
     if isinstance(claim.reference, (int, float)):
         shift, claim = claim.reference, replace(claim, reference=None)
         effect, ends = effect + shift, ends and (ends[0] + shift, ends[1] + shift)
-        bound = f", the bound is {amount(claim, shift)}" if shift else ""
+        side = {"less": "below", "greater": "above"}.get(str(claim.direction), "equal to")
+        bound = f", claimed to be {side} {amount(claim, shift)}" if shift else ""
     value = amount(claim, effect)
     if ends is None:
         return f"{value}{bound}, " + ("a computed value" if best.exact else "one value")
@@ -89,7 +90,7 @@ def summary(rows: Iterable[Row]) -> pd.DataFrame:
             "" if claim.claimed is None else amount(claim, claim.claimed),
             LABELS[row.label] + " *" * row.survives,
         ]  # fmt: skip
-    columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
+    columns = ["pool", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 

@@ -161,7 +161,7 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert records.count("(committed)") == 1 and records.count(", on its page)") == 9
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
-    told = "<strong>Holds</strong> at scale nano: +11.0 points"
+    told = "<strong>Holds</strong> in pool nano: +11.0 points"
     for page, picture in (("found", "found_pesc.svg"), ("intro", "found_front.svg")):
         text = _page(site, page)
         assert told in text and re.search(rf'<img alt="Forest plot[^>]*/{picture}"', text)

@@ -41,17 +41,17 @@ COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 
 
 SENTENCES = """\
-**Holds** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
-**Fails** at scale nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
-**Too small to see** at scale nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+**Holds** in pool nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Fails** in pool nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
+**Too small to see** in pool nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
 less than 5.2 points was not detectable.
-**Cannot tell** at scale cpu: +10.0 points, one value; a verdict needs three seeds.
-**Cannot tell** at scale nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
+**Cannot tell** in pool cpu: +10.0 points, one value; a verdict needs three seeds.
+**Cannot tell** in pool nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
 a verdict needs three seeds.
 **Not run** at a scale that can test it.
-**Fails** at scale nano: 1.21, the bound is 1 (95 % from 1.19 to 1.23; 3 seeds).
-**Reproduced** at scale nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
-**Holds** at scale nano: 7,500,000,000, a computed value."""
+**Fails** in pool nano: 1.21, claimed to be below 1 (95 % from 1.19 to 1.23; 3 seeds).
+**Reproduced** in pool nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Holds** in pool nano: 7,500,000,000, a computed value."""
 
 
 def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
@@ -77,7 +77,7 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
     assert findings.strongest(barred) == []
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
-        "scale": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
+        "pool": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
     }  # fmt: skip
     assert len(frame) == 1 and findings.summary([row(CLAIM, [])]).empty
