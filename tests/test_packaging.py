@@ -61,10 +61,7 @@ def needs(requirement: Requirement) -> list[Requirement]:
 
 
 def closure() -> set[Requirement]:
-    """Everything that is asked for, directly or through others.
-
-    Of torch's own needs only the locked ones: its builds for other platforms bring more.
-    """
+    """All that is asked for, directly or through others; of torch's own needs only locked ones."""
     locked = pins("requirements.lock")
     found, waiting = set[Requirement](), requirements()
     while waiting:

@@ -134,9 +134,8 @@ class Measurement:
     @property
     def sees(self) -> bool:
         """Whether it saw anything, or would have seen the paper's effect."""
-        if self.exact or self.label not in ("too small to see here", "inconclusive"):
-            return True
-        return abs(self.claim.claimed or 0.0) >= self.width
+        undecided = not self.exact and self.label in ("too small to see here", "inconclusive")
+        return not undecided or abs(self.claim.claimed or 0.0) >= self.width
 
     @property
     def smallest(self) -> float | None:
@@ -167,8 +166,7 @@ class Measurement:
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
-    No evidence are runs at a tier that the claim does not name, or with other parameters than those
-    it is ``under``, and arms that no seed has together.
+    No evidence are runs at another tier, or under other parameters, and arms never run together.
     """
     if pool.tier not in claim.scales or not claim.under.items() <= pool.runs[0].settings.items():
         return None
@@ -207,10 +205,8 @@ class Row:
         Of several at a scale it is the one with the narrowest interval, and a scale that does not
         see gives way only to a smaller one with a narrower interval.
         """
-        chain: list[Measurement] = []
-        for one in sorted(
-            self.measurements, key=lambda m: (m.decides, m.pool.rank, -m.width), reverse=True
-        ):
+        sharp, chain = sorted(self.measurements, key=lambda m: m.width), list[Measurement]()
+        for one in sorted(sharp, key=lambda m: (m.decides, m.pool.rank), reverse=True):
             if not chain or (one.decides and one.width < chain[-1].width):
                 chain.append(one)
         return next((one for one in chain if one.sees), chain[-1] if chain else None)

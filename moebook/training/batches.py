@@ -98,11 +98,7 @@ class Batches:
         return total.hexdigest()
 
     def collate(self, rows: np.ndarray) -> dict[str, Any]:
-        """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any.
-
-        The logits' places are named: a slice of the last ones is a view, behind which a frozen
-        head of 49,152 tokens in bfloat16 took 30 times as long (see `kernels.matmul`).
-        """
+        """Pad rows to ``[B, T]``; labels and logits begin one before the first label of any."""
         ids, mask = padded([self.row_ids[row] for row in rows], self.pad_id)
         labels, _ = padded([self.row_labels[row] for row in rows], IGNORED)
         first = int((labels[:, 1:] != IGNORED).any(0).int().argmax())
@@ -110,6 +106,7 @@ class Batches:
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels[:, first:].clone(),
+            # No number: behind a slice, a view, PyTorch multiplies by a frozen head row by row.
             "logits_to_keep": torch.arange(first, ids.shape[1]),
         }
 

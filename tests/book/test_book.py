@@ -92,10 +92,7 @@ def _render(folder):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A project and its rendered book, made once for all of pytest-xdist's workers.
-
-    A warning of Jupyter Book fails here.
-    """
+    """A project and its rendered book, made once for all workers; a warning of the build fails."""
     place = tmp_path_factory.getbasetemp()
     place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     with results.locked(place / "book.lock", wait=True):

@@ -1,7 +1,4 @@
-"""The table says what a plain loop says; batches equal the same prompts one by one.
-
-Averages over benchmarks and differences paired by item equal numbers worked by hand.
-"""
+"""Tables, batches, averages over benchmarks and paired differences equal plain loops and hands."""
 
 import random
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """Every Triton kernel compiles for A100 and H100, in 16 and in 32 bits, and fits: without a GPU.
 
 Each form is compiled once: by pointers in bfloat16 for the A100, which has the least memory for it;
-in float32, and by the memory accelerator in bfloat16, for the H100. An H200 is an H100 to the
-compiler, half precision differs from bfloat16 by the name of a type. What is compiled is kept
-beside pytest's own cache. This file does it as a process of its own: in the tests' one Triton
-interprets.
+in float32, and by the memory accelerator in bfloat16, for the H100, which an H200 is to the
+compiler. What is compiled is kept beside pytest's own cache. This file does it as a process of its
+own: in the tests' one Triton interprets.
 """
 
 import json

@@ -186,10 +186,7 @@ def outcome(op, case, of, impl):
 
 
 def check(op, shape, impl, dtype, device, draws=8, repeated=True, limit=2):
-    """Hold each relative error, summed over draws since one says little, to PyTorch's own.
-
-    The last draw is computed twice.
-    """
+    """Hold each relative error, summed over draws, to PyTorch's own; the last draw runs twice."""
     sizes = case(op, shape)
     # The reference of clusters sums in float64, whatever the points are.
     peer = "torch" if op == "clusters" else "reference"

@@ -225,9 +225,8 @@ def written(*parameters):
     source, chosen = "\n".join(CELLS), dict(parameters)
     names = re.findall(r'run\.record\(f?"([^"]+)"', source)
     for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
-        names += [
-            f"{path}/{what}{part}" for what in ("accuracy", "nll") for part in ("", "/{domain}")
-        ]
+        parts = ("accuracy", "nll", "accuracy/{domain}", "nll/{domain}")
+        names += [f"{path}/{part}" for part in parts]
     space = {"pesc": pesc, "replace": replace, "pd": pd, "run": Run("cpu"), **chosen}
     exec(ARMS, space)  # the notebook's own cell makes arms of the parameters
     tasks = chosen["tasks"].split(",")

@@ -1,7 +1,7 @@
 """Each numbered equation of the papers leads to its function and its test, in the book, in a click.
 
-A page's table links to blocks of code on the same page; each is included from a file by the name
-of a function or class. Whoever moves one of these mends the block (and the name shown in the row).
+A page's table links to blocks of code on the same page, each included from a file by the name of a
+function or class. Whoever moves one of these mends the block (and the name shown in the row).
 """
 
 import ast

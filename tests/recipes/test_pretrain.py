@@ -124,10 +124,7 @@ def test_the_balance_loss_is_that_of_every_router_and_left_out_of_the_reported_l
 
 
 class Tokens:
-    """A source's tokens, encoded only where a window needs them, and each document once.
-
-    ``begins`` are documents with the position of their first token, [[document, token], ...].
-    """
+    """A source's tokens, encoded where a window needs them; ``begins`` are [document, token]."""
 
     def __init__(self, texts: list[str], tokenizer: Tokenizer, begins: list, length: int):
         self.begins, self.length = begins, length

@@ -40,8 +40,7 @@ def _squares(degrees: int, place: int) -> np.ndarray:
 def coverage(spreads: tuple[float, float, float], items: int, seeds: int) -> float:
     """How often the interval of a balanced crossed design covers its true mean of zero.
 
-    Drawn are not effects but the grand mean (normal) and the two variances between means
-    (chi-squares), which are independent.
+    Drawn are the grand mean (normal) and the two variances between means (chi-squares).
     """
     between, of_items, rest = (spread**2 for spread in spreads)
     rows, columns = between + rest / items, of_items + rest / seeds

@@ -68,8 +68,7 @@ OPEN = "adapter_scale served_scale adapter_dropout down_init balance balance_wei
 GROUPS = {
     **dict.fromkeys(("humaneval", "mbpp", "solutions_mbpp"), "code"),
     **dict.fromkeys(("gsm8k", "hendrycks_math", "solutions_gsm8k"), "mathematics"),
-    **dict.fromkeys(("piqa", "hellaswag", "winogrande"), "common_sense"),
-    **dict.fromkeys(("arc_easy", "arc_challenge"), "common_sense"),
+    **dict.fromkeys("piqa hellaswag winogrande arc_easy arc_challenge".split(), "common_sense"),
     **dict.fromkeys(("openbookqa", "social_iqa", "boolq_closed"), "common_sense"),
     **dict.fromkeys(("nq_open", "triviaqa"), "knowledge"),
     "mmlu": "mmlu",
