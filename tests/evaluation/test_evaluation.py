@@ -1,4 +1,4 @@
-"""Tables, batches, averages over benchmarks and paired differences equal plain loops and hands."""
+"""Tables, batches, averages over benchmarks and paired differences equal plain loops and sums."""
 
 import random
 from dataclasses import dataclass
