@@ -1,4 +1,4 @@
-"""What the README says was found: the strongest findings of the committed runs, never typed.
+"""What the README says was found: the main claims on committed runs, never typed.
 
 ``python -m workshop.readme`` writes them between the two marks; a test holds them to the pools.
 """
@@ -15,8 +15,8 @@ START, END = "<!-- found: python -m workshop.readme -->\n", "<!-- end of found -
 
 
 def found(folder: Path) -> str:
-    """Return the five strongest findings as Markdown, a line each."""
-    rows = findings.strongest(verdicts.ledger(folder, live=False))
+    """Return the main claims with their verdicts as Markdown, a line each."""
+    rows = findings.mains(verdicts.ledger(folder, live=False))
     return "".join(f"- {TITLES[row.claim.paper]}: {findings.sentence(row)}\n" for row in rows)
 
 

@@ -95,8 +95,7 @@ def generated(folder: Path) -> dict[str, str]:
     mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
     pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
                 for paper in mine}  # fmt: skip
-    strongest = findings.strongest(row.committed for row in rows)
-    pictures["front"] = _forest("front", "The strongest findings", strongest, folder)
+    pictures["front"] = _forest("front", "The main claims", findings.mains(rows), folder)
     judged = {"rows": rows, "places": places, "pictures": pictures}
     kinds = ("summary", "ledger", "chance", "found", "front")
     return {name: pages.page(name, **judged) for name in kinds} | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +30,9 @@ def strength(row: Row) -> float:
     return abs(best.effect) / best.smallest if best and best.smallest else 0.0
 
 
-def strongest(rows: Iterable[Row], most: int = 5) -> list[Row]:
-    """The claims whose effect is largest beside what the pool could have seen."""
-    decided = [row for row in rows if row.best and row.best.decides and row.best.side
-               and not row.claim.untestable]  # fmt: skip
-    return sorted(decided, key=strength, reverse=True)[:most]
+def mains(rows: Iterable[Row]) -> list[Row]:
+    """The main claim of each paper: the first in its file."""
+    return [next(of) for _, of in groupby(rows, key=lambda row: row.claim.paper)]
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:

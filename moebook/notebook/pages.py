@@ -108,8 +108,8 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
 
 
 for thing in (amount, bound, commit, cost, counted, duration, seeds, since, span,
-              verdicts.chance, findings.intervals, findings.ordered, findings.sentence,
-              findings.strongest):  # fmt: skip
+              verdicts.chance, findings.intervals, findings.mains, findings.ordered,
+              findings.sentence):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS

@@ -141,12 +141,11 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run():
     assert page.count("\n:alt: ") == 1
 
 
-def test_the_front_has_the_five_strongest_of_what_is_decided():
-    decided = [_row(f"pesc.n{step}", _pool(0.8, step=step)) for step in (3, 6, 1, 5, 2, 4)]
-    rows = [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.open", _pool(0.5)), *decided]
+def test_the_front_has_the_first_claim_of_each_paper():
+    rows = [_row("pesc.first", _pool(0.5)), _row("pesc.second", _pool(0.8)), _row("esft.first")]
     page = pages.page("front", rows=rows, pictures={"front": None})
-    links = re.findall(r'^- PESC: .*#pesc\.(.*?)">ledger</a>', page, re.MULTILINE)
-    assert links == ["n1", "n2", "n3", "n4", "n5"] and "{figure}" not in page
+    links = re.findall(r'^- .*#(.*?)">ledger</a>', page, re.MULTILINE)
+    assert links == ["pesc.first", "esft.first"] and "{figure}" not in page
     page = pages.page("front", rows=rows, pictures={"front": "_generated/found_front.svg"})
     assert ":::{figure} _generated/found_front.svg\n:name: fig-front\n" in page
 

@@ -70,11 +70,6 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
     names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
     assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
     assert findings.strength(rows[1]) == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
-    best = [one.claim.id.partition(".")[2] for one in findings.strongest(rows, 3)]
-    assert sorted(best[:2]) == ["far", "strong"] and best[2] in ("fails", "weak")
-    assert len(findings.strongest(rows)) == 4  # what is open or was not run is not among them
-    barred = [replace(one, claim=replace(one.claim, untestable="By design.")) for one in rows]
-    assert findings.strongest(barred) == []
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
         "pool": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
