@@ -175,7 +175,7 @@ class Claim:
     notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]  # such as 01_pesc
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
-    under: dict[str, str] = Field(default_factory=dict)  # parameters that its runs must have
+    under: dict[str, str | int] = Field(default_factory=dict)  # parameters that its runs must have
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
     untestable: Text | None = None  # why our runs below the paper's scale cannot decide it
 
