@@ -166,8 +166,8 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
             trend = "grows" if abs(last.effect) > abs(first.effect) else "shrinks"
             trend = "turns round" if first.effect * last.effect < 0 else trend
         effects = {m.pool.protocol: amount(row.claim, m.effect) for m in row.measurements}
-        lines[row.claim.id.partition(".")[2]] = effects | {"with scale": trend}
-    return pd.DataFrame.from_dict(lines, orient="index")
+        lines[row.claim.id.partition(".")[2]] = {"with scale": trend} | effects
+    return pd.DataFrame.from_dict(lines, orient="index").fillna("")
 
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:

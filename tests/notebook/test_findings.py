@@ -92,8 +92,8 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
             row(replace(CLAIM, id="pesc.once"), [small])]  # fmt: skip
     frame = findings.between_scales(rows)
     assert list(frame.index) == ["sparse-beats-dense"]
-    assert list(frame.columns) == ["nano", "smollm2", "with scale"]
-    assert frame.iloc[0].tolist() == ["+3.1 points", f"{100 * np.mean(large):+.1f} points", trend]
+    assert list(frame.columns) == ["with scale", "nano", "smollm2"]
+    assert frame.iloc[0].tolist() == [trend, "+3.1 points", f"{100 * np.mean(large):+.1f} points"]
 
 
 @pytest.mark.parametrize(("direction", "claimed", "value"), [
