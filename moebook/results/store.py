@@ -66,9 +66,9 @@ class Pool:
 
     @cached_property
     def seeds(self) -> dict[int, dict[str, Value]]:
-        """Values by seed and name; what several runs of a seed recorded alike stands once."""
+        """Values by seed and name; what several runs of a seed recorded is that of the newest."""
         seeds: dict[int, dict[str, Value]] = {}
-        for run in sorted(self.runs, key=lambda run: run.seed):
+        for run in sorted(self.runs, key=lambda run: (run.seed, run.manifest.get("date", ""))):
             seeds.setdefault(run.seed, {}).update({value.name: value for value in run.values})
         return seeds
 
@@ -146,7 +146,7 @@ def _clashes(one: Run, other: Run) -> Iterator[str]:
         before = known.get(value.name, value)
         if before.unit != value.unit:
             yield f"{value.name} is in {value.unit}, seed {one.seed} has it in {before.unit}"
-        if before != value and one.seed == other.seed:
+        if before.items != value.items and one.seed == other.seed:
             yield f"two files record {value.name} differently; take one away"
 
 

@@ -139,6 +139,8 @@ def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_mor
     for pool in (pooled(LEFT, RIGHT, made(1)), pooled(ONE, made(1))):
         assert list(pool.seeds) == [0, 1] and pool.arms == {"left": (0, 1), "right": (0, 1)}
         assert np.array_equal(pool.effects("toy/left", "toy/right"), [[0.5, 1.75]] * 2)
+    newer = replace(RIGHT, values=(Value("toy/base", 9.0, "nats"),), manifest={"date": "2030"})
+    assert pooled(newer, LEFT).values("toy/base")[0].value == 9.0, "the newest run's number stands"
     curve = Curve("toy/loss", "nats", (1.0,), (0.5,))
     pool = pooled(ONE, made(1, settings={"base": "nano", "added": 1}, curves=(curve,)))
     assert [run.rows["train"] for run in pool.runs] == ["rows of 0", "rows of 1"]
@@ -156,7 +158,7 @@ def test_arms_of_a_seed_join_and_other_seeds_may_train_on_other_rows_and_say_mor
     (ONE, made(1, rows={"test": "others"}), "tested on other rows than seed 0"),
     (ONE, made(1, values=(Value("toy/left", 0.5, "share"),)), "is in share, seed 0 has it in"),
     (LEFT, replace(RIGHT, rows={"train": "others", "test": "rows"}), "trained on other rows"),
-    (LEFT, replace(RIGHT, values=(Value("toy/base", 9.0, "nats"),)), "toy/base differently"),
+    (LEFT, replace(RIGHT, values=(Value("toy/base", 9.0, "nats", (9.0,)),)), "toy/base differently"),
 ])  # fmt: skip
 def test_runs_that_do_not_belong_together_are_refused_in_any_order(one, other, message):
     for runs, told in (((one, other), message), ((other, one), ""), ((made(7), other, one), "")):
