@@ -91,9 +91,10 @@ def _pesc(given: Given) -> Arms:
         "adapters": partial(methods.pesc, frozen),
         "upcycled": partial(methods.full_experts, frozen),
     }
-    tries = len(_listed(given["rates"])) * given["rate_steps"]
+    tries, steps = len(_listed(given["rates"])) * given["rate_steps"], given["steps"]
+    again = steps * (not tries or given["rate_steps"] != steps)  # else the best try is the arm
     for name in _arms(given, known):
-        yield name, known[name](), {"steps": given["steps"] + tries}
+        yield name, known[name](), {"steps": tries + again}
 
 
 def _router_init(given: Given) -> Arms:
