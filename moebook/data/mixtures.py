@@ -34,12 +34,12 @@ def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[Row
     return mixture(sizes, split, seed)
 
 
-def by_domain(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Sort rows into their domains, in the order of the domains' names."""
-    domains: dict[str, list[Row]] = {}
+def grouped(rows: Iterable[Row], field: str = "domain") -> dict[str, list[Row]]:
+    """Sort rows into groups by a field, in the order of its values."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        domains.setdefault(row["domain"], []).append(row)
-    return dict(sorted(domains.items()))
+        groups.setdefault(row[field], []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:

@@ -91,10 +91,9 @@ def _pesc(given: Given) -> Arms:
         "adapters": partial(methods.pesc, frozen),
         "upcycled": partial(methods.full_experts, frozen),
     }
-    tries, steps = len(_listed(given["rates"])) * given["rate_steps"], given["steps"]
-    again = steps * (not tries or given["rate_steps"] != steps)  # else the best try is the arm
+    tries = len(_listed(given["rates"])) * given["rate_steps"]
     for name in _arms(given, known):
-        yield name, known[name](), {"steps": tries + again}
+        yield name, known[name](), {"steps": given["steps"] + tries}
 
 
 def _router_init(given: Given) -> Arms:

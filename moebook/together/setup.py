@@ -12,7 +12,7 @@ from datasets import Dataset as Rows
 from pydantic import Field
 from torch import nn
 
-from moebook.data import by_domain, encode
+from moebook.data import encode, grouped
 from moebook.methods import esft
 from moebook.methods import upcycling as up
 from moebook.methods.rocket.loras import Lora
@@ -80,7 +80,7 @@ class Setup:
     @cached_property
     def inputs(self) -> up.representations.Representations:
         """What routers read, by domain, on the first rows: decides the length of a start."""
-        return self.represent("ffn_input", by_domain(self.mixed[:256]))
+        return self.represent("ffn_input", grouped(self.mixed[:256]))
 
     def represent(self, tensor: Any, groups: Mapping[str, Sequence[Any]]) -> Any:
         """Collect what the base represents on groups of rows."""
@@ -92,7 +92,7 @@ class Setup:
         if kind == "su":
             start = up.su(self.base, experts, seed=self.seed)
         elif kind == "trsu":
-            groups = by_domain(self.mixed[:512])
+            groups = grouped(self.mixed[:512])
             start = up.trsu(self.represent("attention_output", groups), experts, seed=self.seed)
         else:
             states = self.represent("attention_output", {"all": self.mixed[:512]})
