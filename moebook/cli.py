@@ -350,7 +350,8 @@ def bench(options: argparse.Namespace) -> int:
     if options.op == "shards":
         if (options.device, options.threads) != ("auto", 1):
             refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
-        print(scaling.throughput(options.scale or "small", options.rounds).to_string())
+        rates = scaling.throughput(options.scale or "small", options.rounds)
+        print(rates.to_string(float_format="{:.3f}".format))
         return 0
     folder, device = results.checkout(), options.device
     names = None if options.op is None else [options.op]

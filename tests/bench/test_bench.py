@@ -291,7 +291,7 @@ def test_rows_by_the_shard_are_timed_here_and_with_more_and_more_workers(monkeyp
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[2:]] == ["local", "ray,", "ray,"]
     assert used == [1, 2, 1, 2]
-    assert shown[2].endswith(" 1.000000")
+    assert shown[2].endswith(" 1.000")
 
 
 S, D, F = 6144, 1024, 704
