@@ -350,8 +350,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.op == "shards":
         if (options.device, options.threads) != ("auto", 1):
             refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
-        rates = scaling.throughput(options.scale or "small", options.rounds)
-        print(rates.to_string(float_format="{:.3f}".format))
+        print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
     folder, device = results.checkout(), options.device
     names = None if options.op is None else [options.op]

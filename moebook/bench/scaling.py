@@ -23,7 +23,7 @@ WORKERS = (1, 2, 4, 8, 16)  # those that the cluster has CPUs for
 
 
 def throughput(scale: str = "small", rounds: int = 1) -> pd.DataFrame:
-    """Let all engines take turns; return medians by engine of wall-clock time.
+    """Let all engines take turns; return medians by engine of wall-clock time, as text.
 
     ``seconds`` are of the whole job, in which workers start and import; ``rows_a_second`` are those
     of the second half of the files; ``ratio`` is that over this process's in the same round. The
@@ -52,7 +52,7 @@ def throughput(scale: str = "small", rounds: int = 1) -> pd.DataFrame:
     frame = pd.DataFrame(lines, columns=["turn", "engine", "seconds", "rows_a_second"])
     first = frame.groupby("turn")["rows_a_second"].transform("first")
     frame["ratio"] = frame["rows_a_second"] / first
-    return frame.groupby("engine", sort=False).median().drop(columns="turn")
+    return frame.groupby("engine", sort=False).median().drop(columns="turn").map("{:.3f}".format)
 
 
 def _write(path: Path, rows: int, rng: np.random.Generator) -> None:

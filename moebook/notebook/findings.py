@@ -55,6 +55,7 @@ def sentence(row: Row) -> str:
         "" if best.decides else "a verdict needs three seeds",
         best.unseen,
         best.agreement,
+        best.pool.at_end(claim.value, claim.reference),
         "it survives correction" if row.survives else "",
     ]
     return "; ".join(filter(None, notes)) + "."
@@ -292,18 +293,17 @@ def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     return np.array(rows).reshape(len(seeds), len(names))
 
 
-def rated(pool: Pool, tried: str, reached: str) -> dict[str, list[tuple[float, float]]]:
+def rated(pool: Pool, reached: str) -> dict[str, list[tuple[float, float]]]:
     """Return by arm, a point a seed, the rate of least loss among those tried and what it reached.
 
-    ``tried`` is the name of a rate's loss, ``pesc/rate/{arm}/{rate}``, ``reached`` of the result.
+    ``reached`` is the name of the result, such as ``pesc/{arm}/accuracy``.
     """
     points: dict[str, list[tuple[float, float]]] = {}
-    for arm, values in product(pool.arms, pool.seeds.values()):
-        start = tried.format(arm=arm, rate="")
-        losses = {name: value.value for name, value in values.items() if name.startswith(start)}
-        if losses and (found := values.get(reached.format(arm=arm))):
-            rate = float(min(losses, key=losses.__getitem__).removeprefix(start))
-            points.setdefault(arm, []).append((rate, found.value))
+    for arm, grids in pool.rates.items():
+        results = pool.values(reached.format(arm=arm))
+        pairs = [(min(grid, key=grid.__getitem__), results[seed].value)
+                 for seed, grid in grids.items() if seed in results]  # fmt: skip
+        points |= {arm: pairs} if pairs else {}
     return points
 
 

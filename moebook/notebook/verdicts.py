@@ -158,9 +158,9 @@ class Measurement:
         spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
         if spread > 0 and not self.exact:
             parts.append(f"mean over spread of seeds {self.effect / spread:.1f}")
-        if not self.decides:
-            parts.append(self.so_far)
-        return ", ".join(filter(None, [*parts, self.unseen, self.agreement]))
+        so_far = "" if self.decides else self.so_far
+        held = self.pool.at_end(self.claim.value, self.claim.reference)
+        return ", ".join(filter(None, [*parts, so_far, self.unseen, self.agreement, held]))
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:

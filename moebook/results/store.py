@@ -94,6 +94,32 @@ class Pool:
         every = dict.fromkeys(value for values in self.seeds.values() for value in values)
         return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
 
+    @cached_property
+    def rates(self) -> dict[str, dict[int, dict[float, float]]]:
+        """Loss on validation rows by arm, seed and learning rate tried: the sum over its tasks."""
+        found: dict[str, dict[int, dict[float, float]]] = {}
+        for seed, values in self.seeds.items():
+            for name, value in values.items():
+                if "/rate/" in name:
+                    arm, rate, *_ = name.partition("/rate/")[2].split("/")
+                    losses = found.setdefault(arm, {}).setdefault(seed, {})
+                    losses[float(rate)] = losses.get(float(rate), 0.0) + value.value
+        return found
+
+    def at_end(self, *names: str | float | None) -> str:
+        """Say which arms in values' names had most seeds at one end of their rates, if any.
+
+        Beyond that end such an arm may do better.
+        """
+        found = []
+        for arm in dict.fromkeys("/".join(map(str, names)).split("/")):
+            grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
+            for end, which in (("lowest", min), ("highest", max)):
+                number = sum(min(grid, key=grid.__getitem__) == which(grid) for grid in grids)
+                if 2 * number > len(grids):
+                    found.append(f"{arm} took its {end} rate in {number} of {len(grids)} seeds")
+        return ", ".join(found)
+
     def effects(self, name: str, reference: str | float | None = None) -> np.ndarray:
         """A value less a reference (another's name, or a number), ``[S, I]`` by seed and item.
 

@@ -202,7 +202,7 @@ def test_series_and_bands_take_the_seeds_that_have_every_name_and_refuse_other_s
         findings.bands(replace(TOY, runs=(*TOY.runs, other)), names)
 
 
-def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
+def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the_grid_is_told():
     def run(seed, **losses):
         tried = [Value(f"pesc/rate/a/{rate}", loss, "nats") for rate, loss in losses.items()]
         reached = [Value(f"pesc/{arm}/accuracy", 0.1 * seed, "share") for arm in ("a", "b")]
@@ -210,8 +210,13 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached():
 
     runs = run(1, **{"0.001": 2.0, "0.01": 1.0}), run(2, **{"1e-05": 1.0})
     several = Pool("pesc", "nano", runs)
-    points = findings.rated(several, "pesc/rate/{arm}/{rate}", "pesc/{arm}/accuracy")
+    points = findings.rated(several, "pesc/{arm}/accuracy")
     assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
+    told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
+    assert told == "a took its highest rate in 1 of 1 seeds"
+    inside = run(3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0})
+    runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
+    assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
 
 
 @pytest.mark.parametrize(("before", "after", "left"), [
