@@ -191,10 +191,10 @@ def _drop(request: Request, but: Path | None = None) -> None:
 @contextmanager
 def staging() -> Iterator[Path]:
     """Give a private folder with a short name, and sweep those of processes that were killed."""
-    place = Path(tempfile.gettempdir())
-    for lock in place.glob("moebook-*.lock"):
-        with suppress(Refusal, OSError), results.locked(lock, patience=0):
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    place, name = Path(tempfile.gettempdir()), f"moebook-{8 * '[0-9a-f]'}"
+    for old in {*place.glob(name), *(p.with_suffix("") for p in place.glob(f"{name}.lock"))}:
+        with suppress(Refusal, OSError), results.locked(old.with_suffix(".lock"), patience=0):
+            shutil.rmtree(old, ignore_errors=True)  # one without a lock was left by a dying kernel
     folder = place / f"moebook-{secrets.token_hex(4)}"
     with results.locked(folder.with_suffix(".lock")):
         folder.mkdir(mode=0o700)

@@ -150,16 +150,17 @@ def test_whatever_fails_while_a_run_is_kept_its_copy_is_named(run, monkeypatch, 
 def test_the_next_run_sweeps_what_killed_ones_left_and_nothing_that_lives(run):
     (begin, request), temporary = run, Path(tempfile.gettempdir())
     store, resume = request.store, request.resume
-    dead = [temporary / "moebook-dead/kernel.json", temporary / "moebook-dead.lock",
+    dead = [temporary / "moebook-0000dead/kernel.json", temporary / "moebook-0000dead.lock",
+            temporary / "moebook-0005afe0/kernel.json", temporary / "moebook-0000fade.lock",
             store.with_name(".other.ipynb.part"), store.with_name("other.lock"),
             resume.with_name(f"{store.stem}-code") / "001/step-1/facts.json",
             resume / "001/step-1/facts.json"]  # fmt: skip
-    live = [temporary / "moebook-live/kernel.json", store.with_name(".more.ipynb.part"),
+    live = [temporary / "moebook-000a11fe/kernel.json", store.with_name(".more.ipynb.part"),
             resume.with_name("smoke-other-code") / "001/step-1/facts.json"]  # fmt: skip
     for path in dead + live:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    with results.locked(temporary / "moebook-live.lock"), results.locked(live[1]):
+    with results.locked(temporary / "moebook-000a11fe.lock"), results.locked(live[1]):
         begin()
         assert all(path.exists() for path in live)
     assert not any(path.exists() for path in dead)
