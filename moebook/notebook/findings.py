@@ -300,9 +300,9 @@ def rated(pool: Pool, reached: str) -> dict[str, list[tuple[float, float]]]:
     """
     points: dict[str, list[tuple[float, float]]] = {}
     for arm, grids in pool.rates.items():
-        results = pool.values(reached.format(arm=arm))
-        pairs = [(min(grid, key=grid.__getitem__), results[seed].value)
-                 for seed, grid in grids.items() if seed in results]  # fmt: skip
+        ends = pool.values(reached.format(arm=arm))
+        pairs = [(min(grid, key=grid.__getitem__), ends[seed].value)
+                 for seed, grid in grids.items() if seed in ends]  # fmt: skip
         points |= {arm: pairs} if pairs else {}
     return points
 

@@ -219,12 +219,12 @@ def designs(folder: Path) -> str:
         old = sources.replaced(folder, name, notebook.protocols)
         for protocol in notebook.protocols:
             head = notebook.head(protocol)
-            if any(line.startswith("Decided before the first run") for line in head):
+            if (mark := "Decided before the first run.") in head:
                 told = notebook.facts(protocol)
                 facts = {name: text for name, text in told.items() if name in DECIDED}
                 said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
                         for x in head)  # fmt: skip
-                prose = " ".join(x for x in said if x.partition(":")[0] not in DECIDED)
+                prose = " ".join(x for x in said if x.partition(":")[0] not in (*DECIDED, mark))
                 ran = store.pool(name, protocol, folder)
                 facts |= _chance(name, facts, folder)
                 every.append((name, protocol, facts, prose, ran, protocol in old))
