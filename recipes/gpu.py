@@ -66,13 +66,14 @@ def _run(folder: Path, device: str, end: float) -> int:
 
 
 def todo(folder: Path, device: str, place: Path) -> list[tuple[str, str, str]]:
-    """List step, command and code of what has not ended well, what has failed behind the rest."""
+    """List step, command and code of what has not ended well; last what failed or starts anew."""
     left = []
     for name, step in results.read_yaml(folder / "recipes" / "gpu.yaml").items():
         told = _told(place / f"{name}.json")
         for command in step.get("on_cpu" if device == "cpu" else "", step["commands"]):
             if (ended := told.get(command, {}).get("exit")) != 0:
-                left.append((ended is not None, (name, command, step["code"])))
+                behind = command in told and (ended is not None or "start" in step["goes_on"])
+                left.append((behind, (name, command, step["code"])))
     return [each for _, each in sorted(left, key=lambda pair: pair[0])]
 
 

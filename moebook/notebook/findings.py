@@ -24,12 +24,6 @@ PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats":
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
 
 
-def strength(row: Row) -> float:
-    """The mean effect over the smallest that the pool could have seen: above 1 it is decided."""
-    best = row.best
-    return abs(best.effect) / best.smallest if best and best.smallest else 0.0
-
-
 def mains(rows: Iterable[Row]) -> list[Row]:
     """The main claim of each paper: the first in its file."""
     return [next(of) for _, of in groupby(rows, key=lambda row: row.claim.paper)]
@@ -37,7 +31,7 @@ def mains(rows: Iterable[Row]) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), -strength(row)))
+    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), -row.best.strength if row.best else 0.0))
 
 
 def sentence(row: Row) -> str:
@@ -52,10 +46,7 @@ def sentence(row: Row) -> str:
     word = LABELS[row.label]
     notes = [
         f"{claim.sentence} **{word[0].upper()}{word[1:]}** {where}: {_numbers(best)}",
-        "" if best.decides else "a verdict needs three seeds",
-        best.unseen,
-        best.agreement,
-        best.pool.at_end(claim.value, claim.reference),
+        *best.notes,
         "it survives correction" if row.survives else "",
     ]
     return "; ".join(filter(None, notes)) + "."

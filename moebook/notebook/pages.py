@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from moebook.papers.arithmetic import STATUSES, Finding
 from moebook.results import Run, Value, since, store
 from moebook.results.intervals import another, sees
 from moebook.results.runs import restored
-from moebook.results.store import CLASS, COMMITTED, LIVE
+from moebook.results.store import CLASS, COMMITTED, LIVE, Pool
 
 TITLES = {
     "bases": "Base and tasks",
@@ -226,20 +226,26 @@ def designs(folder: Path) -> str:
                         for x in head)  # fmt: skip
                 prose = " ".join(x for x in said if x.partition(":")[0] not in (*DECIDED, mark))
                 ran = store.pool(name, protocol, folder)
-                facts |= _chance(name, facts, folder)
-                every.append((name, protocol, facts, prose, ran, protocol in old))
+                facts |= _chance(name, facts, ran, folder)
+                arms = str(notebook.settings(protocol).get("arms", "")).split(",")
+                fewer = ran.lacking(arms) if ran else ""
+                every.append((name, protocol, facts, prose, ran, fewer, protocol in old))
     return page("designs", designs=every)
 
 
-def _chance(name: str, facts: Mapping[str, str], folder: Path) -> dict[str, str]:
+def _chance(
+    name: str, facts: Mapping[str, str], ran: Pool | None, folder: Path
+) -> dict[str, str]:
     """Simulate the chance to see the smallest effect, from the spread of the pool on record."""
     if not {*facts} >= {*DECIDED[:4]} or not (pool := store.pool(name, facts[DECIDED[3]], folder)):
         return {}
-    value, reference = facts[DECIDED[0]].split(" less ")
-    number = len(study.seeds(facts[DECIDED[2]]))
-    items = int(facts.get(DECIDED[4], 0))
-    seen = sees(pool.effects(value, reference), float(facts[DECIDED[1]]), number, items)
-    return {"Chance to see it": f"{seen:.0%} with {number} seeds"}
+    value, other = facts[DECIDED[0]].split(" less ")
+    reference = other if "/" in other else float(other)
+    number, items = len(study.seeds(facts[DECIDED[2]])), int(facts.get(DECIDED[4], 0))
+    seen = partial(sees, pool.effects(value, reference), float(facts[DECIDED[1]]), items=items)
+    said, had = f"{seen(number):.0%} with {number} seeds", len(ran.seeds) if ran else 0
+    said += f", {seen(had):.0%} with the {had} that have run" if 1 < had < number else ""
+    return {"Chance to see it": said}
 
 
 def tested(folder: Path) -> str:

@@ -21,7 +21,7 @@ from moebook.notebook import sources
 from moebook.papers import Claim
 from moebook.results import store
 from moebook.results.intervals import CONFIDENCE, interval, p_value
-from moebook.results.store import COMMITTED, SEEDS, Pool
+from moebook.results.store import COMMITTED, MARKED, SEEDS, Pool
 
 LABELS = {  # as a reader should meet them: what each is called where there is little room
     "direction fails": "fails",
@@ -83,8 +83,8 @@ class Measurement:
     def label(self) -> str:
         """Its verdict, one of `LABELS`.
 
-        "reproduced" asks for all: the paper's scale, the claimed side, and an effect within the
-        tolerance of the paper's number. An interval across the border "excludes the paper's size"
+        "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect within
+        the tolerance of the paper's number. An interval across the border "excludes the paper's size"
         if that lies outside it and anything differed; if it does not, and is smaller than what the
         pool could see, it is "too small to see here". What is computed must agree on all tasks.
         """
@@ -95,7 +95,8 @@ class Measurement:
             return "inconclusive"
         near = claimed is not None and abs(self.effect - claimed) <= (claim.tolerance or 0.0)
         if self.side:
-            wins = "reproduced" if near and self.pool.tier == "paper" else "direction holds"
+            ran = self.pool.tier == "paper" and not self.pool.published
+            wins = "reproduced" if near and ran else "direction holds"
             return wins if self.side > 0 else "direction fails"
         if claimed is None or not self.smallest or claim.direction not in ("greater", "less"):
             return "inconclusive"
@@ -104,20 +105,42 @@ class Measurement:
         return "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
 
     @cached_property
+    def parts(self) -> dict[str, np.ndarray]:
+        """Effects by task or domain; empty where none was recorded alone."""
+        return self.pool.parts(self.claim.value, self.claim.reference)
+
+    @property
     def by_task(self) -> dict[str, int]:
-        """Side of the mean effect by task, as `side`; empty where no task was recorded alone."""
-        values, reference = self.pool.tasks(self.claim.value), self.claim.reference
-        others = self.pool.tasks(reference) if isinstance(reference, str) else values
-        pairs = {task: (name, others[task] if others is not values else reference)
-                 for task, name in values.items() if task in others}  # fmt: skip
-        means = {task: float(self.pool.effects(*pair).mean()) for task, pair in pairs.items()}
+        """Side of the mean effect by task, as `side`."""
+        means = {task: float(effects.mean()) for task, effects in self.parts.items()}
         return {task: side(self.claim, mean, mean) for task, mean in means.items()}
 
     @property
     def agreement(self) -> str:
         """Say on how many tasks the mean effect is as claimed; empty where there are no several."""
-        good, several = sum(one > 0 for one in self.by_task.values()), len(self.by_task) > 1
-        return f"as claimed on {good} of {len(self.by_task)} tasks" if several else ""
+        good, several = sum(one > 0 for one in self.by_task.values()), len(self.parts) > 1
+        kind = "domains" if {*self.parts} <= store.DOMAINS else "tasks"
+        return f"as claimed on {good} of {len(self.parts)} {kind}" if several else ""
+
+    @property
+    def hinges(self) -> str:
+        """Say without which task alone a sampled verdict would be none; empty if without none."""
+        if len(self.parts) < 2 or not (self.interval and self.decides and self.side):
+            return ""
+        needed = []
+        for task in self.parts:
+            others = store.mean(part for name, part in self.parts.items() if name != task)
+            if side(self.claim, *(interval(others) or (0.0, 0.0))) != self.side:
+                needed.append(task.partition("/")[0])
+        return f"no longer so if {' or '.join(needed)} is left out" if needed else ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
+        claim = self.claim
+        held = self.pool.at_end(claim.value, claim.reference, claim.arms)
+        so_far = "" if self.decides else self.so_far
+        return [*filter(None, [so_far, self.unseen, self.agreement, self.hinges, held])]
 
     @property
     def decides(self) -> bool:
@@ -143,8 +166,15 @@ class Measurement:
         return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
 
     @property
+    def strength(self) -> float:
+        """The mean effect over the smallest that could have been seen: above 1 it is decided."""
+        return abs(self.effect) / self.smallest if self.smallest else 0.0
+
+    @property
     def unseen(self) -> str:
         """Say what the pool could have seen, where its interval lies across the border."""
+        if self.exact and self.label == "inconclusive":
+            return "the tasks disagree"
         if self.side or not self.smallest or not self.decides:
             return ""
         return f"less than {amount(self.claim, self.smallest).lstrip('+')} was not detectable"
@@ -156,17 +186,16 @@ class Measurement:
         if self.interval:
             parts.append(f"95 % from {span(self.claim, *self.interval)}")
         spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
-        if spread > 0 and not self.exact:
+        if spread > 1e-9 * abs(self.effect) and not self.exact:
             parts.append(f"mean over spread of seeds {self.effect / spread:.1f}")
-        so_far = "" if self.decides else self.so_far
-        held = self.pool.at_end(self.claim.value, self.claim.reference)
-        return ", ".join(filter(None, [*parts, so_far, self.unseen, self.agreement, held]))
+        return ", ".join([*parts, *self.notes])
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
-    No evidence are runs at another tier, or under other parameters, and arms never run together.
+    No evidence are runs at another tier, or under other parameters, arms never run together, and
+    arms that differ on no test item: neither can do the task.
     """
     if pool.tier not in claim.scales or not claim.under.items() <= pool.runs[0].settings.items():
         return None
@@ -175,7 +204,8 @@ def measure(claim: Claim, pool: Pool) -> Measurement | None:
             if value.unit != claim.unit:
                 refuse("E-VERDICT", f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}")
     effects = pool.effects(claim.value, claim.reference)
-    return Measurement(claim, pool, effects) if len(effects) else None
+    apart = claim.direction == "equal" or effects.shape[1] == 1 or effects.any()
+    return Measurement(claim, pool, effects) if len(effects) and apart else None
 
 
 def side(claim: Claim, low: float, high: float) -> int:
@@ -196,17 +226,19 @@ class Row:
 
     claim: Claim
     measurements: tuple[Measurement, ...]
-    survives: bool = False  # Benjamini and Hochberg's correction over the whole ledger
+    survives: bool = False  # Benjamini and Hochberg's correction over all, with `MARKED` seeds
 
     @property
     def best(self) -> Measurement | None:
         """The measurement that the verdict rests on: of the largest scale that `sees`.
 
-        Of several at a scale it is the one with the narrowest interval, and a scale that does not
-        see gives way only to a smaller one with a narrower interval.
+        Of several at a scale it is the one with most seeds, of as many the one that shows least: to
+        take the clearest would favour luck. A scale that does not see gives way only to a smaller
+        one with a narrower interval.
         """
-        sharp, chain = sorted(self.measurements, key=lambda m: m.width), list[Measurement]()
-        for one in sorted(sharp, key=lambda m: (m.decides, m.pool.rank), reverse=True):
+        order = sorted(self.measurements, key=lambda m: (m.decides, m.seeds, -m.strength))
+        scales, chain = {m.pool.rank: m for m in order}.values(), list[Measurement]()
+        for one in sorted(scales, key=lambda m: (m.decides, m.pool.rank), reverse=True):
             if not chain or (one.decides and one.width < chain[-1].width):
                 chain.append(one)
         return next((one for one in chain if one.sees), chain[-1] if chain else None)
@@ -246,7 +278,8 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
     rows = [row(claim, *pools[claim.run]) for claim in claims]
     sure = chance(rows).hochberg
     wanted = [one for one in rows if paper in (None, one.claim.paper)]
-    return [replace(one, survives=one.claim.id in sure) for one in wanted]
+    return [replace(one, survives=one.best is not None and one.claim.id in sure
+                    and one.best.seeds >= MARKED) for one in wanted]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,10 @@ SEALS = "SHA256SUMS"  # in results/: the hashes of all committed runs, as sha256
 BENCH = "bench"  # folder of the runs of all ops, one a machine
 COMMITTED = ("study", "gpu", "paper")  # tiers whose runs are kept in the repository
 SEEDS = 3  # that a comparison needs to be decided
+MARKED = 5  # that the mark of a correction needs: one more has turned verdicts of three
 CLASS = "class"  # protocol of a course: its pool stands beside a student's run and decides nothing
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
+DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translation"}
 BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger
 
 
@@ -79,6 +81,12 @@ class Pool:
         names = dict.fromkeys(arm for run in runs for arm in run.arms)
         return {arm: tuple(run.seed for run in runs if arm in run.arms) for arm in names}
 
+    def lacking(self, arms: Iterable[str]) -> str:
+        """Say which of a protocol's arms have fewer seeds than the pool; empty where none has."""
+        number = {arm: len(self.arms.get(arm, ())) for arm in arms if arm not in ("", "all")}
+        number = {arm: n for arm, n in number.items() if self.arms and n < len(self.seeds)}
+        return f" (of these: {', '.join(f'{a} {n}' for a, n in number.items())})" if number else ""
+
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""
         return {seed: values[name] for seed, values in self.seeds.items() if name in values}
@@ -93,6 +101,15 @@ class Pool:
         form = re.compile(rf"{place}/(.+)/{last}|{place}/{last}/([^/]+)")
         every = dict.fromkeys(value for values in self.seeds.values() for value in values)
         return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
+
+    def parts(self, name: str, reference: str | float | None) -> dict[str, np.ndarray]:
+        """Effects, as `effects` gives them, by the tasks or domains whose mean a value is."""
+        values, other = self.tasks(name), {}
+        if isinstance(reference, str):
+            other = self.tasks(reference)
+            values = {task: value for task, value in values.items() if task in other}
+        return {task: self.effects(value, other.get(task, reference))
+                for task, value in values.items()}  # fmt: skip
 
     @cached_property
     def rates(self) -> dict[str, dict[int, dict[float, float]]]:
@@ -137,6 +154,15 @@ class Pool:
         scale = max((abs(value.value) for value in values.values()), default=0.0)
         # Numbers that differ by rounding alone are equal.
         return np.where(np.abs(effects) <= 1e-12 * max(scale, 1.0), 0.0, effects)
+
+
+def mean(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Mean effects over tasks, ``[S, I]`` each, item by item where all have several."""
+    several = [*parts]
+    if min(part.shape[1] for part in several) == 1:
+        return np.mean([part.mean(axis=1, keepdims=True) for part in several], axis=0)
+    items = sum(part.shape[1] for part in several) / len(several)  # each task weighs as much
+    return np.concatenate([part * items / part.shape[1] for part in several], axis=1)
 
 
 def _items(value: Value) -> np.ndarray:

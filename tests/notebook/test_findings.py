@@ -45,9 +45,9 @@ SENTENCES = """\
 **Fails** in pool nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
 **Too small to see** in pool nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
 less than 5.2 points was not detectable.
-**Cannot tell** in pool cpu: +10.0 points, one value; a verdict needs three seeds.
+**Cannot tell** in pool cpu: +10.0 points, one value; as claimed so far.
 **Cannot tell** in pool nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
-a verdict needs three seeds.
+as claimed so far.
 **Not run** at a scale that can test it.
 **Fails** in pool nano: 1.21, claimed to be below 1 (95 % from 1.19 to 1.23; 3 seeds).
 **Reproduced** in pool nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
@@ -69,7 +69,7 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
             ruled("not-run"), ruled("fails", *FAILS), ruled("far", *far)]  # fmt: skip
     names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
     assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
-    assert findings.strength(rows[1]) == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
+    assert rows[1].best.strength == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
         "pool": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",

@@ -22,9 +22,16 @@ sys.exit(sys.argv[1] == "bad")
 """
 
 
-def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(tmp_path, monkeypatch, capsys):
-    one = {"code": "toys", "what": "A", "commands": ["toy bad", "toy well"]}
-    two = {"code": "toys", "what": "B", "on_cpu": ["toy slow"], "commands": ["toy x"]}
+@pytest.mark.parametrize(("goes_on", "second"), [
+    ("from a checkpoint", ["slow", "bad"]),
+    ("from its start", ["bad", "slow"]),  # else one too long for a call would hold up the rest
+])  # fmt: skip
+def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(
+    tmp_path, monkeypatch, capsys, goes_on, second
+):
+    both = {"code": "toys", "goes_on": goes_on}
+    one = both | {"what": "A", "commands": ["toy bad", "toy well"]}
+    two = both | {"what": "B", "on_cpu": ["toy slow"], "commands": ["toy x"]}
     steps = {"one": one, "two": two}
     for name, text in (("_config.yml", ""), ("toys/a.py", "x = 1"), ("toy.py", TOY),
                        ("recipes/gpu.yaml", yaml.safe_dump(steps))):  # fmt: skip
@@ -34,7 +41,7 @@ def test_each_call_goes_on_where_the_last_stopped_and_says_what_ran(tmp_path, mo
     monkeypatch.setitem(gpu.MODULES, "toy", "toy")
     monkeypatch.setattr(gpu, "LEAST", 0)
     call, told = ["--device", "cpu", "--minutes", "0.45"], {}
-    for ran, exits in ((["bad", "well", "slow"], [1, 0, None]), (["slow", "bad"], [1, 0, 0])):
+    for ran, exits in ((["bad", "well", "slow"], [1, 0, None]), (second, [1, 0, 0])):
         assert gpu.main(call) == 1
         lines = [line for line in capsys.readouterr().out.splitlines() if ": toy " in line]
         assert [line.split()[-1] for line in lines] == ran
