@@ -22,6 +22,7 @@ from moebook.results.store import SEEDS, Pool
 
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
+ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
 
 
 def mains(rows: Iterable[Row]) -> list[Row]:
@@ -89,7 +90,7 @@ def forest(rows: Iterable[Row], title: str) -> Any:
     every = ordered(rows)
     several = len({row.claim.paper for row in every}) > 1
     points = [point for row in every for point in intervals(row, several)]
-    frame = pd.DataFrame(points, columns=COLUMNS)
+    frame = pd.DataFrame(points, columns=[*COLUMNS, "printed"]).astype({"printed": float})
     order = list(dict.fromkeys(["points", "nats", *frame.panel]))
     frame = frame.sort_values("panel", key=lambda p: p.map(order.index), kind="stable")
     return plotting.forest(frame, xlabel="effect, as claimed to the right", title=title)
@@ -113,7 +114,8 @@ def _point(measured: Measurement, line: str) -> list[object]:
     turn = -factor if claim.direction == "less" else factor
     value, *ends = (turn * (x - shift) for x in (measured.effect, *measured.ends))
     sure = measured.decides and measured.side != 0
-    return [panel, line, measured.pool.protocol, value, *sorted(ends), sure]
+    printed = None if claim.claimed is None else turn * (claim.claimed - shift)
+    return [panel, line, measured.pool.protocol, value, *sorted(ends), sure, printed]
 
 
 def differences(
@@ -213,7 +215,20 @@ def arms(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.Da
         if len(effects := pool.effects(measures[measure].format(arm=arm))):
             low, high = interval(effects) or (np.nan, np.nan)
             lines.append([measure, arm, effects.mean(), low, high, len(effects)])
-    return pd.DataFrame(lines, columns=["measure", "arm", "value", "low", "high", "seeds"])
+    return pd.DataFrame(lines, columns=ARMS)
+
+
+def changes(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd.DataFrame:
+    """Put `arms` measured in two ways into a table: over seeds that have both, with the change."""
+    frames = []
+    for arm in names:
+        one, two = (name.format(arm=arm) for name in measures.values())
+        both = pool.values(one).keys() & pool.values(two).keys()
+        kept = replace(pool, runs=tuple(run for run in pool.runs if run.seed in both))
+        change = kept.effects(two, one)
+        line = ["change", arm, change.mean(), *(interval(change) or (np.nan, np.nan)), len(both)]
+        frames += [arms(kept, [arm], measures), pd.DataFrame([line], columns=ARMS)]
+    return table(pd.concat(frames))
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -223,7 +238,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
             for value, (low, high) in zip(frame.value, ends, strict=True)]  # fmt: skip
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
-    return wide.loc[order].assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
+    return wide.loc[order].fillna("").assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
 
 
 class Answer(NamedTuple):
@@ -236,7 +251,7 @@ class Answer(NamedTuple):
     value: str  # with its unit
     alike: list[str]  # whose paired difference from the best includes zero
     seen: str  # the least difference that all of these comparisons could have shown
-    worst: str
+    worst: str  # of those that can be told from the best
     arms: int  # that were compared
 
 
@@ -257,12 +272,13 @@ def answer(pool: Pool, question: str, measure: str) -> Answer | None:
     alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
     unit = next(iter(pool.values(names[order[0]]).values())).unit
     unit = "of full fine-tuning" if unit == "ratio" else unit
-    best, last = (f"{_said(means[arm])} {unit}" for arm in (order[0], order[-1]))
+    told = [arm for arm in gaps if arm not in alike]
     ends = [interval(gaps[arm]) or (0.0, 0.0) for arm in alike]
     half = max((high - low for low, high in ends), default=0.0) / 2
     seen = f"{_said(half)} {unit}" if half else ""
-    last = f"{order[-1]}, {last}"
-    return Answer(question, pool, base, order[0], best, alike, seen, last, len(order))
+    best, *last = (f"{_said(means[arm])} {unit}" for arm in [order[0], *told[-1:]])
+    worst = f"{told[-1]}, {last[0]}" if told else ""
+    return Answer(question, pool, base, order[0], best, alike, seen, worst, len(order))
 
 
 def _said(number: float) -> str:

@@ -135,6 +135,13 @@ class Measurement:
         return f"no longer so if {' or '.join(needed)} is left out" if needed else ""
 
     @property
+    def scatter(self) -> str:
+        """Say how the mean compares with the standard deviation between seeds, if they differ."""
+        spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 and self.interval else 0.0
+        apart = spread > 1e-9 * abs(self.effect)
+        return f"mean over spread of seeds {self.effect / spread:.1f}" if apart else ""
+
+    @property
     def notes(self) -> list[str]:
         """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
         claim = self.claim
@@ -185,10 +192,7 @@ class Measurement:
         parts = [f"{self.pool.protocol}, {number}: {amount(self.claim, self.effect)}"]
         if self.interval:
             parts.append(f"95 % from {span(self.claim, *self.interval)}")
-        spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 else 0.0
-        if spread > 1e-9 * abs(self.effect) and not self.exact:
-            parts.append(f"mean over spread of seeds {self.effect / spread:.1f}")
-        return ", ".join([*parts, *self.notes])
+        return ", ".join([*parts, *filter(None, [self.scatter]), *self.notes])
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:

@@ -47,6 +47,7 @@ MOST = 12
 INK = "#14171A"
 Series = Mapping[str, npt.ArrayLike]
 Look = dict[str, Any]
+PRINTED: Look = {"ls": "", "marker": "|", "markersize": 13, "color": INK}
 COLUMNS = ("panel", "line", "series", "value", "low", "high", "sure")
 
 
@@ -204,8 +205,8 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
 
     ``frame`` has one row a point: ``panel`` (the unit of its axis), ``line`` (what stands at the
     left), ``series`` (colour and marker, such as the scale), ``value``, ``low`` and ``high``, and
-    ``sure``: a filled marker, else a hollow one; None where it has none. ``xlabel`` says what is to
-    the right.
+    ``sure``: a filled marker, else a hollow one; None where it has none. ``printed``, if there, is
+    the paper's effect, a short line across. ``xlabel`` says what is to the right.
     """
     require("forest", frame, COLUMNS)
     if frame.empty:
@@ -222,7 +223,10 @@ def forest(frame: pd.DataFrame, *, xlabel: str, title: str = "") -> Figure | Non
         _panel(axes, part, names)
         axes.set_xlabel(f"{xlabel} ({unit})", fontsize=9)
     figure.suptitle(title, x=0.01, ha="left")
-    legend(figure, {name: Line2D([], [], ls="", **look(i)) for i, name in enumerate(names)})
+    handles = {name: Line2D([], [], ls="", **look(i)) for i, name in enumerate(names)}
+    if "printed" in frame and frame.printed.notna().any():
+        handles["the paper"] = Line2D([], [], **PRINTED)
+    legend(figure, handles)
     return figure
 
 
@@ -269,6 +273,8 @@ def _panel(axes: Axes, part: pd.DataFrame, names: list[str]) -> None:
             axes.plot([row.low, row.high], [y, y], color=dress["color"], lw=1.6)
             face = dress["color"] if row.sure else "white"
             axes.plot(row.value, y, ls="", mfc=face, markersize=5.5, zorder=3, **dress)
+        if "printed" in rows and rows.printed.notna().all():
+            axes.plot(rows.printed.iloc[0], place, **PRINTED)
     axes.axvline(0, color=INK, lw=1)
     axes.set_yticks(range(len(lines)), lines, fontsize=8.5)
     axes.set_ylim(len(lines) - 0.4, -0.6)

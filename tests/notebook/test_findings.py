@@ -98,6 +98,7 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
 
 @pytest.mark.parametrize(("direction", "claimed", "value"), [
     ("greater", None, 2.0), ("less", None, -2.0), ("equal", None, 2.0), ("equal", 0.05, -3.0),
+    ("less", -0.01, -2.0),
 ])  # fmt: skip
 def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(direction, claimed, value):
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
@@ -107,6 +108,8 @@ def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(directio
     assert point.get_xdata() == pytest.approx([value])
     assert line.get_xdata() == pytest.approx([value - half, value + half], rel=1e-6)
     assert axes.get_xlabel() == "effect, as claimed to the right (points)"
+    printed = [1.0] if direction == "less" else [0.0]  # the last line drawn is that at zero
+    assert axes.lines[-2].get_xdata() == pytest.approx(printed if claimed else [value])
 
 
 def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided():
@@ -121,7 +124,7 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     assert names == [["sparse-beats-dense"], ["nats"], ["approximates-full-experts"]]
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["nano", "smollm2"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["nano", "smollm2", "the paper"]
     assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
     other = row(replace(CLAIM, id="esft.other"), [pool(*HOLDS)])
     ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
