@@ -10,7 +10,7 @@ from typing import Any
 from moebook import papers, results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.models import checkpoint
-from moebook.notebook import publish, sources, verdicts
+from moebook.notebook import findings, publish, sources, verdicts
 from moebook.results import TIERS, Run, store
 from moebook.results.intervals import CONFIDENCE, another
 from moebook.results.store import CLASS, Pool
@@ -148,8 +148,8 @@ def _ledger(claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool]) -> 
     for claim in claims:
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
-        yield f"  book   {verdicts.row(claim, book).badge}"
-        yield f"  yours  {verdicts.row(claim, [alone]).badge}"
+        yield f"  book   {''.join(findings.told(verdicts.row(claim, book)))}"
+        yield f"  yours  {''.join(findings.told(verdicts.row(claim, [alone])))}"
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:

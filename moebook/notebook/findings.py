@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import pandas as pd
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
-from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, span
+from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, side, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
 from moebook.results.intervals import interval, p_value
@@ -22,6 +22,7 @@ from moebook.results.store import SEEDS, Pool
 
 PANELS = {"share": ("points", 100.0), "percent_points": ("points", 1.0), "nats": ("nats", 1.0)}
 """Unit to the panel of a forest plot and the factor that brings it there; others have their own."""
+SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
 ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table of arms
 
 
@@ -32,25 +33,68 @@ def mains(rows: Iterable[Row]) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), -row.best.strength if row.best else 0.0))
+    strong = lambda row: -row.best.strength if row.best else 0.0  # noqa: E731
+    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), strong(row)))
 
 
 def sentence(row: Row) -> str:
     """Say in words what was found about a claim, in Markdown."""
-    best, claim = row.best, row.claim
+    word, rest = told(row)
+    return f"{row.claim.sentence} **{word[0].upper()}{word[1:]}**{rest}"
+
+
+def told(row: Row) -> tuple[str, str]:
+    """Return the word for a verdict, and the pool, the numbers and the notes that it rests on."""
+    best = row.best
     if row.label == "not testable here":
-        return f"{claim.sentence} **Not testable here**: {claim.untestable}"
+        return row.label, f": {row.claim.untestable}"
     if best is None:
-        return f"{claim.sentence} **Not run** at a scale that can test it."
+        return row.label, " at a scale that can test it."
     name = best.pool.protocol
     where = f"in {name}" if name == store.LIVE else f"in pool {name}"
-    word = LABELS[row.label]
-    notes = [
-        f"{claim.sentence} **{word[0].upper()}{word[1:]}** {where}: {_numbers(best)}",
-        *best.notes,
-        "it survives correction" if row.survives else "",
-    ]
-    return "; ".join(filter(None, notes)) + "."
+    marked = ["it survives correction"] * row.survives
+    return LABELS[row.label], f" {where}: {'; '.join([_numbers(best), *notes(best), *marked])}."
+
+
+def notes(measured: Measurement) -> list[str]:
+    """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
+    claim = measured.claim
+    far = SO_FAR[side(claim, measured.effect, measured.effect)]
+    held = measured.pool.at_end(claim.value, claim.reference, claim.arms)
+    every = ["" if measured.decides else far, _unseen(measured), *_tasks(measured), held]
+    return [text for text in every if text]
+
+
+def _unseen(measured: Measurement) -> str:
+    """Say what a pool could have seen, where its interval lies across the border."""
+    if measured.side or not measured.smallest or not measured.decides:
+        return ""
+    return f"less than {amount(measured.claim, measured.smallest).lstrip('+')} was not detectable"
+
+
+def _tasks(measured: Measurement) -> Iterator[str]:
+    """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
+    claim, parts = measured.claim, measured.parts
+    if len(parts) < 2:
+        return
+    good = sum(side > 0 for side in measured.by_task.values())
+    kind = "domains" if {*parts} <= store.DOMAINS else "tasks"
+    yield f"as claimed on {good} of {len(parts)} {kind}"
+    needed = []
+    for task in parts if measured.interval and measured.decides and measured.side else ():
+        others = store.mean(part for name, part in parts.items() if name != task)
+        if side(claim, *(interval(others) or (0.0, 0.0))) != measured.side:
+            needed.append(task.partition("/")[0])
+    if needed:
+        yield f"no longer so if {' or '.join(needed)} is left out"
+
+
+def scatter(measured: Measurement) -> str:
+    """Say how the mean compares with the standard deviation between seeds, if they differ."""
+    means = measured.effects.mean(axis=1) if measured.interval else np.zeros(1)
+    spread = float(means.std(ddof=min(len(means) - 1, 1)))
+    over = spread > 1e-9 * abs(measured.effect)
+    return f"mean over spread of seeds {measured.effect / spread:.1f}" if over else ""
 
 
 def _numbers(best: Measurement) -> str:
@@ -238,7 +282,8 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
             for value, (low, high) in zip(frame.value, ends, strict=True)]  # fmt: skip
     wide = frame.assign(text=text).pivot(index="arm", columns="measure", values="text")
     order = list(dict.fromkeys(frame.arm)), list(dict.fromkeys(frame.measure))
-    return wide.loc[order].fillna("").assign(seeds=frame.groupby("arm").seeds.min()).rename_axis(columns=None)
+    wide = wide.loc[order].fillna("").rename_axis(columns=None)
+    return wide.assign(seeds=frame.groupby("arm").seeds.min())
 
 
 class Answer(NamedTuple):

@@ -108,8 +108,8 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
 
 
 for thing in (amount, bound, commit, cost, counted, duration, seeds, since, span,
-              verdicts.chance, findings.intervals, findings.mains, findings.ordered,
-              findings.sentence):  # fmt: skip
+              verdicts.chance, findings.intervals, findings.mains, findings.notes,
+              findings.ordered, findings.scatter, findings.sentence):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
@@ -233,9 +233,7 @@ def designs(folder: Path) -> str:
     return page("designs", designs=every)
 
 
-def _chance(
-    name: str, facts: Mapping[str, str], ran: Pool | None, folder: Path
-) -> dict[str, str]:
+def _chance(name: str, facts: Mapping[str, str], ran: Pool | None, folder: Path) -> dict[str, str]:
     """Simulate the chance to see the smallest effect, from the spread of the pool on record."""
     if not {*facts} >= {*DECIDED[:4]} or not (pool := store.pool(name, facts[DECIDED[3]], folder)):
         return {}

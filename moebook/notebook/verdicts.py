@@ -33,7 +33,6 @@ LABELS = {  # as a reader should meet them: what each is called where there is l
     "not testable here": "not testable",
     "not run": "not run",
 }
-SO_FAR = {1: "as claimed so far", 0: "no difference so far", -1: "against the claim so far"}
 
 
 @dataclass(frozen=True)
@@ -75,18 +74,14 @@ class Measurement:
         return side(self.claim, *self.ends)
 
     @property
-    def so_far(self) -> str:
-        """What the effect itself says, whatever its interval."""
-        return SO_FAR[side(self.claim, self.effect, self.effect)]
-
-    @property
     def label(self) -> str:
         """Its verdict, one of `LABELS`.
 
-        "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect within
-        the tolerance of the paper's number. An interval across the border "excludes the paper's size"
-        if that lies outside it and anything differed; if it does not, and is smaller than what the
-        pool could see, it is "too small to see here". What is computed must agree on all tasks.
+        "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect
+        within the tolerance of the paper's number. An interval across the border "excludes the
+        paper's size" if that lies outside it and anything differed; if it does not, and is smaller
+        than what the pool could see, it is "too small to see here". What is computed must agree on
+        all tasks.
         """
         claim, claimed = self.claim, self.claim.claimed
         if claim.untestable and self.pool.tier != "paper":
@@ -116,40 +111,6 @@ class Measurement:
         return {task: side(self.claim, mean, mean) for task, mean in means.items()}
 
     @property
-    def agreement(self) -> str:
-        """Say on how many tasks the mean effect is as claimed; empty where there are no several."""
-        good, several = sum(one > 0 for one in self.by_task.values()), len(self.parts) > 1
-        kind = "domains" if {*self.parts} <= store.DOMAINS else "tasks"
-        return f"as claimed on {good} of {len(self.parts)} {kind}" if several else ""
-
-    @property
-    def hinges(self) -> str:
-        """Say without which task alone a sampled verdict would be none; empty if without none."""
-        if len(self.parts) < 2 or not (self.interval and self.decides and self.side):
-            return ""
-        needed = []
-        for task in self.parts:
-            others = store.mean(part for name, part in self.parts.items() if name != task)
-            if side(self.claim, *(interval(others) or (0.0, 0.0))) != self.side:
-                needed.append(task.partition("/")[0])
-        return f"no longer so if {' or '.join(needed)} is left out" if needed else ""
-
-    @property
-    def scatter(self) -> str:
-        """Say how the mean compares with the standard deviation between seeds, if they differ."""
-        spread = self.effects.mean(axis=1).std(ddof=1) if self.seeds > 1 and self.interval else 0.0
-        apart = spread > 1e-9 * abs(self.effect)
-        return f"mean over spread of seeds {self.effect / spread:.1f}" if apart else ""
-
-    @property
-    def notes(self) -> list[str]:
-        """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
-        claim = self.claim
-        held = self.pool.at_end(claim.value, claim.reference, claim.arms)
-        so_far = "" if self.decides else self.so_far
-        return [*filter(None, [so_far, self.unseen, self.agreement, self.hinges, held])]
-
-    @property
     def decides(self) -> bool:
         """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
         compared = self.claim.kind == "direction" or self.claim.reference is not None
@@ -176,23 +137,6 @@ class Measurement:
     def strength(self) -> float:
         """The mean effect over the smallest that could have been seen: above 1 it is decided."""
         return abs(self.effect) / self.smallest if self.smallest else 0.0
-
-    @property
-    def unseen(self) -> str:
-        """Say what the pool could have seen, where its interval lies across the border."""
-        if self.exact and self.label == "inconclusive":
-            return "the tasks disagree"
-        if self.side or not self.smallest or not self.decides:
-            return ""
-        return f"less than {amount(self.claim, self.smallest).lstrip('+')} was not detectable"
-
-    def __str__(self) -> str:
-        """Say it in words: scale, seeds, effect, interval, spread of seeds, what it could see."""
-        number = "one value" if self.exact else seeds(self.seeds)
-        parts = [f"{self.pool.protocol}, {number}: {amount(self.claim, self.effect)}"]
-        if self.interval:
-            parts.append(f"95 % from {span(self.claim, *self.interval)}")
-        return ", ".join([*parts, *filter(None, [self.scatter]), *self.notes])
 
 
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
@@ -258,11 +202,6 @@ class Row:
         """The same without the runs that this build's pages show."""
         kept = tuple(one for one in self.measurements if one.pool.tier in COMMITTED)
         return replace(self, measurements=kept)
-
-    @property
-    def badge(self) -> str:
-        """The verdict in words, with scale, seeds, effect and interval."""
-        return f"{self.label} ({self.best})" if self.best else self.label
 
 
 def row(claim: Claim, pools: Iterable[Pool], old: Mapping[str, int] | None = None) -> Row:

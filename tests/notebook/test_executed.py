@@ -230,8 +230,8 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
     assert lines[0] == "my_run.ipynb: notebook pesc, tier cpu, 2 values"
     assert lines[1].startswith("beside the book's runs at nano, seeds 0, 1, 2; differences (yours")
     assert lines[place + 1].startswith("  paper  twelve benchmarks")
-    assert lines[place + 2].startswith("  book   direction holds (nano, 3 seeds: +5.0 points")
-    assert lines[place + 3].startswith("  yours  inconclusive (mine, 1 seed: -2.0 points, against")
+    assert lines[place + 2].startswith("  book   holds in pool nano: +5.0 points (95 %")
+    assert lines[place + 3].startswith("  yours  cannot tell in pool mine: -2.0 points, one")
     text = compare(reader(project, values(0.42, 0.44)), project)
     assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(text.splitlines())
     environment = {"python": "\x1b[2J3.12.1", "cpu": "X 9000", "versions": {"torch": "2.12.0"}}
@@ -275,7 +275,7 @@ def test_the_books_own_run_is_not_compared_with_itself(project):
 def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_what_is_there(empty):
     text = compare(reader(empty, values(0.42, 0.40)), empty)
     assert "the book has no run of this notebook yet" in text and "  book   not run" in text
-    assert "  yours  inconclusive (mine, 1 seed: +2.0 points, as claimed so far)" in text
+    assert "  yours  cannot tell in pool mine: +2.0 points, one value; as claimed so far." in text
     path = reader(empty, (Value("bases/gcd/accuracy", 0.5, "share"),))
     line = "bases/gcd/accuracy: yours 0.5 | book's {} share"
     assert compare(path, empty).splitlines()[-1] == line.format("unknown")

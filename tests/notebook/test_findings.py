@@ -124,11 +124,27 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     assert names == [["sparse-beats-dense"], ["nats"], ["approximates-full-experts"]]
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["nano", "smollm2", "the paper"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "nano",
+        "smollm2",
+        "the paper",
+    ]
     assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
     other = row(replace(CLAIM, id="esft.other"), [pool(*HOLDS)])
     ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
     assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
+
+
+def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_for_floors():
+    rates = [Value(f"pesc/rate/adapters/{rate}", rate, "nats") for rate in (0.1, 0.2)]
+    one = pool(*HOLDS, claim=BOUND)
+    runs = tuple(replace(run, values=(*run.values, *rates)) for run in one.runs)
+    best = row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)]).best
+    assert findings.notes(best) == ["adapters took its lowest rate in 3 of 3 seeds"]
+    asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
+    values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
+    floor = Pool("pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3)))
+    assert row(CLAIM, [floor]).label == "not run"  # neither can do the task: nothing was measured
 
 
 def measured(seed, *arms, **items):
@@ -220,6 +236,16 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
     inside = run(3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0})
     runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
+
+
+def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():
+    runs = [measured(0, a=[1.0, 3.0], b=[2.0, 2.0]), measured(1, a=[1.0, 1.0], b=[0.0, 1.0]),
+            measured(2, a=[9.0, 9.0])]  # fmt: skip
+    both = Pool("toy", "nano", tuple(runs))
+    (line,) = findings.changes(both, ["a"], {"a": "toy/a/loss", "b": "toy/b/loss"}).itertuples()
+    assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == ("1.500", "1.250", "-0.250", 2)
+    assert both.lacking(["a", "b", "c"]) == " (of these: b 2, c 0)"
+    assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
 
 
 @pytest.mark.parametrize(("before", "after", "left"), [
