@@ -52,7 +52,8 @@ MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
 @functools.cache
 def _index() -> TaskManager:
     """lm-eval's index of its thousands of task files: seconds to build, so only once."""
-    logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # ours replace two of its own
+    for name in ("tasks._index", "api.task"):  # ours replace two of its own; metrics' defaults
+        logging.getLogger(f"lm_eval.{name}").setLevel(logging.ERROR)
     return TaskManager(include_path=str(OURS))
 
 
@@ -108,18 +109,19 @@ class _Local(ConfigurableTask):
         shown = "fewshot_split" if config.get("fewshot_split") else "training_split"
         needed = {tested, shown} if config.get("num_fewshot") else {tested}
         self.files: dict[str, Path] = {}  # that were read, by their place in the folder
-        where = f"benchmark '{config['task']}' from {self.folder}"
+        self.at = "an item"
         try:
             super().__init__(config=config | dict.fromkeys(SPLITS - needed))
             examples = self.fewshot_docs() if config.get("num_fewshot") else []
             for number, item in enumerate(chain(self.eval_docs, examples), start=1):
-                where = f"{self.folder}: item {number} of {', '.join(self.files)}"
+                self.at = f"item {number}"
                 self._check({key: value for key, value in item.items() if value is not None})
         except (Refusal, ImportError):
             raise
         except Exception as error:  # whatever a template or a function makes of damaged rows
             told = f"{type(error).__name__}: {error}"
-            refuse("E-DATA", f"{where} is not as on the hub ({told}); fetch the files again")
+            place = f"{self.folder}: {self.at} of {', '.join(self.files)}"
+            refuse("E-DATA", f"{place} is not as on the hub ({told}); fetch the files again")
 
     def _check(self, item: Mapping[str, Any]) -> None:
         """Fill a task's templates in; a field that is missing raises, as does an odd answer."""
@@ -138,8 +140,9 @@ class _Local(ConfigurableTask):
         for split in {getattr(self.config, kind) for kind in SPLITS} - {None}:
             files = hub.shards(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split)
             rows = [row for file in files for _, row in hub.local(file)]
-            self.dataset[split] = Dataset.from_list(rows)
             self.files |= {str(path.relative_to(self.folder)): path for path in files}
+            self.dataset[split] = Dataset.from_list(rows)
+        self.at = "an item" if self.config.process_docs else "item 1"  # which lm-eval tries
 
 
 def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[tuple[Any, ...]]:

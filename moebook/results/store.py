@@ -124,12 +124,18 @@ class Pool:
         return found
 
     def at_end(self, *names: str | float | None) -> str:
-        """Say which arms in values' names had most seeds at one end of their rates, if any.
+        """Say which arms in values' names had most seeds at one end of their rates, or no choice.
 
-        Beyond that end such an arm may do better.
+        With another rate such an arm may do better.
         """
-        found = []
-        for arm in dict.fromkeys("/".join(map(str, names)).split("/")):
+        several = dict.fromkeys("/".join(map(str, names)).split("/"))
+        fixed = [arm for arm in several if arm in self.arms and arm not in self.rates]
+        found = (
+            [f"{' and '.join(fixed)} had no choice of rate"]
+            if fixed and self.tier in COMMITTED
+            else []
+        )
+        for arm in several:
             grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
             for end, which in (("lowest", min), ("highest", max)):
                 number = sum(min(grid, key=grid.__getitem__) == which(grid) for grid in grids)
