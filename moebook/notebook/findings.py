@@ -33,8 +33,8 @@ def mains(rows: Iterable[Row]) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    strong = lambda row: -row.best.strength if row.best else 0.0  # noqa: E731
-    return sorted(rows, key=lambda row: ([*LABELS].index(row.label), strong(row)))
+    return sorted(rows, key=lambda row: (
+        [*LABELS].index(row.label), -row.best.strength if row.best else 0.0))  # fmt: skip
 
 
 def sentence(row: Row) -> str:
@@ -50,38 +50,31 @@ def told(row: Row) -> tuple[str, str]:
         return row.label, f": {row.claim.untestable}"
     if best is None:
         return row.label, " at a scale that can test it."
-    name = best.pool.protocol
-    where = f"in {name}" if name == store.LIVE else f"in pool {name}"
+    where = "pool " * (best.pool.protocol != store.LIVE) + best.pool.protocol
     marked = ["it survives correction"] * row.survives
-    return LABELS[row.label], f" {where}: {'; '.join([_numbers(best), *notes(best), *marked])}."
+    return LABELS[row.label], f" in {where}: {'; '.join([_numbers(best), *notes(best), *marked])}."
 
 
 def notes(measured: Measurement) -> list[str]:
     """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
-    claim = measured.claim
-    far = SO_FAR[side(claim, measured.effect, measured.effect)]
+    claim, said = measured.claim, ""
+    if not measured.decides:
+        said = SO_FAR[side(claim, measured.effect, measured.effect)]
+    elif measured.smallest and not measured.side:
+        said = f"less than {amount(claim, measured.smallest).lstrip('+')} was not detectable"
     held = measured.pool.at_end(claim.value, claim.reference, claim.arms)
-    every = ["" if measured.decides else far, _unseen(measured), *_tasks(measured), held]
-    return [text for text in every if text]
-
-
-def _unseen(measured: Measurement) -> str:
-    """Say what a pool could have seen, where its interval lies across the border."""
-    if measured.side or not measured.smallest or not measured.decides:
-        return ""
-    return f"less than {amount(measured.claim, measured.smallest).lstrip('+')} was not detectable"
+    return [*filter(None, [said, *_tasks(measured), held])]
 
 
 def _tasks(measured: Measurement) -> Iterator[str]:
     """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
     claim, parts = measured.claim, measured.parts
-    if len(parts) < 2:
-        return
-    good = sum(side > 0 for side in measured.by_task.values())
+    good, needed = sum(one > 0 for one in measured.by_task.values()), list[str]()
     kind = "domains" if {*parts} <= store.DOMAINS else "tasks"
-    yield f"as claimed on {good} of {len(parts)} {kind}"
-    needed = []
-    for task in parts if measured.interval and measured.decides and measured.side else ():
+    if several := len(parts) > 1:
+        yield f"as claimed on {good} of {len(parts)} {kind}"
+    sampled = several and measured.interval and measured.decides and measured.side
+    for task in parts if sampled else ():
         others = store.mean(part for name, part in parts.items() if name != task)
         if side(claim, *(interval(others) or (0.0, 0.0))) != measured.side:
             needed.append(task.partition("/")[0])
@@ -91,8 +84,8 @@ def _tasks(measured: Measurement) -> Iterator[str]:
 
 def scatter(measured: Measurement) -> str:
     """Say how the mean compares with the standard deviation between seeds, if they differ."""
-    means = measured.effects.mean(axis=1) if measured.interval else np.zeros(1)
-    spread = float(means.std(ddof=min(len(means) - 1, 1)))
+    means = measured.effects.mean(axis=1)
+    spread = means.std(ddof=1) if measured.interval and len(means) > 1 else 0.0
     over = spread > 1e-9 * abs(measured.effect)
     return f"mean over spread of seeds {measured.effect / spread:.1f}" if over else ""
 
@@ -143,8 +136,7 @@ def forest(rows: Iterable[Row], title: str) -> Any:
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
     """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
     line = row.claim.id if several else row.claim.id.partition(".")[2]
-    measured = row.measurements
-    return [_point(x, line) for x in measured if x.interval and x.interval[1] > x.interval[0]]
+    return [_point(measured, line) for measured in row.measurements if measured.smallest]
 
 
 def _point(measured: Measurement, line: str) -> list[object]:
@@ -157,8 +149,8 @@ def _point(measured: Measurement, line: str) -> list[object]:
     shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
     turn = -factor if claim.direction == "less" else factor
     value, *ends = (turn * (x - shift) for x in (measured.effect, *measured.ends))
-    sure = measured.decides and measured.side != 0
     printed = None if claim.claimed is None else turn * (claim.claimed - shift)
+    sure = measured.decides and measured.side != 0
     return [panel, line, measured.pool.protocol, value, *sorted(ends), sure, printed]
 
 
@@ -189,10 +181,7 @@ def differences(
 
 
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put the effects of each claim with several scales side by side, a column a scale.
-
-    ``with scale`` tells a change that is larger than what the first and last could see together.
-    """
+    """Put effects of claims with several pools side by side; a trend exceeds both half widths."""
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         if len(row.measurements) < 2 or row.claim.exact:
