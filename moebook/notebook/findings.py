@@ -306,12 +306,12 @@ def answer(pool: Pool, question: str, measure: str) -> Answer | None:
     alike = [arm for arm, gap in gaps.items() if p_value(gap) * len(gaps) > 0.05]
     unit = next(iter(pool.values(names[order[0]]).values())).unit
     unit = "of full fine-tuning" if unit == "ratio" else unit
-    told = [arm for arm in gaps if arm not in alike]
+    apart = [arm for arm in gaps if arm not in alike]
     ends = [interval(gaps[arm]) or (0.0, 0.0) for arm in alike]
     half = max((high - low for low, high in ends), default=0.0) / 2
     seen = f"{_said(half)} {unit}" if half else ""
-    best, *last = (f"{_said(means[arm])} {unit}" for arm in [order[0], *told[-1:]])
-    worst = f"{told[-1]}, {last[0]}" if told else ""
+    best, *last = (f"{_said(means[arm])} {unit}" for arm in [order[0], *apart[-1:]])
+    worst = f"{apart[-1]}, {last[0]}" if apart else ""
     return Answer(question, pool, base, order[0], best, alike, seen, worst, len(order))
 
 

@@ -130,11 +130,8 @@ class Pool:
         """
         several = dict.fromkeys("/".join(map(str, names)).split("/"))
         fixed = [arm for arm in several if arm in self.arms and arm not in self.rates]
-        found = (
-            [f"{' and '.join(fixed)} had no choice of rate"]
-            if fixed and self.tier in COMMITTED
-            else []
-        )
+        told = f"{' and '.join(fixed)} had no choice of rate"
+        found = [told] if fixed and self.tier in COMMITTED else []
         for arm in several:
             grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
             for end, which in (("lowest", min), ("highest", max)):
