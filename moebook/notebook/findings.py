@@ -68,17 +68,16 @@ def notes(measured: Measurement) -> list[str]:
 
 def _tasks(measured: Measurement) -> Iterator[str]:
     """Say on how many tasks the mean effect is as claimed, and without which it would not be so."""
-    claim, parts = measured.claim, measured.parts
-    good, needed = sum(one > 0 for one in measured.by_task.values()), list[str]()
-    kind = "domains" if {*parts} <= store.DOMAINS else "tasks"
-    if several := len(parts) > 1:
-        yield f"as claimed on {good} of {len(parts)} {kind}"
-    sampled = several and measured.interval and measured.decides and measured.side
-    for task in parts if sampled else ():
-        others = store.mean(part for name, part in parts.items() if name != task)
-        if side(claim, *(interval(others) or (0.0, 0.0))) != measured.side:
-            needed.append(task.partition("/")[0])
-    if needed:
+    parts, kind = measured.parts, "domains" if {*measured.parts} <= store.DOMAINS else "tasks"
+    if len(parts) < 2:
+        return
+    good = sum(one > 0 for one in measured.by_task.values())
+    yield f"as claimed on {good} of {len(parts)} {kind}"
+    if not (measured.interval and measured.decides and measured.side):
+        return
+    if not measured.stands():
+        yield f"no longer so if {kind} weigh alike"
+    elif needed := [task.partition("/")[0] for task in parts if not measured.stands(task)]:
         yield f"no longer so if {' or '.join(needed)} is left out"
 
 

@@ -110,6 +110,11 @@ class Measurement:
         means = {task: float(effects.mean()) for task, effects in self.parts.items()}
         return {task: side(self.claim, mean, mean) for task, mean in means.items()}
 
+    def stands(self, without: str = "") -> bool:
+        """Whether the mean over tasks that weigh alike, without one, lies where the verdict does."""
+        ends = interval(store.mean(part for task, part in self.parts.items() if task != without))
+        return side(self.claim, *(ends or (0.0, 0.0))) == self.side
+
     @property
     def decides(self) -> bool:
         """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""

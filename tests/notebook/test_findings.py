@@ -238,6 +238,17 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
 
 
+def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
+    parts = [Value(f"{name}/{task}", 0.5 + gap, "share")
+             for name, turn in ((CLAIM.value, 1), (CLAIM.reference, -1))
+             for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))]  # fmt: skip
+    one = pool(*HOLDS)
+    runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
+    best = row(CLAIM, [replace(one, runs=runs)]).best
+    said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
+    assert best.side == 1 and findings.notes(best) == said
+
+
 def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():
     runs = [measured(0, a=[1.0, 3.0], b=[2.0, 2.0]), measured(1, a=[1.0, 1.0], b=[0.0, 1.0]),
             measured(2, a=[9.0, 9.0])]  # fmt: skip
