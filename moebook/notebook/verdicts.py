@@ -111,7 +111,7 @@ class Measurement:
         return {task: side(self.claim, mean, mean) for task, mean in means.items()}
 
     def stands(self, without: str = "") -> bool:
-        """Whether the mean over tasks that weigh alike, without one, lies where the verdict does."""
+        """Whether the mean over tasks that weigh alike, but one, lies where the verdict does."""
         ends = interval(store.mean(part for task, part in self.parts.items() if task != without))
         return side(self.claim, *(ends or (0.0, 0.0))) == self.side
 
