@@ -103,7 +103,7 @@ def generated(folder: Path) -> dict[str, str]:
         "audit": pages.audit(papers.audit()),
         "which": pages.which(folder),
         "records": pages.records(folder),
-        "designs": pages.designs(folder),
+        "designs": pages.designs(folder, rows),
         "taught": pages.taught(folder),
         "tested": pages.tested(folder),
         "sizes": moving.sizes(),

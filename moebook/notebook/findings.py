@@ -62,7 +62,8 @@ def notes(measured: Measurement) -> list[str]:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
         said = f"less than {amount(claim, measured.smallest).lstrip('+')} was not detectable"
-    held = measured.pool.at_end(claim.value, claim.reference, claim.arms)
+    names = [claim.value, claim.reference] if claim.arms is None else [claim.arms]
+    held = measured.pool.at_end(*names)
     return [*filter(None, [said, *_tasks(measured), held])]
 
 

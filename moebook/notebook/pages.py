@@ -212,8 +212,9 @@ def which(folder: Path) -> str:
     return page("which", lines=[lines[key] for key in sorted(lines)])
 
 
-def designs(folder: Path) -> str:
+def designs(folder: Path, rows: Iterable[Row]) -> str:
     """Return what was decided before each study ran: the heads of the protocols that say so."""
+    rest = Counter((row.claim.run, row.best.pool.protocol) for row in rows if row.best)
     every = []
     for name, notebook in sources.notebooks(folder).items():
         old = sources.replaced(folder, name, notebook.protocols)
@@ -229,7 +230,8 @@ def designs(folder: Path) -> str:
                 facts |= _chance(name, facts, ran, folder)
                 arms = str(notebook.settings(protocol).get("arms", "")).split(",")
                 fewer = ran.lacking(arms) if ran else ""
-                every.append((name, protocol, facts, prose, ran, fewer, protocol in old))
+                last = protocol in old, rest[name, protocol]
+                every.append((name, protocol, facts, prose, ran, fewer, *last))
     return page("designs", designs=every)
 
 

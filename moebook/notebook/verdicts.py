@@ -101,8 +101,9 @@ class Measurement:
 
     @cached_property
     def parts(self) -> dict[str, np.ndarray]:
-        """Effects by task or domain; empty where none was recorded alone."""
-        return self.pool.parts(self.claim.value, self.claim.reference)
+        """Effects by task or domain; empty where not all of its seeds recorded them alone."""
+        parts = self.pool.parts(self.claim.value, self.claim.reference)
+        return parts if {*map(len, parts.values())} <= {self.seeds} else {}
 
     @property
     def by_task(self) -> dict[str, int]:

@@ -175,7 +175,7 @@ class Claim:
     notebook: Annotated[str, Field(pattern=r"^\d\d_[a-z0-9_]+$")]  # such as 01_pesc
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
-    arms: str = ""  # that it is about, as ``a/b``, where no value's name holds them
+    arms: str | None = None  # that trained, as ``a/b``, where the values' names do not tell
     under: dict[str, str | int] = Field(default_factory=dict)  # parameters that its runs must have
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
     untestable: Text | None = None  # why our runs below the paper's scale cannot decide it

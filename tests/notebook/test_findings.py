@@ -8,7 +8,7 @@ import pytest
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import findings, sources
-from moebook.notebook.verdicts import row
+from moebook.notebook.verdicts import ledger, row
 from moebook.results import Curve, Run, Value
 from moebook.results.store import Pool
 
@@ -236,6 +236,12 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
     inside = run(3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0})
     runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)
+
+
+def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held():
+    labels = {one.claim.id: one.label for one in ledger(paper="router_init", live=False)}
+    assert "holds" not in labels["router_init.lead-early"]
+    assert labels["router_init.lead-shrinks"] == "not testable here"
 
 
 def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
