@@ -245,7 +245,7 @@ def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
         means = tasks[["unnormalised", "correct", "chance"]].mean().mean()
         error = (tasks.correct.sem() ** 2).sum(min_count=1) ** 0.5 / tasks.ngroups
         lines[name] = [*means[:2], error, means.chance, len(part), scores.get(name, np.nan) / 100]
-    columns = ["accuracy", "normalised", "standard error", "chance", "rows", "published"]
+    columns = ["accuracy", "normalised", "its standard error", "chance", "rows", "published"]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 

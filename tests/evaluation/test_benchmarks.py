@@ -96,7 +96,7 @@ def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty
     table = pd.DataFrame({"asked": "piqa", "task": "piqa", "correct": [1, 1, 1, 0] * 25})
     table = table.assign(unnormalised=table.correct, chance=0.5)
     line = evaluation.summary(table, "smollm2").loc["piqa"]
-    assert line["standard error"] == pytest.approx((0.75 * 0.25 / 99) ** 0.5)
+    assert line["its standard error"] == pytest.approx((0.75 * 0.25 / 99) ** 0.5)
     assert line.published == pytest.approx(0.663)
     assert evaluation.summary(table, "nano").published.isna().all()
 

@@ -166,7 +166,7 @@ def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, mo
     assert table.correct.tolist() == pytest.approx([5 / 6] * 3 + [1.0])
     assert asked[-1][0].count("[BEGIN]") == 4 and asked[-1][0].endswith("[BEGIN]\n")
     assert table.attrs["files"].keys() == {HUMANEVAL, f"{MBPP}/test.jsonl", f"{MBPP}/prompt.jsonl"}
-    assert evaluation.summary(table).loc["humaneval", "standard error"] == 0
+    assert evaluation.summary(table).loc["humaneval", "its standard error"] == 0
     kept = json.loads((tmp_path / "kept" / "humaneval-0.json").read_text())["programs"]
     assert [verdict for _, verdict in kept][::2] == ["passed"] * 2
     how["sampling"] = Sampling(samples=4, temperature=0.8)

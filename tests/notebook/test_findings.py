@@ -239,9 +239,14 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
 
 
 def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held():
-    labels = {one.claim.id: one.label for one in ledger(paper="router_init", live=False)}
-    assert "holds" not in labels["router_init.lead-early"]
-    assert labels["router_init.lead-shrinks"] == "not testable here"
+    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+    assert "holds" not in rows["router_init.lead-early"].label
+    assert rows["router_init.lead-shrinks"].label == "not testable here"
+
+
+def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
+    rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
+    assert not findings.notes(rows["router_init.random-router-is-undecided"].best)
 
 
 def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
@@ -253,6 +258,8 @@ def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
     best = row(CLAIM, [replace(one, runs=runs)]).best
     said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
     assert best.side == 1 and findings.notes(best) == said
+    best = row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]).best
+    assert best.seeds == 3 and not findings.notes(best)  # one seed recorded no domains
 
 
 def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are_named():
