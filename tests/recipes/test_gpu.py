@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from moebook.notebook import pages, parameters, sources
 from recipes import gpu
 
 ROOT = Path(__file__).parents[2]
+ELSEWHERE = ("kernels", "notebooks", "mid-moe")  # steps whose code other tests run on a CPU
 TOY = """
 import sys, time
 from pathlib import Path
@@ -75,3 +77,15 @@ def test_every_command_of_every_step_is_one_that_the_project_knows(device, tmp_p
             parameters.read_options(notebook.parameters, getattr(options, "p", []))
         else:
             assert cli._parse(words).command
+
+
+@pytest.mark.parametrize("command", [
+    command for name, command, _ in gpu.todo(ROOT, "cpu", ROOT / "none") if name not in ELSEWHERE
+])  # fmt: skip
+def test_every_step_runs_on_a_cpu_at_a_small_size(command, tmp_path, monkeypatch):
+    for name in ("notebooks", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("_config.yml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert gpu.attempt(command, "cpu", 600) == 0
