@@ -8,8 +8,8 @@ import pytest
 from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import findings, sources
-from moebook.notebook.verdicts import ledger, row
-from moebook.results import Curve, Run, Value
+from moebook.notebook.verdicts import chance, ledger, row
+from moebook.results import Curve, Run, Value, store
 from moebook.results.store import Pool
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
@@ -242,6 +242,19 @@ def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held(
     rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
     assert "holds" not in rows["router_init.lead-early"].label
     assert rows["router_init.lead-shrinks"].label == "not testable here"
+
+
+@pytest.mark.parametrize(("name", "protocol", "cut", "number"), [
+    ("routing", "nano", 20, 3), ("esft", "budgets", 25, 6)])  # fmt: skip
+def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, cut, number):
+    whole, told = store.pool(name, protocol), []
+    for late in (False, True):
+        part = replace(whole, runs=tuple(run for run in whole.runs if (run.seed >= cut) == late))
+        rows = [row(claim, [part]) for claim in papers.claims() if claim.run == name]
+        told.append(({one.claim.id: one.label for one in rows}, chance(rows).hochberg))
+    (first, sure), (other, _) = told
+    assert len(part.runs) == 10 and len(sure) == number
+    assert {one: first[one] for one in sure} == {one: other[one] for one in sure}
 
 
 def test_what_is_measured_before_training_needs_no_choice_of_a_rate():

@@ -279,13 +279,3 @@ def test_of_designs_at_one_scale_the_one_that_fewest_others_replace_decides(tmp_
     assert best(**heads).pool.protocol == "first"
     heads = {"first": "A design.", "second": "Replaces: first", "third": "Replaces: first, second"}
     assert best(**heads).pool.protocol == "second"
-
-
-def test_ten_other_seeds_give_the_same_labels():
-    whole, told = store.pool("routing", "nano", ROOT), []
-    for ten in (1, 2):
-        half = replace(whole, runs=tuple(run for run in whole.runs if run.seed // 10 == ten))
-        rows = [row(claim, [half]) for claim in papers.claims() if claim.run == "routing"]
-        assert len(half.runs) == 10 and len(rows) == 5
-        told.append(([one.label for one in rows], chance(rows).hochberg))
-    assert told[0] == told[1] and len(told[0][1]) == 3
