@@ -13,7 +13,7 @@ from moebook import papers
 from moebook.errors import Refusal
 from moebook.notebook import findings, verdicts
 from moebook.notebook.verdicts import amount, chance, row
-from moebook.results import TIERS, Run, Value, store, write_run
+from moebook.results import TIERS, Run, Value, write_run
 from moebook.results.store import Pool
 
 DIRECTION = replace(
