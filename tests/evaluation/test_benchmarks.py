@@ -145,7 +145,7 @@ def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(
     given = ["--data", str(tmp_path), "--limit", "2"]
     assert cli.main(["evaluate", "smollm2", "--tasks", "piqa,gcd", *given]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == "accuracy normalised standard error chance rows published".split()
+    assert head.split() == "accuracy normalised its standard error chance rows published".split()
     assert [line.split()[0] for line in lines] == ["piqa", "gcd"]
     assert lines[0].split()[-3:] == ["0.500", "2", "0.663"]
     for words, told in (
