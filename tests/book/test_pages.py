@@ -135,7 +135,7 @@ def test_what_was_found_tells_surprises_first_and_folds_what_was_not_run():
     links = re.findall(r'^- .* <a href="ledger.html#(.*?)">ledger</a>', page, re.MULTILINE)
     assert links[:2] == ["pesc.fails", "pesc.holds"] and links[4:] == ["pesc.none", "esft.none"]
     assert sorted(links[2:4]) == ["pesc.live", "pesc.open"]
-    assert page.count(":::{dropdown} Not run yet: 1 claim\n- ") == 2
+    assert page.count(":::{dropdown} Not run, or not testable here: 1 claim\n- ") == 2
     assert page.count(":::{dropdown} Cannot be told from these runs: 2 claims\n- ") == 1
     assert page.count(":::{figure} _generated/found_pesc.svg\n:name: fig-found-pesc\n") == 1
     assert page.count("\n:alt: ") == 1
