@@ -235,7 +235,7 @@ def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tas
         assert used[name] == stated[name]["value"]
     assert float(used["rates"]) == stated["lr"]["value"]
     assert used["batch"] == stated["batch"]["value"] * stated["accumulation"]["value"]
-    assert '"weight_decay": weight_decay' in cell("tried, fitting = ")
+    assert '"weight_decay": weight_decay' in cell("fitting = ")
     printed = papers.table("rocket", 1).query("row == 'Ours' and model == 'Mistral-7B'")
     questions = set(rocket.bank.QUESTIONS)
     mean = printed.value[printed.column.replace("PiQA", "PIQA").isin(questions)].mean()
@@ -245,7 +245,7 @@ def test_the_tier_paper_tunes_as_table_12_says_and_claims_the_average_of_its_tas
 
 
 def test_protocols_run_arms_that_there_are():
-    for used in map(values, ("smoke", "cpu", "nano", "passes", "real", "gpu", "paper")):
+    for used in map(values, ("smoke", "cpu", "nano", "passes", "alone", "real", "gpu", "paper")):
         given = {f.name: used[f.name] for f in fields(rocket.Config) if f.name in used}
         main = rocket.Config.preset(used["preset"], **given)
         known = rocket.pipeline.arms(main, strict=used["strict"])
