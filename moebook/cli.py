@@ -250,11 +250,7 @@ def book(options: argparse.Namespace) -> int:
     option("--temperature", type=float, default=0.0, help="at which to sample them (default: 0)"),
     option("--k", type=int, default=1, help="k of pass@k (default: 1)"),
     option("--keep", metavar="FOLDER", help="keep programs and verdicts, and resume from here"),
-    option(
-        "--judge",
-        metavar="FOLDER",
-        help="let the model of MOEBOOK_JUDGE_URL and _MODEL grade too; keep its replies here",
-    ),
+    option("--judge", metavar="FOLDER", help="grade by MOEBOOK_JUDGE_URL, _MODEL; keep replies"),
     option("--budget", type=float, default=float("inf"), help="most that the judge may cost"),
 )
 def evaluate(options: argparse.Namespace) -> int:
@@ -362,8 +358,7 @@ def bench(options: argparse.Namespace) -> int:
         path = report.write(folder, frame, growth, benches.ceilings(device))
         print(f"\nrecord in {path.relative_to(folder)}")
     elif options.op is None:
-        print("\nno record is kept: goals are stated for scale full (on a GPU: model), 5 rounds or"
-              " more and one thread")  # fmt: skip
+        print("\nno record is kept: goals are stated for full (GPU: model), 5 rounds, 1 thread")
     return 0
 
 

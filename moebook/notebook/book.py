@@ -104,6 +104,7 @@ def generated(folder: Path) -> dict[str, str]:
         "which": pages.which(folder),
         "records": pages.records(folder),
         "designs": pages.designs(folder, rows),
+        "repeated": pages.repeated(folder),
         "taught": pages.taught(folder),
         "tested": pages.tested(folder),
         "sizes": moving.sizes(),

@@ -68,8 +68,9 @@ DECIDED = (
     "Spread on record",
     "Test rows",
     "Replaces",
+    "Ten other seeds",
 )
-"""What the head of a protocol decides before its first run, a line each; the last two if any."""
+"""What the head of a protocol decides before these runs, a line each; the last three if any."""
 FAULTS = {
     "values": "Generated values",
     "mutations": "Changed files",
@@ -246,6 +247,17 @@ def _chance(name: str, facts: Mapping[str, str], ran: Pool | None, folder: Path)
     said, had = f"{seen(number):.0%} with {number} seeds", len(ran.seeds) if ran else 0
     said += f", {seen(had):.0%} with the {had} that have run" if 1 < had < number else ""
     return {"Chance to see it": said}
+
+
+def repeated(folder: Path) -> str:
+    """Return which labels ten other seeds change, in the pools whose heads name them."""
+    every = []
+    for name, notebook in sources.notebooks(folder).items():
+        for protocol in notebook.protocols:
+            other = notebook.facts(protocol).get(DECIDED[-1])
+            if other and (pool := store.pool(name, protocol, folder)):
+                every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
+    return page("repeated", pools=every)
 
 
 def tested(folder: Path) -> str:

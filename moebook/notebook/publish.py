@@ -119,9 +119,8 @@ def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
     if mime == "image/png":
         return _png(content, dropped)
     if mime in RECORDED:
-        return plain(
-            restored(RECORDED[mime], content, f"a recorded {RECORDED[mime].__name__.lower()}")
-        )
+        kind = RECORDED[mime]
+        return plain(restored(kind, content, f"a recorded {kind.__name__.lower()}"))
     return json.loads(_text(json.dumps(content), folder, dropped)) if mime == NOTE else None
 
 

@@ -7,7 +7,7 @@ scale that may decide (`Row.best`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -231,14 +231,21 @@ def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool =
                     and one.best.seeds >= MARKED) for one in wanted]  # fmt: skip
 
 
+def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Row, Row]]:
+    """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
+    halves = [[run for run in pool.runs if (run.seed in other) is late] for late in (False, True)]
+    parts = [[replace(pool, runs=tuple(half))] if half else [] for half in halves]
+    claims = [claim for claim in papers.claims() if claim.run == pool.notebook and not claim.exact]
+    pairs = [(row(claim, parts[0]), row(claim, parts[1])) for claim in claims]
+    return [pair for pair in pairs if all(one.best and one.best.decides for one in pair)]
+
+
 @dataclass(frozen=True)
 class Chance:
     """What chance alone would do to the verdicts of a ledger; claims by their ids."""
 
     tested: tuple[str, ...]  # claims of a direction that seeds of runs that decide have tested
     decided: tuple[str, ...]  # those with a verdict (holds or fails)
-    expected: float  # how many would have one if there were no effect anywhere
-    holm: tuple[str, ...]  # survive Holm's correction: no false one at all, in 95 % of ledgers
     hochberg: tuple[str, ...]  # survive Benjamini and Hochberg's: 5 % of them false on average
 
 
@@ -250,16 +257,11 @@ def chance(rows: Sequence[Row]) -> Chance:
         if one.best and one.best.decides and one.best.interval and not one.claim.untestable
         and one.claim.direction in ("greater", "less") and one.best.effects.size > 1
     }  # fmt: skip
-    limit, order = 1 - CONFIDENCE, sorted(p, key=lambda name: p[name])
-    within = [p[name] <= limit / (len(order) - place) for place, name in enumerate(order)]
-    holm = order[: [*within, False].index(False)]
     adjusted = stats.false_discovery_control(list(p.values())) if p else []
     return Chance(
         tested=tuple(p),
-        decided=tuple(name for name in p if p[name] < limit),
-        expected=limit * len(p),
-        holm=tuple(name for name in p if name in holm),
-        hochberg=tuple(name for name, q in zip(p, adjusted, strict=True) if q <= limit),
+        decided=tuple(name for name in p if p[name] < 1 - CONFIDENCE),
+        hochberg=tuple(name for name, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE),
     )
 
 

@@ -325,23 +325,17 @@ def _gather(model: nn.Module, trained: nn.Module) -> None:
             own.data = part.detach().full_tensor()
 
 
-@contextmanager
-def _whole(model: nn.Module, trained: nn.Module) -> Iterator[None]:
-    """Give a model all values of its twin for the length of the block."""
-    _gather(model, trained)
-    yield
-    _release(model, trained)
-
-
 def _measure(
     model: nn.Module, trained: nn.Module, milestones: Milestones, step: int, history: History
 ) -> None:
     """Call what belongs to a milestone with the whole model."""
     for (steps, measure), measured in zip(milestones, history.milestones, strict=True):
         if step in steps:
-            with _whole(model, trained), torch.random.fork_rng():
+            _gather(model, trained)
+            with torch.random.fork_rng():
                 torch.manual_seed(step)  # whether the steps before it were done just now or not
                 measured[step] = measure(model)
+            _release(model, trained)
 
 
 @dataclass(frozen=True)

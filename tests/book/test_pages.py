@@ -116,8 +116,7 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     assert "Of the 6 claims, 4 about a direction were tested by runs that can decide; 2 of" in text
     assert "chance alone would produce about 0.2." in text
     links = '<a href="#pesc.sure">pesc.sure</a>, <a href="#pesc.&lt;">pesc.&lt;</a>.'
-    holm, hochberg = (line for line in text.splitlines() if line.startswith("2 survive "))
-    assert holm.endswith(links) and hochberg.endswith(links) and "Holm's" in holm
+    assert next(line for line in text.splitlines() if line.startswith("2 survive ")).endswith(links)
     assert ": none." in pages.page("chance", rows=rows[2:3])
     text = pages.page("chance", rows=rows[4:])
     assert text == "No run that can decide a claim has been recorded yet.\n"

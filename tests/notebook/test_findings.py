@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moebook import papers
+from moebook import papers, results
 from moebook.errors import Refusal
 from moebook.notebook import findings, sources
-from moebook.notebook.verdicts import chance, ledger, row
+from moebook.notebook.study import seeds
+from moebook.notebook.verdicts import chance, ledger, repeated, row
 from moebook.results import Curve, Run, Value, store
 from moebook.results.store import Pool
 
@@ -244,17 +245,21 @@ def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held(
     assert rows["router_init.lead-shrinks"].label == "not testable here"
 
 
-@pytest.mark.parametrize(("name", "protocol", "cut", "number"), [
-    ("routing", "nano", 20, 3), ("esft", "budgets", 25, 6)])  # fmt: skip
-def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, cut, number):
-    whole, told = store.pool(name, protocol), []
-    for late in (False, True):
-        part = replace(whole, runs=tuple(run for run in whole.runs if (run.seed >= cut) == late))
-        rows = [row(claim, [part]) for claim in papers.claims() if claim.run == name]
-        told.append(({one.claim.id: one.label for one in rows}, chance(rows).hochberg))
-    (first, sure), (other, _) = told
-    assert len(part.runs) == 10 and len(sure) == number
-    assert {one: first[one] for one in sure} == {one: other[one] for one in sure}
+def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
+    both = pool(*HOLDS, *FAILS)
+    told = {one.claim.id: (one.label, two.label) for one, two in repeated(both, [3, 4, 5])}
+    assert told == {CLAIM.id: ("direction holds", "direction fails")}
+    assert not repeated(both, [6])
+
+
+@pytest.mark.parametrize(("name", "protocol", "number"), [
+    ("routing", "nano", 3), ("esft", "budgets", 6)])  # fmt: skip
+def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, number):
+    other = seeds(sources.find(results.root(), name).facts(protocol)["Ten other seeds"])
+    pairs = repeated(store.pool(name, protocol), other)
+    sure = chance([one for one, _ in pairs]).hochberg
+    assert len(sure) == number and {two.best.seeds for _, two in pairs} == {10} == {len(other)}
+    assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
 
 
 def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
