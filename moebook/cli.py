@@ -358,7 +358,7 @@ def bench(options: argparse.Namespace) -> int:
         path = report.write(folder, frame, growth, benches.ceilings(device))
         print(f"\nrecord in {path.relative_to(folder)}")
     elif options.op is None:
-        print("\nno record is kept: goals are stated for full (GPU: model), 5 rounds, 1 thread")
+        print("\nno record: goals are at full scale (GPU: model), 5 rounds or more, one thread")
     return 0
 
 

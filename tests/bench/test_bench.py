@@ -182,7 +182,7 @@ def test_a_whole_run_is_kept_only_of_stated_settings(tiny, project, monkeypatch,
     monkeypatch.setattr(bench, "ceilings", lambda device: {})
     assert cli.main(["bench"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("record in results" if kept else "no record is kept: goals are stated")
+    assert last.startswith("record in results" if kept else "no record: goals are at full scale")
     assert (project / "results").exists() == kept
 
 
