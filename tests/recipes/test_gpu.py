@@ -82,6 +82,7 @@ def test_every_command_of_every_step_is_one_that_the_project_knows(device, tmp_p
 @pytest.mark.parametrize("command", [
     command for name, command, _ in gpu.todo(ROOT, "cpu", ROOT / "none") if name not in ELSEWHERE
 ])  # fmt: skip
+@pytest.mark.timeout(900)  # a step takes minutes where other processes share the cores
 def test_every_step_runs_on_a_cpu_at_a_small_size(command, tmp_path, monkeypatch):
     for name in ("notebooks", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)
