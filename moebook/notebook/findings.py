@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
@@ -14,6 +13,7 @@ import pandas as pd
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
+from moebook.notebook.sources import Replaced
 from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, side, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
@@ -156,7 +156,7 @@ def _point(measured: Measurement, line: str) -> list[object]:
 
 def differences(
     pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str,
-    old: Counter[str] | None = None,
+    old: Replaced | None = None,
 ) -> Any:  # fmt: skip
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
@@ -167,7 +167,7 @@ def differences(
     for pool, (line, (name, other)) in product(every, pairs.items()):
         names = [one for one in (name, other) if isinstance(one, str)]
         effects = pool.effects(name, other)
-        shown = pool in standing(every, old or Counter(), *names)
+        shown = pool in standing(every, old or {}, *names)
         if shown and len(effects) and (ends := interval(effects)):
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))
@@ -204,21 +204,21 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     return pd.DataFrame(lines, index=list(pools), columns=["seeds", "runs", "arms", "code"])
 
 
-def designs(name: str) -> tuple[dict[str, Pool], Counter[str]]:
-    """Return a notebook's pools, and how many others replace each protocol; the fewest first."""
+def designs(name: str) -> tuple[dict[str, Pool], Replaced]:
+    """Return a notebook's pools, and which of them replace a protocol; the newest first."""
     pools = store.pools(name)
     old = sources.replaced(results.root(), name, pools)
-    return {one: pools[one] for one in sorted(pools, key=old.__getitem__)}, old
+    return {one: pools[one] for one in sorted(pools, key=lambda one: len(old.get(one, ())))}, old
 
 
-def standing(pools: Iterable[Pool], old: Counter[str], *names: str) -> list[Pool]:
+def standing(pools: Iterable[Pool], old: Replaced, *names: str) -> list[Pool]:
     """Return the pools that have values, or curves, of all these names and stand for them."""
     having = (pool for pool in pools if all(pool.values(x) or pool.curves(x) for x in names))
     return sources.standing(having, old)
 
 
 def reached(
-    pools: Iterable[Pool], old: Counter[str], names: Iterable[str], measures: Mapping[str, str]
+    pools: Iterable[Pool], old: Replaced, names: Iterable[str], measures: Mapping[str, str]
 ) -> pd.DataFrame:
     """Put what `arms` measured into one table, protocol by protocol, without the empty ones.
 
@@ -376,7 +376,7 @@ def bands(
 
 
 def tenths(
-    pools: Iterable[Pool], old: Counter[str], pairs: Mapping[str, tuple[str, str]]
+    pools: Iterable[Pool], old: Replaced, pairs: Mapping[str, tuple[str, str]]
 ) -> dict[str, np.ndarray]:
     """Return how far curves are above others in each tenth of the steps, ``[S, 10]``, by line.
 

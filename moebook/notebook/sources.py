@@ -9,7 +9,6 @@ trains nothing: it has no protocols.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,6 +22,7 @@ from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import TIERS, Run, store
 from moebook.results.store import CLASS, COMMITTED, SEEDS, Pool
 
+Replaced = Mapping[str, Collection[str]]
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
 
@@ -113,23 +113,22 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
     return {name: read(path) for name, path in _paths(folder).items()}
 
 
-def replaced(folder: Path, name: str, protocols: Collection[str]) -> Counter[str]:
-    """Return in whose place protocols of a notebook stand, as their heads say, and how many do."""
+def replaced(folder: Path, name: str, protocols: Collection[str]) -> dict[str, set[str]]:
+    """Return in whose place protocols of a notebook stand, as their heads say, and which do."""
     facts = read(path).facts if (path := _paths(folder).get(name)) else lambda _: {}
-    texts = (facts(protocol).get("Replaces", "") for protocol in protocols)
-    return Counter(old for text in texts for old in text.split(", ") if old)
+    told = [(old, new) for new in protocols for old in facts(new).get("Replaces", "").split(", ")]
+    return {old: {new for one, new in told if one == old} for old, _ in told if old}
 
 
-def standing(pools: Iterable[Pool], old: Mapping[str, int]) -> list[Pool]:
-    """Keep of the pools at one scale those that the fewest others replace (``old``).
+def standing(pools: Iterable[Pool], old: Replaced) -> list[Pool]:
+    """Leave out pools that another of them replaces (``old``, of `replaced`).
 
     A newer pool takes the place of an older one when it has as many seeds, or `SEEDS`.
     """
-    found = sorted(pools, key=lambda pool: old.get(pool.protocol, 0))
+    found = sorted(pools, key=lambda pool: len(old.get(pool.protocol, ())))
     most = {pool.rank: len(pool.seeds) for pool in sorted(found, key=lambda pool: len(pool.seeds))}
-    able = [pool for pool in found if len(pool.seeds) >= min(SEEDS, most[pool.rank])]
-    least = {pool.rank: old.get(pool.protocol, 0) for pool in reversed(able)}
-    return [pool for pool in found if old.get(pool.protocol, 0) <= least[pool.rank]]
+    able = {pool.protocol for pool in found if len(pool.seeds) >= min(SEEDS, most[pool.rank])}
+    return [pool for pool in found if able.isdisjoint(old.get(pool.protocol, ()))]
 
 
 def find(folder: Path, name: str) -> Notebook:

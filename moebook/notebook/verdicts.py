@@ -7,7 +7,7 @@ scale that may decide (`Row.best`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -210,8 +210,8 @@ class Row:
         return replace(self, measurements=kept)
 
 
-def row(claim: Claim, pools: Iterable[Pool], old: Mapping[str, int] | None = None) -> Row:
-    """Measure a claim in pools, at one scale in those that the fewest others replace (``old``)."""
+def row(claim: Claim, pools: Iterable[Pool], old: sources.Replaced | None = None) -> Row:
+    """Measure a claim in pools, without those that others of them replace (``old``)."""
     found = [m for p in pools if (m := measure(claim, p))]
     kept = sources.standing([m.pool for m in found], old or {})
     found.sort(key=lambda measured: measured.pool.rank)
@@ -220,7 +220,7 @@ def row(claim: Claim, pools: Iterable[Pool], old: Mapping[str, int] | None = Non
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
     """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
-    claims, pools = papers.claims(), dict[str, tuple[Iterable[Pool], Mapping[str, int]]]()
+    claims, pools = papers.claims(), dict[str, tuple[Iterable[Pool], sources.Replaced]]()
     for name in {claim.run for claim in claims}:
         every = store.pools(name, folder, shown=live)
         pools[name] = every.values(), sources.replaced(folder or results.root(), name, every)

@@ -296,8 +296,9 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
 ])  # fmt: skip
 def test_a_newer_pool_takes_an_older_ones_place_with_as_many_seeds_or_three(before, after, left):
     pools = [pool(*[0.1] * before, protocol="old"), pool(*[0.1] * after, protocol="new")]
-    assert {p.protocol for p in sources.standing(pools, {"old": 1})} == left
-    assert {p.protocol for p in sources.standing(pools[:1], {"old": 1})} == {"old"}
+    assert {p.protocol for p in sources.standing(pools, {"old": ["new"]})} == left
+    assert {p.protocol for p in sources.standing(pools[:1], {"old": ["new"]})} == {"old"}
+    assert len(sources.standing(pools, {"old": ["absent"]})) == 2  # it did not measure the claim
 
 
 def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
