@@ -19,6 +19,7 @@ SINCE = {  # what the house's second design did not know of, which is counted ap
     "together": ("together", "together"),
     "pools of runs": ("results/store.py notebook/study.py notebook/findings.py",
                       "notebook/test_study.py notebook/test_findings.py"),
+    "designs of studies": ("notebook/heads.py", ""),
     "plans": ("planning notebook/plans.py bench/calibration.py",
               "planning notebook/test_plans.py"),
     "shards and clusters": (

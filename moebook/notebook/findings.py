@@ -13,7 +13,7 @@ import pandas as pd
 from moebook import plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
-from moebook.notebook.sources import Replaced
+from moebook.notebook.sources import Replaced, standing
 from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, side, span
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
@@ -165,9 +165,8 @@ def differences(
     """
     every, points = list(pools), []
     for pool, (line, (name, other)) in product(every, pairs.items()):
-        names = [one for one in (name, other) if isinstance(one, str)]
         effects = pool.effects(name, other)
-        shown = pool in standing(every, old or {}, *names)
+        shown = pool in standing(every, old or {}, name, other)
         if shown and len(effects) and (ends := interval(effects)):
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))
@@ -211,12 +210,6 @@ def designs(name: str) -> tuple[dict[str, Pool], Replaced]:
     return {one: pools[one] for one in sorted(pools, key=lambda one: len(old.get(one, ())))}, old
 
 
-def standing(pools: Iterable[Pool], old: Replaced, *names: str) -> list[Pool]:
-    """Return the pools that have values, or curves, of all these names and stand for them."""
-    having = (pool for pool in pools if all(pool.values(x) or pool.curves(x) for x in names))
-    return sources.standing(having, old)
-
-
 def reached(
     pools: Iterable[Pool], old: Replaced, names: Iterable[str], measures: Mapping[str, str]
 ) -> pd.DataFrame:
@@ -256,7 +249,7 @@ def changes(pool: Pool, names: Iterable[str], measures: Mapping[str, str]) -> pd
     frames = []
     for arm in names:
         one, two = (name.format(arm=arm) for name in measures.values())
-        both = pool.values(one).keys() & pool.values(two).keys()
+        both = pool.having(one, two)
         kept = replace(pool, runs=tuple(run for run in pool.runs if run.seed in both))
         change = kept.effects(two, one)
         line = ["change", arm, change.mean(), *(interval(change) or (np.nan, np.nan)), len(both)]
@@ -329,7 +322,7 @@ def sizes(pool: Pool, kind: str, default: tuple[int, str]) -> dict[int, str]:
 def series(pool: Pool, names: Sequence[str]) -> np.ndarray:
     """Return values of several names by seed, ``[S, T]``, over the seeds that have them all."""
     every = [pool.values(name) for name in names]
-    seeds = [seed for seed in pool.seeds if all(seed in values for values in every)]
+    seeds = sorted(pool.having(*names))
     rows = [values[seed].value for seed in seeds for values in every]
     return np.array(rows).reshape(len(seeds), len(names))
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,16 @@ import jinja2
 
 from moebook import results
 from moebook.errors import printable
-from moebook.notebook import findings, sources, study, verdicts
+from moebook.notebook import findings, heads, sources, study, verdicts
 from moebook.notebook.session import VALUE
 from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
 from moebook.results import Run, Value, since, store
-from moebook.results.intervals import another, sees
+from moebook.results.intervals import another
 from moebook.results.runs import restored
-from moebook.results.store import CLASS, COMMITTED, LIVE, Pool
+from moebook.results.store import CLASS, COMMITTED, LIVE
 
 TITLES = {
     "bases": "Base and tasks",
@@ -61,16 +61,6 @@ QUESTIONS = (  # what a practitioner asks, and the measure that answers it: leas
     ("Time is short: which step is fastest?", "cost/step"),
     ("Answers must be quick: what generates a token fastest?", "cost/token"),
 )
-DECIDED = (
-    "Primary measure",
-    "Smallest effect of interest",
-    "Seeds",
-    "Spread on record",
-    "Test rows",
-    "Replaces",
-    "Ten other seeds",
-)
-"""What the head of a protocol decides before these runs, a line each; the last three if any."""
 FAULTS = {
     "values": "Generated values",
     "mutations": "Changed files",
@@ -214,39 +204,8 @@ def which(folder: Path) -> str:
 
 
 def designs(folder: Path, rows: Iterable[Row]) -> str:
-    """Return what was decided before each study ran: the heads of the protocols that say so."""
-    rest = Counter((row.claim.run, row.best.pool.protocol) for row in rows if row.best)
-    every = []
-    for name, notebook in sources.notebooks(folder).items():
-        old = sources.replaced(folder, name, notebook.protocols)
-        for protocol in notebook.protocols:
-            head = notebook.head(protocol)
-            if (mark := "Decided before the first run.") in head:
-                told = notebook.facts(protocol)
-                facts = {name: text for name, text in told.items() if name in DECIDED}
-                said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
-                        for x in head)  # fmt: skip
-                prose = " ".join(x for x in said if x.partition(":")[0] not in (*DECIDED, mark))
-                ran = store.pool(name, protocol, folder)
-                facts |= _chance(name, facts, ran, folder)
-                arms = str(notebook.settings(protocol).get("arms", "")).split(",")
-                fewer = ran.lacking(arms) if ran else ""
-                last = protocol in old, rest[name, protocol]
-                every.append((name, protocol, facts, prose, ran, fewer, *last))
-    return page("designs", designs=every)
-
-
-def _chance(name: str, facts: Mapping[str, str], ran: Pool | None, folder: Path) -> dict[str, str]:
-    """Simulate the chance to see the smallest effect, from the spread of the pool on record."""
-    if not {*facts} >= {*DECIDED[:4]} or not (pool := store.pool(name, facts[DECIDED[3]], folder)):
-        return {}
-    value, other = facts[DECIDED[0]].split(" less ")
-    reference = other if "/" in other else float(other)
-    number, items = len(study.seeds(facts[DECIDED[2]])), int(facts.get(DECIDED[4], 0))
-    seen = partial(sees, pool.effects(value, reference), float(facts[DECIDED[1]]), items=items)
-    said, had = f"{seen(number):.0%} with {number} seeds", len(ran.seeds) if ran else 0
-    said += f", {seen(had):.0%} with the {had} that have run" if 1 < had < number else ""
-    return {"Chance to see it": said}
+    """Return what was decided before each study ran, and what it found."""
+    return page("designs", designs=heads.read(folder, rows))
 
 
 def repeated(folder: Path) -> str:
@@ -254,7 +213,7 @@ def repeated(folder: Path) -> str:
     every = []
     for name, notebook in sources.notebooks(folder).items():
         for protocol in notebook.protocols:
-            other = notebook.facts(protocol).get(DECIDED[-1])
+            other = notebook.facts(protocol).get(heads.OTHERS)
             if other and (pool := store.pool(name, protocol, folder)):
                 every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
     return page("repeated", pools=every)

@@ -120,15 +120,16 @@ def replaced(folder: Path, name: str, protocols: Collection[str]) -> dict[str, s
     return {old: {new for one, new in told if one == old} for old, _ in told if old}
 
 
-def standing(pools: Iterable[Pool], old: Replaced) -> list[Pool]:
-    """Leave out pools that another of them replaces (``old``, of `replaced`).
+def standing(pools: Iterable[Pool], old: Replaced, *names: str | float | None) -> list[Pool]:
+    """Leave out pools without seeds of these names (`Pool.having`), or replaced by another.
 
-    A newer pool takes the place of an older one when it has as many seeds, or `SEEDS`.
+    A newer pool takes the place of an older one (``old``) with as many such seeds, or `SEEDS`.
     """
     found = sorted(pools, key=lambda pool: len(old.get(pool.protocol, ())))
-    most = {pool.rank: len(pool.seeds) for pool in sorted(found, key=lambda pool: len(pool.seeds))}
-    able = {pool.protocol for pool in found if len(pool.seeds) >= min(SEEDS, most[pool.rank])}
-    return [pool for pool in found if able.isdisjoint(old.get(pool.protocol, ()))]
+    number = {pool.protocol: len(pool.having(*names)) for pool in found}
+    most = {p.rank: number[p.protocol] for p in sorted(found, key=lambda p: number[p.protocol])}
+    able = {p.protocol for p in found if number[p.protocol] >= min(SEEDS, most[p.rank]) > 0}
+    return [p for p in found if number[p.protocol] and able.isdisjoint(old.get(p.protocol, ()))]
 
 
 def find(folder: Path, name: str) -> Notebook:

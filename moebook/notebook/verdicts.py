@@ -213,7 +213,7 @@ class Row:
 def row(claim: Claim, pools: Iterable[Pool], old: sources.Replaced | None = None) -> Row:
     """Measure a claim in pools, without those that others of them replace (``old``)."""
     found = [m for p in pools if (m := measure(claim, p))]
-    kept = sources.standing([m.pool for m in found], old or {})
+    kept = sources.standing([m.pool for m in found], old or {}, claim.value, claim.reference)
     found.sort(key=lambda measured: measured.pool.rank)
     return Row(claim, tuple(m for m in found if m.pool in kept))
 
@@ -276,13 +276,17 @@ def span(claim: Claim, low: float, high: float) -> str:
 
 
 def amount(claim: Claim, effect: float) -> str:
-    """Format an effect for a reader: shares as points or per cent, counts with commas."""
-    compared = claim.reference is not None
-    if claim.unit == "share":
-        return f"{100 * effect:+.1f} points" if compared else f"{100 * effect:.1f} %"
-    if claim.unit == "percent_points":
-        return f"{effect:+.1f} points"
-    if claim.unit == "count":
-        return f"{effect:+,.0f}" if compared else f"{effect:,.0f}"
-    unit = "" if claim.unit in ("ratio", "number", "correlation") else f" {claim.unit}"
-    return (f"{effect:+.3g}" if compared else f"{effect:.3g}") + unit
+    """Format a claim's effect for a reader."""
+    return quantity(effect, claim.unit, compared=claim.reference is not None)
+
+
+def quantity(number: float, unit: str, *, compared: bool) -> str:
+    """Format a number of a unit: shares as points or per cent, counts with commas."""
+    sign = "+" * compared
+    if unit == "share":
+        return f"{100 * number:{sign}.1f} {'points' if compared else '%'}"
+    if unit == "percent_points":
+        return f"{number:+.1f} points"
+    if unit == "count":
+        return f"{number:{sign},.0f}"
+    return f"{number:{sign}.3g}" + f" {unit}" * (unit not in ("ratio", "number", "correlation"))

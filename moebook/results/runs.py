@@ -11,7 +11,7 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import field, fields
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -137,7 +137,7 @@ Part = TypeVar("Part", bound=Value | Curve)
 
 def plain(part: Value | Curve) -> dict[str, Any]:
     """Return a value or curve as plain JSON, without absent items."""
-    return {key: item for key, item in asdict(part).items() if item is not None}
+    return {key: item for key, item in vars(part).items() if item is not None}
 
 
 def restored(kind: type[Part], data: object, where: str) -> Part:
@@ -150,7 +150,7 @@ def restored(kind: type[Part], data: object, where: str) -> Part:
 
 def packed(run: Run) -> bytes:
     """Return what a run's file holds."""
-    lines = [*map(asdict, run.values), *(asdict(c) | {"items": c.y} for c in run.curves)]
+    lines = [*map(vars, run.values), *(vars(c) | {"items": c.y} for c in run.curves)]
     text = json.dumps(_head(run) | {"format": FORMAT, "digest": _digest(run)})
     table = pa.Table.from_pylist(lines, COLUMNS.with_metadata({HEAD: text.encode()}))
     content = io.BytesIO()

@@ -95,6 +95,11 @@ class Pool:
         """Curves of one name by seed; empty where no run has it."""
         return {run.seed: curve for run in self.runs for curve in run.curves if curve.name == name}
 
+    def having(self, *names: str | float | None) -> set[int]:
+        """Seeds with values, or curves, of all names; a number or None is no name."""
+        told = (name for name in names if isinstance(name, str))
+        return {*self.seeds}.intersection(*(self.values(x) or self.curves(x) for x in told))
+
     def tasks(self, name: str) -> dict[str, str]:
         """Names of the values, by task, whose mean ``a/b`` is: ``a/<task>/b`` or ``a/b/<task>``."""
         place, _, last = map(re.escape, name.rpartition("/"))

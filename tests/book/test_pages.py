@@ -194,9 +194,12 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     page = pages.designs(ROOT, verdicts.ledger(ROOT, "esft", live=False))
     chances = re.findall(r"Chance to see it: `\d+% with \d+ seeds`, by the spread of `\w+`", page)
     assert len(chances) >= 4
+    assert len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page)) >= 3
     assert "; this one decides 4 claims" in page.partition("ESFT: `budgets`")[2][:99]
     assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
+    remarks = " ".join(head.partition("Found afterwards")[2] for head in heads)
+    assert not re.search(r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks)
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum("# Primary measure:" in head for head in heads)
 

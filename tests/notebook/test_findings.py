@@ -7,11 +7,12 @@ import pytest
 
 from moebook import papers, results
 from moebook.errors import Refusal
-from moebook.notebook import findings, sources
+from moebook.notebook import findings, heads, sources
 from moebook.notebook.study import seeds
 from moebook.notebook.verdicts import chance, ledger, repeated, row
 from moebook.results import Curve, Run, Value, store
 from moebook.results.store import Pool
+from tests.refusals import refused
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
 FULL = papers.claim("pesc.approximates-full-experts")
@@ -299,6 +300,26 @@ def test_a_newer_pool_takes_an_older_ones_place_with_as_many_seeds_or_three(befo
     assert {p.protocol for p in sources.standing(pools, {"old": ["new"]})} == left
     assert {p.protocol for p in sources.standing(pools[:1], {"old": ["new"]})} == {"old"}
     assert len(sources.standing(pools, {"old": ["absent"]})) == 2  # it did not measure the claim
+    others = [replace(pools[1].runs[0], seed=10 + place, values=()) for place in range(4)]
+    pools[1] = replace(pools[1], runs=(*pools[1].runs, *others))  # of other arms: they do not count
+    standing = sources.standing(pools, {"old": ["new"]}, CLAIM.value, CLAIM.reference)
+    assert {p.protocol for p in standing} == left
+
+
+def test_what_a_head_names_between_braces_is_written_from_the_pools():
+    both = pool(*HOLDS)
+    more = pool(0.1, 0.1, protocol="more")
+    pair, pools = f"{CLAIM.value} less {CLAIM.reference}", {"nano": both, "more": more}
+    for text, written in {
+        f"it is {{{pair}}}.": "it is +2.0 points (+0.8 to +3.2).",
+        f"{{{pair} of 0-1}}": "+2.3 points (-0.9 to +5.4)",
+        f"{{{pair} in more}}": "+10.0 points (+10.0 to +10.0)",
+        f"{{{CLAIM.value} of 0}}": "52.0 %",
+        f"{{{CLAIM.value} less 0.5 in more of 1}}": "+10.0 points",
+    }.items():
+        assert heads.filled(text, pools, "nano") == written
+    for text in (f"{{{pair} of 7}}", f"{{{pair} in lost}}", "{pesc/lost/accuracy}"):
+        refused(r"head of nano: the pool of \w+ has no pesc", heads.filled, text, pools, "nano")
 
 
 def test_a_question_is_answered_by_the_arm_with_the_least_and_those_that_cannot_be_told_from_it():
