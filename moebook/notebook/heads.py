@@ -65,19 +65,21 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
     """Write effects into a text of a protocol, in the place of what names them between braces.
 
     ``{a less b}`` is value a less value b, or a number, in its pool, with an interval at 95 %;
-    ``{a}`` one value; ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What is
-    not on record is refused (E-POOL).
+    ``{a}`` one value; ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What a
+    pool does not have is refused (E-POOL); where there is no pool, that is said.
     """
 
     def written(match: re.Match[str]) -> str:
         name, other, elsewhere, seeds = match.groups()
-        if (pool := pools.get(elsewhere or protocol)) and seeds:
+        where = elsewhere or protocol
+        if (pool := pools.get(where)) is None:
+            return f"(no pool {where} on record)"
+        if seeds:
             kept = study.seeds(seeds)
             pool = replace(pool, runs=tuple(run for run in pool.runs if run.seed in kept))
         reference = float(other) if other and "/" not in other else other
-        if pool is None or not len(effects := pool.effects(name, reference)):
-            where = f"the pool of {elsewhere or protocol}"
-            refuse("E-POOL", f"head of {protocol}: {where} has no {match[0][1:-1]}")
+        if not len(effects := pool.effects(name, reference)):
+            refuse("E-POOL", f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}")
         unit, compared = next(iter(pool.values(name).values())).unit, other is not None
         number, *ends = (quantity(x, unit, compared=compared)
                          for x in (float(effects.mean()), *(interval(effects) or ())))  # fmt: skip

@@ -200,6 +200,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
     remarks = " ".join(head.partition("Found afterwards")[2] for head in heads)
     assert not re.search(r"(?<!paper's )(?<![\d.])\d[\d.]*\s(points|nats|%|minutes)", remarks)
+    assert "on record)" not in page
     assert "Spread on record" not in page  # else one of these heads has no chance
     assert page.count("Primary measure: `") == sum("# Primary measure:" in head for head in heads)
 

@@ -316,9 +316,10 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
         f"{{{pair} in more}}": "+10.0 points (+10.0 to +10.0)",
         f"{{{CLAIM.value} of 0}}": "52.0 %",
         f"{{{CLAIM.value} less 0.5 in more of 1}}": "+10.0 points",
+        f"{{{pair} in lost}}": "(no pool lost on record)",
     }.items():
         assert heads.filled(text, pools, "nano") == written
-    for text in (f"{{{pair} of 7}}", f"{{{pair} in lost}}", "{pesc/lost/accuracy}"):
+    for text in (f"{{{pair} in more of 7}}", "{pesc/lost/accuracy}"):
         refused(r"head of nano: the pool of \w+ has no pesc", heads.filled, text, pools, "nano")
 
 
