@@ -77,8 +77,7 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
         if seeds:
             kept = study.seeds(seeds)
             pool = replace(pool, runs=tuple(run for run in pool.runs if run.seed in kept))
-        reference = float(other) if other and "/" not in other else other
-        if not len(effects := pool.effects(name, reference)):
+        if not len(effects := pool.effects(name, other and _reference(other))):
             refuse("E-POOL", f"head of {protocol}: the pool of {where} has no {match[0][1:-1]}")
         unit, compared = next(iter(pool.values(name).values())).unit, other is not None
         number, *ends = (quantity(x, unit, compared=compared)
@@ -86,6 +85,10 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
         return number + f" ({' to '.join(end.partition(' ')[0] for end in ends)})" * bool(ends)
 
     return _EFFECT.sub(written, prose)
+
+
+def _reference(text: str) -> str | float:
+    return text if "/" in text else float(text)
 
 
 def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str) -> dict[str, str]:
@@ -96,9 +99,9 @@ def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
     found, measure, ran = dict[str, str](), facts.get(PRIMARY, ""), pools.get(protocol)
     if {*facts} >= {*DECIDED[:4]} and (pool := pools.get(facts[SPREAD])):
         value, other = measure.split(" less ")
-        reference = other if "/" in other else float(other)
         number, items = len(study.seeds(facts[SEEDS])), int(facts.get(ROWS, 0))
-        seen = partial(sees, pool.effects(value, reference), float(facts[SMALLEST]), items=items)
+        effects = pool.effects(value, _reference(other))
+        seen = partial(sees, effects, float(facts[SMALLEST]), items=items)
         said, had = f"{seen(number):.0%} with {number} seeds", len(ran.seeds) if ran else 0
         said += f", {seen(had):.0%} with the {had} that have run" if 1 < had < number else ""
         found["Chance to see it"] = said
