@@ -88,11 +88,11 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse, and let the sub-command's own parser complain about what is left over."""
-    parser = Parser("moebook", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser("moebook", description=_headline(__doc__), allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"moebook {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (function, wanted) in COMMANDS.items():
-        text = (function.__doc__ or "").splitlines()[0]
+        text = _headline(function.__doc__)
         sub: Parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(command=function, parser=sub)
         for words, rules in wanted:
@@ -103,6 +103,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if empty := [name for name, value in vars(options).items() if value == ""]:
         options.parser.error(f"{empty[0]} is empty")
     return options
+
+
+def _headline(docstring: str | None) -> str:
+    """Return a docstring's first line, which is help; nothing under ``python -OO``."""
+    return docstring.splitlines()[0] if docstring else ""
 
 
 Command = Callable[[argparse.Namespace], int]
@@ -277,9 +282,9 @@ def evaluate(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check the hashes and values of all runs; exit with 1 on a mismatch."""
     from moebook import results
-    from moebook.notebook import compare
+    from moebook.notebook.verifying import verify as findings_of
 
-    findings = compare.verify(options.notebook, results.root())
+    findings = findings_of(options.notebook, results.root())
     print("\n".join(map(str, findings)) or "no runs: there is nothing to verify")
     return int(not findings or any(finding.failures for finding in findings))
 

@@ -151,11 +151,31 @@ def test_a_book_is_executed_then_rendered_and_an_audit_printed(project, monkeypa
     assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith("pesc: ")
 
 
-def test_listing_imports_nothing_heavy(project):
-    root = str(Path(cli.__file__).parents[1])
-    code = (
-        f"import sys; sys.path.insert(0, {root!r}); from moebook.cli import main; main(['list']);"
-        "print(*{'torch', 'papermill', 'transformers', 'IPython', 'pandas'} & set(sys.modules))"
-    )
-    done = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert done.splitlines()[-1] == ""
+HEAVY = "torch transformers peft lm_eval pandas papermill IPython matplotlib scipy sklearn".split()
+
+
+@pytest.mark.parametrize("words", ["list", "verify", "verify toy", "plan --help", "--version"])
+def test_a_command_imports_nothing_that_it_does_not_need(project, words):
+    if words == "verify":  # of nothing: there is no run yet
+        (project / "results").mkdir()
+    else:
+        manifest = {"seconds": 1.0, "peak_memory": 5, "environment": MACHINE, "date": "2026-01-02"}
+        run = Run("toy", "nano", "study", 0, (), manifest=manifest)
+        store.keep(run, project / "results" / "toy" / "nano" / "0.parquet", project)
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("loaded:", *{{*{HEAVY}}} & {{*sys.modules}}))
+from moebook.cli import main
+print("code:", main({words.split()}))"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert told.splitlines()[-1].removesuffix(" pandas" * (words == "verify toy")) == "loaded:"
+    assert "--help" in words or "--version" in words or f"code: {int(words == 'verify')}" in told
+
+
+def test_without_docstrings_a_command_lacks_its_help_alone(project):
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-OO", "-m", "moebook.cli"]
+    for words in ("list", "--help"):
+        told = subprocess.check_output([*command, words], text=True, env=environment)
+        assert ("01_toy.ipynb" if words == "list" else "verify") in told

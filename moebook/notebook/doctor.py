@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 
 from moebook.errors import Refusal
 from moebook.notebook import runner
-from moebook.notebook.compare import Finding
 from moebook.notebook.sources import size
+from moebook.notebook.verifying import Finding
 
 MEMORY, DISK, SCRATCH = 3e9, 2e9, 1e9  # bytes: more than `make book` takes on two cores
 SECONDS = 120  # that the smoke cell may take: importing torch from a cold disk takes most of it

@@ -20,6 +20,7 @@ from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import TIERS, Run, store
+from moebook.results.runs import read_head
 from moebook.results.store import CLASS, COMMITTED, SEEDS, Pool
 
 Replaced = Mapping[str, Collection[str]]
@@ -175,10 +176,10 @@ def overview(folder: Path) -> str:
 
 
 def _block(notebook: Notebook, folder: Path) -> str:
-    pools = store.pools(notebook.name, folder)
-    if shown := store.live(notebook.name, folder):
+    pools = store.pools(notebook.name, folder, read=read_head)
+    if shown := store.live(notebook.name, folder, read_head):
         pools.setdefault(shown.last.protocol, shown)
-    if taught := store.pool(notebook.name, CLASS, folder):
+    if taught := store.pool(notebook.name, CLASS, folder, read_head):
         pools[CLASS] = taught
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]

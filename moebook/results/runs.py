@@ -10,7 +10,8 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field, fields
 from datetime import date
 from pathlib import Path
@@ -165,24 +166,52 @@ def write_run(path: Path, run: Run) -> None:
 
 def read_run(path: Path) -> Run:
     """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN)."""
-    try:
+    with _readable(path):
         table = pq.read_table(path)
-        if not table.schema.equals(COLUMNS) or list(table.schema.metadata) != [HEAD]:
-            raise ValueError("other columns or metadata than a run has")
-        head = json_object(table.schema.metadata[HEAD], path.name)
-        digest, version = head.pop("digest"), head.pop("format")
-        lines = table.to_pylist()
-        run = _from_lines(head, lines) if version == FORMAT else None
+    head, digest = _head_of(table.schema, path)
+    with _readable(path):
+        run = _from_lines(head, table.to_pylist())
+    if _digest(run) != digest:
+        refuse("E-RUN", f"{path} was altered after it was written; bring it back, or run it again")
+    return run
+
+
+def read_head(path: Path) -> Run:
+    """Read who ran what, and what it cost: a run without its values and curves.
+
+    It takes a hundredth of the time of `read_run`, which alone can tell whether the file was
+    altered after it was written.
+    """
+    with _readable(path):
+        schema = pq.read_schema(path)
+    head, _ = _head_of(schema, path)
+    with _readable(path):
+        return _from_lines(head, [])
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Refuse what a file brings that is damaged or no run."""
+    try:
+        yield
     except FileNotFoundError:
         refuse("E-NOFILE", f"no file {path}")
     except (Refusal, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         refuse("E-RUN", f"{path} is damaged or no run of moebook ({reason}); run it again")
-    if run is None:
+
+
+def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:
+    """Return what a run's file says of itself, and its digest."""
+    with _readable(path):
+        if not schema.equals(COLUMNS) or list(schema.metadata) != [HEAD]:
+            raise ValueError("other columns or metadata than a run has")
+        head = json_object(schema.metadata[HEAD], path.name)
+        digest = head.pop("digest")
+        version = head.pop("format")
+    if version != FORMAT:
         refuse("E-RUN", f"{path} has format {version}, this moebook reads {FORMAT}: update it")
-    if _digest(run) != digest:
-        refuse("E-RUN", f"{path} was altered after it was written; bring it back, or run it again")
-    return run
+    return head, digest
 
 
 def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:

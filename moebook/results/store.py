@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ MARKED = 5  # that the mark of a correction needs: one more has turned verdicts 
 CLASS = "class"  # protocol of a course: its pool stands beside a student's run and decides nothing
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translation"}
+Reader = Callable[[Path], Run]  # of a run's file
 BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger
 
 
@@ -210,10 +211,15 @@ def _clashes(one: Run, other: Run) -> Iterator[str]:
             yield f"two files record {value.name} differently; take one away"
 
 
-def pool(notebook: str, protocol: str, folder: Path | None = None) -> Pool | None:
-    """Read a protocol's committed runs in a project; None where there are none."""
+def pool(
+    notebook: str, protocol: str, folder: Path | None = None, read: Reader = read_run
+) -> Pool | None:
+    """Read a protocol's committed runs in a project; None where there are none.
+
+    With ``read=read_head`` they have neither values nor curves, and are there at once.
+    """
     place = files.part(folder or root(), "results") / notebook / protocol
-    runs = {path: read_run(path) for path in sorted(place.glob("*.parquet"))}
+    runs = {path: read(path) for path in sorted(place.glob("*.parquet"))}
     for path, run in runs.items():
         if (run.notebook, run.protocol) != (notebook, protocol):
             refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
@@ -259,18 +265,21 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
     return faults
 
 
-def pools(notebook: str, folder: Path | None = None, *, shown: bool = False) -> dict[str, Pool]:
+def pools(
+    notebook: str, folder: Path | None = None, *, shown: bool = False, read: Reader = read_run
+) -> dict[str, Pool]:
     """Read a notebook's pools but `CLASS`, smallest scale first; last, if ``shown``, its page's."""
     place = files.part(folder or root(), "results") / notebook
     names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
-    every = [one for name in names if name != CLASS and (one := pool(notebook, name, folder))]
-    every.sort(key=lambda one: one.rank)
-    every += [one] if shown and (one := live(notebook, folder)) else []
-    return {one.protocol: one for one in every}
+    every = [pool(notebook, name, folder, read) for name in names if name != CLASS]
+    found = sorted((one for one in every if one), key=lambda one: one.rank)
+    if shown and (one := live(notebook, folder, read)):
+        found.append(one)
+    return {one.protocol: one for one in found}
 
 
-def live(notebook: str, folder: Path | None = None) -> Pool | None:
+def live(notebook: str, folder: Path | None = None, read: Reader = read_run) -> Pool | None:
     """Read the run that the notebook's page shows, as a pool of one; None where there is none."""
     place = (folder or root()) / "book" / "notebooks"
-    runs = [read_run(path) for path in place.glob(f"[0-9][0-9]_{notebook}.parquet")][:1]
+    runs = [read(path) for path in place.glob(f"[0-9][0-9]_{notebook}.parquet")][:1]
     return Pool(notebook, LIVE, tuple(runs)) if runs else None

@@ -27,8 +27,9 @@ from moebook.methods import esft, pesc
 from moebook.methods.rocket import Config, loras, mixture
 from moebook.models.checkpoint import fingerprint
 from moebook.notebook import book, pages, sources
-from moebook.notebook.compare import compare, verify
+from moebook.notebook.compare import compare
 from moebook.notebook.session import VALUE
+from moebook.notebook.verifying import verify
 from moebook.papers import printed
 from moebook.results import Curve, Run, Value, store
 from moebook.training.checkpoints import History, Store

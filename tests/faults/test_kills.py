@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from moebook import results
-from moebook.notebook.compare import verify
+from moebook.notebook.verifying import verify
 from tests.notebook import test_study
 from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
 

@@ -19,8 +19,8 @@ from nbformat.v4 import output_from_msg
 from moebook import results
 from moebook.errors import Refusal
 from moebook.notebook import book, runner, sources, study
-from moebook.notebook.compare import verify
 from moebook.notebook.session import VALUE
+from moebook.notebook.verifying import verify
 from moebook.results import Value, plain, store
 from tests.notebook.conftest import make_project
 

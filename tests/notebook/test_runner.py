@@ -18,9 +18,9 @@ import pytest
 from moebook import results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import runner, study
-from moebook.notebook.compare import verify
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import GLUE, NOTE
+from moebook.notebook.verifying import verify
 from moebook.results import Value
 from moebook.training import fit
 from tests.refusals import refused

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from moebook.notebook import compare, verdicts
+from moebook.notebook import verdicts
+from moebook.notebook.verifying import verify
 from moebook.results import store
 from moebook.results.intervals import combined, half_width, interval, p_value, sees
 
@@ -159,5 +160,5 @@ def test_the_chance_to_see_an_effect_is_the_power_of_students_test_and_rises_wit
 
 def test_every_committed_run_is_small_and_sealed_as_it_was():
     assert store.unsealed(ROOT) == {}
-    assert [finding.failures for finding in compare.verify("banks", ROOT)] == [()]
+    assert [finding.failures for finding in verify("banks", ROOT)] == [()]
     assert max(path.stat().st_size for path in (ROOT / "results").rglob("*.parquet")) < 500_000

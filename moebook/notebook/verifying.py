@@ -1,0 +1,81 @@
+"""Committed runs, and those that the book shows, beside what they claim to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moebook import results
+from moebook.errors import Refusal, nearest, printable, refuse
+from moebook.notebook import publish, sources
+from moebook.results import Run, store
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What of one run or pool does not agree; ``right`` is said where all does."""
+
+    path: str
+    failures: tuple[str, ...]
+    right: str = ""
+
+    def __str__(self) -> str:
+        fails = f"FAILS {self.path}: {'; '.join(self.failures)}"
+        return printable(fails if self.failures else f"ok    {self.path}: {self.right}")
+
+
+def verify(name: str | None, folder: Path) -> list[Finding]:
+    """Check runs of one notebook (or ``bench``, ``banks``), or all: digests, pools, copies, seals.
+
+    A run that is merely behind the code does not fail.
+    """
+    faults, shown = store.unsealed(folder), folder / "book" / "notebooks"
+    pools = {path for path in (folder / "results").glob("*/*") if path.is_dir()} | faults.keys()
+    pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
+             for path in shown.glob(f"*.{kind}")}  # fmt: skip
+    names = {path: path.parent.name for path in sorted(pools)}
+    names |= {path: path.stem[3:] for path in sorted(pages)}
+    chosen = [path for path in names if name in (None, names[path])]
+    if name is not None and not chosen:
+        refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, set(names.values()))}")
+    return [_finding(path, faults.get(path, []), folder) for path in chosen]
+
+
+def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
+    place = str(path.relative_to(folder))
+    try:
+        if path.suffix == ".parquet":
+            run = results.read_run(path)
+            failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
+            return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+        if path.parent.name == "banks":
+            from moebook.models import checkpoint  # with torch, which nothing else here needs
+
+            seals = [checkpoint.verify(lora) for lora in sorted(path.iterdir())]
+            return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
+        pool = store.pool(path.parent.name, path.name, folder)
+        if pool is None:
+            return Finding(place, (*faults, "it holds no run"))
+        if pool.notebook != store.BENCH:
+            sources.find(folder, pool.notebook).agrees(pool)
+        seeds = ", ".join(map(str, pool.seeds))
+        since = results.since(pool.last, folder)
+        return Finding(place, tuple(faults), f"seeds {seeds} agree; {since}")
+    except Refusal as refusal:
+        return Finding(place, (*faults, str(refusal)))
+
+
+def _against_copy(copy: Path, run: Run) -> Iterator[str]:
+    if not copy.is_file():
+        yield f"the executed copy {copy.name} is missing"
+        return
+    if run.manifest.get("executed") != results.digest(copy):
+        yield f"the hash of the executed copy {copy.name} is not the manifest's"
+    shown = {value.name: value for value in publish.values(results.read_ipynb(copy))}
+    recorded = {value.name: value for value in run.values}
+    for name in sorted(recorded.keys() | shown.keys()):
+        one, two = recorded.get(name), shown.get(name)
+        if one != two:
+            ours, theirs = (value.value if value else "absent" for value in (one, two))
+            yield f"{name} is {ours} in the run and {theirs} in {copy.name}"
