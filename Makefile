@@ -49,9 +49,7 @@ pack: $(STAMP) ## Put book, notebooks, exercises, slides and wheels into _build/
 	@.venv/bin/python -m workshop.pack
 
 serve: $(STAMP) ## Show the rendered book in a browser, on PORT=8000
-	@test -f _build/html/index.html || { echo "serve: no book in _build/html; run 'make book' first" >&2; exit 2; }
-	@echo "serve: the book is at http://127.0.0.1:$(PORT) (Ctrl-C stops)"
-	@.venv/bin/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+	@.venv/bin/moebook serve --port $(PORT)
 
 lint: $(STAMP) ## Check style, types and layers
 	@echo "lint: ruff, mypy, import-linter"

@@ -238,9 +238,19 @@ def book(options: argparse.Namespace) -> int:
     from moebook import results
     from moebook.notebook import book as books
 
-    folder = results.checkout()
-    books.execute(options.tier, options.only, folder)
-    books.build(options.tier, folder)
+    books.make(options.tier, options.only, results.checkout())
+    return 0
+
+
+@command(option("--port", type=int, default=8000, help="of this machine (default: 8000)"))
+def serve(options: argparse.Namespace) -> int:
+    """Show the rendered book to browsers on this machine."""
+    from moebook import results
+    from moebook.notebook import serving
+
+    if not 0 <= options.port < 2**16:
+        refuse("E-RANGE", f"--port is {options.port}; expected 0 to 65535")
+    serving.serve(results.checkout(), options.port)
     return 0
 
 

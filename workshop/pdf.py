@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moebook import results
 from moebook.errors import Refusal, refuse
-from moebook.notebook import book
+from moebook.notebook import rendering
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PRINT = "--headless --no-sandbox --disable-gpu --no-pdf-header-footer".split()
@@ -25,7 +25,8 @@ def write(target: Path, folder: Path) -> Path:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         refuse("E-DEP", f"the PDF is printed by one of {', '.join(BROWSERS)}: install one")
-    book.render(folder, "singlehtml")
+    with rendering.alone(folder):
+        rendering.render(folder, "singlehtml")
     page = folder / "_build" / "singlehtml" / "intro.html"
     command = [browser, *PRINT, PATIENCE, f"--print-to-pdf={target}", page.as_uri()]
     target.unlink(missing_ok=True)  # Chromium ends with 0 even where it prints nothing

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 from moebook import papers, plotting, results, runtime
 from moebook.errors import Refusal, located, refuse
-from moebook.notebook import findings, moving, pages, plans, runner, sources, study, verdicts
+from moebook.notebook import (
+    findings,
+    moving,
+    pages,
+    plans,
+    rendering,
+    runner,
+    sources,
+    study,
+    verdicts,
+)
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
 from moebook.results import store
 
-COMMAND = "from jupyter_book.cli.main import main; main()"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+def make(tier: str, only: str | None, folder: Path) -> None:
+    """Execute what has changed and render the book; another who builds it is not disturbed."""
+    with rendering.alone(folder):
+        execute(tier, only, folder)
+        build(tier, folder)
 
 
 def execute(tier: str, only: str | None, folder: Path) -> None:
@@ -68,6 +78,7 @@ def build(tier: str, folder: Path) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
     A notebook's page shows the live run that is there; a refusal names the command that makes one.
+    The caller holds the book (`rendering.alone`).
     """
     if importlib.util.find_spec("jupyter_book") is None:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
@@ -75,7 +86,7 @@ def build(tier: str, folder: Path) -> Path:
         _check(folder, page, tier)
     for name, text in generated(folder).items():
         results.write(folder / "book" / "_generated" / f"{name}.md", text)
-    render(folder)
+    rendering.render(folder)
     first = folder / "_build" / "html" / "index.html"
     print(f"book: {first}")
     return first
@@ -140,20 +151,3 @@ def _check(folder: Path, page: str, tier: str) -> None:
         for output in cell.get("outputs", []):
             if output["output_type"] == "error":
                 refuse("E-BOOK", f"{copy}: cell {number} holds {output['ename']}; run: {fix}")
-
-
-def render(folder: Path, builder: str = "html") -> None:
-    """Run Jupyter Book, every warning an error; the whole log stays in ``_build/book.log``."""
-    options = ["-W", "-n", "--keep-going", "--builder", builder]
-    command = [sys.executable, "-c", COMMAND, "build", *options, "book"]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, encoding="utf-8")  # fmt: skip
-    log = folder / "_build" / "book.log"
-    results.write(log, _COLOUR.sub("", done.stdout))
-    if done.returncode:
-        lines = _COLOUR.sub("", done.stdout).splitlines()
-        faults = [line for line in lines if re.search(r"WARNING|ERROR|Error", line)] or lines[-1:]
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        refuse("E-BOOK", f"the book has warnings: {faults[0]}{more}; see {log.relative_to(folder)}")

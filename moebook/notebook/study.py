@@ -24,7 +24,7 @@ from typing import Any
 
 from moebook import cluster, results, runtime
 from moebook.errors import Refusal, refuse
-from moebook.notebook import sources
+from moebook.notebook import children, sources
 from moebook.notebook.parameters import ALL, Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
@@ -32,13 +32,7 @@ from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
-START = """
-import os, threading
-end = lambda: (os.read(0, 1), os.kill(os.getpid(), 15))
-threading.Thread(target=end, daemon=True).start()
-from moebook.notebook import study
-study.child()
-"""
+CHILD = "from moebook.notebook import study; study.child()"
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
@@ -59,23 +53,22 @@ Ended = Generator[tuple[Job, Outcome], None, None]
 def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
     """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    The processes wait at one pipe: however this process ends, its end closes, and they end as well.
+    However this process ends, they end as well.
     """
-    waiting, lifeline = os.pipe()
-    with os.fdopen(waiting), ThreadPoolExecutor(workers) as threads:
+    with children.lifeline() as (waiting, end), ThreadPoolExecutor(workers) as threads:
         futures = {threads.submit(_execute, job, folder, waiting): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            os.close(lifeline)
+            end()
 
 
 def _execute(job: Job, folder: Path, waiting: int) -> Outcome:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **THREADS, "PYTHONPATH": path}
-    command = [sys.executable, "-c", START, json.dumps(vars(job))]
+    command = children.command(CHILD, json.dumps(vars(job)))
     # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
     done = subprocess.run(command, cwd=folder, env=environment, stdin=waiting, capture_output=True,
                           text=True, start_new_session=True)  # fmt: skip

@@ -116,9 +116,8 @@ def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, ask
 
 
 def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
-    watch = study.START.partition("from moebook")[0]
     waits = "import sys, time; 'long' in sys.argv[-1] and time.sleep(60); print('done')"
-    monkeypatch.setattr(study, "START", watch + waits)
+    monkeypatch.setattr(study, "CHILD", waits)
     jobs = [Job(name, "smoke") for name in ("short", "long", "long", "long", "long")]
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt), closing(side_by_side(jobs, tmp_path, 3)) as outcomes:

@@ -1,0 +1,174 @@
+"""The book is rendered aside: a build killed at any moment leaves the old one whole.
+
+MOEBOOK_FAULTS=10 kills 40 times.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moebook.notebook import book, rendering
+from moebook.results import folders
+from tests.refusals import refused
+
+TIMES = int(os.environ.get("MOEBOOK_FAULTS", "1"))
+KILLS, PAGES = 4 * TIMES, 30
+ROOT = Path(__file__).parents[2]
+RENDER = """
+from pathlib import Path
+from moebook.notebook import rendering
+rendering.render(Path.cwd())"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project whose book has several pages; all of them name its edition."""
+    (tmp_path / "book").mkdir()
+    (tmp_path / "_config.yml").write_text('{"title": "A", "execute": {"execute_notebooks": "off"}}')
+    chapters = [{"file": f"page_{number}"} for number in range(PAGES)]
+    toc = {"format": "jb-book", "root": "intro", "chapters": chapters}
+    (tmp_path / "book" / "_toc.yml").write_text(json.dumps(toc))
+    write_edition(tmp_path, 0)
+    return tmp_path
+
+
+def write_edition(project, number):
+    for page in ("intro", *(f"page_{number}" for number in range(PAGES))):
+        text = f"# The page {page}\n\nThis is edition {number}.\n"
+        (project / "book" / f"{page}.md").write_text(text)
+
+
+def editions(project):
+    """The editions that the rendered pages name; a page that is not whole fails."""
+    found = set()
+    for path in (project / "_build" / "html").glob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        assert path.name in ("index.html", "genindex.html", "search.html") or "</html>" in text
+        found |= {number for number in range(99) if f"This is edition {number}." in text}
+    assert len(list((project / "_build" / "html").glob("page_*.html"))) == PAGES
+    return found
+
+
+def start(project):
+    """Start a build as a process of its own."""
+    command = [sys.executable, "-c", RENDER]
+    return subprocess.Popen(command, cwd=project, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def renderers(project):
+    """The processes that work in a project."""
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if path.readlink() == project and int(path.parts[2]) != os.getpid():
+                yield int(path.parts[2])
+        except OSError:
+            continue
+
+
+@pytest.mark.timeout(300 * TIMES)
+def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(project):
+    begun = time.monotonic()
+    assert start(project).wait() == 0
+    took, draw, shown = time.monotonic() - begun, random.Random(0), 0
+    assert editions(project) == {0}
+    for number in range(1, KILLS + 1):
+        write_edition(project, number)
+        process = start(project)
+        time.sleep(draw.uniform(0.3, 1.1) * took)  # from the first page that is read on
+        victims = [process.pid, *(renderers(project) if draw.random() < 0.5 else ())]
+        for pid in dict.fromkeys(victims):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        time.sleep(1)
+        assert list(renderers(project)) == []
+        (edition,) = editions(project)
+        assert edition in (shown, number)
+        shown = edition
+    assert start(project).wait() == 0
+    assert editions(project) == {KILLS}
+    left = sorted(path.name for path in (project / "_build").iterdir())
+    assert left == ["book.log", "html", "work"]
+
+
+def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(project):
+    rendering.render(project)
+    page = project / "book" / "page_3.md"
+    whole = page.read_text()
+    page.write_text(whole + "\n{ref}`no-such-place`\n")
+    for _ in range(2):
+        refused("the book has warnings: .*page_3.*no-such-place", rendering.render, project)
+        assert editions(project) == {0}
+        assert "no-such-place" not in (project / "_build/html/page_3.html").read_text()
+    page.write_text(whole)
+    other = project / "_build" / "html" / "page_4.html"
+    before = other.stat().st_mtime_ns
+    rendering.render(project)
+    assert other.stat().st_mtime_ns == before, "what has not changed is not rendered again"
+
+
+def test_of_two_builds_at_once_the_second_is_refused(project):
+    with rendering.alone(project):
+        refused(f"E-LOCKED: .*book.lock is held by process {os.getpid()}; wait",
+                book.make, "smoke", None, project)  # fmt: skip
+    assert not (project / "_build" / "html").exists()
+
+
+def folder(place, text):
+    place.mkdir()
+    for name in "ab":
+        (place / name).write_text(text)
+    return place
+
+
+@pytest.mark.parametrize("system", ["exchanges", "renames"])
+def test_no_reader_meets_half_of_a_folder_that_takes_anothers_place(tmp_path, monkeypatch, system):
+    if system == "renames":
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    place, stop, met = folder(tmp_path / "html", "old"), threading.Event(), set()
+
+    def read():
+        while not stop.is_set():
+            try:
+                met.add((folders.present(place) / "a").read_text())
+            except FileNotFoundError:
+                met.add("gone")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(300):
+        folders.put(folder(tmp_path / "new", f"text {number}"), place)
+        assert [path.name for path in tmp_path.iterdir()] == ["html"]
+    stop.set()
+    reader.join()
+    assert (place / "b").read_text() == "text 299"
+    assert "" not in met and len(met) > 10
+    assert system == "renames" or "gone" not in met
+
+
+def test_a_folder_that_stepped_aside_comes_back_after_a_kill(tmp_path, monkeypatch):
+    place = folder(tmp_path / "html", "old")
+    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+
+    def rename(path, target, plain=Path.rename):
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return plain(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", rename)
+        folders.put(folder(tmp_path / "new", "new"), place)
+    assert not place.exists() and (folders.present(place) / "a").read_text() == "old"
+    folders.mend(place)
+    assert (place / "a").read_text() == "old"
+    folders.put(tmp_path / "new", place)
+    folders.mend(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["html"]
+    assert (place / "a").read_text() == "new"

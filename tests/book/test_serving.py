@@ -1,0 +1,133 @@
+"""The served book: every path has an answer, no link leads out of it, its threads are bounded."""
+
+import re
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from moebook.notebook import serving
+from moebook.results import folders
+from tests.refusals import refused
+
+
+def fill(place, text):
+    (place / "notebooks").mkdir(parents=True)
+    for name in ("index.html", "notebooks/a b.html", "_static/move.js"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    return place
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A book, and what must not be read beside it."""
+    book = fill(tmp_path / "_build" / "html", "<html>ä page</html>")
+    (tmp_path / "_build" / "secret.html").write_text("secret")
+    (book / "link.html").symlink_to("notebooks/a b.html")
+    (book / "out.html").symlink_to(tmp_path / "_build" / "secret.html")
+    (book / "away").symlink_to(tmp_path / "_build")
+    (book / "circle").symlink_to(book / "circle")
+    return book
+
+
+@pytest.fixture
+def site(place):
+    with serving.Site(place, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(site, line, rest=b"\r\n\r\n"):
+    """Send a request's first line as it is; return status, head and body."""
+    with socket.create_connection(site.server_address, timeout=20) as connection:
+        connection.sendall(line + rest)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    # What is no request of HTTP/1.0 has an answer without a head.
+    status = re.match(rb"HTTP/1.0 (\d+)", head) or re.search(rb"Error code: (\d+)", answer)
+    return int(status[1]), head, body
+
+
+@pytest.mark.parametrize(("path", "status"), [
+    (b"/", 200), (b"/index.html", 200), (b"//index.html?a=b", 200), (b"/index.html#part", 200),
+    (b"/notebooks/a%20b.html", 200), (b"/_static/move.js", 200), (b"/link.html", 200),
+    (b"/out.html", 404), (b"/away/secret.html", 404), (b"/circle", 404), (b"/notebooks", 404),
+    (b"/notebooks/", 404), (b"/../secret.html", 404), (b"/%2e%2e/secret.html", 404),
+    (b"/..%2fsecret.html", 404), (b"/away/html/index.html", 200), (b"//etc/passwd", 404),
+    (b"/%00", 404), (b"/index.html%00", 404), (b"/%ff%fe", 404), (b"/\xff", 404), (b"/[", 404),
+    (b"http://[/", 404), (b"/%", 404), (b"/" + 5000 * b"a", 404), (b"/" + 2000 * b"a/", 404),
+    (b"/" + 70000 * b"a", 414), (b"*", 404), (b"/%ed%a0%80", 404), (b"/C:%5cx", 404),
+])  # fmt: skip
+def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(site, capfd, path, status):
+    found, head, body = ask(site, b"GET " + path + b" HTTP/1.0")
+    assert found == status
+    assert b"secret" not in body and b"root:" not in body
+    if status == 200:
+        assert body.decode() == "<html>ä page</html>"
+        kind = rb"\w+/javascript" if b".js" in path else b"text/html"
+        assert re.search(rb"Content-Type: " + kind + rb"; charset=utf-8\r\n", head)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("line", "status"), [
+    (b"HEAD / HTTP/1.0", 200), (b"POST / HTTP/1.0", 501), (b"GET / HTTP/9.9", 505), (b"G\x00", 400),
+    (b"GET", 400), (b"GET / HTTP/1.0\r\n" + 200 * b"a: b\r\n", 431),
+])  # fmt: skip
+def test_other_requests_are_answered_too(site, capfd, line, status):
+    found, _, body = ask(site, line)
+    assert found == status and (status != 200 or body == b"")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_idle_browsers_hold_so_many_threads_and_for_a_time(site, monkeypatch, capfd):
+    monkeypatch.setattr(serving.Page, "timeout", 0.5)
+    before, most = threading.active_count(), 0
+    with ExitStack() as idle:
+        for _ in range(5 * serving.THREADS):
+            connection = socket.create_connection(site.server_address)
+            idle.enter_context(connection)
+            connection.send(b"GET /")
+            time.sleep(0.005)
+            most = max(most, threading.active_count() - before)
+        assert most == serving.THREADS
+    assert ask(site, b"GET / HTTP/1.0")[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("system", ["exchanges", "renames"])
+def test_a_reader_meets_whole_pages_while_another_book_takes_the_place(
+    site, place, monkeypatch, system
+):
+    if system == "renames":
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    stop, met = threading.Event(), set()
+
+    def read():
+        while not stop.is_set():
+            status, _, body = ask(site, b"GET /notebooks/a%20b.html HTTP/1.0")
+            met.add((status, len(body)))
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for number in range(100):
+        folders.put(fill(place.with_name("new"), f"<html>{number:06d}</html>" * 999), place)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert {status for status, _ in met} == {200}
+    assert {size for _, size in met} <= {20, 999 * 19}
+
+
+def test_without_a_book_or_a_free_port_serving_is_refused(tmp_path, site, place):
+    refused("E-BOOK: no book in _build/html; run: make book", serving.serve, tmp_path / "other", 0)
+    taken = site.server_port
+    refused(f"E-PORT: port {taken}: .*make serve PORT", serving.serve, tmp_path, taken)
