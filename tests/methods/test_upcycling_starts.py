@@ -2,17 +2,17 @@
 
 import functools
 import math
-import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BatchEncoding
 
+from moebook import models
 from moebook.analysis.routers import statistics
 from moebook.data import padded
 from moebook.methods import upcycling
@@ -36,12 +36,24 @@ def texts(count, length=8, size=4):
     return [{"input_ids": rows, "attention_mask": mask} for rows in ids]
 
 
-def letters(texts, *, max_length=9, left=False, **_):
-    """Tokenize letters, padding on the right, or on the left as mergekit's command does."""
-    texts = [texts] if isinstance(texts, str) else texts
-    rows = [[3 + ord(letter) - ord("a") for letter in text][:max_length] for text in texts]
-    ids, mask = padded(rows, 2, left=left)
+def numbers(text):
+    """A token a letter; "^" is BOS."""
+    return [0 if letter == "^" else 3 + ord(letter) - ord("a") for letter in text]
+
+
+def letters(text, **_):
+    """Tokenize one text."""
+    ids, mask = padded([numbers(text)], 2)
     return {"input_ids": ids, "attention_mask": mask}
+
+
+class Letters:
+    """Tokenize a list of texts, and tell the special tokens."""
+
+    bos_token, bos_token_id, eos_token_id = "^", 0, 1
+
+    def __call__(self, texts, *, max_length, **_):
+        return {"input_ids": [numbers(text)[:max_length] for text in texts]}
 
 
 @torch.no_grad()
@@ -249,15 +261,14 @@ ROWS = [{"task": task, "prompt": prompt} for task, prompt in PAIRS]
 
 def by_hand(model, texts, mode):
     """Mergekit's vectors of prompts, one forward pass a batch, of length 1: ``[L, D]``."""
-    batch = letters(texts)
-    real = batch["attention_mask"].bool()
+    ids, mask = padded([numbers(f"^{text}") for text in texts], 0, left=True)
     if mode == "cheap_embed":
-        total = model.get_input_embeddings().weight[batch["input_ids"][real]].sum(0)
+        total = model.get_input_embeddings().weight[ids[mask.bool()]].sum(0)
         states = torch.stack([total, total])
     else:
+        batch = {"input_ids": ids, "attention_mask": mask}
         hidden = torch.cat([torch.stack(each) for each in naive(model, [batch], "block_input")])
-        last = hidden[:, torch.arange(len(texts)), real.sum(1) - 1]
-        states = (last if mode == "hidden" else hidden.mean(2)).mean(1)
+        states = (hidden[:, :, -1] if mode == "hidden" else hidden.mean(2)).mean(1)
     return (states / states.norm(dim=-1, keepdim=True)).detach()
 
 
@@ -267,27 +278,74 @@ def test_prompts_of_the_tasks_are_dealt_to_the_experts_in_the_order_of_their_nam
 ):
     model = host()
     monkeypatch.setattr(starts, "PROMPTS", 3)
-    start = upcycling.prompted(model, letters, ROWS, 2, mode=mode, max_length=3)
+    start = upcycling.prompted(model, Letters(), ROWS, 2, mode=mode, max_length=4)
     for expert, texts in enumerate((["ab", "xy", "bq"], ["cdc"])):  # of a and b, of c
         torch.testing.assert_close(start.weights[:, expert], by_hand(model, texts, mode))
     assert start.base == fingerprint(model)
 
 
-def test_prompt_starts_equal_mergekits_own_output(host):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        router = pytest.importorskip("mergekit.moe.router", exc_type=ImportError)
-    model, read = host(), functools.partial(letters, left=True)
-    rows = [{"task": "a", "prompt": prompt} for prompt in ("abcde", "xyz")]
-    batch = BatchEncoding(read(["abcde", "xyz"]))
-    table = model.get_input_embeddings().weight.detach()
-    for mode, theirs in (
-        ("hidden", router.get_hidden_states(model, batch, average=False)),
-        ("hidden_avg", router.get_hidden_states(model, batch, average=True)),
-        ("cheap_embed", router.get_cheap_embedding(table, batch, num_layers=2, vocab_size=48)),
-    ):
-        ours = upcycling.prompted(model, read, rows, 1, mode=mode).weights[:, 0]
-        torch.testing.assert_close(ours, theirs / theirs.norm(dim=-1, keepdim=True))
+# What mergekit 0.1.5 computes of the base nano and these prompts, an expert a task: by its own
+# `tokenize_prompts`, `get_hidden_states` and `get_cheap_embedding` in float32, with a tokenizer
+# that its command has set to pad with BOS (or EOS) on the left. Numbers 0, 43 and 86 of 128, for
+# layers 0 to 3 and both experts; embeddings are the same in all layers.
+ASKED = {
+    "gcd": ["gcd(35, 55) =", "gcd(8, 12) ="],
+    "isa": ["A heron is a bird. Is a heron an animal?", "Why?"],
+}
+MERGEKITS = {
+    ("<|bos|>", "hidden"): [
+        [[-0.13457, -0.11094, 0.12667], [-0.07808, -0.00714, -0.03858]],
+        [[-0.05901, -0.01099, -0.02768], [0.05109, 0.10237, -0.10055]],
+        [[-0.12393, -0.01951, 0.00203], [0.06119, 0.07265, -0.04454]],
+        [[-0.01978, -0.01690, -0.03084], [0.03305, 0.09492, -0.00798]],
+    ],
+    ("<|bos|>", "hidden_avg"): [
+        [[0.12761, -0.06173, -0.01862], [0.05536, 0.11923, -0.10834]],
+        [[0.04283, 0.02524, -0.00005], [0.11195, 0.03892, 0.04753]],
+        [[0.01182, 0.04772, 0.06072], [0.06439, 0.05962, 0.05077]],
+        [[0.02998, 0.06815, 0.06426], [0.05339, 0.07902, 0.02986]],
+    ],
+    ("<|bos|>", "cheap_embed"): [[[0.12190, -0.08123, -0.00510], [-0.03465, 0.00781, -0.03232]]],
+    (None, "hidden"): [
+        [[-0.13457, -0.11094, 0.12667], [-0.07808, -0.00714, -0.03858]],
+        [[-0.05248, -0.02026, -0.03884], [0.03788, 0.06898, -0.08125]],
+        [[-0.11260, -0.03202, -0.00404], [0.04704, 0.01246, -0.02511]],
+        [[-0.01892, -0.01110, -0.04551], [0.02698, 0.06465, -0.01832]],
+    ],
+    (None, "hidden_avg"): [
+        [[0.07887, -0.12733, 0.02711], [-0.20466, -0.08509, 0.02583]],
+        [[-0.00210, 0.04788, -0.03888], [0.02327, 0.08189, -0.04711]],
+        [[-0.00047, 0.03997, 0.03574], [0.01268, 0.07299, -0.06020]],
+        [[0.01810, 0.06671, -0.00185], [-0.00534, 0.08665, -0.05892]],
+    ],
+    (None, "cheap_embed"): [[[0.10477, -0.11975, 0.02410], [-0.06345, -0.03595, 0.00185]]],
+}
+
+
+def _prompted(tokenizer, mode):
+    rows = [{"task": task, "prompt": text} for task, texts in ASKED.items() for text in texts]
+    return upcycling.prompted(models.load("nano")[0], tokenizer, rows, 2, mode=mode).weights
+
+
+@pytest.mark.parametrize(("bos", "mode"), MERGEKITS)
+def test_prompt_starts_equal_what_mergekit_computes(bos, mode):
+    _, tokenizer = models.load("nano")
+    tokenizer.bos_token = bos
+    found = _prompted(tokenizer, mode)[..., ::43]
+    expected = torch.tensor(MERGEKITS[bos, mode]).expand(4, -1, -1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_special_tokens_that_a_tokenizer_adds_are_not_in_a_prompts_start():
+    _, plain = models.load("nano")
+    _, adding = models.load("nano")
+    named = [("<|bos|>", adding.bos_token_id), ("<|eos|>", adding.eos_token_id)]
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=named
+    )
+    ids = adding("gcd")["input_ids"]
+    assert (ids[0], ids[-1]) == (adding.bos_token_id, adding.eos_token_id)
+    assert torch.equal(_prompted(adding, "cheap_embed"), _prompted(plain, "cheap_embed"))
 
 
 def test_matched_starts_give_logits_of_deviation_1_and_unit_ones_rows_of_length_1(host):
@@ -310,7 +368,13 @@ EMPTY = [*ROWS[:1], {"task": "d", "prompt": ""}]
 
 
 def prompts(model, rows, experts, mode="cheap_embed"):
-    return upcycling.prompted(model, letters, rows, experts, mode=mode)
+    return upcycling.prompted(model, Letters(), rows, experts, mode=mode)
+
+
+def unpadded(model):
+    tokenizer = Letters()
+    tokenizer.bos_token = tokenizer.bos_token_id = tokenizer.eos_token_id = None
+    return upcycling.prompted(model, tokenizer, ROWS, 2)
 
 
 def matched(model, inputs, scale="matched"):
@@ -327,6 +391,7 @@ def matched(model, inputs, scale="matched"):
     ("E-CHOICE: mode is 'hiden'", prompts, (ROWS, 2, "hiden")),
     ("E-DATA: 3 tasks cannot be dealt out to 4 experts", prompts, (ROWS, 4)),
     ("E-DATA: the prompts of task d hold no tokens", prompts, (EMPTY, 2)),
+    ("E-MODEL: the tokenizer has neither BOS nor EOS", unpadded, ()),
     ("E-CHOICE: scale is 'matchd'", matched, (None, "matchd")),
     ("E-DATA.*ffn_input", matched, (None,)), ("E-DATA.*ffn_input", matched, (states(TOY),)),
     ("E-BASE", matched, (states(TOY, tensor="ffn_input", base="d" * 64),)),

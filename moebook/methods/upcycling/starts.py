@@ -19,6 +19,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor, nn
 
 from moebook.analysis.routers import logit_scale
+from moebook.data import padded
 from moebook.errors import refuse
 from moebook.kernels.clusters import clusters
 from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
@@ -103,28 +104,59 @@ def prompted(
     The tasks of ``rows`` (each with ``task`` and ``prompt``) are dealt out evenly by name, with
     `PROMPTS` at most per expert. ``"hidden"`` is the mean over prompts of each decoder layer's
     input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
-    sums embeddings.
+    sums embeddings. Prompts have mergekit's tokens (see `_as_mergekit`), but end at ``max_length``.
     """
     tasks = sorted({row["task"] for row in rows})
     if not 1 <= experts <= len(tasks):
         refuse("E-DATA", f"{len(tasks)} tasks cannot be dealt out to {experts} experts: take fewer")
-    cut = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
     batches = {}
     for part in np.array_split(tasks, experts):
+        name = "+".join(part)
         prompts = [row["prompt"] for row in rows if row["task"] in part][:PROMPTS]
-        batch = tokenizer(prompts, **cut)
-        if not batch["attention_mask"].any():
-            refuse("E-DATA", f"the prompts of task {'+'.join(part)} hold no tokens")
-        batches["+".join(part)] = [batch]
+        batches[name] = [_as_mergekit(tokenizer, prompts, max_length, name)]
     if mode == "cheap_embed":
-        table = model.get_input_embeddings().weight.cpu()
-        real = [each["input_ids"][each["attention_mask"].bool()] for [each] in batches.values()]
-        sums = torch.stack([table[ids].float().sum(0) for ids in real])
-        base = checkpoint.fingerprint(model)
-        return Start(_unit(sums).repeat(len(anatomy(model).layers), 1, 1), base)
+        return _embedded(model, [batch for [batch] in batches.values()])
     tokens: Tokens = "last" if mode == "hidden" else "mean"
     states = collect(model, batches, tensor="block_input", tokens=tokens)
     return Start(_unit(states.means()), states.base)
+
+
+def _as_mergekit(
+    tokenizer: Any, prompts: Sequence[str], max_length: int, name: str
+) -> dict[str, Tensor]:
+    """Tokenize an expert's prompts as mergekit's command does: ids and mask ``[B, T]``.
+
+    Each begins with BOS where the tokenizer defines one, and has no other special token. Padding
+    stands on the left and is BOS too, or EOS without one; ``hidden_avg`` averages it in.
+    """
+    begin = tokenizer.bos_token or ""
+    rows = tokenizer(
+        [begin + prompt for prompt in prompts],
+        add_special_tokens=False,
+        truncation=True,
+        max_length=max_length,
+    )["input_ids"]
+    if max(map(len, rows)) <= bool(begin):
+        refuse("E-DATA", f"the prompts of task {name} hold no tokens")
+    fill = tokenizer.bos_token_id
+    if fill is None:
+        fill = tokenizer.eos_token_id
+    if fill is None:
+        refuse("E-MODEL", "the tokenizer has neither BOS nor EOS, and mergekit pads with one")
+    ids, mask = padded(rows, fill, left=True)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _embedded(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Start:
+    """Start each expert at the sum of its batch's embeddings, the same in every layer."""
+    table = model.get_input_embeddings().weight.cpu()
+    sums = []
+    for batch in batches:
+        real = batch["input_ids"][batch["attention_mask"].bool()]
+        sums.append(table[real].float().sum(0))
+    layers = len(anatomy(model).layers)
+    weights = _unit(torch.stack(sums)).repeat(layers, 1, 1)  # [L, E, D]
+    return Start(weights, checkpoint.fingerprint(model))
 
 
 @checked
