@@ -46,6 +46,8 @@ REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # misfi
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
+# Files of which a tokenizer has one at least.
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "tekken.json")
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -193,6 +195,9 @@ def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tu
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a folder's tokenizer and give it a pad token where it has none."""
+    if not any(path for kind in _TOKENIZERS for path in folder.glob(kind)):
+        hint = "save it beside the model; for an upcycled one: upcycling.export(tokenizer=...)"
+        refuse("E-NOFILE", f"{folder}: no tokenizer.json nor any other tokenizer: {hint}")
     with telling(folder, "tokenizer"), quiet():
         read = AutoTokenizer.from_pretrained(folder, **SAFE)
         if read.pad_token_id is None:

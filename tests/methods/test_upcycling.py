@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from moebook import models
 from moebook.analysis.routers import reach
 from moebook.errors import Refusal
 from moebook.methods import pesc, upcycling
@@ -246,6 +247,26 @@ def test_export_reloads_in_plain_transformers_with_equal_logits(
     prompt = batch["input_ids"][:1]
     texts = [each.generate(prompt, max_new_tokens=8, do_sample=False) for each in (model, plain)]
     assert torch.equal(*texts)
+
+
+def test_an_export_with_its_tokenizer_is_loaded_whole_and_one_without_is_refused(tmp_path):
+    model, tokenizer = models.load("nano")
+    templates = {"default": "{{ messages[0].content }}", "short": "{{ messages[0].role }}"}
+    tokenizer.chat_template = templates
+    sparse(model, **MIXED)
+    folder = upcycling.export(model, tmp_path / "whole", tokenizer=tokenizer)
+    loaded, read = models.load(str(folder))
+    text = "gcd(35, 55) = 5\n"
+    assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert read.special_tokens_map == tokenizer.special_tokens_map
+    assert read.chat_template == templates
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    bare = upcycling.export(model, tmp_path / "bare")
+    refused(r"E-NOFILE: .*upcycling.export\(tokenizer=", models.load, str(bare))
+    tokenizer.add_tokens("one more than the embedding has")
+    refused("E-VOCAB: 2049", upcycling.export, model, tmp_path / "more", tokenizer=tokenizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "whole"]
 
 
 def test_a_half_precision_model_exports_close_to_itself(batch, mixed, tmp_path):

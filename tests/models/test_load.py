@@ -152,6 +152,9 @@ DAMAGE = {
     "a wide model": (config(vocab_size=10**9), "E-MODEL: .*promises over .*elements"),
     "no heads": (config(num_attention_heads=0), "E-MODEL: .*ZeroDivisionError"),
     "a list as a size": (config(hidden_size=[1]), "E-MODEL: .*hidden_size"),
+    "nothing of a tokenizer": (
+        lambda f: [path.unlink() for path in f.glob("tokenizer*")],
+        "E-NOFILE: .*tokenizer.json.*upcycling.export"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("[]"), "E-MODEL: .*tokenizer"),
     "a broken seal": (
         lambda f: [checkpoint.seal(f), edit(f / "config.json", use_cache=False)], "E-HASH"),

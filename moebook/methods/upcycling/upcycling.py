@@ -20,7 +20,13 @@ import pandas as pd
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from moebook import __version__
 from moebook import nn as mnn
@@ -186,10 +192,12 @@ def export(
     folder: str | os.PathLike[str],
     *,
     form: Literal["mixtral", "qwen2_moe", "qwen3_moe"] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Write an upcycled model as a checkpoint that ``AutoModelForCausalLM`` loads as it is.
 
-    By default the form is the first that can hold the model:
+    With its ``tokenizer`` beside it `models.load` takes the folder, too. By default the form is the
+    first that can hold the model:
 
     - ``"mixtral"``: Llama and Mistral hosts, every layer sparse, ``"renormalised"`` or K = E.
     - ``"qwen2_moe"``: Llama, Mistral and Qwen2 hosts, both rules, any layers; the family's shared
@@ -203,6 +211,9 @@ def export(
     if target.exists():
         refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
     checkpoint.check_finite(dict(model.named_parameters()), "nothing was exported")
+    rows = len(model.get_input_embeddings().weight)
+    if tokenizer is not None and len(tokenizer) > rows:
+        refuse("E-VOCAB", f"{len(tokenizer)} tokens, but the embedding has {rows} rows")
     problems = {each: _problem(model, source.config, each) for each in ([form] if form else FORMS)}
     fitting = [each for each, problem in problems.items() if problem is None]
     if not fitting:
@@ -212,6 +223,9 @@ def export(
     _compare(model, twin)
     with checkpoint.building(target, base=source.base, version=__version__) as stage:
         twin.save_pretrained(stage)
+        if tokenizer is not None:
+            # Chat templates stay in the configuration: a sealed folder is flat.
+            tokenizer.save_pretrained(stage, save_jinja_files=False)
     return target
 
 
