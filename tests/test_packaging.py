@@ -264,6 +264,35 @@ def test_imports_point_down_and_every_contract_refuses_what_it_is_there_for(tmp_
         assert told in outcome.stdout
 
 
+def test_a_clone_has_the_bytes_that_are_hashed_whatever_git_does_to_line_ends(tmp_path):
+    names = ["requirements.lock", "results/SHA256SUMS", "notebooks/01_pesc.smoke.yaml",
+             "moebook/data/mixtures.py", "results/banks/own_starts"]  # fmt: skip
+    source = tmp_path / "source"
+    for name in (".gitattributes", *names):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    for name in ("a.parquet", "a.safetensors", "a.png"):
+        (source / name).write_bytes(b"looks like text\r\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.autocrlf=false")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
+        assert run(["git", *identity, *words], cwd=source).returncode == 0
+    clone = ["git", "-c", "core.autocrlf=true", "clone", "-q", str(source), str(tmp_path / "clone")]
+    assert run(clone).returncode == 0
+    paths = [path for path in source.rglob("*") if path.is_file() and ".git" not in path.parts]
+    assert len(paths) > 30
+    for path in paths:
+        assert (tmp_path / "clone" / path.relative_to(source)).read_bytes() == path.read_bytes()
+
+
+def test_no_committed_text_has_other_line_ends_than_the_repository():
+    listed = run(["git", "ls-files", "--eol"], cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    ends = {line.split()[0] for line in listed.stdout.splitlines()}
+    assert ends <= {"i/lf", "i/none", "i/-text"}
+
+
 def test_connections_and_datagrams_are_refused_to_another_machine_and_reach_this_one():
     for family, host in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
         refused = pytest.raises(RuntimeError, match=re.escape(host))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from moebook import __version__
 from moebook.errors import refuse, told
 from moebook.results import digest, locked, read_json
+from moebook.results.files import DATA, foreign
 from moebook.settings import restored, settings
 
 MANIFEST, DIGEST, TENSORS = "MANIFEST.json", "MANIFEST.sha256", "trained.safetensors"
@@ -251,9 +252,8 @@ def verify(folder: Path) -> dict[str, Any]:
     if (folder / DIGEST).read_bytes() != f"{digest(path)}  {MANIFEST}\n".encode():
         refuse("E-MANIFEST", f"{path} is not the one that {DIGEST} seals; {_REPAIR}")
     manifest = read_json(path)
-    present = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
     files = manifest.get("files")
-    if odd := sorted({*files} ^ present) if isinstance(files, dict) else ["files"]:
+    if odd := _disagreeing(folder, files) if isinstance(files, dict) else ["files"]:
         refuse("E-MANIFEST", f"{folder}: {MANIFEST} and folder disagree on {odd[:3]}; {_REPAIR}")
     for name, expected in manifest["files"].items():
         path = folder / name
@@ -262,6 +262,16 @@ def verify(folder: Path) -> dict[str, Any]:
         if (actual := digest(path)) != expected:
             refuse("E-HASH", f"{path}: {actual!s:.12} was sealed as {expected!s:.12}; {_REPAIR}")
     return manifest
+
+
+def _disagreeing(folder: Path, files: Mapping[str, str]) -> list[str]:
+    """Name what is sealed and not there, or there and not sealed.
+
+    What desktops and editors leave (``.DS_Store``, ``x~``) does not count unless it is data.
+    """
+    there = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
+    left = {name for name in there if foreign(name) and Path(name).suffix not in DATA}
+    return sorted({*files} ^ (there - (left - {*files})))
 
 
 def _sync(path: Path) -> None:

@@ -21,6 +21,7 @@ from moebook.errors import Refusal
 from moebook.notebook import runner
 from moebook.notebook.sources import size
 from moebook.notebook.verifying import Finding
+from moebook.results import files, store
 
 MEMORY, DISK, SCRATCH = 3e9, 2e9, 1e9  # bytes: more than `make book` takes on two cores
 SECONDS = 120  # that the smoke cell may take: importing torch from a cold disk takes most of it
@@ -35,6 +36,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     """Check what runs in a folder need, one finding after the other."""
     yield Finding("Python", (), f"{platform.python_version()}, {platform.machine()}")
     yield _packages()
+    yield _line_ends(folder)
     scratch = tempfile.gettempdir()
     yield _room(f"disk, {folder}", shutil.disk_usage(folder).free, DISK, "delete something")
     yield _room(f"disk, {scratch}", shutil.disk_usage(scratch).free, SCRATCH, "or set TMPDIR")
@@ -59,6 +61,24 @@ def _packages() -> Finding:
              if not version or not need.specifier.contains(version, prereleases=True)]  # fmt: skip
     fix = f"expected {', '.join(wrong)}; pip install -U moebook"
     return Finding("packages", (fix,) if wrong else (), f"{len(needs)} are in range")
+
+
+def _line_ends(folder: Path) -> Finding:
+    """Look for Windows' line ends in texts whose bytes are hashed, of the package and a project."""
+    texts = files.own(files.PACKAGE, "**/*")
+    if (folder / "_config.yml").is_file():
+        lists = (folder / "requirements.lock", folder / "results" / store.SEALS)
+        texts += [*lists, *files.own(folder / "results", "**/*")]
+    kinds = {*files.DATA, ".lock", ""} - {".safetensors"}
+    there = [path for path in dict.fromkeys(texts) if path.suffix in kinds and path.is_file()]
+    wrong = [path for path in there if b"\r\n" in path.read_bytes()]
+    if not wrong:
+        return Finding("line ends", (), f"of {len(there)} texts are right")
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    fix = "delete them, then bring them back: git restore ."
+    return Finding(
+        "line ends", (f"{wrong[0]}{more} have Windows' (CRLF), and other hashes: {fix}",)
+    )
 
 
 def _smoke(folder: Path) -> Finding:

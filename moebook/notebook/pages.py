@@ -137,7 +137,7 @@ class Places:
     def _anchors(self) -> dict[str, str]:
         """Recorded value to the heading above its cell, over all executed copies."""
         anchors: dict[str, str] = {}
-        for path in (self.folder / "book" / "notebooks").glob("*.ipynb"):
+        for path in results.files.own(self.folder / "book" / "notebooks", "*.ipynb"):
             heading = ""
             for cell in results.read_ipynb(path)["cells"]:
                 titles = re.findall(r"^#{2,} +(.+)$", cell["source"], re.MULTILINE)

@@ -262,7 +262,9 @@ def record(folder: Path) -> Path:
 def shown(folder: Path) -> str:
     """Return the page's tables: the papers' settings, and how far measurements are from plans."""
     path = folder / RECORD
-    others = sorted({*path.parent.glob("*.json")} - {path})  # a machine's measurements each
+    others = sorted(
+        {*results.files.own(path.parent, "*.json")} - {path}
+    )  # a machine's measurements each
     with results.formed(path):
         told = results.read_json(path) if path.is_file() else {"plans": []}
         hardware = {name: papers.printed.hyperparameters(name, "paper")["hardware"]["value"]

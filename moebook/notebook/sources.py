@@ -53,7 +53,7 @@ class Notebook:
     @property
     def protocols(self) -> list[str]:
         """Names of its protocols: the tiers in their order, where `study` stands for its own."""
-        files = self.path.parent.glob(f"{self.path.stem}.*.yaml")
+        files = results.files.own(self.path.parent, f"{self.path.stem}.*.yaml")
         names = {path.name.split(".")[1] for path in files} | {str(self.defaults["tier"])}
         order = {tier: place for place, tier in enumerate(TIERS)}
         return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
@@ -62,6 +62,8 @@ class Notebook:
         """Read and check what a protocol sets, ``tier`` included."""
         file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
         message = f"{self.name} has no protocol '{protocol}' ({file.name});"
+        if results.files.foreign(file.name) and file.is_file():
+            message = f"{file.name} looks like a copy, by its name, and is no protocol;"
         refuse_unknown(protocol, self.protocols, "E-PROTOCOL", message)
         settings = {"tier": self.defaults["tier"]}
         for name, (value, where) in read_flat(file).items() if file.is_file() else ():

@@ -10,6 +10,7 @@ from moebook import results
 from moebook.errors import Refusal, nearest, printable, refuse
 from moebook.notebook import publish, sources
 from moebook.results import Run, store
+from moebook.results.files import own
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
     A run that is merely behind the code does not fail.
     """
     faults, shown = store.unsealed(folder), folder / "book" / "notebooks"
-    pools = {path for path in (folder / "results").glob("*/*") if path.is_dir()} | faults.keys()
+    pools = {path for path in own(folder / "results", "*/*") if path.is_dir()} | faults.keys()
     pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
-             for path in shown.glob(f"*.{kind}")}  # fmt: skip
+             for path in own(shown, f"*.{kind}")}  # fmt: skip
     names = {path: path.parent.name for path in sorted(pools)}
     names |= {path: path.stem[3:] for path in sorted(pages)}
     chosen = [path for path in names if name in (None, names[path])]
@@ -52,7 +53,7 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
         if path.parent.name == "banks":
             from moebook.models import checkpoint  # with torch, which nothing else here needs
 
-            seals = [checkpoint.verify(lora) for lora in sorted(path.iterdir())]
+            seals = [checkpoint.verify(lora) for lora in own(path)]
             return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
         pool = store.pool(path.parent.name, path.name, folder)
         if pool is None:

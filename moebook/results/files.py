@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,10 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"  # in an installed wheel: notebooks, results and the lock
 CODE = ("moebook", "notebooks", "requirements.lock")
 WRITTEN = ("_build", "book", "results", "runs")  # folders that commands write to
+DATA = (".csv", ".json", ".jsonl", ".mplstyle", ".safetensors", ".sha256", ".txt", ".yaml")
+KINDS = (*DATA, ".md", ".py")  # of files in the package
+_OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_COPY = re.compile(r"-Copy\d*(\.|$)")  # as Jupyter names one
 FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
 
 
@@ -133,32 +138,94 @@ def digest(path: Path) -> str | None:
 
 
 def source(notebook: Path) -> str | None:
-    """Hash the code cells of a notebook, without those that papermill injected or that install."""
-    if not notebook.is_file():
-        return None
-    cells = [cell for cell in read_ipynb(notebook)["cells"] if cell["cell_type"] == "code"]
-    apart = {"injected-parameters", "install"}
-    code = [c["source"] for c in cells if apart.isdisjoint(c["metadata"].get("tags", []))]
-    return hashlib.sha256("\n\n".join(code).encode()).hexdigest()
+    """Hash what a notebook's code cells do: see `cells_digest`. None when there is no such file."""
+    return cells_digest(read_ipynb(notebook)["cells"]) if notebook.is_file() else None
+
+
+def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Hash the statements of a notebook's code cells, one after the other.
+
+    Comments, layout, empty cells and text cells do not count, nor do the cells that papermill
+    injected or that install the package.
+    """
+    statements = list[str]()
+    for cell in cells:
+        apart = {"injected-parameters", "install"} & {*cell["metadata"].get("tags", [])}
+        if cell["cell_type"] == "code" and not apart:
+            statements += _cell_statements(cell["source"])
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()
+
+
+def cell_digest(text: str) -> str:
+    """Hash what one cell does, given as it was written or as IPython keeps it (``In[3]``)."""
+    return hashlib.sha256("\n".join(_cell_statements(text)).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _cell_statements(text: str) -> tuple[str, ...]:
+    """Write out the statements of a cell; one that is no Python, even to IPython, is its text."""
+    module = _parsed(text) or _parsed(_without_magics(text))
+    if module is None:
+        return (text.strip(),)
+    return tuple(_written(statement) for statement in _Docstrings().visit(module).body)
+
+
+def _parsed(text: str) -> ast.Module | None:
+    """Parse Python; None where it is none. What it warns of is its author's business."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return None
+
+
+def _without_magics(text: str) -> str:
+    """Turn IPython's own syntax (``%time``, ``!ls``, ``x?``) into calls, as a kernel does."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    with suppress(SyntaxError):
+        return str(TransformerManager().transform_cell(text))
+    return text
 
 
 def loaded(known: Container[str] = ()) -> dict[str, str]:
     """Hash loaded modules and data files beside them, by path in the package; no ``known`` ones."""
     modules = [m for name, m in sys.modules.copy().items() if name.split(".")[0] == PACKAGE.name]
-    files = [Path(module.__file__) for module in modules if module.__file__]
-    data = [path for file in files if file.name == "__init__.py" for path in _data(file.parent)]
-    names = {path.relative_to(PACKAGE).as_posix(): path for path in sorted({*files, *data})}
+    files = {Path(module.__file__) for module in modules if module.__file__}
+    for file in [*files]:
+        if file.name == "__init__.py":
+            files.update(_data(file.parent))
+    names = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(files)}
     return {name: code_digest(path) for name, path in names.items() if name not in known}
 
 
 @functools.cache
 def _data(package: Path) -> tuple[Path, ...]:
-    """List a package's own data files, but none of what the papers print."""
-    parts = (path for path in package.iterdir() if not (path / "__init__.py").is_file())
-    own = (path for path in parts if path.name != "__pycache__")
-    files = (file for path in own for file in (path, *path.rglob("*")) if file.is_file())
-    kept = (path for path in files if path.suffix not in (".py", ".md"))
-    return tuple(kept) if package.name != "papers" else ()
+    """List a package's own data files, but none of what the papers print or a wheel ships."""
+    if package.name == "papers":
+        return ()
+    data = list[Path]()
+    for part in own(package):
+        if part.is_file():
+            data.append(part)
+        elif part != SHIPPED and not (part / "__init__.py").is_file():
+            data += own(part, "**/*")
+    return tuple(path for path in data if path.suffix in DATA and path.is_file())
+
+
+def own(folder: Path, pattern: str = "*") -> list[Path]:
+    """List what lies in a folder by a pattern, in order, without what is `foreign` there."""
+    paths = sorted(folder.glob(pattern))
+    return [path for path in paths if not any(map(foreign, path.relative_to(folder).parts))]
+
+
+def foreign(name: str) -> bool:
+    """Whether an editor, a desktop or Jupyter gave a file or folder its name, and not we.
+
+    So are hidden names (``.DS_Store``, ``.x.swp``, ``.ipynb_checkpoints``), backups (``x~``) and
+    copies (``x-Copy1.yaml``, ``x (1).yaml``, any name with a space).
+    """
+    return not _OWN_NAME.fullmatch(name) or bool(_COPY.search(name))
 
 
 def code_digest(path: Path) -> str:
@@ -167,8 +234,8 @@ def code_digest(path: Path) -> str:
 
 
 def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:
-    """Hash what all files below a folder do, or hold (``by=digest``, which is quicker)."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    """Hash what our files below a folder do, or hold (``by=digest``, which is quicker)."""
+    files = [path for path in own(folder, "**/*") if path.suffix in KINDS and path.is_file()]
     names = [(path.relative_to(folder).as_posix(), by(path)) for path in files]
     return hashlib.sha256(repr(names).encode()).hexdigest()
 
@@ -176,13 +243,38 @@ def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:
 @functools.lru_cache(maxsize=1024)
 def _code(text: str) -> str:
     """Hash a module's syntax tree without docstrings."""
-    return hashlib.sha256(ast.dump(_Docstrings().visit(ast.parse(text))).encode()).hexdigest()
+    tree = _Docstrings().visit(ast.parse(text))
+    return hashlib.sha256(_written(tree).encode()).hexdigest()
 
 
 class _Docstrings(ast.NodeTransformer):
+    """Leaves out the statements that are a text alone."""
+
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         value = node.value.value if isinstance(node.value, ast.Constant) else None
         return None if isinstance(value, str) else node
+
+
+def _written(node: object) -> str:
+    """Write out a syntax tree as Python 3.11's `ast.dump` does, whatever the Python.
+
+    Later ones have fields that were not there (``type_params``), leave empty ones out, or end a
+    format with an empty text; a hash that was recorded under one must be found under another.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(map(_written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = list[str]()
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(node, ast.JoinedStr):
+            value = [part for part in node.values if getattr(part, "value", None) != ""]
+        absent = value is None and getattr(type(node), name, ...) is None
+        later = name == "type_params" and not value
+        if not absent and not later and name != "kind":  # of a text: u"" is ""
+            fields.append(f"{name}={_written(value)}")
+    return f"{type(node).__name__}({', '.join(fields)})"
 
 
 def commit(folder: Path) -> dict[str, Any] | None:

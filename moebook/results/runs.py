@@ -6,13 +6,15 @@ metadata who ran what, where and when. A digest over all of it is checked when i
 
 from __future__ import annotations
 
+import csv
+import functools
 import hashlib
 import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -173,7 +175,7 @@ def read_run(path: Path) -> Run:
         run = _from_lines(head, table.to_pylist())
     if _digest(run) != digest:
         refuse("E-RUN", f"{path} was altered after it was written; bring it back, or run it again")
-    return run
+    return _of_statements(run)
 
 
 def read_head(path: Path) -> Run:
@@ -186,7 +188,24 @@ def read_head(path: Path) -> Run:
         schema = pq.read_schema(path)
     head, _ = _head_of(schema, path)
     with _readable(path):
-        return _from_lines(head, [])
+        return _of_statements(_from_lines(head, []))
+
+
+def _of_statements(run: Run) -> Run:
+    """Give a run that recorded the hash of its notebook's text that of its statements."""
+    recorded = run.code.get("notebook")
+    now = _recorded_texts().get(str(recorded), recorded)
+    return run if now == recorded else replace(run, code={**run.code, "notebook": now})
+
+
+@functools.cache
+def _recorded_texts() -> dict[str, str]:
+    """Read which statements (`files.source`) a notebook had whose text was hashed.
+
+    So runs did up to November 2026; ``notebooks.csv`` names a commit that holds each text.
+    """
+    with Path(__file__).with_name("notebooks.csv").open(encoding="utf-8", newline="") as file:
+        return {line["text"]: line["statements"] for line in csv.DictReader(file)}
 
 
 @contextmanager

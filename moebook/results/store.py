@@ -219,7 +219,7 @@ def pool(
     With ``read=read_head`` they have neither values nor curves, and are there at once.
     """
     place = files.part(folder or root(), "results") / notebook / protocol
-    runs = {path: read(path) for path in sorted(place.glob("*.parquet"))}
+    runs = {path: read(path) for path in files.own(place, "*.parquet")}
     for path, run in runs.items():
         if (run.notebook, run.protocol) != (notebook, protocol):
             refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
@@ -256,7 +256,7 @@ def unsealed(folder: Path) -> dict[Path, list[str]]:
     """Say by folder which committed runs are altered, gone, or not on the list."""
     place, faults = folder / "results", dict[Path, list[str]]()
     seals = _sealed(place)
-    for path in sorted({*place.rglob("*.parquet"), *(place / name for name in seals)}):
+    for path in sorted({*files.own(place, "**/*.parquet"), *(place / name for name in seals)}):
         found, wanted = files.digest(path), seals.get(path.relative_to(place).as_posix())
         if found != wanted:
             fault = "was altered; bring it back" if found else "is gone; bring it back"
@@ -270,7 +270,7 @@ def pools(
 ) -> dict[str, Pool]:
     """Read a notebook's pools but `CLASS`, smallest scale first; last, if ``shown``, its page's."""
     place = files.part(folder or root(), "results") / notebook
-    names = sorted(path.name for path in place.iterdir() if path.is_dir()) if place.exists() else []
+    names = [path.name for path in files.own(place) if path.is_dir()]
     every = [pool(notebook, name, folder, read) for name in names if name != CLASS]
     found = sorted((one for one in every if one), key=lambda one: one.rank)
     if shown and (one := live(notebook, folder, read)):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ CHANGES = {
 def test_every_change_is_refused_with_its_code(damage, code, sealed):
     damage(sealed)
     refused(code, checkpoint.verify, sealed)
+
+
+def test_what_desktops_and_editors_leave_breaks_no_seal_unless_it_is_data(sealed):
+    for name in (".DS_Store", ".a.json.swp", "a.json~", "a copy"):
+        (sealed / name).touch()
+    assert set(checkpoint.verify(sealed)["files"]) == {"a.json", "b.bin"}
+    for name in ("._a.json", "a (1).json", "c.bin"):
+        (sealed / name).touch()
+        refused(f"E-MANIFEST: .*{re.escape(name)}", checkpoint.verify, sealed)
+        (sealed / name).unlink()
+
+
+def test_a_sealed_file_may_have_any_name(tmp_path):
+    with checkpoint.building(tmp_path / "done") as stage:
+        (stage / "my notes~").touch()
+    assert set(checkpoint.verify(tmp_path / "done")["files"]) == {"my notes~"}
+    (tmp_path / "done" / "my notes~").unlink()
+    refused("E-MANIFEST: .*my notes~", checkpoint.verify, tmp_path / "done")
 
 
 def test_a_commit_never_replaces_what_is_there(sealed, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moebook import cli
+from moebook import cli, results
 from moebook.notebook import doctor
 
 Free = namedtuple("Free", "free available")
@@ -50,3 +50,26 @@ def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told)
     healthy.setattr(*take)
     failures = _told(doctor.examine(tmp_path))
     assert len(failures) == 1 and told in failures[0] and "\n" not in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("requirements.lock", "lock"), ("results/SHA256SUMS", "sums")]
+)
+def test_windows_line_ends_are_named_where_bytes_are_hashed(healthy, tmp_path, name, kind):
+    healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
+    results.write(tmp_path / "_config.yml", "")
+    results.write(tmp_path / "results" / "toy" / "0.parquet", b"PAR1\r\n")
+    results.write(tmp_path / name, f"{kind}\n")
+    assert not _told(doctor.examine(tmp_path))
+    results.write(tmp_path / name, f"{kind}\r\n")
+    (told,) = _told(doctor.examine(tmp_path))
+    assert f"{name} have Windows' (CRLF)" in told and "git restore ." in told
+
+
+def test_windows_line_ends_in_the_package_are_counted(healthy, tmp_path):
+    for name in ("a.yaml", "b/c.csv", "b/d.safetensors", "e.py", ".hidden.csv"):
+        results.write(tmp_path / name, "x\r\n")
+    healthy.setattr("moebook.results.files.PACKAGE", tmp_path)
+    healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
+    (told,) = _told(doctor.examine(tmp_path))
+    assert "a.yaml and 1 more have Windows'" in told

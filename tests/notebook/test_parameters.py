@@ -198,6 +198,21 @@ def test_a_protocol_is_its_file_as_papermill_reads_it_and_its_tier(fresh, tmp_pa
     assert found == yaml.safe_load(text) == {"a": 1, "b": 1e-5, "c": True, "d": "x: y", "e": "nano"}
 
 
+LEFT = ("smoke-Copy1.yaml", "smoke (1).yaml", "smoke copy.yaml", "smoke.yaml~")
+
+
+def test_a_copy_of_a_protocol_is_no_protocol(fresh):
+    place = fresh / "notebooks"
+    before = sources.find(fresh, "toy").protocols
+    for name in LEFT:
+        shutil.copy(place / "01_toy.smoke.yaml", place / f"01_toy.{name}")
+    shutil.copy(place / "01_toy.smoke.yaml", place / ".01_toy.smoke.yaml.swp")
+    shutil.copy(place / "01_toy.ipynb", place / "01_toy-Copy1.ipynb")
+    toy = sources.find(fresh, "toy")
+    assert toy.protocols == before and list(sources.notebooks(fresh)) == ["toy"]
+    refused("E-PROTOCOL: 01_toy.smoke-Copy1.yaml looks like a copy", toy.settings, "smoke-Copy1")
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("top_k: 1\ntop_k: 2\n", r"E-CONFIG: notebooks/01_toy.smoke.yaml:2:1: top_k is given twice"),
     ("top_k: 1\n", "E-CONFIG: 01_toy.smoke.yaml: tier = 'cpu'; expected smoke"),

@@ -21,7 +21,7 @@ from moebook.notebook import runner, study
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import GLUE, NOTE
 from moebook.notebook.verifying import verify
-from moebook.results import Value
+from moebook.results import Value, store
 from moebook.training import fit
 from tests.refusals import refused
 
@@ -286,6 +286,25 @@ def test_verify_sees_what_a_runs_own_digest_cannot(book, change, failure):
     change(book / "results" / "toy" / "nano" / "1.parquet")
     failed = "\n".join(str(finding) for finding in verify(None, book) if finding.failures)
     assert re.search(failure, failed), failed
+
+
+LEFT = (
+    ".DS_Store", "toy/.DS_Store", "toy/nano/.DS_Store", "toy/nano/._0.parquet",
+    "toy/nano/0 (1).parquet", "toy/nano/0-Copy1.parquet", "toy/nano/0.parquet~",
+    "toy/.ipynb_checkpoints/0.parquet", "toy/nano/.ipynb_checkpoints/0-checkpoint.parquet",
+    "toy/a copy/0.parquet", ".Trash-1000/toy/0.parquet",
+)  # fmt: skip
+
+
+def test_what_desktops_and_jupyter_leave_beside_runs_fails_no_check(book):
+    before = [*map(str, verify(None, book))]
+    for name in LEFT:
+        results.write(book / "results" / name, "left")
+    for name in ("._01_toy.ipynb", "01_toy-Copy1.ipynb", ".ipynb_checkpoints/01_toy.ipynb"):
+        results.write(book / "book" / "notebooks" / name, "left")
+    assert [*map(str, verify(None, book))] == before
+    assert list(store.pools("toy", book)["nano"].seeds) == [0, 1]
+    assert store.live("toy", book) is not None
 
 
 POOL, PAGE = "results/toy/nano/0.parquet", "book/notebooks/01_toy"

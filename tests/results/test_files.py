@@ -4,11 +4,13 @@ import gc
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import Mock
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from moebook import results
 from moebook.errors import Refusal
@@ -24,8 +26,8 @@ def f(x):
         x = -x
     return x  # behind
 '''
-FILES = ("__init__.py", "used/__init__.py", "used/rows.csv", "used/weights/model.bin", "idle.py",
-         "used/README.md", "papers/__init__.py", "papers/pesc/claims.yaml")  # fmt: skip
+FILES = ("__init__.py", "used/__init__.py", "used/rows.csv", "used/weights/model.safetensors",
+         "idle.py", "used/README.md", "papers/__init__.py", "papers/pesc/claims.yaml")  # fmt: skip
 LOADED = ("__init__.py", "used/__init__.py", "used/part.py", "papers/__init__.py")
 CELLS = [
     {"cell_type": "markdown", "source": "# A toy"},
@@ -63,6 +65,11 @@ def _run(folder: Path) -> Run:
 
 PART, NOTEBOOK = "moebook/used/part.py", "notebooks/01_toy.ipynb"
 USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
+CELL, EMPTY = ("notebook",), '{"cell_type": "code", "source": " "}'
+REMARK = '{"cell_type": "code", "source": "# a remark"}'
+MAGIC = '{"cell_type": "code", "source": "%time x"}'
+NO_PYTHON = '{"cell_type": "code", "source": "x = = 1"}'
+SPLIT = '{"cell_type": "code", "source": "x = steps"}'
 
 
 @pytest.mark.parametrize(("name", "old", "new", "names"), [
@@ -74,9 +81,13 @@ USED, MORE = ("used.part",), '{"cell_type": "markdown", "source": "More."}'
     (NOTEBOOK, "[{", f"[{MORE}, {{", ()), (NOTEBOOK, "}]", f"}}, {MORE}]", ()),
     (NOTEBOOK, "# A toy", "# Another", ()), (NOTEBOOK, "= 100", "= 200", ("notebook",)),
     (NOTEBOOK, '["steps: int = 100\\n", "x = steps"]', '"steps: int = 100\\nx = steps"', ()),
+    (NOTEBOOK, "x = steps", "x=(steps)  # of them", ()),
+    (NOTEBOOK, "x = steps", "x = steps + 1", CELL),
+    (NOTEBOOK, "}]", f"}}, {EMPTY}, {REMARK}]", ()), (NOTEBOOK, "}]", f"}}, {MAGIC}]", CELL),
+    (NOTEBOOK, 'x = steps"]}', f'"]}}, {SPLIT}', ()), (NOTEBOOK, "}]", f"}}, {NO_PYTHON}]", CELL),
     ("moebook/used/__init__.py", "", "more = 1", ("used",)),
     ("moebook/used/rows.csv", "", "more", ("used.rows.csv",)),
-    ("moebook/used/weights/model.bin", "", "more", ("used.weights.model.bin",)),
+    ("moebook/used/weights/model.safetensors", "", "more", ("used.weights.model.safetensors",)),
     ("moebook/idle.py", "", "more = 1", ()), ("moebook/used/README.md", "", "more", ()),
     ("moebook/papers/pesc/claims.yaml", "", "more", ()),
     ("requirements.lock", "", "more", ("lock",)),
@@ -90,7 +101,7 @@ def test_code_and_data_count_and_comments_layout_and_prose_do_not(package, name,
 
 def test_a_run_says_what_it_loaded_of_which_day_it_is_and_names_the_first_changes(package):
     loaded = results.files.loaded()
-    assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.bin"}
+    assert set(loaded) == {*LOADED, "used/rows.csv", "used/weights/model.safetensors"}
     assert set(results.files.loaded(loaded)) == set()
     run, folder = _run(package.parent), package.parent
     for name in ("idle.py", "used/README.md", "papers/pesc/claims.yaml"):
@@ -110,7 +121,7 @@ def test_what_is_loaded_is_listed_while_others_import(package, monkeypatch):
     load = lambda *_: sys.modules.update({f"late{len(sys.modules)}": sys})  # noqa: E731
     gc.callbacks.append(load)  # as a thread may, wherever the garbage collector runs
     try:
-        assert "used/weights/model.bin" in results.files.loaded()
+        assert "used/weights/model.safetensors" in results.files.loaded()
     finally:
         gc.callbacks.remove(load)
 
@@ -171,3 +182,86 @@ def test_one_reader_takes_json_objects_and_refuses_what_is_none(content, message
     limit = 10**5 if "LIMIT" in message else 10**7
     refusal = refused(message, results.read_json, path, limit=limit)
     assert "some.json" in str(refusal) and len(str(refusal)) < 500
+
+
+SAME_CELLS = [
+    ("  x = 1", "x = 1"),
+    ("x = 'a'", 'x = "a"'),
+    ("x = u'a'", "x = 'a'"),
+    ("f(1,\n  2)", "f(1, 2)"),
+    ("x = (1)", "x = 1"),
+    ("x = 1;", "x = 1"),
+    ("x = '\\d'", "x = '\\\\d'"),
+    ("'''Say.'''\nx = 1", "x = 1"),
+    ("!ls\nx = 1  # one", "!ls\nx = (1)"),
+    ("x = 1 +", "x = 1 + "),
+]
+OTHER_CELLS = [
+    ("%time x", "%time y"),
+    ("!ls", "!ls -l"),
+    ("x?", "x??"),
+    ("%%bash\nls", "%%bash\nls -l"),
+    ("x = (1)", "x = (1,)"),
+    ("x = 1", "x = True"),
+    ("x = 1", "x = 1.0"),
+    ("x = ''", "x = f''"),
+    ("f('')", "f()"),
+    ("x = 1 +", "x = 2 +"),
+    ("x = 1\x00", "x = 2\x00"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), SAME_CELLS)
+def test_a_cell_written_in_another_way_has_the_same_hash(before, after):
+    assert files.cell_digest(before) == files.cell_digest(after)
+
+
+@pytest.mark.parametrize(("before", "after"), OTHER_CELLS)
+def test_a_cell_that_does_something_else_has_another_hash(before, after):
+    assert files.cell_digest(before) != files.cell_digest(after)
+
+
+def test_a_cell_that_a_kernel_keeps_is_the_one_that_was_written():
+    shell = TransformerManager()
+    for text in ("%time x", "!ls\ny = 1", "x?", "  x = 1", "%%bash\nls", "x = 1  # one"):
+        assert files.cell_digest(shell.transform_cell(text)) == files.cell_digest(text)
+
+
+WRITTEN = '''\
+@decorator
+def f(a, *b, c: int = 1, **d) -> str:
+    """Say."""
+    return f"{a!r:>{c}} {b=} {{}}" "" + "x" + f(*b, **d)
+
+class A(B): x: int = -1.5e-3
+'''
+BY_311 = "1df24eab1acb0ee0482abe24c36fa696ea450ba10693afb34b218aba010800ae"  # ast.dump's, hashed
+
+
+def test_a_modules_hash_is_that_of_the_dump_of_python_311_under_any_python():
+    assert files._code(WRITTEN) == BY_311
+
+
+LEFT = (
+    ".DS_Store .x.swp .#part.py x~ rows.csv~ rows-Copy1.csv rows-Copy.csv ._rows.csv"
+    " .ipynb_checkpoints/rows.csv __pycache__/x.pyc Thumbs.db desktop.ini rows.csv.bak"
+)
+FOREIGN = [*LEFT.split(), "a name", "rows (1).csv", "Icon\r"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_editors_desktops_and_jupyter_leave_is_no_part_of_the_package(package, name):
+    before = results.files.loaded(), results.files.code(package)
+    for place in ("", "used", "used/weights"):
+        results.write(package / place / name, "left")
+    files._data.cache_clear()
+    assert (results.files.loaded(), results.files.code(package)) == before
+
+
+def test_the_kinds_of_files_that_count_are_those_that_a_wheel_has():
+    root = Path(results.__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["moebook"]
+    assert {f"**/*{kind}" for kind in files.KINDS if kind != ".py"} == set(patterns)
+    kinds = {path.suffix for path in files.own(root / "moebook", "**/*") if path.is_file()}
+    assert kinds - {".pyc"} <= {*files.KINDS}

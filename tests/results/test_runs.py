@@ -1,7 +1,10 @@
 """A run's file comes back to the last bit; pools tell which runs belong together; else refusals."""
 
+import csv
+import hashlib
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,3 +198,58 @@ def test_pools_are_read_smallest_scale_first_and_a_run_must_lie_in_its_folder(tm
     assert shown is not None and (shown.tier, list(shown.seeds)) == ("cpu", [0])
     results.write_run(tmp_path / "results" / "toy" / "nano" / "1.parquet", large)
     refused(r"E-POOL: .*1\.parquet is a run of toy at big; move it", store.pools, "toy", tmp_path)
+
+
+ROOT = Path(results.__file__).parents[2]
+TABLE = ROOT / "moebook" / "results" / "notebooks.csv"
+LINES = [*csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())]
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """What a run's file says of its code, as it was written."""
+    head = json.loads(pq.read_schema(path).metadata[HEAD])
+    return dict(head["code"])
+
+
+def text_digest(notebook: dict[str, Any]) -> str:
+    """The hash that runs recorded of a notebook: of the text of its code cells."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    apart = {"injected-parameters", "install"}
+    kept = [cell for cell in code if apart.isdisjoint(cell["metadata"].get("tags", []))]
+    texts = ["".join(cell["source"]) for cell in kept]
+    return hashlib.sha256("\n\n".join(texts).encode()).hexdigest()
+
+
+def test_every_committed_run_with_a_hash_of_text_has_that_of_its_statements():
+    now = {line["text"]: line["statements"] for line in LINES}
+    paths = store.files.own(ROOT / "results", "**/*.parquet")
+    old = {}
+    for path in paths:
+        code = recorded(path)
+        if "results/notebooks.csv" not in code["modules"] and "notebook" in code:
+            old[path] = now[code["notebook"]]
+            assert results.runs.read_head(path).code["notebook"] == old[path], path
+    first = next(iter(old))
+    assert results.read_run(first).code["notebook"] == old[first]
+
+
+def test_no_committed_run_is_behind_its_notebook_because_of_the_new_hash():
+    paths = (ROOT / "notebooks").glob("*.ipynb")
+    today = {text_digest(json.loads(path.read_text())) for path in paths}
+    for path in store.files.own(ROOT / "results", "**/*.parquet"):
+        if recorded(path).get("notebook") in today:
+            assert "notebook" not in results.runs.changed(results.runs.read_head(path), ROOT)
+
+
+@pytest.mark.parametrize(
+    "line", LINES, ids=lambda line: f"{line['notebook'][10:-6]}-{line['text'][:4]}"
+)
+def test_the_statements_of_a_text_are_those_of_the_commit_that_has_it(line, tmp_path):
+    place = f"{line['commit']}:{line['notebook']}"
+    shown = subprocess.run(["git", "show", place], cwd=ROOT, capture_output=True)
+    if shown.returncode:
+        pytest.skip("this clone does not reach back to that commit")
+    path = tmp_path / "then.ipynb"
+    path.write_bytes(shown.stdout)
+    assert text_digest(json.loads(shown.stdout)) == line["text"]
+    assert results.files.source(path) == line["statements"]
