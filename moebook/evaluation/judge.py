@@ -6,6 +6,7 @@ paper has GPT-4 give points from 0 to 10 by a few criteria (``judge.yaml``).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -16,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import httpx2
 import numpy as np
 import pandas as pd
-import requests
 from pydantic import Field
 from sklearn.metrics import roc_auc_score
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
@@ -36,6 +37,13 @@ with formed(Path(__file__).with_name("judge.yaml")) as _FILE:
     RUBRICS: dict[str, list[str]] = {k: kind["criteria"] for k, kind in _FILE["rubrics"].items()}
     KINDS = {task: k for k, kind in _FILE["rubrics"].items() for task in kind["tasks"]}
 LONGEST = 20_000  # characters of an answer that a judge is shown
+# Errors of a connection after which another attempt may help.
+PASSING = (
+    httpx2.NetworkError,
+    httpx2.ProxyError,
+    httpx2.RemoteProtocolError,
+    TimeoutError,
+)
 SIDES = {"first": 1, "second": -1, "equal": 0}
 Row = dict[str, str]  # prompt, reference, and what is judged
 
@@ -50,7 +58,7 @@ class Endpoint:
     price: tuple[float, float] = (0.0, 0.0)  # of a million tokens, read and written
     # What may be spent, in the price's currency.
     budget: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
-    timeout: Positive = 60.0  # seconds
+    timeout: Positive = 60.0  # seconds for a whole call, from connecting to the last byte
     attempts: Count = 4
     workers: Count = 8  # requests at once
 
@@ -73,8 +81,8 @@ class Reply(NamedTuple):
     """What a judge said, and the tokens that took: none if it was known."""
 
     told: dict[str, Any]
-    read: int
-    written: int
+    asked: bool = False  # else it was known
+    tokens: tuple[int, int] | None = (0, 0)  # read and written; None where it did not say
 
 
 @dataclass
@@ -84,6 +92,7 @@ class Judge:
     endpoint: Endpoint
     folder: Path
     calls: int = 0
+    uncounted: int = 0  # calls of which the judge did not say how many tokens they took
     tokens: list[int] = field(default_factory=lambda: [0, 0])  # read, written
 
     @property
@@ -94,9 +103,11 @@ class Judge:
 
     def __str__(self) -> str:
         """Say in a line what was asked and what it took."""
+        calls = f"{self.endpoint.model}: {self.calls} calls"
+        if self.uncounted:
+            calls += f" ({self.uncounted} without a count of tokens)"
         tokens = "{:,} tokens read, {:,} written".format(*self.tokens)
-        asked = f"{self.endpoint.model}: {self.calls} calls, {tokens}, cost {self.cost:.4g}"
-        return f"{asked}; replies are kept in {self.folder}"
+        return f"{calls}, {tokens}, cost {self.cost:.4g}; replies are kept in {self.folder}"
 
     def scores(self, kind: str, rows: Sequence[Row]) -> list[float]:
         """Grade ``answer`` of rows with ``prompt`` and ``reference``: mean points, in [0, 1]."""
@@ -137,35 +148,54 @@ class Judge:
                 for done in progress(as_completed(waiting), "judging", len(waiting)):
                     reply = done.result()
                     told[waiting[done]] = reply.told
-                    self.calls += bool(reply.read)
-                    self.tokens = [self.tokens[0] + reply.read, self.tokens[1] + reply.written]
-                    if self.cost > self.endpoint.budget and len(told) < len(prompts):
-                        spent = f"{self.cost:.4g} spent of {self.endpoint.budget:g}"
-                        kept = f"{len(told)} of {len(prompts)} replies are kept in {self.folder}"
-                        refuse("E-BUDGET", f"{spent}: {kept}; raise the budget to go on")
+                    self._count(reply)
+                    self._check_budget(reply, len(told), len(prompts))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
         return [told[place] for place in range(len(prompts))]
+
+    def _count(self, reply: Reply) -> None:
+        """Add what a reply took."""
+        self.calls += reply.asked
+        if reply.tokens is None:
+            self.uncounted += 1
+        else:
+            read, written = reply.tokens
+            self.tokens = [self.tokens[0] + read, self.tokens[1] + written]
+
+    def _check_budget(self, reply: Reply, known: int, wanted: int) -> None:
+        """Refuse to go on beyond the budget, or with one that nobody can hold."""
+        budget = self.endpoint.budget
+        if known == wanted or math.isinf(budget):
+            return
+        kept = f"{known} of {wanted} replies are kept in {self.folder}"
+        if reply.tokens is None:
+            lacks = "a reply does not say how many tokens it took, so no budget can be held"
+            refuse("E-BUDGET", f"{lacks}: {kept}; give no budget to go on")
+        if self.cost > budget:
+            spent = f"{self.cost:.4g} spent of {budget:g}"
+            refuse("E-BUDGET", f"{spent}: {kept}; raise the budget to go on")
 
     def _reply(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
         """Return what is known of a question, or ask, again where a reply makes no sense."""
         named = hashlib.sha256(f"{self.endpoint.model}\n{prompt}".encode()).hexdigest()
         path = self.folder / f"{named}.json"
         if path.is_file() and check(told := read_json(path)):
-            return Reply(told, 0, 0)
+            return Reply(told)
         end = self.endpoint
-        again = retry_if_exception(_passes)
-        wait = wait_random_exponential(multiplier=0.2, max=20)
+        attempts = Retrying(
+            stop=stop_after_attempt(end.attempts),
+            retry=retry_if_exception(_passes),
+            wait=wait_random_exponential(multiplier=0.2, max=20),
+            reraise=True,
+        )
         try:
-            for attempt in Retrying(stop=stop_after_attempt(end.attempts), retry=again, wait=wait,
-                                    reraise=True):  # fmt: skip
-                with attempt:
-                    reply = self._call(prompt, check)
-        except requests.RequestException as error:
+            reply = attempts(self._call, prompt, check)
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             where = f"{end.address}, model {end.model}"
-            refuse("E-JUDGE", f"{where}: {type(error).__name__}: {error}; replies so far are kept "
-                   f"in {self.folder}")  # fmt: skip
+            kept = f"replies so far are kept in {self.folder}"
+            refuse("E-JUDGE", f"{where}: {_reason(error)}; {kept}")
         except ValueError as error:
             refuse("E-JUDGE", f"model {end.model} gave no grade in {end.attempts} attempts: "
                    f"{error}; take another model")  # fmt: skip
@@ -173,32 +203,60 @@ class Judge:
         return reply
 
     def _call(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
-        end = self.endpoint
-        head = {"Authorization": f"Bearer {end.key}"} if end.key else {}
-        body: Any = {"model": end.model, "temperature": 0,
-                "messages": [{"role": "user", "content": prompt}]}  # fmt: skip
-        answer = requests.post(
-            f"{end.address}/chat/completions", json=body, headers=head, timeout=end.timeout
-        )
+        """Ask once; a reply in which there is no grade is a ValueError."""
+        answer = asyncio.run(self._post(prompt))
         answer.raise_for_status()
         try:
             content = answer.json()
             text = content["choices"][0]["message"]["content"]
-            usage = content.get("usage") or {}
-            tokens = int(usage.get("prompt_tokens", 1)), int(usage.get("completion_tokens", 1))
             told = json.loads(text[text.index("{") : text.rindex("}") + 1])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise ValueError(f"it said {answer.text[:200]!r}") from None
         if not isinstance(told, dict) or not check(told):
             raise ValueError(f"it said {text[:200]!r}")
-        return Reply(told, *tokens)
+        return Reply(told, asked=True, tokens=_tokens(content.get("usage")))
+
+    async def _post(self, prompt: str) -> httpx2.Response:
+        """Put a question; TimeoutError where the whole answer is not there in time.
+
+        The client's own timeouts end a wait for the next bytes, which a trickle never lets pass;
+        cancelling the task ends all of it.
+        """
+        end = self.endpoint
+        head = {"Authorization": f"Bearer {end.key}"} if end.key else {}
+        asked = {"role": "user", "content": prompt}
+        body = {"model": end.model, "temperature": 0, "messages": [asked]}
+        async with (
+            asyncio.timeout(end.timeout),
+            httpx2.AsyncClient(timeout=None, follow_redirects=True) as client,
+        ):
+            return await client.post(f"{end.address}/chat/completions", json=body, headers=head)
 
 
 def _passes(error: BaseException) -> bool:
     """Whether another attempt may help: no wrong key, address or model."""
-    if isinstance(error, requests.HTTPError) and error.response is not None:
+    if isinstance(error, httpx2.HTTPStatusError):
         return error.response.status_code in (408, 409, 429) or error.response.status_code >= 500
-    return isinstance(error, (requests.ConnectionError, requests.Timeout, ValueError))
+    return isinstance(error, (*PASSING, ValueError))
+
+
+def _reason(error: Exception) -> str:
+    """Say in a line why a call failed."""
+    if isinstance(error, httpx2.HTTPStatusError):
+        return f"HTTPError: {error.response.status_code} {error.response.reason_phrase}"
+    if isinstance(error, TimeoutError):
+        return "TimeoutError: the whole answer was not there in time"
+    return f"{type(error).__name__}: {error}"
+
+
+def _tokens(usage: object) -> tuple[int, int] | None:
+    """Return the tokens read and written that a reply's usage tells; None where it does not."""
+    if not isinstance(usage, dict):
+        return None
+    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if type(read) is int and type(written) is int and min(read, written) >= 0:
+        return read, written
+    return None
 
 
 def _criteria(kind: str) -> list[str]:

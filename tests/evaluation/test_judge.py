@@ -1,8 +1,10 @@
 """A judge behind an endpoint: grades, both orders, repeats, costs, and what cannot be a grade."""
 
+import asyncio
 import json
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pandas as pd
@@ -38,17 +40,27 @@ def endpoint(monkeypatch):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.asked.append((self.path, self.headers.get("Authorization"), body))
             status, text = server.answers(body["messages"][0]["content"], len(server.asked))
-            content = {"choices": [{"message": {"content": text}}],
-                       "usage": {"prompt_tokens": 100, "completion_tokens": 10}}  # fmt: skip
+            if status == "trickle":
+                self.trickle(text)
+                return
+            content = {"choices": [{"message": {"content": text}}], "usage": server.usage}
             reply = text if status == "raw" else json.dumps(content)
             self.send_response(200 if status == "raw" else status)
             self.end_headers()
             self.wfile.write(reply.encode())
 
+        def trickle(self, text):
+            """Send a byte at a time, each long before a wait for it would end."""
+            with suppress(OSError):  # whoever asked has gone
+                for letter in text.encode():
+                    self.wfile.write(bytes([letter]))
+                    time.sleep(0.02)
+
         def log_message(self, *_):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.usage = {"prompt_tokens": 100, "completion_tokens": 10}
     server.asked, server.answers = [], lambda prompt, _: (200, json.dumps(honest(prompt)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(judge, "wait_random_exponential", lambda **_: lambda state: 0)
@@ -128,6 +140,51 @@ def test_a_judge_that_never_answers_is_left_and_what_is_known_stays(endpoint, tm
     late = made(tmp_path, workers=1, timeout=0.2, attempts=1)
     refused("E-JUDGE: .*Timeout.*kept in", late.scores, "summary", ROWS)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+HEAD = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("text", [
+    f"{HEAD}X-Slow: {'x' * 500}\r\n\r\n", f"{HEAD}\r\n{' ' * 500}",
+    f"{HEAD}Transfer-Encoding: chunked\r\n\r\n" + "1\r\n \r\n" * 100,
+], ids=["head", "body", "chunks"])  # fmt: skip
+def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, text):
+    endpoint.answers = lambda *_: ("trickle", text)  # of ten seconds
+    start = time.monotonic()
+    late = made(tmp_path, timeout=0.5, attempts=2)
+    refused("E-JUDGE: .*TimeoutError: the whole answer", late.scores, "summary", ROWS[:1])
+    assert 1.0 <= time.monotonic() - start < 3.0
+    assert len(endpoint.asked) == 2 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("usage", [
+    None, [], "many", {}, {"prompt_tokens": None, "completion_tokens": None},
+    {"prompt_tokens": 100}, {"prompt_tokens": "100", "completion_tokens": 10},
+    {"prompt_tokens": -1, "completion_tokens": 10}, {"prompt_tokens": True, "completion_tokens": 1},
+])  # fmt: skip
+def test_a_grade_without_a_count_of_tokens_is_kept_and_told(endpoint, tmp_path, usage):
+    endpoint.usage = usage
+    one = made(tmp_path)
+    assert one.scores("summary", ROWS) == [1.0, 0.0] and len(endpoint.asked) == 2
+    assert (one.calls, one.uncounted, one.tokens) == (2, 2, [0, 0])
+    assert "2 calls (2 without a count of tokens), 0 tokens read" in str(one)
+    assert made(tmp_path).scores("summary", ROWS) == [1.0, 0.0] and len(endpoint.asked) == 2
+
+
+def test_a_budget_that_no_count_of_tokens_holds_is_refused_and_the_grade_stays(endpoint, tmp_path):
+    endpoint.usage = None
+    poor = made(tmp_path, workers=1, budget=1.0)
+    refused("E-BUDGET: .*so no budget can be held: 1 of 2 replies", poor.scores, "law", ROWS)
+    assert list(tmp_path.iterdir())
+    assert made(tmp_path).scores("law", ROWS) == [1.0, 0.0]
+
+
+def test_a_notebook_whose_cells_run_in_an_event_loop_can_ask(endpoint, tmp_path):
+    async def cell():
+        return made(tmp_path).scores("summary", ROWS)
+
+    assert asyncio.run(cell()) == [1.0, 0.0]
 
 
 def test_a_budget_ends_the_work_and_a_larger_one_goes_on(endpoint, tmp_path):
