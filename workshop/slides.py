@@ -53,8 +53,9 @@ def slides(paper: str, folder: Path) -> Iterator[Slide]:
     diagram = data((book / path).read_bytes(), "svg+xml")
     yield Slide("The idea", "", diagram, alt, plain(caption))
     rows = findings.ordered(verdicts.ledger(folder, paper, live=False))
-    for label in dict.fromkeys(row.label for row in rows if row.best):
-        mine = [f"- {findings.sentence(row)}" for row in rows if row.best and row.label == label]
+    measured = [row for row in rows if row.verdicts]
+    for label in dict.fromkeys(row.labels[0] for row in measured):
+        mine = [f"- {findings.sentence(row)}" for row in measured if row.labels[0] == label]
         for at in range(0, len(mine), MOST):
             text = "\n".join(mine[at : at + MOST])
             yield Slide(f"What we found: {verdicts.LABELS[label]}", text)

@@ -11,6 +11,9 @@ function select(name, values, chosen, onchange) {
   return [label, field];
 }
 
+// A row may be of several kinds, such as a claim with a verdict at each scale: "holds|fails".
+const told = (row, name) => row.dataset[name].split("|");
+
 function filtered(table) {
   const names = table.dataset.filters.split(" ");
   const rows = [...table.tBodies[0].rows];
@@ -22,7 +25,7 @@ function filtered(table) {
   const show = () => {
     let shown = 0;
     for (const row of rows) {
-      row.hidden = names.some((name) => !["all", row.dataset[name]].includes(fields[name].value));
+      row.hidden = names.some((name) => !["all", ...told(row, name)].includes(fields[name].value));
       shown += !row.hidden;
     }
     count.textContent = `${shown} of ${rows.length} shown`;
@@ -31,7 +34,7 @@ function filtered(table) {
 
   bar.className = "moe-filters";
   for (const name of names) {
-    const values = [...new Set(rows.map((row) => row.dataset[name]))];
+    const values = [...new Set(rows.flatMap((row) => told(row, name)))];
     const [label, field] = select(name, values, asked.get(name), show);
     fields[name] = field;
     bar.append(label);

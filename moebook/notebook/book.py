@@ -114,7 +114,8 @@ def generated(folder: Path) -> dict[str, str]:
         "audit": pages.audit(papers.audit()),
         "which": pages.which(folder),
         "records": pages.records(folder),
-        "designs": pages.designs(folder, rows),
+        "designs": pages.designs(folder),
+        "withdrawn": pages.withdrawn(folder),
         "repeated": pages.repeated(folder),
         "taught": pages.taught(folder),
         "tested": pages.tested(folder),
@@ -129,7 +130,7 @@ def generated(folder: Path) -> dict[str, str]:
 def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> str | None:
     """Draw claims at the committed scales; return the picture's name beside the pages."""
     plotting.style()
-    figure = findings.forest([row.committed for row in rows], title)
+    figure = findings.forest(rows, title)
     if figure is None:
         return None
     path = folder / "book" / "_generated" / f"found_{name}.svg"

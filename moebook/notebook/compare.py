@@ -39,7 +39,7 @@ def compare(path: Path, folder: Path) -> str:
         lines.append(f"beside the book's runs {where}; differences (yours | book's):")
         lines += _differences(mine, other.runs[0]) or ["  none"]
     claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
-    rest = _ledger(claims, mine, book) if claims else _values(mine, other)
+    rest = _ledger(claims, mine, book, folder) if claims else _values(mine, other)
     rest = _outside(mine, taught) if taught else rest
     return "\n".join(map(printable, [*lines, "", *rest]))
 
@@ -74,13 +74,16 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         yield "seconds", round(seconds, 1)
 
 
-def _ledger(claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool]) -> Iterator[str]:
+def _ledger(
+    claims: Sequence[papers.Claim], mine: Run, book: Sequence[Pool], folder: Path
+) -> Iterator[str]:
     alone = Pool(mine.notebook, mine.protocol, (mine,))
+    deciders = sources.deciders(folder)
     for claim in claims:
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
-        yield f"  book   {''.join(findings.told(verdicts.row(claim, book)))}"
-        yield f"  yours  {''.join(findings.told(verdicts.row(claim, [alone])))}"
+        yield f"  book   {findings.said(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
+        yield f"  yours  {findings.said(verdicts.row(claim, [alone]))}"
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:

@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moebook import plotting, results
+from moebook import papers, plotting, results
 from moebook.errors import nearest, refuse
 from moebook.notebook import sources
-from moebook.notebook.sources import Replaced, standing
-from moebook.notebook.verdicts import LABELS, Measurement, Row, amount, seeds, side, span
+from moebook.notebook.verdicts import (
+    LABELS,
+    Measurement,
+    Row,
+    Verdict,
+    amount,
+    seeds,
+    side,
+    span,
+)
 from moebook.plotting.charts import COLUMNS
 from moebook.results import store
 from moebook.results.intervals import interval, p_value
@@ -33,32 +41,53 @@ def mains(rows: Iterable[Row]) -> list[Row]:
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
     """Sort rows for a reader: surprises first, of each kind the strongest first."""
-    return sorted(rows, key=lambda row: (
-        [*LABELS].index(row.label), -row.best.strength if row.best else 0.0))  # fmt: skip
+    order = [*LABELS]
+
+    def place(row: Row) -> tuple[int, float]:
+        strengths = [verdict.shown.strength for verdict in row.verdicts]
+        return min(map(order.index, row.labels)), -max(strengths, default=0.0)
+
+    return sorted(rows, key=place)
 
 
 def sentence(row: Row) -> str:
-    """Say in words what was found about a claim, in Markdown."""
-    word, rest = told(row)
-    return f"{row.claim.sentence} **{word[0].upper()}{word[1:]}**{rest}"
+    """Say what a claim is and what was found about it, scale by scale, in Markdown."""
+    return f"{row.claim.sentence} {said(row)}"
 
 
-def told(row: Row) -> tuple[str, str]:
-    """Return the word for a verdict, and the pool, the numbers and the notes that it rests on."""
-    best = row.best
-    if row.label == "not testable here":
-        return row.label, f": {row.claim.untestable}"
-    if best is None:
-        return row.label, " at a scale that can test it."
-    where = "pool " * (best.pool.protocol != store.LIVE) + best.pool.protocol
-    marked = ["it survives correction"] * row.survives
-    return LABELS[row.label], f" in {where}: {'; '.join([_numbers(best), *notes(best), *marked])}."
+def said(row: Row) -> str:
+    """Say what was found about a claim, scale by scale, in Markdown."""
+    if not row.verdicts:
+        why = (
+            f": {row.claim.untestable}" if row.claim.untestable else " at a scale that can test it."
+        )
+        return _strong(row.labels[0]) + why
+    if len({*row.labels}) == 1 and all(verdict.shown.exact for verdict in row.verdicts):
+        return told(row.verdicts[-1], where="")  # computed, and alike at all scales
+    return " ".join(told(verdict) for verdict in row.verdicts)
+
+
+def told(verdict: Verdict, where: str | None = None) -> str:
+    """Say what was found at one scale, and the numbers and notes that it rests on."""
+    if verdict.label == "not testable here":
+        return f"{_strong(verdict.label)}: {verdict.claim.untestable}"
+    where = f" at {verdict.scale}" if where is None else where
+    said = [_numbers(verdict.shown), *notes(verdict.shown)]
+    if verdict.survives:
+        said.append("it survives correction")
+    return f"{_strong(verdict.label)}{where}: {'; '.join(said)}."
+
+
+def _strong(label: str) -> str:
+    """Write a verdict as the beginning of a sentence, in bold."""
+    word = LABELS.get(label, label)
+    return f"**{word[0].upper()}{word[1:]}**"
 
 
 def notes(measured: Measurement) -> list[str]:
     """Say what stands beside the numbers: what could not be seen, tasks, rates at an end."""
     claim, said = measured.claim, ""
-    if not measured.decides:
+    if not measured.enough:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
         said = f"less than {amount(claim, measured.smallest).lstrip('+')} was not detectable"
@@ -74,7 +103,7 @@ def _tasks(measured: Measurement) -> Iterator[str]:
         return
     good = sum(one > 0 for one in measured.by_task.values())
     yield f"as claimed on {good} of {len(parts)} {kind}"
-    if not (measured.interval and measured.decides and measured.side):
+    if not (measured.interval and measured.enough and measured.side):
         return
     if not measured.stands():
         yield f"no longer so if {kind} weigh alike"
@@ -105,21 +134,23 @@ def _numbers(best: Measurement) -> str:
 
 
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put sampled claims into a table; a star marks verdicts that survive correction."""
-    lines = {}
-    for row in ordered(rows):
-        best, claim = row.best, row.claim
-        if best is None or claim.exact:
-            continue
-        ends = span(claim, *best.interval) if best.interval else ""
-        lines[claim.id.partition(".")[2]] = [
-            best.pool.protocol, best.seeds, amount(claim, best.effect), ends,
-            amount(claim, best.smallest).lstrip("+") if best.smallest else "",
-            "" if claim.claimed is None else amount(claim, claim.claimed),
-            LABELS[row.label] + " *" * row.survives,
-        ]  # fmt: skip
-    columns = ["pool", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
-    return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+    """Put sampled claims into a table, a line a scale; a star: it survives the correction."""
+    names, lines = [], []
+    sampled = [row for row in ordered(rows) if not row.claim.exact]
+    for verdict in (verdict for row in sampled for verdict in row.verdicts):
+        shown, claim = verdict.shown, verdict.claim
+        names.append(claim.id.partition(".")[2])
+        lines.append({
+            "scale": verdict.scale,
+            "seeds": shown.seeds,
+            "effect": amount(claim, shown.effect),
+            "95 %": span(claim, *shown.interval) if shown.interval else "",
+            "could see": amount(claim, shown.smallest).lstrip("+") if shown.smallest else "",
+            "the paper's": "" if claim.claimed is None else amount(claim, claim.claimed),
+            "verdict": LABELS[verdict.label] + " *" * verdict.survives,
+        })  # fmt: skip
+    columns = ["scale", "seeds", "effect", "95 %", "could see", "the paper's", "verdict"]
+    return pd.DataFrame(lines, index=names, columns=columns)
 
 
 def forest(rows: Iterable[Row], title: str) -> Any:
@@ -136,38 +167,36 @@ def forest(rows: Iterable[Row], title: str) -> Any:
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
     """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
     line = row.claim.id if several else row.claim.id.partition(".")[2]
-    return [_point(measured, line) for measured in row.measurements if measured.smallest]
+    return [_point(verdict, line) for verdict in row.verdicts if verdict.shown.smallest]
 
 
-def _point(measured: Measurement, line: str) -> list[object]:
+def _point(verdict: Verdict, line: str) -> list[object]:
     """One line of a forest plot, turned so that right of zero is as claimed.
 
     A claim of equality, or about a number, is drawn as the distance from what the paper prints.
     """
-    claim = measured.claim
+    claim, measured = verdict.claim, verdict.shown
     panel, factor = PANELS.get(claim.unit, (claim.unit, 1.0))
     shift = 0.0 if claim.direction in ("greater", "less") else claim.claimed or 0.0
     turn = -factor if claim.direction == "less" else factor
     value, *ends = (turn * (x - shift) for x in (measured.effect, *measured.ends))
     printed = None if claim.claimed is None else turn * (claim.claimed - shift)
-    sure = measured.decides and measured.side != 0
-    return [panel, line, measured.pool.protocol, value, *sorted(ends), sure, printed]
+    sure = verdict.deciding is not None and measured.enough and measured.side != 0
+    return [panel, line, verdict.scale, value, *sorted(ends), sure, printed]
 
 
 def differences(
-    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str,
-    old: Replaced | None = None,
-) -> Any:  # fmt: skip
+    pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str | float]], *, xlabel: str, title: str
+) -> Any:
     """Draw values less others, paired by seed and item, with intervals at 95 %, pool by pool.
 
     ``pairs`` are a line's text to two values' names, or to one and a number. Pairs that no pool has
-    are left out, and what `standing` leaves out; None where there is none.
+    are left out; None where there is none.
     """
-    every, points = list(pools), []
-    for pool, (line, (name, other)) in product(every, pairs.items()):
+    points = []
+    for pool, (line, (name, other)) in product(pools, pairs.items()):
         effects = pool.effects(name, other)
-        shown = pool in standing(every, old or {}, name, other)
-        if shown and len(effects) and (ends := interval(effects)):
+        if len(effects) and (ends := interval(effects)):
             unit = next(iter(pool.values(name).values())).unit
             panel, factor = PANELS.get(unit, (unit, 1.0))
             value, low, high = (factor * x for x in (effects.mean(), *ends))
@@ -180,20 +209,26 @@ def differences(
 
 
 def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
-    """Put effects of claims with several pools side by side; a trend exceeds both half widths."""
+    """Put effects of claims at several scales side by side; a trend exceeds both half widths."""
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        if len(row.measurements) < 2 or row.claim.exact:
+        if len(row.verdicts) < 2 or row.claim.exact:
             continue
-        first, *_, last = row.measurements
-        trend = "no clear change"
-        visible = [m.smallest for m in (first, last) if m.smallest is not None]
-        if len(visible) == 2 and abs(last.effect - first.effect) > sum(visible):
-            trend = "grows" if abs(last.effect) > abs(first.effect) else "shrinks"
-            trend = "turns round" if first.effect * last.effect < 0 else trend
-        effects = {m.pool.protocol: amount(row.claim, m.effect) for m in row.measurements}
+        effects = {one.scale: amount(row.claim, one.shown.effect) for one in row.verdicts}
+        trend = _trend(row.verdicts[0].shown, row.verdicts[-1].shown)
         lines[row.claim.id.partition(".")[2]] = {"with scale": trend} | effects
     return pd.DataFrame.from_dict(lines, orient="index").fillna("")
+
+
+def _trend(small: Measurement, large: Measurement) -> str:
+    """Say how an effect changes from the smallest to the largest scale, if that can be seen."""
+    if small.smallest is None or large.smallest is None:
+        return "no clear change"
+    if abs(large.effect - small.effect) <= small.smallest + large.smallest:
+        return "no clear change"
+    if small.effect * large.effect < 0:
+        return "turns round"
+    return "grows" if abs(large.effect) > abs(small.effect) else "shrinks"
 
 
 def runs(pools: dict[str, Pool]) -> pd.DataFrame:
@@ -203,27 +238,26 @@ def runs(pools: dict[str, Pool]) -> pd.DataFrame:
     return pd.DataFrame(lines, index=list(pools), columns=["seeds", "runs", "arms", "code"])
 
 
-def designs(name: str) -> tuple[dict[str, Pool], Replaced]:
-    """Return a notebook's pools, and which of them replace a protocol; the newest first."""
-    pools = store.pools(name)
-    old = sources.replaced(results.root(), name, pools)
-    return {one: pools[one] for one in sorted(pools, key=lambda one: len(old.get(one, ())))}, old
+def pools(name: str) -> dict[str, Pool]:
+    """Return a notebook's pools that decide claims, the smallest scale first; all where none does.
+
+    The others are exploratory: the ledger shows what they measured.
+    """
+    every, deciders = store.pools(name), sources.deciders(results.root())
+    mine = {protocol for claim in papers.claims() if claim.run == name
+            for protocol in deciders.get(claim.id, ())}  # fmt: skip
+    return {one: pool for one, pool in every.items() if one in mine} or every
 
 
 def reached(
-    pools: Iterable[Pool], old: Replaced, names: Iterable[str], measures: Mapping[str, str]
+    pools: Iterable[Pool], names: Iterable[str], measures: Mapping[str, str]
 ) -> pd.DataFrame:
-    """Put what `arms` measured into one table, protocol by protocol, without the empty ones.
-
-    An arm is left out where `standing` leaves out all that the pool measured of it.
-    """
-    every, several, tables = list(pools), list(names), dict[str, pd.DataFrame]()
-    for pool in every:
+    """Put what `arms` measured into one table, protocol by protocol, without the empty ones."""
+    several, tables = list(names), dict[str, pd.DataFrame]()
+    for pool in pools:
         frame = arms(pool, several, measures)
-        for arm, part in frame.groupby("arm"):
-            paths = [measures[measure].format(arm=arm) for measure in part.measure]
-            frame = frame if pool in standing(every, old, *paths) else frame[frame.arm != arm]
-        tables |= {pool.protocol: table(frame)} if len(frame) else {}
+        if len(frame):
+            tables[pool.protocol] = table(frame)
     if not tables:
         return pd.DataFrame()
     whole = pd.concat(tables)
@@ -368,20 +402,17 @@ def bands(
     return lines, positions
 
 
-def tenths(
-    pools: Iterable[Pool], old: Replaced, pairs: Mapping[str, tuple[str, str]]
-) -> dict[str, np.ndarray]:
+def tenths(pools: Iterable[Pool], pairs: Mapping[str, tuple[str, str]]) -> dict[str, np.ndarray]:
     """Return how far curves are above others in each tenth of the steps, ``[S, 10]``, by line.
 
     ``pairs`` are a line's text to two curves' names; a line is one of them in one pool.
     """
-    every, lines = list(pools), {}
-    for line, (name, less) in pairs.items():
-        for pool in standing(every, old, name, less):
-            found, _ = bands(pool, {f"{line} ({pool.protocol})": name}, less)
-            for label, rows in found.items():
-                parts = [part.mean(axis=1) for part in np.array_split(rows, 10, axis=1)]
-                lines[label] = np.stack(parts, axis=1)
+    lines = {}
+    for pool, (line, (name, less)) in product(pools, pairs.items()):
+        found, _ = bands(pool, {f"{line} ({pool.protocol})": name}, less)
+        for label, rows in found.items():
+            parts = [part.mean(axis=1) for part in np.array_split(rows, 10, axis=1)]
+            lines[label] = np.stack(parts, axis=1)
     return lines
 
 

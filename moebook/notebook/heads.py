@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from moebook import results
 from moebook.errors import refuse
 from moebook.notebook import sources, study
 from moebook.notebook.sources import duration
-from moebook.notebook.verdicts import Row, quantity
+from moebook.notebook.verdicts import quantity
 from moebook.results import store
 from moebook.results.intervals import interval, sees
 from moebook.results.store import Pool
@@ -21,8 +21,8 @@ from moebook.results.store import Pool
 MARK = "Decided before the first run."
 PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Seeds"
 SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
-DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, "Replaces", OTHERS)
-"""What the head of a protocol decides before these runs, a line each; the last three if any."""
+DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
+"""What the head of a protocol decides before these runs, a line each; the last two if any."""
 _EFFECT = re.compile(r"\{(\S+?)(?: less (\S+?))?(?: in (\w+))?(?: of ([\d,-]+))?\}")
 
 
@@ -35,30 +35,84 @@ class Design(NamedTuple):
     prose: str  # the rest of the head, in Markdown
     pool: Pool | None
     fewer: str  # arms with fewer seeds than the pool
-    replaced: bool  # by another protocol
-    decides: int  # claims whose verdicts rest on it
+    decides: list[str]  # ids of claims; without any it is exploratory
 
 
-def read(folder: Path, rows: Iterable[Row]) -> list[Design]:
+def read(folder: Path) -> list[Design]:
     """Read the heads of a project's protocols that were written before the runs."""
-    rest = Counter((row.claim.run, row.best.pool.protocol) for row in rows if row.best)
     every = []
     for name, notebook in sources.notebooks(folder).items():
-        old, pools = sources.replaced(folder, name, notebook.protocols), store.pools(name, folder)
+        pools = store.pools(name, folder)
         for protocol in notebook.protocols:
-            if MARK in (head := notebook.head(protocol)):
-                told, ran = notebook.facts(protocol), pools.get(protocol)
-                facts = {fact: text for fact, text in told.items() if fact in DECIDED}
-                facts |= _computed(facts, pools, protocol)
-                said = (f"`{x}`" if re.match(r"(\w+=\S+ )*moebook ", x) else x or "\n\n"
-                        for x in head)  # fmt: skip
-                prose = " ".join(x for x in said if x.partition(":")[0] not in (*DECIDED, MARK))
-                arms = str(notebook.settings(protocol).get("arms", "")).split(",")
-                every.append(Design(
-                    name, protocol, facts, filled(prose, pools, protocol), ran,
-                    ran.lacking(arms) if ran else "", protocol in old, rest[name, protocol],
-                ))  # fmt: skip
+            head = notebook.head(protocol)
+            if MARK not in head:
+                continue
+            told, pool = notebook.facts(protocol), pools.get(protocol)
+            facts = {fact: text for fact, text in told.items() if fact in DECIDED}
+            facts |= _computed(facts, pools, protocol)
+            facts |= _departures(folder, notebook, protocol, pool)
+            arms = str(notebook.settings(protocol).get("arms", "")).split(",")
+            every.append(Design(
+                name,
+                protocol,
+                facts,
+                filled(_prose(head), pools, protocol),
+                pool,
+                pool.lacking(arms) if pool else "",
+                notebook.decides(protocol),
+            ))  # fmt: skip
     return every
+
+
+def _prose(head: Iterable[str]) -> str:
+    """Return what a head says beside its facts: commands as code, empty lines as paragraphs."""
+    said = []
+    for line in head:
+        if line.partition(":")[0] in (*DECIDED, "Decides", MARK):
+            continue
+        command = re.match(r"(\w+=\S+ )*moebook ", line)
+        said.append(f"`{line}`" if command else line or "\n\n")
+    return " ".join(said)
+
+
+def _departures(
+    folder: Path, notebook: sources.Notebook, protocol: str, pool: Pool | None
+) -> dict[str, str]:
+    """Say where a pool departs from its design: seeds, and what changed after its first run.
+
+    What the file said then is looked up in git, at the commit of the first run; without that
+    history nothing is said of changes.
+    """
+    if pool is None:
+        return {}
+    found, told = {}, notebook.facts(protocol)
+    if SEEDS in told:
+        planned = {*study.seeds(told[SEEDS]), *study.seeds(told.get(OTHERS, told[SEEDS]))}
+        if missing := planned.difference(pool.seeds):
+            found["Stopped early"] = f"{len(planned) - len(missing)} of {len(planned)} seeds ran"
+        if more := set(pool.seeds).difference(planned):
+            found["Seeds added later"] = ", ".join(map(str, sorted(more)))
+    path = notebook.path.with_name(f"{notebook.path.stem}.{protocol}.yaml")
+    first = min(pool.runs, key=lambda run: str(run.manifest.get("date", "")))
+    before = results.files.at(first.manifest.get("commit"), path, folder)
+    if before is not None:
+        changes = _changes(before, path.read_text(encoding="utf-8"))
+        if changes:
+            found["Changed after its first run"] = ", ".join(changes)
+    return found
+
+
+def _changes(before: str, now: str) -> list[str]:
+    """Name the facts and parameters of a protocol that its file says otherwise than before."""
+
+    def told(text: str) -> dict[str, str]:
+        lines = (line.lstrip("# ") for line in text.splitlines())
+        pairs = (line.split(": ", 1) for line in lines if ": " in line)
+        names = (*DECIDED, "Decides")
+        return {k: v for k, v in pairs if k in names or re.fullmatch(r"[a-z_]+", k)}
+
+    then, since = told(before), told(now)
+    return sorted(k for k in then.keys() | since.keys() if then.get(k) != since.get(k))
 
 
 def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:

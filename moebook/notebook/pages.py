@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
-from moebook import results
+from moebook import papers, results
 from moebook.errors import printable
 from moebook.notebook import findings, heads, sources, study, verdicts
 from moebook.notebook.session import VALUE
 from moebook.notebook.sources import cost, duration, size
-from moebook.notebook.verdicts import Row, amount, seeds, span
+from moebook.notebook.verdicts import Row, Verdict, amount, seeds, span
 from moebook.papers import Claim
 from moebook.papers.arithmetic import STATUSES, Finding
 from moebook.results import Run, Value, since, store
@@ -91,6 +91,66 @@ ENVIRONMENT = jinja2.Environment(
 )
 
 
+def judged(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """Count verdicts by paper, one a claim and scale, in the order of `TITLES`."""
+    several = list(rows)
+    counts = {paper: Counter[str]() for paper in TITLES}
+    for row in several:
+        counts[row.claim.paper].update(row.labels)
+    return {paper: count for paper, count in counts.items() if count}
+
+
+def scales_of(rows: Iterable[Row]) -> list[str]:
+    """Name the scales at which claims were measured, the smallest first."""
+    every = {verdict.scale for row in rows for verdict in row.verdicts}
+    return sorted(every, key=lambda scale: (store.size(scale), scale))
+
+
+def labels_by_scale(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """List the labels of what pools decide, by scale."""
+    several = list(rows)
+    labels: dict[str, list[str]] = {scale: [] for scale in scales_of(several)}
+    for row in several:
+        for verdict in row.decided:
+            if verdict.label != "not testable here":
+                labels[verdict.scale].append(verdict.label)
+    return {scale: told for scale, told in labels.items() if told}
+
+
+def surviving(every: Iterable[Verdict]) -> list[str]:
+    """Name the claims whose verdicts, taken alone, survive the correction."""
+    rows = [Row(verdict.claim, (verdict,)) for verdict in every]
+    return [decision.claim for decision in verdicts.chance(rows).hochberg]
+
+
+class Sorted(NamedTuple):
+    """Claims by what is known of them at the scale that says most."""
+
+    decided: list[Row]
+    computed: list[Row]  # several that hold by computation, which need no line each
+    smaller: list[Row]  # undecided, but not of the paper's size
+    open: list[Row]
+    closed: list[Row]  # not run, or not testable
+
+
+def sorted_out(rows: Iterable[Row]) -> Sorted:
+    """Sort claims by what is known of them, each into one of the groups."""
+    groups = Sorted([], [], [], [], [])
+    for row in rows:
+        labels = {*row.labels}
+        if labels <= {"not run", "not testable here"}:
+            groups.closed.append(row)
+        elif row.claim.exact and labels == {"direction holds"}:
+            groups.computed.append(row)
+        elif labels & {"reproduced", "direction holds", "direction fails"}:
+            groups.decided.append(row)
+        elif "excludes the paper's size" in labels:
+            groups.smaller.append(row)
+        else:
+            groups.open.append(row)
+    return groups
+
+
 def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[str]]:
     """Count labels by paper, both of which are attributes, in the order of `TITLES`."""
     pairs = [attrgetter(paper, label)(thing) for thing in things]
@@ -98,9 +158,11 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
     return {paper: count for paper, count in counts.items() if count}
 
 
-for thing in (amount, bound, commit, cost, counted, duration, seeds, since, span,
-              verdicts.chance, findings.intervals, findings.mains, findings.notes,
-              findings.ordered, findings.scatter, findings.sentence):  # fmt: skip
+for thing in (
+    amount, bound, commit, cost, counted, duration, judged, labels_by_scale, scales_of, seeds,
+    since, sorted_out, span, surviving, verdicts.chance, findings.intervals, findings.mains,
+    findings.notes, findings.ordered, findings.scatter, findings.sentence,
+):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
     TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
@@ -120,8 +182,8 @@ class Places:
 
     def links(self, row: Row) -> dict[str, str]:
         """Return the links of a row: what each is called, and its address."""
-        claim, best = row.claim, row.best
-        pooled = best is not None and best.pool.tier in COMMITTED
+        claim = row.claim
+        pooled = any(one.pool.tier in COMMITTED for one in row.measurements)
         links = {
             "findings": self._page(f"{claim.notebook}_findings") if pooled else None,
             "notebook": self._page(claim.notebook, self._anchors.get(claim.value, "")),
@@ -194,18 +256,34 @@ def taught(folder: Path) -> str:
 def which(folder: Path) -> str:
     """Return which arm answers a practitioner's question best, question by question."""
     pools = store.pools("together", folder)
-    old, lines = sources.replaced(folder, "together", pools), dict[Any, findings.Answer]()
+    deciders = sources.deciders(folder)
+    deciding = {protocol for claim in papers.claims("together")
+                for protocol in deciders.get(claim.id, ())}  # fmt: skip
+    lines: dict[tuple[int, int], findings.Answer] = {}
     for place, question in enumerate(QUESTIONS):
-        asked = {name: findings.answer(pool, *question) for name, pool in pools.items()}
-        told = {name: line for name, line in asked.items() if line}
-        for pool in sources.standing([pools[name] for name in told], old):
-            lines[pool.rank, place] = told[pool.protocol]
+        for pool in (pool for name, pool in pools.items() if name in deciding):
+            told, key = findings.answer(pool, *question), (store.size(pool.scale), place)
+            if told and (key not in lines or told.arms > lines[key].arms):
+                lines[key] = told
     return page("which", lines=[lines[key] for key in sorted(lines)])
 
 
-def designs(folder: Path, rows: Iterable[Row]) -> str:
+def designs(folder: Path) -> str:
     """Return what was decided before each study ran, and what it found."""
-    return page("designs", designs=heads.read(folder, rows))
+    return page("designs", designs=heads.read(folder))
+
+
+def withdrawn(folder: Path) -> str:
+    """Return which runs were withdrawn for a fault in their design, and why."""
+    place = results.part(folder, "results") / "withdrawn"
+    listed = place / "withdrawn.yaml"
+    told = []
+    for entry in results.read_yaml(listed) if listed.is_file() else ():
+        notebook, protocol = entry["runs"].split("/")
+        paths = sorted((place / notebook / protocol).glob("*.parquet"))
+        seeds = sorted({results.read_run(path).seed for path in paths})
+        told.append({**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds})
+    return page("withdrawn", runs=told)
 
 
 def repeated(folder: Path) -> str:

@@ -39,7 +39,7 @@ from jupyter_core.utils import run_sync
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from moebook import results, runtime
+from moebook import papers, results, runtime
 from moebook.errors import Refusal, refuse, told
 from moebook.notebook import parameters, publish, sources
 from moebook.notebook.parameters import Scalar
@@ -265,6 +265,7 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
         **cost,
         **spent,
         "commit": results.commit(request.folder),
+        "claims": papers.frozen(request.notebook.name),
         "stripped": stripped,
         "executed": hashlib.sha256(text.encode()).hexdigest(),
     }

@@ -9,21 +9,21 @@ trains nothing: it has no protocols.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from moebook import results
+from moebook import papers, results
 from moebook.errors import printable, refuse, refuse_unknown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results import TIERS, Run, store
 from moebook.results.runs import read_head
-from moebook.results.store import CLASS, COMMITTED, SEEDS, Pool
+from moebook.results.store import CLASS, COMMITTED, Pool
 
-Replaced = Mapping[str, Collection[str]]
+DECIDES = "Decides: "
 _STEM = re.compile(r"\d\d_([a-z0-9_]+)")
 
 
@@ -84,6 +84,13 @@ class Notebook:
         """Return what the head says by name: ``Seeds: 0-9``."""
         return dict(line.split(": ", 1) for line in self.head(protocol) if ": " in line)
 
+    def decides(self, protocol: str) -> list[str]:
+        """Return the ids of the claims that its runs decide, from lines ``Decides: id, id``."""
+        lines = [line for line in self.head(protocol) if line.startswith(DECIDES)]
+        return [
+            one for line in lines for one in re.split(r",\s*", line.removeprefix(DECIDES)) if one
+        ]
+
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
         return design(self.defaults | self.settings(protocol))
@@ -116,23 +123,28 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
     return {name: read(path) for name, path in _paths(folder).items()}
 
 
-def replaced(folder: Path, name: str, protocols: Collection[str]) -> dict[str, set[str]]:
-    """Return in whose place protocols of a notebook stand, as their heads say, and which do."""
-    facts = read(path).facts if (path := _paths(folder).get(name)) else lambda _: {}
-    told = [(old, new) for new in protocols for old in facts(new).get("Replaces", "").split(", ")]
-    return {old: {new for one, new in told if one == old} for old, _ in told if old}
+def deciders(folder: Path) -> dict[str, set[str]]:
+    """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-
-def standing(pools: Iterable[Pool], old: Replaced, *names: str | float | None) -> list[Pool]:
-    """Leave out pools without seeds of these names (`Pool.having`), or replaced by another.
-
-    A newer pool takes the place of an older one (``old``) with as many such seeds, or `SEEDS`.
+    A claim that does not exist or belongs to another notebook is refused, and so are two protocols
+    of one scale that decide the same claim (E-CONFIG).
     """
-    found = sorted(pools, key=lambda pool: len(old.get(pool.protocol, ())))
-    number = {pool.protocol: len(pool.having(*names)) for pool in found}
-    most = {p.rank: number[p.protocol] for p in sorted(found, key=lambda p: number[p.protocol])}
-    able = {p.protocol for p in found if number[p.protocol] >= min(SEEDS, most[p.rank]) > 0}
-    return [p for p in found if number[p.protocol] and able.isdisjoint(old.get(p.protocol, ()))]
+    known = {claim.id: claim for claim in papers.claims()}
+    found: dict[str, set[str]] = {}
+    taken: dict[tuple[str, str], str] = {}
+    for name, notebook in notebooks(folder).items():
+        for protocol in notebook.protocols:
+            where = f"{notebook.path.stem}.{protocol}.yaml"
+            scale = store.scale(str(notebook.design(protocol).get("base", "")))
+            for one in notebook.decides(protocol):
+                refuse_unknown(one, known, "E-CONFIG", f"{where} decides '{one}':")
+                if known[one].run != name:
+                    refuse("E-CONFIG", f"{where} decides {one}, which {known[one].run} measures")
+                other = taken.setdefault((one, scale), where)
+                if other != where:
+                    refuse("E-CONFIG", f"{where} and {other} both decide {one} at {scale}; one may")
+                found.setdefault(one, set()).add(protocol)
+    return found
 
 
 def find(folder: Path, name: str) -> Notebook:

@@ -1,16 +1,17 @@
-"""What pools of runs say about the papers' claims: pure functions from pools to verdicts.
+"""Verdicts: what pools of runs say about the papers' claims, one verdict a scale.
 
-A claim is measured in each pool that its notebook has. Its verdict is the label of the largest
-scale that may decide (`Row.best`).
+Many pools may measure a claim. At each scale one of them decides it: the one whose protocol names
+the claim in its head (``Decides:``), which is written before the pool's first run. All others are
+exploratory: they stand beside the verdict and never make one. There is no verdict over scales.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -30,9 +31,12 @@ LABELS = {  # as a reader should meet them: what each is called where there is l
     "excludes the paper's size": "excludes the paper's size",
     "too small to see here": "too small to see",
     "inconclusive": "cannot tell",
+    "exploratory": "exploratory only",
     "not testable here": "not testable",
     "not run": "not run",
 }
+OPEN = ("too small to see here", "inconclusive")
+"""Labels of measurements that decided nothing, not even the paper's size."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Measurement:
 
     @property
     def label(self) -> str:
-        """Its verdict, one of `LABELS`.
+        """What it would say if it decided, one of `LABELS`.
 
         "reproduced" asks for all: a run at the paper's scale, the claimed side, and an effect
         within the tolerance of the paper's number. An interval across the border "excludes the
@@ -83,19 +87,36 @@ class Measurement:
         than what the pool could see, it is "too small to see here". What is computed must agree on
         all tasks.
         """
-        claim, claimed = self.claim, self.claim.claimed
-        if claim.untestable and self.pool.tier != "paper":
+        if self.claim.untestable and self.pool.tier != "paper":
             return "not testable here"
-        if not self.decides or (self.exact and len({*self.by_task.values(), self.side}) > 1):
+        if not self.enough or self._tasks_disagree:
             return "inconclusive"
-        near = claimed is not None and abs(self.effect - claimed) <= (claim.tolerance or 0.0)
-        if self.side:
-            ran = self.pool.tier == "paper" and not self.pool.published
-            wins = "reproduced" if near and ran else "direction holds"
-            return wins if self.side > 0 else "direction fails"
-        if claimed is None or not self.smallest or claim.direction not in ("greater", "less"):
+        if self.side < 0:
+            return "direction fails"
+        if self.side > 0:
+            return "reproduced" if self._reproduces else "direction holds"
+        return self._undecided
+
+    @property
+    def _tasks_disagree(self) -> bool:
+        return self.exact and len({*self.by_task.values(), self.side}) > 1
+
+    @property
+    def _reproduces(self) -> bool:
+        """Whether it ran at the paper's scale and lies within the tolerance of its number."""
+        claimed, tolerance = self.claim.claimed, self.claim.tolerance or 0.0
+        near = claimed is not None and abs(self.effect - claimed) <= tolerance
+        return near and self.pool.tier == "paper" and not self.pool.published
+
+    @property
+    def _undecided(self) -> str:
+        """The label of an interval that lies across the border."""
+        claimed = self.claim.claimed
+        compares = self.claim.direction in ("greater", "less")
+        if claimed is None or not self.smallest or not compares:
             return "inconclusive"
-        if not self.ends[0] <= claimed <= self.ends[1]:
+        low, high = self.ends
+        if not low <= claimed <= high:
             return "excludes the paper's size"
         return "too small to see here" if abs(claimed) < self.smallest else "inconclusive"
 
@@ -113,26 +134,17 @@ class Measurement:
 
     def stands(self, without: str = "") -> bool:
         """Whether the mean over tasks that weigh alike, but one, lies where the verdict does."""
-        ends = interval(store.mean(part for task, part in self.parts.items() if task != without))
+        kept = (part for task, part in self.parts.items() if task != without)
+        ends = interval(store.mean(kept))
         return side(self.claim, *(ends or (0.0, 0.0))) == self.side
 
     @property
-    def decides(self) -> bool:
-        """Whether it may decide: exact, or a study or better (with `SEEDS` seeds to compare)."""
+    def enough(self) -> bool:
+        """Whether there is enough to decide: exact, or a study with `SEEDS` seeds to compare."""
+        if self.exact:
+            return True
         compared = self.claim.kind == "direction" or self.claim.reference is not None
-        enough = self.seeds >= SEEDS or not compared
-        return self.exact or (self.pool.tier in COMMITTED and enough)
-
-    @property
-    def width(self) -> float:
-        """Half the interval's length; infinite where there is none, or where nothing differed."""
-        return self.smallest or math.inf
-
-    @property
-    def sees(self) -> bool:
-        """Whether it saw anything, or would have seen the paper's effect."""
-        undecided = not self.exact and self.label in ("too small to see here", "inconclusive")
-        return not undecided or abs(self.claim.claimed or 0.0) >= self.width
+        return self.pool.tier in COMMITTED and (self.seeds >= SEEDS or not compared)
 
     @property
     def smallest(self) -> float | None:
@@ -175,94 +187,206 @@ def side(claim: Claim, low: float, high: float) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the ledger: a claim and its measurements by pool, the smallest scale first."""
+class Verdict:
+    """What is known of a claim at one scale: the measurement that decides it, and the others."""
 
     claim: Claim
-    measurements: tuple[Measurement, ...]
+    scale: str
+    deciding: Measurement | None
+    exploratory: tuple[Measurement, ...] = ()
     survives: bool = False  # Benjamini and Hochberg's correction over all, with `MARKED` seeds
 
     @property
-    def best(self) -> Measurement | None:
-        """The measurement that the verdict rests on: of the largest scale that `sees`.
-
-        Of several at a scale it is the one with most seeds, of as many the one that shows least: to
-        take the clearest would favour luck. A scale that does not see gives way only to a smaller
-        one with a narrower interval.
-        """
-        order = sorted(self.measurements, key=lambda m: (m.decides, m.seeds, -m.strength))
-        scales, chain = {m.pool.rank: m for m in order}.values(), list[Measurement]()
-        for one in sorted(scales, key=lambda m: (m.decides, m.pool.rank), reverse=True):
-            if not chain or (one.decides and one.width < chain[-1].width):
-                chain.append(one)
-        return next((one for one in chain if one.sees), chain[-1] if chain else None)
+    def shown(self) -> Measurement:
+        """The measurement that a reader sees first: the deciding one, else that of most seeds."""
+        return self.deciding or max(self.exploratory, key=lambda one: one.seeds)
 
     @property
     def label(self) -> str:
         """The verdict, one of `LABELS`."""
-        waiting = "not testable here" if self.claim.untestable else "not run"
-        return self.best.label if self.best else waiting
+        if self.deciding is None:
+            return "exploratory"
+        if self.deciding.exact and len({one.side for one in self._computed}) > 1:
+            return "inconclusive"
+        return self.deciding.label
 
     @property
-    def committed(self) -> Row:
-        """The same without the runs that this build's pages show."""
-        kept = tuple(one for one in self.measurements if one.pool.tier in COMMITTED)
-        return replace(self, measurements=kept)
+    def _computed(self) -> list[Measurement]:
+        every = [self.deciding, *self.exploratory]
+        return [one for one in every if one is not None and one.exact]
+
+    @cached_property
+    def together(self) -> Measurement | None:
+        """All seeds of all committed pools at this scale, whose designs differ: exploratory.
+
+        None where there is one pool alone. Test items count where all pools asked the same number.
+        """
+        every = [self.deciding, *self.exploratory]
+        several = [one for one in every if one and one.pool.tier in COMMITTED and not one.exact]
+        if len(several) < 2:
+            return None
+        effects = [one.effects for one in several]
+        if len({part.shape[1] for part in effects}) > 1:
+            effects = [part.mean(axis=1, keepdims=True) for part in effects]
+        return replace(self.shown, effects=np.concatenate(effects))
 
 
-def row(claim: Claim, pools: Iterable[Pool], old: sources.Replaced | None = None) -> Row:
-    """Measure a claim in pools, without those that others of them replace (``old``)."""
-    found = [m for p in pools if (m := measure(claim, p))]
-    kept = sources.standing([m.pool for m in found], old or {}, claim.value, claim.reference)
-    found.sort(key=lambda measured: measured.pool.rank)
-    return Row(claim, tuple(m for m in found if m.pool in kept))
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger: a claim and its verdicts, the smallest scale first."""
+
+    claim: Claim
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """All its measurements, scale by scale, those that decide first."""
+        return tuple(
+            one
+            for verdict in self.verdicts
+            for one in (verdict.deciding, *verdict.exploratory)
+            if one is not None
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its verdicts, a scale each; one that says why not where it was measured at none."""
+        if self.verdicts:
+            return tuple(verdict.label for verdict in self.verdicts)
+        return ("not testable here" if self.claim.untestable else "not run",)
+
+    @property
+    def decided(self) -> tuple[Verdict, ...]:
+        """Its verdicts at scales that a pool decides."""
+        return tuple(verdict for verdict in self.verdicts if verdict.deciding)
+
+    def at(self, scale: str) -> Verdict | None:
+        """Its verdict at a scale; None where nothing measured it there."""
+        return next((one for one in self.verdicts if one.scale == scale), None)
+
+
+def row(claim: Claim, pools: Iterable[Pool], deciders: Collection[str] = ()) -> Row:
+    """Measure a claim in pools; those of the protocols ``deciders`` decide, one a scale.
+
+    What is computed needs no decider: the newest pool is taken, and the others must agree.
+    """
+    scales: dict[str, list[Measurement]] = {}
+    for pool in sorted(pools, key=lambda pool: pool.rank):
+        if measured := measure(claim, pool):
+            scales.setdefault(pool.scale, []).append(measured)
+    found = []
+    for scale, every in sorted(scales.items(), key=lambda pair: store.size(pair[0])):
+        deciding = [one for one in every if one.pool.protocol in deciders]
+        if not deciding and all(one.exact for one in every):
+            deciding = [max(every, key=lambda one: str(one.pool.last.manifest.get("date", "")))]
+        if len(deciding) > 1:
+            names = " and ".join(one.pool.protocol for one in deciding)
+            refuse("E-CONFIG", f"{claim.id}: {names} both decide it at {scale}; one may")
+        first = deciding[0] if deciding else None
+        others = tuple(one for one in every if one is not first)
+        found.append(Verdict(claim, scale, first, others))
+    return Row(claim, tuple(found))
 
 
 def ledger(folder: Path | None = None, paper: str | None = None, *, live: bool = True) -> list[Row]:
-    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too."""
-    claims, pools = papers.claims(), dict[str, tuple[Iterable[Pool], sources.Replaced]]()
-    for name in {claim.run for claim in claims}:
-        every = store.pools(name, folder, shown=live)
-        pools[name] = every.values(), sources.replaced(folder or results.root(), name, every)
-    rows = [row(claim, *pools[claim.run]) for claim in claims]
-    sure = chance(rows).hochberg
+    """Judge the claims of a paper or of all, from a project's runs; if ``live``, its pages' too.
+
+    A claim that says something else than when a run that decides it began is refused (E-CLAIM).
+    """
+    claims = papers.claims()
+    names = {claim.run for claim in claims}
+    pools = {name: store.pools(name, folder, shown=live) for name in names}
+    deciders = sources.deciders(folder or results.root())
+    rows = [row(one, pools[one.run].values(), deciders.get(one.id, ())) for one in claims]
+    for one in rows:
+        for verdict in one.decided:
+            _frozen(verdict)
+    sure = set(chance(rows).hochberg)
     wanted = [one for one in rows if paper in (None, one.claim.paper)]
-    return [replace(one, survives=one.best is not None and one.claim.id in sure
-                    and one.best.seeds >= MARKED) for one in wanted]  # fmt: skip
+    return [_marked(one, sure) for one in wanted]
 
 
-def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Row, Row]]:
+def _marked(row: Row, sure: Collection[Decision]) -> Row:
+    """Mark the verdicts that survive the correction and rest on `MARKED` seeds."""
+    marked = tuple(
+        replace(
+            verdict,
+            survives=Decision(row.claim.id, verdict.scale) in sure
+            and verdict.shown.seeds >= MARKED,
+        )
+        for verdict in row.verdicts
+    )
+    return replace(row, verdicts=marked)
+
+
+def _frozen(verdict: Verdict) -> None:
+    """Refuse a claim that was changed after a run of the pool that decides it (E-CLAIM)."""
+    measured, claim = verdict.deciding, verdict.claim
+    for run in measured.pool.runs if measured else ():
+        then: Mapping[str, str] = run.manifest.get("claims", {})
+        if then.get(claim.id, claim.frozen) != claim.frozen:
+            refuse(
+                "E-CLAIM",
+                f"{claim.id} was changed after seed {run.seed} of {run.notebook}/{run.protocol} "
+                "ran, which decides it; give what it says now a new id, and bring the old one back",
+            )
+
+
+def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]]:
     """Judge each sampled claim twice: by a pool without its ``other`` seeds, and by these alone."""
-    halves = [[run for run in pool.runs if (run.seed in other) is late] for late in (False, True)]
-    parts = [[replace(pool, runs=tuple(half))] if half else [] for half in halves]
-    claims = [claim for claim in papers.claims() if claim.run == pool.notebook and not claim.exact]
-    pairs = [(row(claim, parts[0]), row(claim, parts[1])) for claim in claims]
-    return [pair for pair in pairs if all(one.best and one.best.decides for one in pair)]
+    before = replace(pool, runs=tuple(run for run in pool.runs if run.seed not in other))
+    after = replace(pool, runs=tuple(run for run in pool.runs if run.seed in other))
+    if not before.runs or not after.runs:
+        return []
+    pairs = []
+    for claim in papers.claims():
+        if claim.run != pool.notebook or claim.exact:
+            continue
+        one, two = measure(claim, before), measure(claim, after)
+        if one and two and one.enough and two.enough:
+            pairs.append((Verdict(claim, pool.scale, one), Verdict(claim, pool.scale, two)))
+    return pairs
+
+
+class Decision(NamedTuple):
+    """One claim at one scale."""
+
+    claim: str
+    scale: str
 
 
 @dataclass(frozen=True)
 class Chance:
-    """What chance alone would do to the verdicts of a ledger; claims by their ids."""
+    """What chance alone would do to the verdicts of a ledger."""
 
-    tested: tuple[str, ...]  # claims of a direction that seeds of runs that decide have tested
-    decided: tuple[str, ...]  # those with a verdict (holds or fails)
-    hochberg: tuple[str, ...]  # survive Benjamini and Hochberg's: 5 % of them false on average
+    tested: tuple[
+        Decision, ...
+    ]  # claims of a direction that seeds of pools that decide have tested
+    decided: tuple[Decision, ...]  # those with a verdict (holds or fails)
+    hochberg: tuple[Decision, ...]  # survive Benjamini and Hochberg's: 5 % of them false on average
 
 
 def chance(rows: Sequence[Row]) -> Chance:
     """Ask how many verdicts chance would give, and which survive a correction for their number."""
     p = {
-        one.claim.id: p_value(one.best.effects)
-        for one in rows
-        if one.best and one.best.decides and one.best.interval and not one.claim.untestable
-        and one.claim.direction in ("greater", "less") and one.best.effects.size > 1
-    }  # fmt: skip
+        Decision(row.claim.id, verdict.scale): p_value(verdict.deciding.effects)
+        for row in rows
+        for verdict in row.decided
+        if verdict.deciding and _tests_a_direction(verdict.deciding)
+    }
     adjusted = stats.false_discovery_control(list(p.values())) if p else []
     return Chance(
         tested=tuple(p),
-        decided=tuple(name for name in p if p[name] < 1 - CONFIDENCE),
-        hochberg=tuple(name for name, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE),
+        decided=tuple(test for test in p if p[test] < 1 - CONFIDENCE),
+        hochberg=tuple(t for t, q in zip(p, adjusted, strict=True) if q <= 1 - CONFIDENCE),
     )
+
+
+def _tests_a_direction(measured: Measurement) -> bool:
+    claim = measured.claim
+    sampled = measured.interval is not None and measured.effects.size > 1
+    directed = claim.direction in ("greater", "less") and not claim.untestable
+    return measured.enough and sampled and directed
 
 
 def seeds(number: int) -> str:

@@ -10,6 +10,8 @@ CSV follows, a line a printed number: ``row, column, <keys>, printed, unit, mark
 from __future__ import annotations
 
 import csv
+import hashlib
+import json
 import math
 import re
 from functools import cache
@@ -31,6 +33,11 @@ FIXED = ("row", "column", "printed", "unit", "mark")
 NEEDED = {"table", "caption", "unit", "source"}
 HEADER = NEEDED | {"damaged", "setting", "names", "derived"}
 POWERS = {"": 0, "%": 0, "K": 3, "M": 6, "B": 9, "T": 12}
+FROZEN = (
+    "value", "reference", "kind", "direction", "claimed", "tolerance", "unit", "scales", "under",
+    "exact", "arms", "untestable",
+)  # fmt: skip
+"""Fields of a claim that its verdict depends on."""
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)(?P<whole>\d[\d,]*)(?:\.(?P<fraction>\d+))?"
     r"(?:(?:e|×10\^)\{?(?P<power>[-+]?\d+)\}?)?(?P<suffix>[%KMBT]?)"
@@ -191,6 +198,13 @@ class Claim:
             refuse("E-CHOICE", "a claimed number, or a claim of equality, needs a tolerance")
 
     @property
+    def frozen(self) -> str:
+        """Hash of all that decides its verdict; a run's manifest keeps it (`verdicts.ledger`)."""
+        parts = {name: getattr(self, name) for name in FROZEN}
+        text = json.dumps(parts, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
     def paper(self) -> str:
         """Short name of the paper."""
         return self.id.split(".")[0]
@@ -205,6 +219,11 @@ def claims(paper: str | None = None) -> list[Claim]:
     """The claims of one paper, or of all four and our own, in the order of their files."""
     names = [paper] if paper else [*PAPERS, *OURS]
     return [claim for name in names for claim in _read_claims(folder(name) / "claims.yaml", name)]
+
+
+def frozen(notebook: str) -> dict[str, str]:
+    """Hashes of the claims that a notebook's runs may decide, by id (`Claim.frozen`)."""
+    return {claim.id: claim.frozen for claim in claims() if claim.run == notebook}
 
 
 def claim(name: str) -> Claim:

@@ -277,6 +277,22 @@ def _written(node: object) -> str:
     return f"{type(node).__name__}({', '.join(fields)})"
 
 
+def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
+    """Return what a file of a project held at a commit, as `commit` gives it; None where unknown.
+
+    That is so without git, and where the history does not reach back or had no such file.
+    """
+    if not known:
+        return None
+    place = f"{known['id']}:{path.relative_to(folder).as_posix()}"
+    command = ["git", "-C", str(folder), "show", place]
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
+
+
 def commit(folder: Path) -> dict[str, Any] | None:
     """Return the git commit and whether the code differs from it (dirty); None without git."""
     if (folder / FROZEN).is_file():

@@ -29,7 +29,10 @@ CLASS = "class"  # protocol of a course: its pool stands beside a student's run 
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translation"}
 Reader = Callable[[Path], Run]  # of a run's file
-BASES = ("nano", "nano-moe", "mid-moe", "smollm2")  # smallest first; others are larger
+BASES = ("nano", "nano-moe", "small", "mid-moe", "smollm2")  # smallest first; others are larger
+SCALES = {"nano": "1 M", "nano-moe": "1 M", "small": "11 M", "mid-moe": "41 M", "smollm2": "135 M"}
+"""Base to its scale, by the size of its weights; a larger base is a scale of its own."""
+AUTHORS = "the authors' data"  # the scale of what only reads published files
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Pool:
         """Place among other pools: by tier, then by the size of the base."""
         base = str(self.runs[0].settings.get("base", ""))
         return TIERS.index(self.runs[0].tier), BASES.index(base) if base in BASES else len(BASES)
+
+    @property
+    def scale(self) -> str:
+        """Where its verdicts belong: one of `SCALES`, a larger base, or `AUTHORS`."""
+        if self.published:
+            return AUTHORS
+        return scale(str(self.runs[0].settings.get("base", "")))
 
     @property
     def published(self) -> bool:
@@ -163,6 +173,19 @@ class Pool:
         scale = max((abs(value.value) for value in values.values()), default=0.0)
         # Numbers that differ by rounding alone are equal.
         return np.where(np.abs(effects) <= 1e-12 * max(scale, 1.0), 0.0, effects)
+
+
+def scale(base: str) -> str:
+    """Name the scale of a base: one of `SCALES`, or what a larger base is called."""
+    return SCALES.get(base, base.partition("@")[0])
+
+
+def size(scale: str) -> int:
+    """Place of a scale among others, the smallest first and the authors' data last."""
+    order = [*dict.fromkeys(SCALES.values())]
+    if scale == AUTHORS:
+        return len(order) + 1
+    return order.index(scale) if scale in order else len(order)
 
 
 def mean(parts: Iterable[np.ndarray]) -> np.ndarray:

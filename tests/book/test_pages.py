@@ -33,7 +33,9 @@ def _pool(sparse, *, base="nano", tier="study", step=1):
 
 
 def _row(name, *pools, claim=CLAIM):
-    return verdicts.row(replace(claim, id=name), pools)
+    """A claim's row, in which every pool of a study decides at its scale."""
+    deciders = [pool.protocol for pool in pools if pool.tier == "study"]
+    return verdicts.row(replace(claim, id=name), pools, deciders)
 
 
 @pytest.fixture
@@ -55,34 +57,36 @@ def test_the_badge_follows_the_recorded_value(folder):
                                 (0.2, "direction fails", "fails"),
                                 (0.5, "too small to see here", "inconclusive")):  # fmt: skip
         pools = [] if sparse is None else [_pool(sparse)]
-        page = pages.page("ledger", rows=[verdicts.row(CLAIM, pools)], places=pages.Places(folder))
-        assert f'<span class="verdict {kind}">{label}</span>' in page
+        rows = [_row(CLAIM.id, *pools)]
+        page = pages.page("ledger", rows=rows, places=pages.Places(folder))
+        assert f'<span class="verdict {kind}">{verdicts.LABELS[label]}</span>' in page
         assert f'data-verdict="{label}"' in page
         assert ("3 seeds" in page) == (sparse is not None)
 
 
 def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(folder):
-    one = replace(verdicts.row(CLAIM, [_pool(0.8)]), survives=True)
+    one = _row(CLAIM.id, _pool(0.8))
+    one = replace(one, verdicts=(replace(one.verdicts[0], survives=True),))
     other = _row("pesc.none", _pool(0.8), claim=replace(CLAIM, untestable="One <knows> it all."))
     page = pages.page("ledger", rows=[one, other], places=pages.Places(folder))
     assert page.count("survives correction") == 1
-    assert '<span class="verdict notrun">not testable here</span>' in page
+    assert '<span class="verdict notrun">not testable</span>' in page
     assert "One &lt;knows&gt; it all." in page
 
 
-def test_every_scale_has_its_column_smallest_first(folder):
-    pools = [_pool(0.7, base="smollm2"), _pool(0.3, tier="cpu"), _pool(0.6)]
-    rows = [_row("pesc.all", *pools), _row("pesc.one", pools[2])]
+def test_every_scale_has_its_column_smallest_first_and_folds_what_decides_nothing(folder):
+    live, nano = _pool(0.3, tier="cpu"), _pool(0.6)
+    rows = [_row("pesc.all", _pool(0.7, base="smollm2"), live, nano), _row("pesc.one", nano)]
     page = pages.page("ledger", rows=rows, places=pages.Places(folder))
-    scales = ["this build", "nano", "smollm2"]
     columns = re.findall(r'<th scope="col">(.*?)</th>', page)
-    assert columns == ["claim", "verdict", "the paper", *scales]
-    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page) for name in scales}
-    effects = [re.findall(r"<b>(.*?)</b>", cell[0]) for cell in cells.values()]
-    assert effects == [["-20.0 points"], ["+10.0 points"], ["+20.0 points"]]
-    assert "1 seed<" in cells["this build"][0] and "against the claim so far" in page
-    assert re.search(r"95 %: \+\d[\d.]* to \+\d.*? points", cells["nano"][1])
-    assert cells["smollm2"][1] == cells["this build"][1] == "–"
+    assert columns == ["claim", "the paper", "1 M", "135 M"]
+    cells = {name: re.findall(rf'data-label="{name}">(.*?)</td>', page, re.S) for name in columns}
+    effects = {name: re.findall(r"<b>(.*?)</b>", cells[name][0]) for name in columns[2:]}
+    assert effects == {"1 M": ["+10.0 points", "-20.0 points"], "135 M": ["+20.0 points"]}
+    shown, _, folded = cells["1 M"][0].partition("<details><summary>other pools</summary>")
+    assert "3 seeds<" in shown and "1 seed<" in folded and "this build" in folded
+    assert re.search(r"95 %: \+\d[\d.]* to \+\d.*? points", cells["1 M"][1])
+    assert "<details>" not in cells["1 M"][1] and cells["135 M"][1] == "–"
 
 
 def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
@@ -113,9 +117,11 @@ def test_the_corrections_count_what_chance_gives_and_lead_to_the_rows_that_survi
     rows = [_row(name, _pool(score)) for name, score in scores.items()]
     rows += [_row("pesc.live", _pool(0.9, tier="cpu")), _row("pesc.none")]
     text = pages.page("chance", rows=rows)
-    assert "Of the 6 claims, 4 about a direction were tested by runs that can decide; 2 of" in text
+    assert "The 6 claims have 4 verdicts about a direction that seeds decide, one a claim" in text
+    assert "; 2 of these are *holds* or *fails*" in text
+    assert "- 1 M: of 4 verdicts, 0 % are *inconclusive* and 50 % *too small to see*." in text
     assert "chance alone would produce about 0.2." in text
-    links = '<a href="#pesc.sure">pesc.sure</a>, <a href="#pesc.&lt;">pesc.&lt;</a>.'
+    links = '<a href="#pesc.sure">pesc.sure</a> at 1 M, <a href="#pesc.&lt;">pesc.&lt;</a> at 1 M.'
     assert next(line for line in text.splitlines() if line.startswith("2 survive ")).endswith(links)
     assert ": none." in pages.page("chance", rows=rows[2:3])
     text = pages.page("chance", rows=rows[4:])
@@ -191,11 +197,13 @@ def test_a_pool_is_listed_with_its_seeds_cost_day_and_changes(project):
 
 
 def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_effect():
-    page = pages.designs(ROOT, verdicts.ledger(ROOT, "esft", live=False))
+    page = pages.designs(ROOT)
     chances = re.findall(r"Chance to see it: `\d+% with \d+ seeds`, by the spread of `\w+`", page)
     assert len(chances) >= 4
     assert len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page)) >= 3
-    assert "; this one decides 4 claims" in page.partition("ESFT: `budgets`")[2][:99]
+    decided = page.partition("ESFT: `budgets`")[2].partition("\n## ")[0]
+    assert decided.count("](ledger.md#esft.") == 4 and "Exploratory" not in decided
+    assert ":::{dropdown} Exploratory: it" in page.partition("PESC: `tuned`")[2][:60]
     assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
     remarks = " ".join(head.partition("Found afterwards")[2] for head in heads)

@@ -7,9 +7,9 @@ import pytest
 
 from moebook import papers, results
 from moebook.errors import Refusal
-from moebook.notebook import findings, heads, sources
+from moebook.notebook import findings, heads, pages, sources
 from moebook.notebook.study import seeds
-from moebook.notebook.verdicts import chance, ledger, repeated, row
+from moebook.notebook.verdicts import ledger, repeated, row
 from moebook.results import Curve, Run, Value, store
 from moebook.results.store import Pool
 from tests.refusals import refused
@@ -35,25 +35,36 @@ def pool(*effects, protocol="nano", tier="study", claim=CLAIM):
     return Pool("pesc", protocol, tuple(runs))
 
 
+def decided(claim, *pools):
+    """The claim's row where every one of these pools decides at its scale."""
+    return row(claim, pools, [pool.protocol for pool in pools])
+
+
 def ruled(name, *effects):
-    return row(replace(CLAIM, id=f"pesc.{name}"), [pool(*effects)] if effects else [])
+    return decided(replace(CLAIM, id=f"pesc.{name}"), *[pool(*effects)] * bool(effects))
+
+
+def only(row):
+    """What was measured at a row's one scale."""
+    (verdict,) = row.verdicts
+    return verdict.shown
 
 
 COMPUTED = row(EXACT, [pool(7.5e9, claim=EXACT)])
 
 
 SENTENCES = """\
-**Holds** in pool nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
-**Fails** in pool nano: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
-**Too small to see** in pool nano: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
+**Holds** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Fails** at 1 M: -2.0 points (95 % from -3.2 to -0.8 points; 3 seeds).
+**Too small to see** at 1 M: +0.3 points (95 % from -4.8 to +5.5 points; 3 seeds); \
 less than 5.2 points was not detectable.
-**Cannot tell** in pool cpu: +10.0 points, one value; as claimed so far.
-**Cannot tell** in pool nano: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
+**Cannot tell** at 1 M: +10.0 points, one value; as claimed so far.
+**Cannot tell** at 1 M: +10.0 points (95 % from +10.0 to +10.0 points; 2 seeds); \
 as claimed so far.
 **Not run** at a scale that can test it.
-**Fails** in pool nano: 1.21, claimed to be below 1 (95 % from 1.19 to 1.23; 3 seeds).
-**Reproduced** in pool nano: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
-**Holds** in pool nano: 7,500,000,000, a computed value."""
+**Fails** at 1 M: 1.21, claimed to be below 1 (95 % from 1.19 to 1.23; 3 seeds).
+**Reproduced** at 1 M: +2.0 points (95 % from +0.8 to +3.2 points; 3 seeds).
+**Holds**: 7,500,000,000, a computed value."""
 
 
 def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
@@ -62,7 +73,13 @@ def test_a_sentence_tells_the_claim_the_verdict_and_the_numbers_it_rests_on():
            pool(*HOLDS, tier="paper"), pool(7.5e9, claim=EXACT)]  # fmt: skip
     claims = [CLAIM] * 6 + [BOUND, replace(CLAIM, claimed=0.02, tolerance=0.01), EXACT]
     for claim, one, told in zip(claims, ran, SENTENCES.splitlines(), strict=True):
-        assert findings.sentence(row(claim, [one] if one else [])) == f"{claim.sentence} {told}"
+        judged = decided(claim, *[one] * bool(one))
+        assert findings.sentence(judged) == f"{claim.sentence} {told}"
+    two = row(CLAIM, [pool(*HOLDS), pool(*OPEN, protocol="smollm2")], ["nano"])
+    assert findings.said(two).endswith(
+        "3 seeds). **Exploratory only** at 135 M: +0.3 points (95 % from -4.8 to +5.5 points; "
+        "3 seeds); less than 5.2 points was not detectable."
+    )
 
 
 def test_surprises_come_first_and_of_each_kind_the_strongest():
@@ -71,14 +88,15 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
             ruled("not-run"), ruled("fails", *FAILS), ruled("far", *far)]  # fmt: skip
     names = [one.claim.id.partition(".")[2] for one in findings.ordered(rows)]
     assert names == ["far", "fails", "strong", "weak", "open", "not-run"]
-    assert rows[1].best.strength == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
+    assert only(rows[1]).strength == pytest.approx(0.02 / (4.302653 * 0.005 / 3**0.5), 1e-6)
     frame = findings.summary([ruled("holds", *HOLDS), COMPUTED, row(CLAIM, [])])
     assert frame.loc["holds"].to_dict() == {
-        "pool": "nano", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
+        "scale": "1 M", "seeds": 3, "effect": "+2.0 points", "95 %": "+0.8 to +3.2 points",
         "could see": "1.2 points", "the paper's": "+0.9 points", "verdict": "holds",
     }  # fmt: skip
     assert len(frame) == 1 and findings.summary([row(CLAIM, [])]).empty
-    sure = replace(ruled("holds", *HOLDS), survives=True)
+    sure = ruled("holds", *HOLDS)
+    sure = replace(sure, verdicts=(replace(sure.verdicts[0], survives=True),))
     assert findings.summary([sure]).verdict.tolist() == ["holds *"]
     assert findings.sentence(sure).endswith("3 seeds); it survives correction.")
 
@@ -90,11 +108,11 @@ def test_surprises_come_first_and_of_each_kind_the_strongest():
 ])  # fmt: skip
 def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
     small = pool(0.03, 0.031, 0.032)
-    rows = [row(CLAIM, [pool(*large, protocol="smollm2"), small]), row(BOUND, []),
-            row(replace(CLAIM, id="pesc.once"), [small])]  # fmt: skip
+    rows = [decided(CLAIM, pool(*large, protocol="smollm2"), small), row(BOUND, []),
+            decided(replace(CLAIM, id="pesc.once"), small)]  # fmt: skip
     frame = findings.between_scales(rows)
     assert list(frame.index) == ["sparse-beats-dense"]
-    assert list(frame.columns) == ["with scale", "nano", "smollm2"]
+    assert list(frame.columns) == ["with scale", "1 M", "135 M"]
     assert frame.iloc[0].tolist() == [trend, "+3.1 points", f"{100 * np.mean(large):+.1f} points"]
 
 
@@ -104,7 +122,7 @@ def test_between_scales_a_change_is_told_that_the_pools_could_see(large, trend):
 ])  # fmt: skip
 def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(direction, claimed, value):
     claim = replace(CLAIM, direction=direction, claimed=claimed, tolerance=0.001)
-    (axes,) = findings.forest([row(claim, [pool(*HOLDS)])], "Found").axes
+    (axes,) = findings.forest([decided(claim, pool(*HOLDS))], "Found").axes
     line, point = axes.lines[:2]
     half = 100 * 4.302653 * 0.005 / 3**0.5
     assert point.get_xdata() == pytest.approx([value])
@@ -116,9 +134,10 @@ def test_a_point_of_a_forest_plot_is_turned_so_that_right_is_as_claimed(directio
 
 def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_decided():
     nats = replace(CLAIM, id="pesc.nats", unit="nats")
-    pools = [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, tier="cpu")]
-    rows = [row(BOUND, [pool(0.1, 0.2, 0.4, claim=BOUND)]), row(nats, [pool(*HOLDS, claim=nats)]),
-            row(CLAIM, pools), COMPUTED]  # fmt: skip
+    pools = [pool(*HOLDS), pool(*OPEN, protocol="smollm2"), pool(0.1, protocol="cpu", tier="cpu")]
+    rows = [decided(BOUND, pool(0.1, 0.2, 0.4, claim=BOUND)),
+            decided(nats, pool(*HOLDS, claim=nats)),
+            row(CLAIM, pools, ["nano", "smollm2"]), COMPUTED]  # fmt: skip
     figure = findings.forest(rows, "Found")
     labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
     assert labels == ["points)", "nats)", f"{BOUND.unit})"]
@@ -127,12 +146,12 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "nano",
-        "smollm2",
+        "1 M",
+        "135 M",
         "the paper",
     ]
     assert findings.forest([row(CLAIM, []), COMPUTED], "Nothing") is None
-    other = row(replace(CLAIM, id="esft.other"), [pool(*HOLDS)])
+    other = decided(replace(CLAIM, id="esft.other"), pool(*HOLDS))
     ticks = findings.forest([rows[2], other], "Two papers").axes[0].get_yticklabels()
     assert {text.get_text() for text in ticks} == {"pesc.sparse-beats-dense", "esft.other"}
 
@@ -141,12 +160,14 @@ def test_what_a_verdict_rests_on_is_said_for_arms_that_no_value_names_and_not_fo
     rates = [Value(f"pesc/rate/adapters/{rate}", rate, "nats") for rate in (0.1, 0.2)]
     one = pool(*HOLDS, claim=BOUND)
     runs = tuple(replace(run, values=(*run.values, *rates)) for run in one.runs)
-    best = row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)]).best
+    best = only(row(replace(BOUND, arms="adapters/upcycled"), [replace(one, runs=runs)]))
     assert findings.notes(best) == ["adapters took its lowest rate in 3 of 3 seeds"]
     asked = {CLAIM.value: (0.0, 0.0), CLAIM.reference: (0.0, 0.0)}
     values = tuple(Value(name, 0.0, "share", each) for name, each in asked.items())
     floor = Pool("pesc", "nano", tuple(Run("pesc", "nano", "study", s, values) for s in range(3)))
-    assert row(CLAIM, [floor]).label == "not run"  # neither can do the task: nothing was measured
+    assert row(CLAIM, [floor]).labels == (
+        "not run",
+    )  # neither can do the task: nothing was measured
 
 
 def measured(seed, *arms, **items):
@@ -242,8 +263,8 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
 
 def test_a_claim_that_presupposes_another_is_not_tested_while_that_has_not_held():
     rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
-    assert "holds" not in rows["router_init.lead-early"].label
-    assert rows["router_init.lead-shrinks"].label == "not testable here"
+    assert "direction holds" not in rows["router_init.lead-early"].labels
+    assert {*rows["router_init.lead-shrinks"].labels} == {"not testable here"}
 
 
 def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
@@ -258,14 +279,14 @@ def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
 def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, number):
     other = seeds(sources.find(results.root(), name).facts(protocol)["Ten other seeds"])
     pairs = repeated(store.pool(name, protocol), other)
-    sure = chance([one for one, _ in pairs]).hochberg
-    assert len(sure) == number and {two.best.seeds for _, two in pairs} == {10} == {len(other)}
+    sure = pages.surviving(one for one, _ in pairs)
+    assert len(sure) == number and {two.shown.seeds for _, two in pairs} == {10} == {len(other)}
     assert all(one.label == two.label for one, two in pairs if one.claim.id in sure)
 
 
 def test_what_is_measured_before_training_needs_no_choice_of_a_rate():
     rows = {one.claim.id: one for one in ledger(paper="router_init", live=False)}
-    assert not findings.notes(rows["router_init.random-router-is-undecided"].best)
+    assert not findings.notes(only(rows["router_init.random-router-is-undecided"]))
 
 
 def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
@@ -274,10 +295,10 @@ def test_a_verdict_that_needs_the_weights_of_its_tasks_says_so():
              for task, gap in (("code", 0.1 * turn), ("text", -0.1 * turn))]  # fmt: skip
     one = pool(*HOLDS)
     runs = tuple(replace(run, values=(*run.values, *parts)) for run in one.runs)
-    best = row(CLAIM, [replace(one, runs=runs)]).best
+    best = only(row(CLAIM, [replace(one, runs=runs)]))
     said = ["as claimed on 1 of 2 domains", "no longer so if domains weigh alike"]
     assert best.side == 1 and findings.notes(best) == said
-    best = row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]).best
+    best = only(row(CLAIM, [replace(one, runs=(*runs[:2], one.runs[2]))]))
     assert best.seeds == 3 and not findings.notes(best)  # one seed recorded no domains
 
 
@@ -289,21 +310,6 @@ def test_a_change_is_over_the_seeds_that_have_both_and_arms_with_fewer_seeds_are
     assert (line.a[:5], line.b[:5], line.change[:6], line.seeds) == ("1.500", "1.250", "-0.250", 2)
     assert both.lacking(["a", "b", "c"]) == " (of these: b 2, c 0)"
     assert both.lacking(["all"]) == both.lacking(["a", ""]) == ""
-
-
-@pytest.mark.parametrize(("before", "after", "left"), [
-    (4, 1, {"new", "old"}), (4, 2, {"new", "old"}), (4, 3, {"new"}),
-    (2, 1, {"new", "old"}), (2, 2, {"new"}),
-])  # fmt: skip
-def test_a_newer_pool_takes_an_older_ones_place_with_as_many_seeds_or_three(before, after, left):
-    pools = [pool(*[0.1] * before, protocol="old"), pool(*[0.1] * after, protocol="new")]
-    assert {p.protocol for p in sources.standing(pools, {"old": ["new"]})} == left
-    assert {p.protocol for p in sources.standing(pools[:1], {"old": ["new"]})} == {"old"}
-    assert len(sources.standing(pools, {"old": ["absent"]})) == 2  # it did not measure the claim
-    others = [replace(pools[1].runs[0], seed=10 + place, values=()) for place in range(4)]
-    pools[1] = replace(pools[1], runs=(*pools[1].runs, *others))  # of other arms: they do not count
-    standing = sources.standing(pools, {"old": ["new"]}, CLAIM.value, CLAIM.reference)
-    assert {p.protocol for p in standing} == left
 
 
 def test_what_a_head_names_between_braces_is_written_from_the_pools():

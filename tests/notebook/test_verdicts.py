@@ -15,6 +15,7 @@ from moebook.notebook import findings, verdicts
 from moebook.notebook.verdicts import amount, chance, row
 from moebook.results import TIERS, Run, Value, write_run
 from moebook.results.store import Pool
+from tests.refusals import refused
 
 DIRECTION = replace(
     papers.claim("pesc.sparse-beats-dense"), id="pesc.test", claimed=0.02, tolerance=0.01,
@@ -49,13 +50,19 @@ def size(tier, count):
     return pool(tier, [Value("pesc/size", count, "count")])
 
 
+def decided(claim, *pools):
+    """The claim's row where every one of these pools decides at its scale."""
+    return row(claim, pools, [pool.protocol for pool in pools])
+
+
 def judge(claim, *pools):
-    return row(claim, pools).label
+    """The label of the largest scale."""
+    return decided(claim, *pools).labels[-1]
 
 
 def test_a_study_whose_interval_excludes_zero_says_that_the_direction_holds():
-    judged = row(DIRECTION, [against("study", STUDY)])
-    best = judged.best
+    (judged,) = decided(DIRECTION, against("study", STUDY)).verdicts
+    best = judged.deciding
     assert (best.seeds, best.pool.protocol) == (3, "nano")
     half = 4.302653 * 0.005 / 3**0.5  # Student's quantile at two degrees of freedom
     measured = (best.effect, *best.interval, best.smallest)
@@ -92,40 +99,56 @@ def test_the_label_follows_the_recorded_values(scores, direction, label):
 def test_across_the_border_the_papers_size_decides_what_is_said(scores, claimed, label, turn):
     claim = replace(DIRECTION, direction="greater" if turn > 0 else "less",
                     claimed=claimed and turn * claimed)  # fmt: skip
-    judged = row(claim, [against("study", [0.4 + turn * (score - 0.4) for score in scores])])
+    pool = against("study", [0.4 + turn * (score - 0.4) for score in scores])
+    (judged,) = decided(claim, pool).verdicts
+    best = judged.deciding
     assert judged.label == label
-    assert ("less than 2.5 points was not detectable" in findings.notes(judged.best)) == (
-        not judged.best.side and judged.best.smallest > 0
+    assert ("less than 2.5 points was not detectable" in findings.notes(best)) == (
+        not best.side and best.smallest > 0
     )
 
 
-@pytest.mark.parametrize(("claimed", "large", "label"), [
-    (0.02, (0.40, 0.41, 0.42), "direction holds"),  # 2.48 points either way: it cannot see 2
-    (None, (0.40, 0.41, 0.42), "direction holds"), (None, (0.4, 0.4, 0.4), "direction holds"),
-    (0.03, (0.40, 0.41, 0.42), "inconclusive"), (0.02, LOWER, "direction fails"),
-    (None, (0.398, 0.4, 0.402), "inconclusive"),  # narrower than the smaller scale's 1.24
-])  # fmt: skip
-def test_a_larger_scale_that_cannot_see_gives_way_to_a_sharper_one(claimed, large, label):
-    pools = [against("study", STUDY, base="nano"), against("study", large, base="smollm2")]
-    judged = row(replace(DIRECTION, claimed=claimed), pools)
-    assert judged.label == label and len(judged.measurements) == 2
+def named(protocol, pool):
+    """The same pool under another protocol."""
+    runs = tuple(replace(run, protocol=protocol) for run in pool.runs)
+    return replace(pool, protocol=protocol, runs=runs)
 
 
-@pytest.mark.parametrize(("others", "decides"), [
-    ((0.35, 0.45, 0.5), "two"), ((0.43, 0.44, 0.45), "nano"), ((0.43, 0.44, 0.45, 0.46), "two"),
-])  # fmt: skip
-def test_of_two_pools_at_one_scale_more_seeds_decide_and_of_as_many_the_weaker(others, decides):
-    one, two = against("study", STUDY), against("study", others)
-    two = replace(two, protocol="two", runs=tuple(replace(r, protocol="two") for r in two.runs))
-    judged = row(DIRECTION, [one, two])
-    assert judged.best.pool.protocol == decides
+def test_each_scale_has_a_verdict_of_its_own_and_none_overrules_another():
+    pools = [against("study", STUDY, base="nano"), against("study", LOWER, base="smollm2")]
+    judged = decided(DIRECTION, *reversed(pools))
+    assert [one.scale for one in judged.verdicts] == ["1 M", "135 M"]
+    assert judged.labels == ("direction holds", "direction fails")
+    assert judged.at("1 M").deciding.pool is pools[0] and judged.at("11 M") is None
+
+
+@pytest.mark.parametrize("others", [STUDY, LOWER, (*STUDY, *STUDY)])
+def test_only_the_pool_that_a_head_names_decides_whatever_the_others_say(others):
+    pools = [against("study", MIXED), named("two", against("study", others))]
+    (judged,) = row(DIRECTION, pools, ["nano"]).verdicts
+    assert judged.label == "too small to see here" and judged.deciding.pool.protocol == "nano"
+    assert [one.pool.protocol for one in judged.exploratory] == ["two"]
+    assert judged.together.seeds == 3 + len(others)
+    assert judged.together.effect == pytest.approx(np.mean([*MIXED, *others]) - 0.4)
+    (judged,) = row(DIRECTION, pools).verdicts
+    assert judged.label == "exploratory" and judged.deciding is None
+    assert row(DIRECTION, pools).decided == ()
+    with pytest.raises(Refusal, match=r"E-CONFIG: pesc\.test: nano and two both decide it at 1 M"):
+        row(DIRECTION, pools, ["nano", "two"])
+
+
+def test_what_is_computed_needs_no_decider_and_all_pools_of_a_scale_must_agree():
+    pools = [size("study", 8e9), named("two", size("study", 7.9e9))]
+    assert row(NUMBER, pools).labels == ("direction holds",)
+    pools[0] = size("study", 1e9)
+    assert row(NUMBER, pools).labels == ("inconclusive",)
 
 
 def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale():
     claim = replace(DIRECTION, untestable="One expert knows it all.")
     assert judge(claim) == judge(claim, against("study", STUDY)) == "not testable here"
     assert judge(claim, against("paper", STUDY)) == "reproduced"
-    assert chance([row(claim, [against("study", STUDY)])]).tested == ()
+    assert chance([decided(claim, against("study", STUDY))]).tested == ()
 
 
 def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_on_all():
@@ -135,12 +158,12 @@ def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_o
               for name in (f"accuracy/{task}", f"{task}/other/accuracy")]  # fmt: skip
     for kept, good in ((values[::2], 2), (values[1::2], 2), (values[:4:2], 1), ([], 0)):
         runs = pool("study", *([accuracy("a", a), accuracy("b", 0.4), *kept] for a in STUDY))
-        judged = row(DIRECTION, [runs])
+        (judged,) = decided(DIRECTION, runs).verdicts
         assert judged.label == "direction holds"
         count = len(kept) // 2
         said = [f"as claimed on {good} of {count} tasks"] * (count > 1)
         said += ["no longer so if x or z is left out"] * (count == 3)
-        assert findings.notes(judged.best) == said
+        assert findings.notes(judged.deciding) == said
         computed = replace(DIRECTION, exact=True)
         assert judge(computed, runs) == ("inconclusive" if good < count else "direction holds")
     alike = [value for value in values if "/y" not in value.name]
@@ -155,8 +178,10 @@ def test_without_three_seeds_of_both_arms_at_full_size_there_is_no_verdict():
     for base, label in {"nano": "direction holds", "smollm2": "not run"}.items():
         assert judge(replace(DIRECTION, under={"base": base}), against("study", STUDY)) == label
     for score, so in ((0.45, "as claimed"), (0.3, "against the claim"), (0.4, "no difference")):
-        judged = row(DIRECTION, [against("cpu", [score])])
-        assert judged.label == "inconclusive" and findings.notes(judged.best) == [f"{so} so far"]
+        (judged,) = decided(DIRECTION, against("cpu", [score])).verdicts
+        assert judged.label == "inconclusive" and findings.notes(judged.deciding) == [
+            f"{so} so far"
+        ]
     assert judge(DIRECTION, against("cpu", STUDY)) == "inconclusive"
     assert judge(DIRECTION, against("study", [0.5, 0.5])) == "inconclusive", "two seeds"
 
@@ -170,13 +195,7 @@ def test_only_runs_of_the_papers_scale_within_tolerance_reproduce(tier):
     assert judge(DIRECTION, against(tier, far)) == judge(unprinted, against(tier, STUDY)) == label
 
 
-def test_the_highest_scale_that_may_decide_gives_the_verdict_and_its_unit_must_fit():
-    other = against("study", [0.3, 0.31, 0.32], base="smollm2")
-    pools = [against("gpu", [0.3]), other, against("study", STUDY), against("cpu", [0.3])]
-    judged = row(DIRECTION, pools)
-    assert [one.pool.protocol for one in judged.measurements] == ["cpu", "nano", "smollm2", "gpu"]
-    assert judged.best is judged.measurements[2] and judged.label == "direction fails"
-    assert judged.committed.measurements == judged.measurements[1:]
+def test_a_value_in_another_unit_or_at_a_scale_that_the_claim_does_not_name_is_no_evidence():
     values = [Value(name, 1.0, "ratio") for name in (DIRECTION.value, "pesc/b/accuracy")]
     with pytest.raises(Refusal, match=r"E-VERDICT: pesc/a/accuracy is recorded in ratio"):
         judge(DIRECTION, pool("study", values))
@@ -197,8 +216,9 @@ def test_an_exact_value_needs_no_seeds_and_effects_are_written_in_the_claims_uni
 def test_what_is_read_from_published_files_is_computed_and_needs_no_seeds():
     drawn = pool("paper", [accuracy("a", [0.4, 0.44]), accuracy("b", [0.4, 0.4])])
     read = replace(drawn.runs[0], manifest={"files": {"law": "0" * 64}})
-    judged = row(DIRECTION, [replace(drawn, runs=(read,))])
-    assert judged.label == "direction holds" and judged.best.exact  # not reproduced: nobody ran it
+    (judged,) = row(DIRECTION, [replace(drawn, runs=(read,))]).verdicts
+    assert judged.label == "direction holds" and judged.deciding.exact  # nobody ran it here
+    assert judged.scale == "the authors' data"
     trained = replace(read, rows={"train": "0" * 64})
     for other in (drawn.runs[0], trained):
         assert judge(DIRECTION, replace(drawn, runs=(other,))) == "inconclusive"
@@ -209,72 +229,110 @@ def at_p(p, name):
     t = (1 - p) * (2 / (p * (2 - p))) ** 0.5  # two degrees of freedom: p = 1 - t / (t² + 2)½
     effects = 0.001 * (t / 3**0.5 + np.array([-1, 0, 1]))
     assert stats.ttest_1samp(effects, 0).pvalue == pytest.approx(p)
-    return row(replace(DIRECTION, id=name), [against("study", 0.4 + effects)])
+    return decided(replace(DIRECTION, id=name), against("study", 0.4 + effects))
 
 
-@pytest.mark.parametrize(("p", "decided", "hochberg"), [
+@pytest.mark.parametrize(("p", "decides", "hochberg"), [
     # sorted, the limits are .05/m, 2 × .05/m, ..., .05
     ({"a": 0.2, "b": 0.001, "c": 0.016, "d": 0.03, "e": 0.012}, "bcde", "bcde"),
     ({"a": 0.04, "b": 0.001, "c": 0.022, "d": 0.2}, "abc", "bc"),  # a: above 3 × .05/4
     ({"a": 0.035, "b": 0.03, "c": 0.001, "d": 0.2}, "abc", "abc"),  # b: saved by a
     ({"a": 0.04, "b": 0.06}, "a", ""),
 ])  # fmt: skip
-def test_the_correction_for_many_claims_is_that_worked_by_hand(p, decided, hochberg):
+def test_the_correction_for_many_claims_is_that_worked_by_hand(p, decides, hochberg):
     by_chance = chance([at_p(each, name) for name, each in p.items()])
-    assert by_chance.tested == tuple(p)
+    assert by_chance.tested == tuple((name, "1 M") for name in p)
     surviving = (by_chance.decided, by_chance.hochberg)
-    assert tuple(map("".join, surviving)) == (decided, hochberg)
+    assert tuple("".join(one.claim for one in few) for few in surviving) == (decides, hochberg)
 
 
 def test_chance_is_asked_only_about_directions_that_seeds_of_deciding_runs_test():
-    equal = row(replace(DIRECTION, id="equal", direction="equal"), [against("study", STUDY)])
-    live, computed = row(DIRECTION, [against("cpu", STUDY)]), row(NUMBER, [size("study", 8e9)])
-    rows = [live, row(DIRECTION, []), equal, computed]
+    equal = decided(replace(DIRECTION, id="equal", direction="equal"), against("study", STUDY))
+    live, computed = decided(DIRECTION, against("cpu", STUDY)), row(NUMBER, [size("study", 8e9)])
+    explored = row(DIRECTION, [against("study", STUDY)])
+    rows = [live, row(DIRECTION, []), equal, computed, explored]
     assert chance(rows) == verdicts.Chance((), (), ())
-    same = row(DIRECTION, [against("study", [0.5] * 3)])  # differs without any spread
-    assert chance([*rows, same]).hochberg == (DIRECTION.id,)
+    same = decided(DIRECTION, against("study", [0.5] * 3))  # differs without any spread
+    assert chance([*rows, same]).hochberg == ((DIRECTION.id, "1 M"),)
 
 
-def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path):
-    empty = verdicts.ledger(tmp_path)
-    assert [one.claim.id for one in empty] == [claim.id for claim in papers.claims()]
-    assert {one.label for one in empty} == {"not run", "not testable here"}
-    folder, page = tmp_path / "results" / "pesc" / "nano", tmp_path / "book" / "notebooks"
-    for seed in range(5):
-        values = (accuracy("sparse", 0.5 + seed / 100), accuracy("dense", 0.4))
-        write_run(folder / f"{seed}.parquet", Run("pesc", "nano", "study", seed, values))
-    live = (accuracy("sparse", 0.5), accuracy("dense", 0.4))
-    write_run(page / "01_pesc.parquet", Run("pesc", "cpu", "cpu", 0, live))
-
-    def first(live=True):
-        rows = verdicts.ledger(tmp_path, "pesc", live=live)
-        return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense")
-
-    assert first().label == "direction holds" and first().survives
-    assert [measured.seeds for measured in first().measurements] == [1, 5]
-    assert [measured.seeds for measured in first(live=False).measurements] == [5]
-    (folder / "4.parquet").unlink()
-    assert first().label == "direction holds" and not first().survives  # too few for the mark
-    shutil.rmtree(folder)
-    assert (first().label, first(live=False).label) == ("inconclusive", "not run")
+MAIN = "pesc.sparse-beats-dense"
 
 
-def test_of_designs_at_one_scale_the_one_that_fewest_others_replace_decides(tmp_path):
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the notebooks without protocols of PESC, beside five runs of one called main."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    for protocol, arm in (("first", "sparse"), ("second", "sparse"), ("third", "wide")):
-        folder = tmp_path / "results" / "pesc" / protocol
-        for seed in range(3):
-            values = (accuracy(arm, 0.5 + seed / 100), accuracy("dense", 0.4))
-            write_run(folder / f"{seed}.parquet", Run("pesc", protocol, "study", seed, values))
+    for path in (tmp_path / "notebooks").glob("*.yaml"):
+        path.unlink()
+    head(tmp_path, "main", MAIN)
+    committed(tmp_path, "main", *(0.5 + seed / 100 for seed in range(5)))
+    return tmp_path
 
-    def best(**heads):
-        for protocol, head in heads.items():
-            path = tmp_path / "notebooks" / f"01_pesc.{protocol}.yaml"
-            path.write_text(f"# {head}\ntier: study\n")
-        rows = verdicts.ledger(tmp_path, "pesc")
-        return next(one for one in rows if one.claim.id == "pesc.sparse-beats-dense").best
 
-    heads = {"first": "Replaces: second", "second": "A design.", "third": "Another."}
-    assert best(**heads).pool.protocol == "first"
-    heads = {"first": "A design.", "second": "Replaces: first", "third": "Replaces: first, second"}
-    assert best(**heads).pool.protocol == "second"
+def head(folder, protocol, *decides, base="nano"):
+    """Write a protocol of PESC that decides these claims."""
+    path = folder / "notebooks" / f"01_pesc.{protocol}.yaml"
+    path.write_text(f"# Decides: {', '.join(decides)}\ntier: study\nbase: {base}\n")
+
+
+def committed(folder, protocol, *scores, **manifest):
+    """Commit runs in which sparse has these accuracies, and dense always the same."""
+    for seed, score in enumerate(scores):
+        values = (accuracy("sparse", score), accuracy("dense", 0.4))
+        run = Run("pesc", protocol, "study", seed, values, manifest=manifest,
+                  settings={"base": "nano"})  # fmt: skip
+        write_run(folder / "results" / "pesc" / protocol / f"{seed}.parquet", run)
+
+
+def main_claim(folder, live=True):
+    rows = verdicts.ledger(folder, "pesc", live=live)
+    return next(one for one in rows if one.claim.id == MAIN)
+
+
+def test_the_ledger_reads_the_committed_and_the_live_runs_of_a_project(tmp_path, project):
+    rows = verdicts.ledger(project)
+    assert [one.claim.id for one in rows] == [claim.id for claim in papers.claims()]
+    live = (accuracy("sparse", 0.5), accuracy("dense", 0.4))
+    page = project / "book" / "notebooks" / "01_pesc.parquet"
+    write_run(page, Run("pesc", "cpu", "cpu", 0, live, settings={"base": "nano"}))
+    (verdict,) = main_claim(project).verdicts
+    assert verdict.label == "direction holds" and verdict.survives
+    assert [one.seeds for one in (verdict.deciding, *verdict.exploratory)] == [5, 1]
+    assert verdict.together is None  # a live run is no study
+    assert not main_claim(project, live=False).verdicts[0].exploratory
+    (project / "results" / "pesc" / "main" / "4.parquet").unlink()
+    (verdict,) = main_claim(project).verdicts
+    assert verdict.label == "direction holds" and not verdict.survives  # too few for the mark
+    shutil.rmtree(project / "results")
+    assert main_claim(project).labels == ("exploratory",)
+    assert main_claim(project, live=False).labels == ("not run",)
+
+
+def test_no_two_protocols_of_one_scale_decide_a_claim_and_no_other_notebooks_claims(project):
+    head(project, "other", MAIN, base="smollm2")  # of another scale
+    assert main_claim(project).labels == ("direction holds",)
+    head(project, "other", MAIN)
+    refused(r"E-CONFIG: .*other.yaml and .*main.yaml both decide pesc", main_claim, project)
+    head(project, "other", "pesc.sparse-beats-dens")
+    refused(r"E-CONFIG: .*other.yaml decides 'pesc.sparse-beats-dens'.*-dense", main_claim, project)
+    head(project, "other", "esft.gate-beats-lora")
+    refused(r"E-CONFIG: .*other.yaml decides esft.gate-beats-lora", main_claim, project)
+
+
+@pytest.mark.parametrize("change", [
+    {"claimed": 0.5}, {"direction": "less"}, {"reference": "pesc/a"}, {"under": {"steps": 1}},
+    {"tolerance": 0.3}, {"value": "pesc/b/accuracy"}, {"unit": "ratio"}, {"scales": ("paper",)},
+])  # fmt: skip
+def test_a_claim_that_was_changed_after_a_run_that_decides_it_is_refused(project, change):
+    claim = papers.claim(MAIN)
+    then = replace(claim, **change)
+    assert then.frozen != claim.frozen == replace(claim, why="Other words.").frozen
+    committed(project, "main", 0.5, 0.51, 0.52, claims={MAIN: claim.frozen, "pesc.gone": "0"})
+    assert main_claim(project).labels == ("direction holds",)
+    committed(project, "main", 0.5, claims={MAIN: then.frozen})
+    refused(r"E-CLAIM: pesc.sparse-beats-dense was changed after seed 0 of pesc/main", main_claim,
+            project)  # fmt: skip
+    committed(project, "other", 0.5, claims={MAIN: then.frozen})
+    committed(project, "main", 0.5)
+    assert main_claim(project).verdicts[0].exploratory  # which decides nothing

@@ -30,8 +30,7 @@ def run(logits: Tensor, top_k: int, combine: str) -> Routing:
             logits.detach().contiguous(), ids, len(logits), E=experts, K=top_k, BT=ROWS,
             BE=triton.next_power_of_2(experts),
         )  # fmt: skip
-    order, counts = sort(ids.view(-1), logits.shape[1])
-    return Routing.of_ids(ids, weights_of(logits, ids, combine), order, counts)
+    return Routing(ids, weights_of(logits, ids, combine), *sort(ids.view(-1), logits.shape[1]))
 
 
 @triton.jit
