@@ -14,11 +14,13 @@ from moebook.notebook import (
     moving,
     pages,
     plans,
+    publish,
     rendering,
     runner,
     sources,
     study,
     verdicts,
+    warm,
 )
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
@@ -44,7 +46,13 @@ def execute(tier: str, only: str | None, folder: Path) -> None:
     jobs = [Job(one.name, "cpu" if one.findings else tier) for one in chosen]
     workers = 1 if tier in ("gpu", "paper") else min(runtime.cores(), len(jobs))
     failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
-    with closing(study.side_by_side(jobs, folder, workers)) as ended:
+    # Libraries are imported once for all; a GPU's notebooks run alone, each in a new process.
+    environment = publish.environment() | study.THREADS
+    with (
+        runner.staging() as directory,
+        warm.warm(directory, environment) as place,
+        closing(study.side_by_side(jobs, folder, workers, place)) as ended,
+    ):
         for job, outcome in ended:
             if isinstance(outcome, Refusal):
                 failures.append(outcome)

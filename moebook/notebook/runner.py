@@ -41,7 +41,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from moebook import papers, results, runtime
 from moebook.errors import Refusal, refuse, told
-from moebook.notebook import parameters, publish, sources
+from moebook.notebook import parameters, publish, sources, warm
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import code_cells, harvest, seconds
 from moebook.notebook.sources import Notebook
@@ -247,7 +247,9 @@ def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
                 refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
             refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
     spent = (now - then for then, now in zip(before[2:4], os.times()[2:4], strict=True))
-    return {"peak_memory": manager.peak, "cpu_seconds": sum(spent)}  # of children that have ended
+    # Of children that have ended; a fork is no child of ours.
+    forked = warm.seconds(manager.provisioner)
+    return {"peak_memory": manager.peak, "cpu_seconds": sum(spent) + forked}
 
 
 def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> Run:
@@ -294,8 +296,13 @@ class Kernel(AsyncKernelManager):
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        """Start ``python -m ipykernel_launcher`` with the Python that runs now."""
-        return KernelSpec(argv=make_ipkernel_cmd(), display_name="Python 3", language="python")
+        """Start ``python -m ipykernel_launcher`` with the Python that runs now, `warm` if it is."""
+        return KernelSpec(
+            argv=make_ipkernel_cmd(),
+            display_name="Python 3",
+            language="python",
+            metadata=warm.register() if warm.PLACE in os.environ else {},
+        )
 
     def client(self, **options: Any) -> Any:
         """Connect, and remember the connection so that it can be closed."""

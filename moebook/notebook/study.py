@@ -24,7 +24,7 @@ from typing import Any
 
 from moebook import cluster, results, runtime
 from moebook.errors import Refusal, refuse
-from moebook.notebook import children, sources
+from moebook.notebook import children, sources, warm
 from moebook.notebook.parameters import ALL, Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import run_notebook
@@ -50,13 +50,16 @@ Outcome = Path | Refusal  # the executed notebook, or why there is none
 Ended = Generator[tuple[Job, Outcome], None, None]
 
 
-def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
+def side_by_side(
+    jobs: Sequence[Job], folder: Path, workers: int, place: str | None = None
+) -> Ended:
     """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    However this process ends, they end as well.
+    However this process ends, they end as well. With the ``place`` of a `warm` process they and
+    their kernels are its forks.
     """
     with children.lifeline() as (waiting, end), ThreadPoolExecutor(workers) as threads:
-        futures = {threads.submit(_execute, job, folder, waiting): job for job in jobs}
+        futures = {threads.submit(_execute, job, folder, waiting, place): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -65,18 +68,47 @@ def side_by_side(jobs: Sequence[Job], folder: Path, workers: int) -> Ended:
             end()
 
 
-def _execute(job: Job, folder: Path, waiting: int) -> Outcome:
+def _execute(job: Job, folder: Path, waiting: int, place: str | None) -> Outcome:
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **THREADS, "PYTHONPATH": path}
     command = children.command(CHILD, json.dumps(vars(job)))
-    # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
-    done = subprocess.run(command, cwd=folder, env=environment, stdin=waiting, capture_output=True,
-                          text=True, start_new_session=True)  # fmt: skip
-    if not done.returncode:
-        return Path(done.stdout.strip().splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        files = (waiting, output.fileno(), errors.fileno())
+        try:
+            status = _run(command, environment, folder, files, place)
+        except Refusal as refusal:
+            return refusal
+        output.seek(0)
+        errors.seek(0)
+        printed, complained = output.read().splitlines(), errors.read().splitlines()
+    if not status:
+        return Path(printed[-1])
+    last = (complained or [f"ended with status {status}"])[-1]
     code, _, text = last.partition(": ")
     return Refusal(code, text) if code.startswith("E-") and text else Refusal("E-RUN", last)
+
+
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    files: tuple[int, int, int],
+    place: str | None,
+) -> int:
+    """Run a command to its end as a fork of the `warm` process, or as a new one."""
+    if place:
+        environment = environment | {warm.PLACE: place}
+        return warm.Process(place, command[1:], env=environment, cwd=folder, files=files).wait()
+    # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
+    return subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=files[0],
+        stdout=files[1],
+        stderr=files[2],
+        start_new_session=True,
+    ).returncode
 
 
 def child() -> None:

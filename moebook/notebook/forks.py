@@ -1,0 +1,142 @@
+"""The process behind `warm`: it imports libraries, then forks for each command that comes.
+
+It is run by its path, before anything of ours is imported. It has one thread and computes nothing,
+so that a fork of it is as good as a new Python.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+from contextlib import suppress
+from typing import Any
+
+PARENT = 0  # standard input: a pipe, which closes when the parent has ended
+
+
+def main() -> None:
+    """Fork at the socket that the command line names; in a fork, run its command and end."""
+    number, *libraries = sys.argv[1:]
+    del sys.path[0]  # the folder of this file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end ends this
+    for name in libraries:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what all forks share is not touched when one of them looks for garbage
+    asked = serve(socket.socket(fileno=int(number)))
+    if asked is not None:
+        become(**asked)
+
+
+def serve(listening: socket.socket) -> dict[str, Any] | None:
+    """Fork for each command that comes; return it in the fork, and None when the parent ends.
+
+    A client sends three open files, then a line of JSON. It is told the fork's number, and in the
+    end a line with how it ended and its CPU time. The end of a client ends its fork.
+    """
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}  # by the number of their fork
+    with selectors.DefaultSelector() as events:
+        for source in (PARENT, listening, woken):
+            events.register(source, selectors.EVENT_READ)
+        while True:
+            for event, _ in events.select():
+                if event.fileobj == PARENT:
+                    for pid in clients:
+                        end(pid)
+                    return None
+                if event.fileobj is woken:
+                    woken.recv(4096)
+                    for pid in list(clients):
+                        tell(pid, clients, events)
+                elif event.fileobj is listening:
+                    client, _ = listening.accept()
+                    asked = receive(client)
+                    if asked is None:
+                        client.close()
+                        continue
+                    pid = os.fork()
+                    if pid == 0:
+                        for one in (client, listening, woken, wakes, *clients.values()):
+                            one.close()
+                        return asked
+                    for file in asked["files"]:
+                        os.close(file)
+                    clients[pid] = client
+                    events.register(client, selectors.EVENT_READ, pid)
+                    with suppress(OSError):
+                        client.sendall(b"%d\n" % pid)
+                else:  # a client says nothing more: it has ended
+                    events.unregister(event.fileobj)
+                    end(event.data)
+
+
+def receive(client: socket.socket) -> dict[str, Any] | None:
+    """Read what a client asks for; None where it ended before it had said it."""
+    client.settimeout(10)
+    try:
+        _, files, _, _ = socket.recv_fds(client, 1, 3)
+        with client.makefile("rb") as lines:
+            return {"files": files, **json.loads(lines.readline())}
+    except (OSError, ValueError):
+        return None
+
+
+def tell(pid: int, clients: dict[int, socket.socket], events: selectors.BaseSelector) -> None:
+    """Tell the client of a fork that has ended how it ended."""
+    done, status, used = os.wait4(pid, os.WNOHANG)
+    if done:
+        code = os.waitstatus_to_exitcode(status)
+        told = {"returncode": code, "seconds": used.ru_utime + used.ru_stime}
+        with clients.pop(pid) as client, suppress(OSError, KeyError):
+            client.sendall(json.dumps(told).encode() + b"\n")
+            events.unregister(client)
+
+
+def end(pid: int) -> None:
+    """Ask a fork and what it started to end."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)
+
+
+def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) -> None:
+    """Run a command as a new Python would: ``-c CODE`` or ``-m MODULE``, and its arguments."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(env)
+    if "JPY_PARENT_PID" in env:  # a kernel ends when that is no longer its parent
+        os.environ["JPY_PARENT_PID"] = str(os.getppid())
+    theirs = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = ["", *filter(None, theirs), *(place for place in sys.path if place not in ours)]
+    importlib.invalidate_caches()
+    flag, text, *rest = command
+    sys.argv = [flag, *rest] if flag == "-c" else [text, *rest]
+    if flag == "-m":
+        runpy.run_module(text, run_name="__main__", alter_sys=True)
+    else:
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        exec(compile(text, "<string>", "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    main()
