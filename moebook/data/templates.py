@@ -73,8 +73,8 @@ class Source:
         values = _listed(self.options, raw, where)
         texts = [clean(value, self.options, where) for value in values]
         lettered = [f"{chr(ord('A') + place)}. {text}" for place, text in enumerate(texts)]
-        labels = [str(label) for label in _listed(self.labels, raw, where)][: len(texts)]
-        label = raw.get(self.answer)
+        labels = [str(whole(label)) for label in _listed(self.labels, raw, where)][: len(texts)]
+        label = whole(raw.get(self.answer))
         if str(label).strip() not in labels:
             refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; no unlabelled splits")
         prompt = _rendered(self.prompt, raw, where, choices="\n".join(lettered))
@@ -110,6 +110,11 @@ def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
         kind = "missing" if isinstance(values, jinja2.Undefined) else type(values).__name__
         refuse("E-DATA", f"{where}: field '{expression}' is {kind}, expected a list")
     return values
+
+
+def whole(value: Any) -> Any:
+    """Read 1.0 as 1: pandas makes floats of a column of whole numbers that has gaps."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def field(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import nn
 
 from moebook.data import hub, tasks
 from moebook.data.tasks import KNOWN
+from moebook.data.templates import whole
 from moebook.errors import Refusal, nearest, refuse
 from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
@@ -110,12 +112,13 @@ class _Local(ConfigurableTask):
         needed = {tested, shown} if config.get("num_fewshot") else {tested}
         self.files: dict[str, Path] = {}  # that were read, by their place in the folder
         self.at = "an item"
+        self.gold_kind: type | None = None  # of the answers that were checked
         try:
             super().__init__(config=config | dict.fromkeys(SPLITS - needed))
             examples = self.fewshot_docs() if config.get("num_fewshot") else []
             for number, item in enumerate(chain(self.eval_docs, examples), start=1):
                 self.at = f"item {number}"
-                self._check({key: value for key, value in item.items() if value is not None})
+                self._check({key: value for key, value in item.items() if not _missing(value)})
         except (Refusal, ImportError):
             raise
         except Exception as error:  # whatever a template or a function makes of damaged rows
@@ -123,16 +126,37 @@ class _Local(ConfigurableTask):
             place = f"{self.folder}: {self.at} of {', '.join(self.files)}"
             refuse("E-DATA", f"{place} is not as on the hub ({told}); fetch the files again")
 
+    def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> Any:
+        """Fill in the template of the answer, where 1.0 counts as the 1 that it was on the hub."""
+        read = {name: whole(value) for name, value in doc.items()}
+        return super().doc_to_target(read, doc_to_target)
+
     def _check(self, item: Mapping[str, Any]) -> None:
         """Fill a task's templates in; a field that is missing raises, as does an odd answer."""
-        self.doc_to_text(item)
+        asked = self.doc_to_text(item)
         answer = self.doc_to_target(item)
-        options = self.doc_to_choice(item) if self.config.doc_to_choice is not None else []
-        odd = isinstance(answer, int) and options and not 0 <= answer < len(options)
-        if odd or not all(isinstance(option, str) for option in options):
-            raise ValueError(f"answer {answer} of {options}")
+        if self.config.doc_to_choice is not None:
+            options = self.doc_to_choice(item)
+            # With many contexts and one ending (WinoGrande), the right one is what is asked.
+            self._check_gold(asked if self.multiple_input else answer, options)
         if self.config.task in PROGRAMS:
             self.config.metadata["tests"](self.config.task, item)
+
+    def _check_gold(self, gold: Any, options: Sequence[Any]) -> None:
+        """Raise unless an answer, or each of several, is one of the options or its place.
+
+        lm-eval itself takes any other answer for a wrong one, and True for the second option.
+        """
+        if not all(isinstance(option, str) for option in options):
+            raise TypeError(f"the options are {options}, expected texts")
+        for each in gold if isinstance(gold, list) and gold else [gold]:
+            is_place = type(each) is int and 0 <= each < len(options)
+            if not is_place and each not in options:
+                raise ValueError(f"answer {gold!r} of {options}; expected its place or its text")
+        if self.gold_kind not in (None, type(gold)):
+            others = f"{self.gold_kind.__name__} in the items before"
+            raise TypeError(f"answer {gold!r} is {type(gold).__name__}, {others}")
+        self.gold_kind = type(gold)
 
     def download(self, *_: Any, **__: Any) -> None:
         """Read the splits' files, each by the project's reader of data of the hub."""
@@ -143,6 +167,11 @@ class _Local(ConfigurableTask):
             self.files |= {str(path.relative_to(self.folder)): path for path in files}
             self.dataset[split] = Dataset.from_list(rows)
         self.at = "an item" if self.config.process_docs else "item 1"  # which lm-eval tries
+
+
+def _missing(value: object) -> bool:
+    """Whether a field is empty: null, or the NaN that pandas writes in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[tuple[Any, ...]]:
@@ -161,7 +190,8 @@ def _row(task: str, sample: dict[str, Any], lm: InMemory) -> tuple[Any, ...]:
     """One item of the table; a gold answer is known where the choices were scored."""
     scores, target = sample["filtered_resps"], sample["target"]
     nll = nats = np.nan
-    answer, output, chance = str(target), str(scores[0]), 0.0
+    answer, chance = str(target), 0.0
+    output = str(sample["resps"][0][0])  # the text as the model wrote it, before any filter
     if isinstance(scores[0], tuple):
         output = str(max(range(len(scores)), key=lambda choice: scores[choice][0]))
         chance = 1 / len(scores) if len(scores) > 1 else 0.0

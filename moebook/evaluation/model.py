@@ -42,6 +42,7 @@ class InMemory(TemplateLM):
         self.model, self.tokenizer, self.batch, self._chat = model, tokenizer, batch, chat
         self._device = next(model.parameters()).device
         self.longest = longest(model)
+        self._closing = _closing_tokens(tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -57,11 +58,12 @@ class InMemory(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokenize as the tokenizer does by itself, without a second beginning token."""
+        """Tokenize as the tokenizer does by itself, without a second beginning and an end."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
-        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+        ids = list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
+        return ids[: len(ids) - self._closing] if add_special_tokens else ids
 
     def pairs(self, rows: Sequence[Mapping[str, str]], format: str) -> list[Pair]:
         """Tokenize rows as for training; what follows a context ends with the end token."""
@@ -70,11 +72,36 @@ class InMemory(TemplateLM):
         return [(ids[:border], ids[border:]) for ids, border in lines]
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
-        if not self._chat:
-            return super()._encode_pair(context, continuation)
-        row = {"prompt": context, "answer": continuation.strip()}
-        ((before, scored),) = self.pairs([row], self._chat)
-        return before, scored[:-1]
+        """Tokenize a context and what follows, so that each token belongs to one of them.
+
+        As lm-eval does where the context's tokens begin those of the whole text; blanks at its end
+        go to what follows. Where a token spans the border ("th" and "er"), lm-eval loses a part of
+        the answer or all of it; here the two are tokenized apart.
+        """
+        if self._chat:
+            row = {"prompt": context, "answer": continuation.strip()}
+            ((before, scored),) = self.pairs([row], self._chat)
+            return before, scored[:-1]
+        asked = context.rstrip()
+        rest = context[len(asked) :] + continuation
+        before = self.tok_encode(asked)
+        whole = self.tok_encode(asked + rest)
+        scored = whole[len(before) :]
+        if whole[: len(before)] != before:
+            scored = self.tok_encode(rest, add_special_tokens=False)
+            if self.tokenizer.decode(before + scored) != self.tokenizer.decode(whole):
+                where = f"{continuation!r} behind {context[-40:]!r}"
+                refuse("E-DATA", f"{where} shares a token with it, and this tokenizer writes other "
+                       "text when it reads it alone; put a blank between them")  # fmt: skip
+        return before or [self.prefix_token_id], scored
+
+    def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
+        """Score lm-eval's requests, each with an answer of one token or more."""
+        for context, continuation in (request.args for request in requests):
+            if not continuation:
+                refuse("E-DATA", f"an answer to '{context[-40:]}' is empty; expected text to score")
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return self.score([(before, scored) for _, before, scored in requests])
@@ -94,7 +121,14 @@ class InMemory(TemplateLM):
         return self.answer(contexts, limits)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Return the log-probability of what follows each context, and whether it is the greedy."""
+        """Return the log-probability of what follows each context, and whether it is the greedy.
+
+        What follows must have a token: the likelihood of none is 1, more than any answer's.
+        """
+        for before, scored in pairs:
+            if not scored:
+                text = self.tokenizer.decode(before[-20:])
+                refuse("E-DATA", f"an answer behind {text!r} has no token; expected one to score")
         pairs = self._fitting(pairs, [0] * len(pairs))
         scores: list[Any] = [None] * len(pairs)
         order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
@@ -230,6 +264,15 @@ class InMemory(TemplateLM):
             text = f"{cut} of {len(pairs)} prompts were cut on the left"
             warnings.warn(f"W-LONG: {text} to fit the model's {self.longest} tokens", stacklevel=3)
         return fitting
+
+
+def _closing_tokens(tokenizer: Any) -> int:
+    """Count the special tokens that a tokenizer puts behind a text, as BERT's [SEP]."""
+    text = tokenizer.encode("a", add_special_tokens=False)
+    closed = tokenizer.encode("a", add_special_tokens=True)
+    rest = len(closed) - len(text)
+    starts = [start for start in range(rest + 1) if closed[start : start + len(text)] == text]
+    return rest - starts[0] if starts else 0
 
 
 def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:

@@ -89,6 +89,23 @@ def test_raw_rows_get_the_papers_templates(tmp_path, name, write):
     assert row == {"task": name, "domain": hub.CATALOGUE[name].domain} | ROWS[name][1]
 
 
+@pytest.mark.parametrize(("name", "label", "answer"), [
+    ("piqa", 1.0, "B. y"), ("siqa_open", 3.0, "z"), ("arc_easy", 2.0, "B. y"),
+    ("piqa", float("nan"), None), ("piqa", 0.5, None), ("piqa", True, None), ("piqa", "1.0", None),
+    ("boolq_closed", "false", None), ("boolq_closed", 0, None),
+])  # fmt: skip
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_a_label_that_pandas_made_a_float_is_read_whole_and_another_type_refused(
+    tmp_path, name, label, answer, write
+):
+    path = write(tmp_path, RAW[name] | {hub.CATALOGUE[name].answer: label})
+    if answer is None:
+        refused("E-DATA: .*:1: answer .* is none of", hub.load, name, path=path)
+    else:
+        (row,) = hub.load(name, path=path)
+        assert row["answer"] == answer
+
+
 def test_a_draw_is_without_replacement_and_repeats_with_its_seed(tmp_path):
     path = jsonl(tmp_path, *({"text": f"q{i}", "code": "a"} for i in range(20)))
     drawn = hub.load("mbpp", path=path, size=10, seed=1)

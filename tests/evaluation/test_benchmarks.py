@@ -1,6 +1,7 @@
 """Benchmarks out of a folder: the layouts of seven data sets, what is damaged, and the summary."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -135,6 +136,93 @@ def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
     for name, rows in files.items():
         put(tmp_path, name, rows)
     refused(words, benchmarks.load, ["piqa"], tmp_path)
+
+
+WINOGRANDE = {"sentence": "It _ barks.", "option1": "x", "option2": "y", "answer": "2"}
+SIQA = {"context": "c", "question": "q?", "answerA": "x", "answerB": "y", "answerC": "z",
+        "label": "3"}  # fmt: skip
+LABELLED = {  # a task, its file, a row, the field with its answer
+    "piqa": (PLACE, PIQA, "label"),
+    "hellaswag": ("Rowan/hellaswag/validation.jsonl", SWAG, "label"),
+    "mmlu_anatomy": ("cais/mmlu/anatomy/test.jsonl", MMLU, "answer"),
+    "boolq": ("aps/super_glue/boolq/validation.jsonl", BOOLQ, "label"),
+    "boolq_closed": ("google/boolq/validation.jsonl", CLOSED, "answer"),
+    "social_iqa": ("allenai/social_i_qa/validation.jsonl", SIQA, "label"),
+    "winogrande": ("allenai/winogrande/winogrande_xl/validation.jsonl", WINOGRANDE, "answer"),
+    "arc_easy": ("allenai/ai2_arc/ARC-Easy/test.jsonl", ARC, "answerKey"),
+}
+
+
+@pytest.mark.parametrize(("task", "label"), [
+    ("piqa", "0"), ("piqa", "1.0"), ("piqa", True), ("piqa", -1), ("piqa", 0.5),
+    ("piqa", float("nan")), ("piqa", None), ("piqa", ["0"]), ("piqa", [0, 2]), ("piqa", []),
+    ("hellaswag", "4"), ("hellaswag", "x"), ("hellaswag", "3.0"), ("hellaswag", float("nan")),
+    ("mmlu_anatomy", "2"), ("mmlu_anatomy", "E"), ("mmlu_anatomy", 4.0),
+    ("boolq", "true"), ("boolq", True), ("boolq", "1"),
+    ("boolq_closed", "true"), ("boolq_closed", "no"), ("boolq_closed", 2),
+    ("boolq_closed", float("nan")),
+    ("social_iqa", "z"), ("social_iqa", ""), ("social_iqa", float("nan")),
+    ("winogrande", 2), ("winogrande", "y"), ("arc_easy", 1), ("arc_easy", "C"),
+])  # fmt: skip
+def test_an_answer_that_is_neither_a_place_nor_a_choice_is_refused(task, label, tmp_path):
+    name, row, field = LABELLED[task]
+    put(tmp_path, name, [row | {field: label}] * 2)
+    item = "an item" if task == "hellaswag" else "item 1"  # whose rows lm-eval maps all at once
+    words = f"E-DATA: .*: {item} of {name} is not as on the hub"
+    refused(words, benchmarks.load, [task], tmp_path)
+
+
+def test_answers_of_two_types_are_refused(tmp_path):
+    name, row, field = LABELLED["mmlu_anatomy"]
+    task = benchmarks._local("mmlu_anatomy", _folder(tmp_path, name, [row]))[0]
+    task._check(row | {field: 3})
+    with pytest.raises(TypeError, match="answer 'C' is str, int in the items before"):
+        task._check(row | {field: "C"})
+
+
+def _folder(place, name, rows):
+    put(place, name, rows)
+    return place
+
+
+@pytest.mark.parametrize("task", ["piqa", "hellaswag", "mmlu_anatomy", "boolq", "boolq_closed",
+                                  "social_iqa"])  # fmt: skip
+def test_whole_floats_that_pandas_wrote_count_as_the_numbers_they_were(
+    task, tmp_path, tiny, byte_tokenizer
+):
+    name, row, field = LABELLED[task]
+    suffix = ".parquet" if task == "piqa" else ".jsonl"
+    tables = []
+    for label in (row[field], float(row[field])):
+        place = tmp_path / str(label)
+        put(place, str(Path(name).with_suffix(suffix)), [row | {field: label}] * 2)
+        tables.append(evaluation.evaluate(tiny(), byte_tokenizer, task, data=place))
+    assert tables[1].equals(tables[0])
+    assert tables[0].nll.notna().all()
+
+
+def test_an_answer_that_is_one_of_the_choices_counts_as_its_place(tmp_path, tiny, byte_tokenizer):
+    name, row, field = LABELLED["mmlu_anatomy"]
+    by_place, by_text = (
+        evaluation.evaluate(
+            tiny(), byte_tokenizer, "mmlu_anatomy",
+            data=_folder(tmp_path / str(label), name, [row | {field: label}] * 2),
+        )
+        for label in (2, "C")
+    )  # fmt: skip
+    assert by_text.correct.tolist() == by_place.correct.tolist()
+
+
+def test_the_output_of_a_generative_benchmark_is_the_text_and_no_part_of_it(
+    tmp_path, tiny, byte_tokenizer, monkeypatch
+):
+    place = _folder(tmp_path, "openai/gsm8k/main/test.jsonl", [SUM] * 2)
+    put(tmp_path, "openai/gsm8k/main/train.jsonl", [SUM] * 9)
+    texts = [" 1 and 2, that is\n#### 3 dogs", " no idea"]
+    monkeypatch.setattr(InMemory, "answer", lambda self, contexts, limits: texts)
+    table = evaluation.evaluate(tiny(), byte_tokenizer, "gsm8k", data=place)
+    assert table.output.tolist() == texts
+    assert table.correct.tolist() == [1, 0]
 
 
 def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(

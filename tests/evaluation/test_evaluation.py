@@ -1,5 +1,6 @@
 """Tables, batches, averages over benchmarks and paired differences equal plain loops and sums."""
 
+import copy
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +13,9 @@ import pandas as pd
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers.normalizers import Prepend
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -96,6 +100,86 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llam
         best = llama(torch.tensor([before])).logits[0, -1].argmax().item()
     got = InMemory(llama, tokenizer, 2).score([(before, [best]), (before, [best - 1])])
     assert [greedy for _, greedy in got] == [True, False]
+
+
+MERGED = [
+    ("th", "e"),
+    ("the su", "m and more"),
+    ("### Hum", "an"),
+    ("what is th", "e "),
+    ("a", "b"),
+]
+
+
+def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(llama, tokenizer):
+    lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
+    assert encode("the") != encode("th") + encode("e")  # one token spans the border
+    got = lm.loglikelihood([request("loglikelihood", *pair) for pair in MERGED])
+    for (value, _), (context, answer) in zip(got, MERGED, strict=True):
+        before, scored = encode(context), encode(answer)
+        assert lm._encode_pair(context, answer) == (before, scored)
+        assert value == pytest.approx(nats(llama, before, scored), rel=1e-5)
+
+
+def test_where_no_token_spans_the_border_pairs_are_lm_evals_own(llama, tokenizer):
+    lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
+    theirs = HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=1)
+    endings = [f"{blank}{answer}" for blank in ("", "  ") for answer in (" is", "is four", "\n a")]
+    pairs = [(context, ending) for context in CONTEXTS for ending in endings]
+    whole = [(c, e) for c, e in pairs if encode(c + e)[: len(encode(c))] == encode(c)]
+    assert len(whole) > len(pairs) / 2
+    for ending in ("is", " is"):  # the blanks go to what follows
+        whole += [(f"{context}  ", ending) for context in CONTEXTS]
+    asked = [request("loglikelihood", *pair) for pair in whole]
+    wanted = theirs.loglikelihood(asked, disable_tqdm=True)
+    for (value, greedy), (their_value, their_greedy) in zip(
+        lm.loglikelihood(asked), wanted, strict=True
+    ):
+        assert (value, greedy) == (pytest.approx(their_value, rel=1e-5), their_greedy)
+
+
+def test_a_context_of_blanks_begins_as_an_empty_one(llama, tokenizer):
+    lm = InMemory(llama, tokenizer, 2)
+    assert lm._encode_pair("  ", "the") == ([0], tokenizer.encode("  the"))
+
+
+def closed(tokenizer, template):
+    """A copy of a tokenizer that puts special tokens around each text."""
+    copied = copy.deepcopy(tokenizer)
+    special = [("<|bos|>", 0), ("<|eos|>", 1)]
+    around = TemplateProcessing(single=template, special_tokens=special)
+    copied.backend_tokenizer.post_processor = around
+    return copied
+
+
+@pytest.mark.parametrize(("template", "start"), [
+    ("$A", []), ("<|bos|> $A", [0]), ("$A <|eos|>", []), ("<|bos|> $A <|eos|> <|eos|>", [0]),
+])  # fmt: skip
+def test_no_context_ends_on_the_token_that_a_tokenizer_puts_behind_texts(
+    llama, tokenizer, template, start
+):
+    plain = tokenizer.encode
+    lm = InMemory(llama, closed(tokenizer, template), 2)
+    assert lm.tok_encode("the sum") == start + plain("the sum")
+    assert lm.tok_encode("the sum", add_special_tokens=False) == plain("the sum")
+    before, scored = lm._encode_pair("the sum", " is seven")
+    assert (before, scored) == (start + plain("the sum"), plain(" is seven"))
+
+
+def test_an_answer_without_tokens_is_refused_where_it_would_always_win(llama, tokenizer):
+    lm = InMemory(llama, tokenizer, 2)
+    asked = [request("loglikelihood", context, "") for context in ("the sum", "")]
+    for each in asked:
+        refused("E-DATA: an answer .* is empty; expected text", lm.loglikelihood, [each])
+    refused("E-DATA: an answer behind 'a' has no token", lm.score, [(tokenizer.encode("a"), [])])
+
+
+def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(llama, tokenizer):
+    prepended = copy.deepcopy(tokenizer)  # as SentencePiece's dummy prefix
+    prepended.backend_tokenizer.normalizer = Prepend(" ")
+    lm = InMemory(llama, prepended, 2)
+    asked = request("loglikelihood", "a th", "e")
+    refused("E-DATA: 'e' behind 'a th' shares a token with it", lm.loglikelihood, [asked])
 
 
 def test_likelihoods_over_a_large_vocabulary_have_no_bias(llama, tokenizer, monkeypatch):
