@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations, islice
 from typing import Any
 
 import numpy as np
@@ -60,12 +60,15 @@ def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.
 def gradients(model: nn.Module, batch: Mapping[str, Any]) -> pd.DataFrame:
     """Measure the gradient of the language-model loss, without balance loss, at every router.
 
-    One row a layer: ``gradient``, the Euclidean norm over the router's ``[E, D]`` weights. No
-    ``.grad`` is written; the model runs in evaluation mode, without dropout.
+    One row a layer: ``gradient``, the Euclidean norm over all that trains of the router, in most
+    families its weights ``[E, D]``. No ``.grad`` is written; the model runs in evaluation mode,
+    without dropout.
     """
     layers = sparse_layers(model)
-    norms = _gradients(model, batch, [layer.router.weight for layer in layers])
-    return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": norms})
+    parts = [_trained(layer.router) for layer in layers]
+    norms = iter(_gradients(model, batch, list(chain.from_iterable(parts))))
+    gradient = [math.hypot(*islice(norms, len(part))) for part in parts]
+    return pd.DataFrame({"layer": [layer.index for layer in layers], "gradient": gradient})
 
 
 def reach(model: nn.Module, batch: Mapping[str, Any]) -> float:
@@ -74,16 +77,22 @@ def reach(model: nn.Module, batch: Mapping[str, Any]) -> float:
     Routers that learn have 0.001 or more. Equal experts give 0 until a first step parts them.
     """
     layers = sparse_layers(model)
-    trained = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
-    parts = [layer.router.weight for layer in layers], trained
-    routers, experts = (math.hypot(*_gradients(model, batch, part)) for part in parts)
-    return routers / experts
+    routers = chain.from_iterable(_trained(layer.router) for layer in layers)
+    experts = [p for layer in layers for p in layer.experts.parameters() if p.requires_grad]
+    norm_of_routers = math.hypot(*_gradients(model, batch, list(routers)))
+    return norm_of_routers / math.hypot(*_gradients(model, batch, experts))
+
+
+def _trained(router: nn.Module) -> list[Tensor]:
+    """Return what trains of a router, be it called ``weight`` or lie in a layer of its own."""
+    parameters = [part for part in router.parameters() if part.requires_grad]
+    if not parameters:
+        refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
+    return parameters
 
 
 def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:
-    """Return the norms of the loss's gradient at some parameters, which must ask for one."""
-    if not all(weight.requires_grad for weight in weights):
-        refuse("E-MODEL", "a router does not require a gradient: model.requires_grad_(True) first")
+    """Return the norms of the loss's gradient at some parameters, which ask for one."""
     inputs = send_to_device(batch, next(model.parameters()).device)
     with evaluating(model), torch.enable_grad():
         grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)
@@ -144,7 +153,7 @@ def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
 def real_decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:
     """Return what each layer's router decides for the real tokens, ``[T, ...]`` on the CPU."""
     real = [seen.real() for seen in decisions(model, batch).values()]
-    return [Decision(each.logits.cpu(), each.ids.cpu(), each.gates.cpu()) for each in real]
+    return [Decision(each.logits.cpu(), each.ids.cpu(), each.weights.cpu()) for each in real]
 
 
 def decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Decision]:

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moebook import kernels
 from moebook.errors import refuse
-from moebook.nn import Experts, Router, Trace, evaluating, hooked
+from moebook.nn import Experts, Router, SplitExperts, Trace, evaluating, hooked
 
 NAME = "moebook"  # of our experts among the implementations of transformers
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -43,6 +43,7 @@ class Layer:
     router: Any = None  # the module that scores the experts
     experts: Any = None
     shared: nn.Module | None = None  # what every token runs through beside the routed experts
+    count: int = 0  # E, the routed experts, without those of LongCat that hold no weights
 
     def replace(self, mlp: nn.Module) -> None:
         """Put another module into the feed-forward place of this layer's block."""
@@ -173,15 +174,18 @@ def run_experts(host: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
 
 def incompatibility(host: nn.Module) -> str | None:
     """Say in what a host's experts differ from gated FFNs in fused weights; None if they do not."""
-    gate = None if isinstance(host, Experts) else getattr(type(host), "_apply_gate", None)
+    ours = isinstance(host, Experts)
+    # transformers gives this to every class of experts that it runs by its registry.
+    gate = getattr(type(host), "_apply_gate", None)
     differences = {
+        "a forward pass of its own": not ours and gate is None,
         "no gate": not getattr(host, "has_gate", True),
         "gate and up interleaved": not getattr(host, "is_concatenated", True),
         "biases": getattr(host, "has_bias", False),
         "transposed weights": getattr(host, "is_transposed", False),
         "a norm behind the experts": getattr(host, "has_post_expert_norm", False),
         "experts spread over devices": getattr(host, "_is_expert_parallel", False),
-        "a gate of its own": gate is not None and gate.__name__ != "_default_apply_gate",
+        "a gate of its own": not ours and getattr(gate, "__name__", "") != "_default_apply_gate",
         "no act_fn": not callable(getattr(host, "act_fn", None)),
     }
     return next((name for name, present in differences.items() if present), None)
@@ -189,18 +193,52 @@ def incompatibility(host: nn.Module) -> str | None:
 
 def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
     attention = _first(block, "self_attn", "attention", "attn")
+    where = f"decoder layer {index} ({type(block).__name__})"
     for slot in ("mlp", "feed_forward", "block_sparse_moe"):
         if (mlp := _first(block, slot)) is None:
             continue
         if all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
+            if beside := _beside_gated(block, mlp):
+                refuse("E-MODEL", f"{where} holds a gated MLP and {beside}, expected one alone")
             return Layer(index, block, slot, attention, mlp, "dense", mlp.down_proj.in_features)
         router, experts = _first(mlp, "router", "gate"), _first(mlp, "experts", "adapters")
         if router is not None and experts is not None:
-            shared = _first(mlp, "shared", "shared_experts", "shared_expert")
-            parts = (_expert_width(experts, shared, hidden), router, experts, shared)
-            return Layer(index, block, slot, attention, mlp, "sparse", *parts)
+            shared = _first(mlp, "shared", "shared_experts", "shared_expert", "shared_mlp")
+            return Layer(
+                index,
+                block,
+                slot,
+                attention,
+                mlp,
+                "sparse",
+                width=_expert_width(experts, shared, hidden),
+                router=router,
+                experts=experts,
+                shared=shared,
+                count=_expert_count(experts),
+            )
     lacks = f"neither a gated MLP ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}"
-    refuse("E-MODEL", f"decoder layer {index} ({type(block).__name__}) holds {lacks}")
+    refuse("E-MODEL", f"{where} holds {lacks}")
+
+
+def _beside_gated(block: nn.Module, mlp: nn.Module) -> str:
+    """Name what a block holds beside the three products of a gated MLP: Gemma 4's, Doge's experts.
+
+    A norm inside the MLP, as in BitNet, is no such thing.
+    """
+    for name in ("router", "experts"):
+        if _first(block, name) is not None:
+            return f"'{name}'"
+    matrices = (name for name, part in mlp.named_parameters() if part.dim() > 1)
+    return next((f"'{name}'" for name in matrices if name.split(".")[0] not in GATED), "")
+
+
+def _expert_count(experts: nn.Module) -> int:
+    """Return E, the number of a layer's routed experts."""
+    if isinstance(experts, SplitExperts):
+        return len(experts.slots)
+    fused = getattr(experts, "down_proj", getattr(experts, "down", None))  # or adapters
+    return len(experts) if isinstance(experts, nn.ModuleList) else len(fused)
 
 
 def _expert_width(experts: nn.Module, shared: nn.Module | None, hidden: int) -> int:

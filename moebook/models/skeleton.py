@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moebook.errors import nearest, refuse, refuse_unknown
+from moebook.models.anatomy import anatomy
 from moebook.models.load import LAYERS, quiet, telling
 from moebook.results import formed, read_json
 
@@ -72,20 +73,24 @@ def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
 def skeleton(
     config: PreTrainedConfig, dtype: torch.dtype = torch.float32, *, layers: int | None = None
 ) -> PreTrainedModel:
-    """Build a causal language model on meta, by default with all of its layers."""
-    cut = copy.deepcopy(config)
-    if layers is not None:
-        cut.num_hidden_layers = layers
-        if kinds := getattr(cut, "layer_types", None):
-            cut.layer_types = kinds[:layers]
+    """Build a causal language model on meta, by default with all of its layers.
+
+    Of the others the first ``layers`` are kept. A configuration says in many ways what its layers
+    are, so all are built, and some dropped.
+    """
     ALL_ATTENTION_FUNCTIONS.register(FUSED, _attention)
+    own = copy.deepcopy(config)  # which transformers writes into
     made = f"the configuration of a {config.model_type} model"
     with telling(Path(made), "model"), quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(cut, dtype=dtype, attn_implementation=FUSED)
+        model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=FUSED)
+    if layers is not None:
+        decoder = anatomy(model).decoder
+        decoder.layers = decoder.layers[:layers]
+    return model
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend causally; kept are q, k, v, the output and one number a row, never ``[T, T]``."""

@@ -5,6 +5,7 @@ Decisions are read by hooks for a batch, of any model's routers, or kept from a 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,8 @@ from moebook.errors import refuse
 from moebook.kernels import Routing, route
 
 Key = TypeVar("Key")
+PROBES = 4  # random copies of a router that tell what its weights are
+MISFIT = 1e-3  # of the largest weight: what weights may differ from gates times a constant
 
 
 class Router(nn.Module):
@@ -109,13 +112,22 @@ class Decision(NamedTuple):
 
     logits: Tensor  # [..., E]
     ids: Tensor  # [..., K] chosen experts
-    gates: Tensor  # [..., K] their weights, without the constant factor of some DeepSeek models
+    weights: Tensor  # [..., K] what the experts' outputs are multiplied by
     mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
+    factor: float = 1.0  # of the weights on the gates; NaN if they are no multiple of gates
 
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""
         mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
-        return Decision(self.logits[mask], self.ids[mask], self.gates[mask], mask[mask])
+        parts = (self.logits[mask], self.ids[mask], self.weights[mask], mask[mask])
+        return Decision(*parts, self.factor)
+
+    def gates(self) -> Tensor:
+        """Return the gates ``[..., K]``, each token's at most 1: the weights without the factor."""
+        if math.isnan(self.factor):
+            what = "neither shares of the chosen experts nor probabilities by its logits"
+            refuse("E-MODEL", f"the router's weights are {what}, times a constant: no gates")
+        return self.weights if self.factor == 1 else self.weights / self.factor
 
 
 @torch.no_grad()
@@ -138,8 +150,9 @@ def observe(
 
     def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
         parts = _decided(routers[key], arguments, output)
-        logits, ids, gates = (part.view(*shape, -1) for part in parts)
-        decisions[key] = Decision(logits, ids, gates, mask)
+        logits, ids, weights = (part.view(*shape, -1) for part in parts)
+        factor = 1.0 if isinstance(output, Routing) else _factor(routers[key], arguments)
+        decisions[key] = Decision(logits, ids, weights, mask, factor)
 
     with evaluating(model), hooked(routers, see):
         model(**inputs, use_cache=False)
@@ -147,15 +160,48 @@ def observe(
 
 
 def _decided(router: nn.Module, arguments: tuple[Any, ...], output: Any) -> tuple[Tensor, ...]:
-    """Return logits, ids and gates from a router of ours or of transformers."""
+    """Return logits, ids and weights from a router of ours or of transformers."""
     if isinstance(output, Routing):
         return router.logits(*arguments), output.ids, output.weights
     triple = isinstance(output, tuple) and len(output) == 3
     if not triple or output[1].shape != output[2].shape or output[2].is_floating_point():
-        wanted = "(logits [T, E], gates [T, K], ids [T, K])"
+        wanted = "(logits [T, E], weights [T, K], ids [T, K])"
         refuse("E-MODEL", f"{type(router).__name__} does not return {wanted}")
-    logits, gates, ids = output
-    return logits.float(), ids, gates / getattr(router, "routed_scaling_factor", 1.0)
+    logits, weights, ids = output
+    return logits.float(), ids, weights
+
+
+def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
+    """Return the constant by which a router of transformers multiplies its gates, or NaN.
+
+    Families have it under many names (2.826 in HY-V3, 16 in DeepSeek-V2), so it is measured. Gates
+    are shares of what was chosen (Mixtral, DeepSeek-V3) or probabilities of the chosen, the softmax
+    of all logits (DeepSeek-V2; ESFT's Eq. 2) or the sigmoid of each. All of them look alike for one
+    token, or by a router of zeros, as AFMoE's start. A router's form does not depend on its values,
+    though: so copies with random ones decide for the pass's tokens, a few times.
+    """
+    tokens, *others = arguments
+    tokens = tokens.float()
+    spread = 1 / float(tokens.norm(dim=-1).mean().clamp(min=1e-6))  # logits of about 1
+    generator = torch.Generator(tokens.device).manual_seed(0)
+    twin = copy.deepcopy(router).float()
+    outputs = []
+    for _ in range(PROBES):
+        for parameter in twin.parameters():
+            parameter.normal_(0, spread, generator=generator)
+        outputs.append(twin.forward(tokens, *others))  # without the hooks that it has copied
+    logits, weights, ids = (torch.cat(parts).double() for parts in zip(*outputs, strict=True))
+    chosen = ids.long()
+    for gates in (
+        weights / weights.sum(-1, keepdim=True),
+        logits.softmax(-1).gather(-1, chosen),
+        logits.sigmoid().gather(-1, chosen),
+    ):
+        factor = float(weights.sum() / gates.sum())
+        misfit = (weights - factor * gates).abs().max() / weights.abs().max()
+        if misfit <= MISFIT:
+            return 1.0 if abs(factor - 1) <= MISFIT else factor
+    return math.nan
 
 
 @contextmanager

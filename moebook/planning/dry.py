@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moebook.errors import Refusal, refuse
 from moebook.models.anatomy import NAME, anatomy, register_experts
 from moebook.models.skeleton import autocast, configuration, on_meta, skeleton
 from moebook.planning.methods import Method
@@ -107,7 +109,7 @@ def dry_run(
     gradients = [part.grad for part in trained if part.grad is not None]
     held = [*model.parameters(), *model.buffers(), *gradients]
     ids = torch.zeros(rows, training.length, dtype=torch.long, device="meta")
-    with on_meta(), Tally(held) as tally:
+    with _without_values(training.host), on_meta(), Tally(held) as tally:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     linears = [weight for block in blocks for weight in _linears(block)]
     return Size(
@@ -121,6 +123,18 @@ def dry_run(
         block=max(sum(part.nbytes for part in block.parameters()) for block in blocks),
         linear=max((weight.nbytes for weight in linears), default=0),
     )
+
+
+@contextmanager
+def _without_values(host: str) -> Iterator[None]:
+    """Tell in one line that a host's layers ask for values, which a model on meta has none of."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error!s:.300}"
+        refuse("E-MODEL", f"{host}: its layers cannot run without values ({problem}): no plan")
 
 
 def recompute(model: Any) -> None:
@@ -138,13 +152,27 @@ def _linears(block: nn.Module) -> list[Tensor]:
 def size(training: Training, rows: int, checkpointing: bool) -> Size:
     """Size a training by dry runs with one layer of the last kind, and with one more.
 
-    The peak grows linearly where the same moment is the peak at both depths and at the last: once
-    a layer's activations outweigh the gradient of the largest weight.
+    Where no two of the last layers are alike, as in Jamba, all of them run. The peak grows linearly
+    where the same moment is the peak at both depths and at the last: once a layer's activations
+    outweigh the gradient of the largest weight.
     """
-    config = configuration(training.host)
-    every, first = config.num_hidden_layers, getattr(config, "first_k_dense_replace", 0) + 1
+    every, first = _depths(training.host)
     how: dict[str, Any] = {"rows": rows, "checkpointing": checkpointing}
     if every <= first + 1:
         return dry_run(training, **how)
     one, two = (dry_run(training, layers=layers, **how) for layers in (first, first + 1))
     return one.deeper(two, every - first)
+
+
+@cache
+def _depths(host: str) -> tuple[int, int]:
+    """Return how many layers a host has, and up to which from the first one they differ.
+
+    From there on all have parameters of the same names and shapes.
+    """
+    blocks = [layer.block for layer in anatomy(skeleton(configuration(host))).layers]
+    shapes = [{name: part.shape for name, part in block.named_parameters()} for block in blocks]
+    first = len(shapes)
+    while first > 1 and shapes[first - 2] == shapes[-1]:
+        first -= 1
+    return len(shapes), first

@@ -83,8 +83,9 @@ def esft(share: float) -> Method:
     """Train this share of each layer's routed experts."""
 
     def made(host: nn.Module) -> nn.Module:
-        chosen = {layer.index: tuple(range(max(1, round(share * len(layer.router.weight)))))
-                  for layer in sparse_layers(host)}  # fmt: skip
+        chosen = {}
+        for layer in sparse_layers(host):
+            chosen[layer.index] = tuple(range(max(1, round(share * layer.count))))
         selection = specialised.Selection(experts=chosen)
         return specialised.specialise(host, selection)
 

@@ -11,6 +11,7 @@ from moebook.methods import esft, pesc, upcycling
 from moebook.methods.esft import grouping
 from moebook.models import anatomy, fingerprint
 from moebook.training import fit
+from tests.families import of_family
 from tests.refusals import refused
 
 
@@ -48,6 +49,45 @@ def test_logits_and_gradients_of_the_chosen_experts_equal_those_of_the_base(fami
         for part in ("gate_up_proj", "down_proj"):
             want, got = getattr(full.experts, part).grad[[3, 2]], getattr(split.experts, part).grad
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["hunyuan_v1_moe", "afmoe", "hy_v3", "ernie4_5_moe", "laguna"])
+def test_routers_without_a_weight_or_with_more_than_one_are_specialised(kind, batch):
+    base, model = of_family(kind), of_family(kind)
+    esft.specialise(model, selection_of(model))
+    want, got = base(**batch), model(**batch)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+    want.loss.backward()
+    got.loss.backward()
+    for full, split in zip(sparse(base), sparse(model), strict=True):
+        want, got = full.experts.down_proj.grad[[3, 2]], split.experts.down_proj.grad
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    assert fingerprint(esft.restore(model)) == fingerprint(base)
+
+
+def test_shared_experts_are_found_under_the_names_that_families_give_them():
+    for kind in ("hunyuan_v1_moe", "afmoe", "qwen2_moe"):
+        model = of_family(kind)
+        esft.specialise(model, selection_of(model, shared_experts=True))
+        names = [name for name in esft.trained(model) if ".shared_" in name]
+        assert len(names) == 3 * len(sparse(model))
+
+
+@pytest.mark.parametrize(("kind", "difference"), [
+    ("longcat_flash", "a forward pass of its own"), ("llama4_text", "a forward pass of its own"),
+    ("gpt_oss", "gate and up interleaved"), ("deepseek_v4", "a gate of its own"),
+])  # fmt: skip
+def test_experts_of_another_form_are_refused_before_anything_is_touched(kind, difference):
+    model = of_family(kind)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    modules, base = list(model.modules()), fingerprint(model)
+    message = f"E-MODEL: layer 0: .*, {difference}; expected"
+    refused(message, esft.specialise, model, selection_of(model))
+    if kind == "longcat_flash":  # whose weights have the usual shapes without experts of no weight
+        plain = of_family(kind, zero_expert_num=0)
+        refused(message, esft.specialise, plain, selection_of(plain))
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert list(model.modules()) == modules and fingerprint(model) == base
 
 
 def test_frozen_weights_are_bit_equal_after_adamw_with_weight_decay(family, mixture, rows):
@@ -250,6 +290,14 @@ def test_whole_groups_are_taken_selected_and_trained_and_share_a_gate(size, mixt
     assert all(p.grad is not None for p in esft.trained(model).values())
 
 
+# Routers that get a bias from their block, hold one, or keep their weight in a layer.
+BY_MORE = {
+    "hy_v3": "HYV3TopKRouter", "afmoe": "AfmoeTokenChoiceRouter", "gpt_oss": "GptOssTopKRouter",
+    "lfm2_moe": "Lfm2MoeTopKRouter", "hunyuan_v1_moe": "HunYuanMoEV1Gate",
+    "deepseek_v2": "DeepseekV2TopkRouter",  # which chooses among groups first
+}  # fmt: skip
+
+
 def test_groups_that_do_not_fit_are_refused(mixture, batch):
     model, correcting, wide = mixture("DeepseekV2"), mixture("DeepseekV3"), torch.ones(64, 64)
     check, together = grouping.check, esft.cooccurrence(model, [batch])
@@ -263,6 +311,12 @@ def test_groups_that_do_not_fit_are_refused(mixture, batch):
         "E-NONFINITE: cooccurrence is": lambda: esft.partition(torch.nan * wide, 2),
         "E-RANGE: 4,426,165,368 groups of 8, at most": lambda: esft.partition(wide, 8),
         "E-MODEL: layer 1: DeepseekV3TopkRouter chooses by more": lambda: check(correcting, [1]),
+        **{
+            f"E-MODEL: layer .: {name} chooses by more": lambda kind=kind: check(
+                of_family(kind), [1]
+            )
+            for kind, name in BY_MORE.items()
+        },
         "E-MODEL: the model is specialised": lambda: esft.group(special, together, 1),
         "E-DATA: no real token": lambda: esft.cooccurrence(model, []),
         "E-MODEL: layer 1: its experts are grouped already": lambda: esft.group(done, together, 1),

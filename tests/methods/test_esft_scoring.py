@@ -11,6 +11,7 @@ from datasets import Dataset
 from moebook.errors import Refusal
 from moebook.methods import esft
 from moebook.models import anatomy
+from tests.families import of_family
 from tests.refusals import refused
 
 RENORMALISED = {"Mixtral", "DeepseekV3", "Qwen3Moe"}
@@ -59,6 +60,32 @@ def test_measured_scores_equal_a_naive_loop(family, pooling, mixture, batch):
     padding = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     for batches in ([], [padding]):
         refused("E-DATA: no real token", esft.measure, model, batches)
+
+
+@pytest.mark.parametrize("kind", ["hy_v3", "afmoe", "glm4_moe", "hunyuan_v1_moe", "beam"])
+def test_gate_scores_of_a_renormalised_router_sum_to_one_whatever_its_factor_is_called(kind, batch):
+    """A wrong factor would choose too few experts, unless p is taken as a share of the total."""
+    scores = esft.measure(of_family(kind), [batch])
+    for layer, row in scores.gate.items():
+        assert row.sum().item() == pytest.approx(1, abs=1e-5)
+        assert scores.token[layer].sum().item() == pytest.approx(1, abs=1e-12)
+    for p in (0.2, 0.5):
+        config = esft.Config(score="gate", threshold=p)
+        share = esft.Config(score="gate", threshold=p, normalised=True)
+        assert esft.select(scores, config) == esft.select(scores, share)
+
+
+def test_gates_that_exceed_a_token_are_refused(batch):
+    """Sigmoids that nothing normalises sum to more than one token, so p has no meaning."""
+    for kind, message in {
+        "kolibri1": "E-RANGE: layer 0: gate scores sum to .*, expected at most 1",
+        "dots1": "E-RANGE: layer 1: gate scores sum to .*, expected at most 1",
+        "phimoe": "E-MODEL: layer 0: the router's weights are neither",
+    }.items():
+        refused(message, esft.measure, of_family(kind), [batch])
+    for kind in ("kolibri1", "dots1"):
+        scores = esft.measure(of_family(kind, norm_topk_prob=True), [batch])
+        assert all(row.sum().item() == pytest.approx(1) for row in scores.gate.values())
 
 
 def test_published_scores_and_experts_follow_from_the_published_routing(shared):
@@ -236,6 +263,10 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
         (lambda both: both["token_scores"]["2"].update({"2": 0.0}), "E-SHAPE: .*3 experts"),
         (lambda both: both["gate_scores"]["2"].update({"1": -0.1}), "E-RANGE: .*layer 2 has"),
         (lambda both: both["token_scores"]["2"].update({"0": 49.25}), "layer 2: .* sum to 50, exp"),
+        (
+            lambda both: both["gate_scores"]["2"].update({"0": 2.076}),
+            "2: gate .* sum to 2.826, exp",
+        ),
         (lambda both: both["token_scores"]["2"].update({"0": math.nan}), "E-RANGE: .*2.0 is nan"),
         (lambda both: both.pop("gate_scores"), "E-TYPE: .*gate_scores is missing"),
         (lambda both: both["gate_scores"].update({"01": {"0": 1.0}}), "E-FORMAT: .*twice"),

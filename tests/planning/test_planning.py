@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 
 from moebook import planning, results
 from moebook.methods import pesc, rocket, upcycling
-from moebook.models import skeleton
+from moebook.models import anatomy, skeleton
 from moebook.planning import Training, machine, methods, plan
 from moebook.planning.tally import Tally
+from tests.families import of_family
 from tests.refusals import refused
 
 L7 = "meta-llama/Llama-2-7b-hf"
@@ -45,6 +47,34 @@ def test_parameters_are_exact(host, count):
     small = planning.size(training(host, length=8), 1, False)  # by two depths
     assert small.parameters == small.trained == count
     assert small.weights == small.gradients == 4 * count
+
+
+@pytest.mark.parametrize("kind", [
+    "afmoe", "hunyuan_v1_moe", "hy_v3", "laguna", "flint", "ernie4_5_moe", "minimax", "jamba",
+])  # fmt: skip
+def test_layers_are_told_apart_by_what_they_hold_whatever_a_family_calls_them(kind, tmp_path):
+    """Families differ in how they say which layers are dense, and some mix kinds to the end."""
+    model = of_family(kind)
+    model.config.save_pretrained(tmp_path)
+    one = training(str(tmp_path), length=8)
+    assert planning.size(one, 1, False).parameters == model.num_parameters()
+    assert planning.size(one, 1, False) == planning.dry_run(one)
+    layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
+    experts = 2 * sum(3 * 32 * layer.width for layer in layers)  # 2 of 8 in each layer
+    assert planning.size(training(str(tmp_path), methods.esft(0.25)), 1, False).trained == experts
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    ("longcat_flash", r"its layers cannot run without values \(NotImplementedError: "),
+    ("deepseek_v32", r"its layers cannot run without values \(TypeError: "),
+    ("gpt_oss", "GptOssExperts: .* gate and up interleaved"),
+    ("doge", "decoder layer 0 .* holds a gated MLP and "),
+])  # fmt: skip
+def test_a_host_that_cannot_be_planned_is_refused(kind, message, tmp_path):
+    of_family(kind).config.save_pretrained(tmp_path)
+    for method in (methods.full(), methods.esft(0.25)):
+        refusal = refused("E-MODEL: ", plan, training(str(tmp_path), method), machine("a100"))
+        assert method != methods.full() or re.search(message, str(refusal))
 
 
 D, F, L = 128, 352, 4  # of nano

@@ -26,9 +26,8 @@ def layers(model: nn.Module) -> pd.DataFrame:
     """Describe a mixture layer by layer; ``width`` is F of the dense MLP or of one expert."""
     lines = []
     for layer in anatomy(model).layers:
-        experts = len(layer.router.weight) if layer.kind == "sparse" else 0
         size = sum(parameter.numel() for parameter in layer.block.parameters())
-        lines.append((layer.kind, layer.width, experts, size))
+        lines.append((layer.kind, layer.width, layer.count, size))
     return pd.DataFrame(lines, columns=["kind", "width", "routed experts", "parameters"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from itertools import chain, combinations, product
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from moebook.methods.esft.scoring import Group
 from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import sparse_layers
 from moebook.models.checkpoint import origin_or_none
+from moebook.nn import Router
 from moebook.settings import FINITE, checked
 
 UNIT = 2**40  # similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties
@@ -93,11 +95,24 @@ def check(model: nn.Module, sizes: Iterable[int]) -> None:
         router, where = layer.router, f"layer {layer.index}"
         if parametrize.is_parametrized(router, "weight"):
             refuse("E-MODEL", f"{where}: its experts are grouped already")
-        greedy = getattr(router, "topk_method", "greedy") == "greedy"
-        if hasattr(router, "e_score_correction_bias") or not greedy:
+        if not _is_plain(router):
             kind = type(router).__name__
-            refuse("E-MODEL", f"{where}: {kind} chooses by more than its gate vectors")
-        _check_size(size, len(router.weight), router.top_k)
+            refuse("E-MODEL", f"{where}: {kind} chooses by more than gate vectors in one weight")
+        _check_size(size, layer.count, router.top_k)
+
+
+def _is_plain(router: nn.Module) -> bool:
+    """Whether a router chooses by the products of its tokens with one ``weight``, and no more.
+
+    Not so where it holds another tensor, such as a bias, where the block passes it one (HY-V3,
+    AFMoE), or where it chooses among groups of experts first.
+    """
+    if isinstance(router, Router):
+        return True
+    tensors = [name for name, _ in chain(router.named_parameters(), router.named_buffers())]
+    takes = signature(router.forward).parameters
+    greedy = getattr(router, "topk_method", "greedy") == "greedy"
+    return tensors == ["weight"] and len(takes) == 1 and greedy
 
 
 def _check_size(size: int, experts: int, top_k: int = 0) -> None:

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ Group = tuple[int, ...]
 Expert = Annotated[int, Field(ge=0)]
 Experts = Annotated[tuple[Expert, ...], Field(min_length=1, strict=False)]  # JSON has lists
 FLAGS = ("shared_experts", "non_expert_modules", "router")
-MOST = 1.1  # what a layer's token scores may sum to: they are rounded, some to two places
+MOST = 1.1  # what a layer's scores may sum to: they are rounded, some to two places
 SLACK = 1e-9  # what sums of decimal scores may lack by rounding, and still count as p
 SCORES = "results/expert_scores"  # in a clone of the authors' repository
 ByLayer = dict[int, Annotated[dict[int, float], Field(min_length=1)]]
@@ -90,9 +90,13 @@ class Scores:
                 refuse("E-SHAPE", f"layer {layer}: {len(row)} experts, others have {self.experts}")
             if not (row.isfinite() & (row >= 0)).all():
                 refuse("E-RANGE", f"layer {layer} has a score that is negative or not finite")
-        for layer, row in self.token.items():
-            if (total := float(row.sum())) > MOST:
-                refuse("E-RANGE", f"layer {layer}: token scores sum to {total:.4g}, expected 1")
+        # A token's gates are shares or probabilities, so no layer's can exceed the one token. Those
+        # of a router that weights each expert by a sigmoid of its own can.
+        for name, expected in (("token", "1"), ("gate", "at most 1")):
+            for layer, row in getattr(self, name).items():
+                if (total := float(row.sum())) > MOST:
+                    what = f"{name} scores sum to {total:.4g}, expected {expected}"
+                    refuse("E-RANGE", f"layer {layer}: {what}")
 
     @property
     def experts(self) -> int:
@@ -163,13 +167,17 @@ def measure(
 ) -> Scores:
     """Score every routed expert of every sparse layer on a task's tokens (Eq. 6 and 7).
 
-    Batches are from `samples`; padding does not count. Gates are those of the host: renormalised
-    over the K chosen in Mixtral, plain probabilities in DeepSeek-V2 (Eq. 2).
+    Batches are from `samples`; padding does not count. Gates are those of the host, without a
+    constant factor: renormalised over the K chosen in Mixtral, plain probabilities in DeepSeek-V2
+    (Eq. 2).
     """
     sums: dict[int, Tensor] = {}
-    for layer, seen in chain.from_iterable(decisions(model, batch).items() for batch in batches):
-        part = tally(seen.ids, seen.gates, seen.logits.shape[-1], seen.mask)
-        sums[layer] = sums.get(layer, 0) + part
+    for batch in batches:
+        for layer, seen in decisions(model, batch).items():
+            with located(f"layer {layer}"):
+                gates = seen.gates()
+            part = tally(seen.ids, gates, seen.logits.shape[-1], seen.mask)
+            sums[layer] = sums.get(layer, 0) + part
     return scored(sums, (config or Config()).pooling)
 
 

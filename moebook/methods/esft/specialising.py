@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.methods.esft.scoring import Selection
 from moebook.models import checkpoint
-from moebook.models.anatomy import Layer, incompatibility, sparse_layers
+from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
 from moebook.nn import SplitExperts
 from moebook.settings import settings
 
@@ -69,18 +69,20 @@ def install(model: nn.Module, selection: Selection, layers: list[Layer], base: s
 def fitting(model: nn.Module, selection: Selection) -> list[Layer]:
     """Return the sparse layers, or refuse what does not fit: experts are gated and fused."""
     layers = sparse_layers(model)
-    named, sparse = sorted(selection.experts), sorted(layer.index for layer in layers)
+    named = sorted(selection.experts)
+    sparse = sorted(layer.index for layer in layers)
     if named != sparse:
         refuse("E-KEYS", f"the selection names layers {named}, the sparse ones are {sparse}")
+    hidden = anatomy(model).hidden
     for layer in layers:
-        where, (experts, hidden) = f"layer {layer.index}", layer.router.weight.shape
-        if (largest := max(selection.experts[layer.index])) >= experts:
-            refuse("E-RANGE", f"{where}: expert {largest}, the model has 0 to {experts - 1}")
+        where = f"layer {layer.index}"
+        if (largest := max(selection.experts[layer.index])) >= layer.count:
+            refuse("E-RANGE", f"{where}: expert {largest}, the model has 0 to {layer.count - 1}")
         bank = layer.experts.frozen if isinstance(layer.experts, SplitExperts) else layer.experts
         shapes = {name: tuple(p.shape) for name, p in bank.named_parameters()}
         fused = {
-            "gate_up_proj": (experts, 2 * layer.width, hidden),
-            "down_proj": (experts, hidden, layer.width),
+            "gate_up_proj": (layer.count, 2 * layer.width, hidden),
+            "down_proj": (layer.count, hidden, layer.width),
         }
         if shapes != fused or incompatibility(bank):
             kind = f"{type(bank).__name__} holds {shapes}, {incompatibility(bank) or 'gated'}"
