@@ -75,6 +75,8 @@ def told(verdict: Verdict, where: str | None = None) -> str:
     said = [_numbers(verdict.shown), *notes(verdict.shown)]
     if verdict.survives:
         said.append("it survives correction")
+    if verdict.late:
+        said.append("the claim was written after these runs")
     return f"{_strong(verdict.label)}{where}: {'; '.join(said)}."
 
 

@@ -202,6 +202,17 @@ class Verdict:
         return self.deciding or max(self.exploratory, key=lambda one: one.seeds)
 
     @property
+    def late(self) -> bool:
+        """Whether the claim came to say what it says after the first run that decides it."""
+        since, measured = self.claim.since, self.deciding
+        if since is None or measured is None or measured.exact:
+            return False
+        names = [self.claim.value, self.claim.reference]
+        seeds = measured.pool.having(*names)
+        dates = [run.manifest.get("date") for run in measured.pool.runs if run.seed in seeds]
+        return any(date is not None and date < since for date in dates)
+
+    @property
     def label(self) -> str:
         """The verdict, one of `LABELS`."""
         if self.deciding is None:

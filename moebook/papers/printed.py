@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
@@ -22,7 +23,7 @@ import pandas as pd
 from pydantic import Field
 
 from moebook.errors import Refusal, refuse, refuse_unknown
-from moebook.results import UNITS, formed, read_places, read_yaml
+from moebook.results import UNITS, formed, read_json, read_places, read_yaml
 from moebook.settings import settings
 
 FOLDER = Path(__file__).parent
@@ -38,6 +39,8 @@ FROZEN = (
     "exact", "arms", "untestable",
 )  # fmt: skip
 """Fields of a claim that its verdict depends on."""
+WRITTEN = "written.json"
+"""Record of when each claim was written as it stands, by `recipes.claims` from git's history."""
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)(?P<whole>\d[\d,]*)(?:\.(?P<fraction>\d+))?"
     r"(?:(?:e|×10\^)\{?(?P<power>[-+]?\d+)\}?)?(?P<suffix>[%KMBT]?)"
@@ -200,9 +203,16 @@ class Claim:
     @property
     def frozen(self) -> str:
         """Hash of all that decides its verdict; a run's manifest keeps it (`verdicts.ledger`)."""
-        parts = {name: getattr(self, name) for name in FROZEN}
-        text = json.dumps(parts, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return frozen_hash({name: getattr(self, name) for name in FROZEN})
+
+    @property
+    def since(self) -> str | None:
+        """Time since which it has said what it says (UTC); None where no record tells (`WRITTEN`).
+
+        Runs that are newer than the record keep the hashes of their claims themselves.
+        """
+        then = _written().get(self.id, {})
+        return then["since"] if then.get("frozen") == self.frozen else None
 
     @property
     def paper(self) -> str:
@@ -219,6 +229,20 @@ def claims(paper: str | None = None) -> list[Claim]:
     """The claims of one paper, or of all four and our own, in the order of their files."""
     names = [paper] if paper else [*PAPERS, *OURS]
     return [claim for name in names for claim in _read_claims(folder(name) / "claims.yaml", name)]
+
+
+def frozen_hash(parts: Mapping[str, Any]) -> str:
+    """Hash the `FROZEN` fields of a claim."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _written() -> dict[str, dict[str, str]]:
+    path = FOLDER / WRITTEN
+    with formed(path):
+        told: dict[str, dict[str, str]] = read_json(path)
+        return told
 
 
 def frozen(notebook: str) -> dict[str, str]:

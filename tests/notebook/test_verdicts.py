@@ -336,3 +336,13 @@ def test_a_claim_that_was_changed_after_a_run_that_decides_it_is_refused(project
     committed(project, "other", 0.5, claims={MAIN: then.frozen})
     committed(project, "main", 0.5)
     assert main_claim(project).verdicts[0].exploratory  # which decides nothing
+
+
+def test_a_verdict_says_when_its_claim_was_written_after_the_first_of_its_runs(project):
+    claim = papers.claim(MAIN)
+    assert claim.since is not None and replace(claim, claimed=0.5).since is None
+    for date, late in (("2026-01-01T00:00:00+00:00", True), ("2027-01-01T00:00:00+00:00", False)):
+        committed(project, "main", 0.5, 0.51, 0.52, 0.53, 0.54, date=date)
+        (verdict,) = main_claim(project).verdicts
+        assert verdict.late == late
+        assert ("written after these runs" in findings.told(verdict)) == late

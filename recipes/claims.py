@@ -1,0 +1,77 @@
+"""When each claim was written as it stands: ``python -m recipes.claims`` writes `WRITTEN`.
+
+Read from git's history of ``claims.yaml``, so that the ledger can tell a claim that was written, or
+changed, after the runs that decide it. Runs since then keep the hashes of their claims themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moebook import papers
+from moebook.papers.printed import FROZEN, WRITTEN, frozen_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULTS = {"under": {}, "exact": False}  # of a claim's fields; None else
+
+
+def written(folder: Path = ROOT) -> dict[str, dict[str, str]]:
+    """Return by claim the hash of what it says, and the time since which it has said that."""
+    found = {}
+    for paper in (*papers.PAPERS, *papers.OURS):
+        now = {claim.id: claim.frozen for claim in papers.claims(paper)}
+        since: dict[str, tuple[str, str]] = {}
+        for time, entries in _history(folder, f"moebook/papers/{paper}/claims.yaml"):
+            for entry in entries:
+                says = _hash(entry)
+                if since.get(entry["id"], ("", ""))[0] != says:
+                    since[entry["id"]] = says, time
+        for name, says in now.items():
+            then, time = since.get(name, ("", ""))
+            if then == says:
+                found[name] = {"frozen": says, "since": time}
+    return found
+
+
+def _history(folder: Path, path: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Read all versions of a file, the oldest first, each with the time of its commit (UTC)."""
+    git = ["git", "-C", str(folder)]
+    log = subprocess.run(
+        [*git, "log", "--reverse", "--format=%H %ct", "--", path],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    versions = []
+    for line in log.stdout.splitlines():
+        commit, seconds = line.split()
+        shown = subprocess.run(
+            [*git, "show", f"{commit}:{path}"], capture_output=True, encoding="utf-8", check=True
+        )
+        entries = yaml.load(shown.stdout, Loader=yaml.CSafeLoader)
+        time = datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds")
+        versions.append((time, entries))
+    return versions
+
+
+def _hash(entry: dict[str, Any]) -> str:
+    return frozen_hash({name: entry.get(name, DEFAULTS.get(name)) for name in FROZEN})
+
+
+def main() -> int:
+    """Write the file."""
+    path = ROOT / "moebook" / "papers" / WRITTEN
+    path.write_text(json.dumps(written(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
