@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.kernels.dispatch import implementation, shapes
+from moebook.kernels.dispatch import factor, implementation, shapes
 from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Routing, grouped, lay_out
 
@@ -23,7 +23,7 @@ def adapters(
     down: Tensor,
     up: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     source: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -34,13 +34,15 @@ def adapters(
     residual is added once. An expert that a token chose twice counts twice.
 
     ``h [T, D]`` is the output of the shared FFN, ``source [T, D]`` what adapters read, else ``h``;
-    ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``impl`` is ``"auto"``,
-    ``"torch"`` (products by pair of adapters), ``"triton"`` (for K = 2) or ``"reference"``.
+    ``down [E, D, R]`` and ``up [E, R, D]`` are used in the dtype of ``h``. ``scale`` is a number,
+    or a tensor of one, which then has a gradient. ``impl`` is ``"auto"``, ``"torch"`` (products by
+    pair of adapters), ``"triton"`` (for K = 2) or ``"reference"``.
     """
     source = h if source is None else source
     factors = {"down": (down, "E D R"), "up": (up, "E R D")}
     inputs = {"h": (h, "T D"), "source": (source, "T D"), **factors, **routing.named()}
     shapes("adapters", inputs, alike=("h", "source"))
+    factor("adapters", "scale", scale)
     (experts, _, rank), top_k = down.shape, routing.ids.shape[1]
     fits = top_k == 2 and experts <= 64 and rank <= (32 if h.dtype == torch.float32 else 64)
     unless = "" if fits else "it takes 2 of at most 64 experts, R up to 64 (in float32 32)"
@@ -50,7 +52,7 @@ def adapters(
 
 
 def reference(
-    h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
+    h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float | Tensor
 ) -> Tensor:
     """Run every adapter on every token and weight it by its gate, 0 where it was not chosen."""
     gates = h.new_zeros(h.shape[0], down.shape[0])
@@ -60,7 +62,7 @@ def reference(
 
 
 def _segments(
-    h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float
+    h: Tensor, source: Tensor, routing: Routing, down: Tensor, up: Tensor, scale: float | Tensor
 ) -> Tensor:
     gates, other = routing.weights.to(h.dtype) * scale, None if source is h else source
     ids, experts = routing.ids, len(down)

@@ -58,6 +58,9 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     adds a row's exponentials pairwise: a CPU's cross-entropy, which does not, is off by 4e-6 nats
     where logits spread by 4 and V is 49,152, and by 7e-5 with the classes not last.
     """
+    both = {"logits": (logits, "... V"), "targets": (targets, "...", "int64")}
+    known = shapes("token_nats", both, empty="T S ...")["V"]
+    indices("token_nats", "targets", targets.clamp(min=0), known)
     logits = wide(logits)
     chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(targets < 0, 0.0, logits.logsumexp(-1) - chosen)

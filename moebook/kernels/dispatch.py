@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import refuse, refuse_unknown, shown
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the Triton kernels compute in
 CAPABILITY = (8, 0)  # the oldest GPUs that the kernels are compiled for in tests: Ampere's, of 2020
@@ -180,13 +181,39 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
     return True
 
 
+SIZE = 2**20  # the largest width or number of experts, which no model comes near
+
+
+def factor(op: str, name: str, value: float | Tensor) -> None:
+    """Refuse, with E-TYPE, E-SHAPE or E-NONFINITE, what is no finite number and no ``[]`` tensor.
+
+    Whether a tensor is finite is not looked at, which on a GPU would wait for it.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() or value.dtype not in FLOATS:
+            got = f"a tensor {tuple(value.shape)} of {value.dtype}"
+            refuse("E-SHAPE", f"{op}: {name} is {got}, expected a number or a tensor () of floats")
+    elif not isinstance(value, Real) or isinstance(value, bool):
+        refuse("E-TYPE", f"{op}: {name} is {shown(value)}, expected a number")
+    elif not _is_finite(value):
+        refuse("E-NONFINITE", f"{op}: {name} is {shown(value)}, expected a finite number")
+
+
+def _is_finite(value: Real) -> bool:
+    """Whether a number is one that a float can hold."""
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
     """Refuse, with E-TYPE or E-RANGE, what is no whole number from 1 to ``most``, of ``what``."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        refuse("E-TYPE", f"{op}: {name} is {value!r}, expected a whole number")
+        refuse("E-TYPE", f"{op}: {name} is {shown(value)}, expected a whole number")
     if value < 1 or (most is not None and value > most):
-        expected = "at least 1" if most is None else f"1 to {most} ({what})"
-        refuse("E-RANGE", f"{op}: {name} is {value}, expected {expected}")
+        expected = "at least 1" if most is None else f"1 to {most}" + f" ({what})" * bool(what)
+        refuse("E-RANGE", f"{op}: {name} is {shown(value)}, expected {expected}")
 
 
 def indices(op: str, name: str, places: Tensor, end: int) -> None:

@@ -56,7 +56,7 @@ def reference(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tenso
     gates = x.new_zeros(x.shape[0], len(bank.down))
     gates = gates.scatter_add(1, routing.ids, routing.weights.to(x.dtype))
     gate, up = torch.einsum("td,efd->tef", x, bank.gate_up).chunk(2, dim=-1)
-    outputs = torch.einsum("tef,edf->ted", act(gate) * up, bank.down)
+    outputs = torch.einsum("tef,edf->ted", activated(gate, act) * up, bank.down)
     return torch.einsum("te,ted->td", gates, outputs)
 
 
@@ -122,6 +122,21 @@ def _check_act(op: str, act: Activation) -> str:
     return "" if fused else "its activation is SiLU alone"
 
 
+def activated(rows: Tensor, act: Activation) -> Tensor:
+    """Return ``act(rows)``, or refuse a function that is not elementwise, as far as that shows."""
+    version = None if rows.is_inference() else rows._version
+    active = act(rows)
+    wanted = f"{tuple(rows.shape)} of {rows.dtype}, as it was given"
+    if not isinstance(active, Tensor):
+        refuse("E-TYPE", f"experts: act returns a {type(active).__name__}, expected {wanted}")
+    if active.shape != rows.shape or active.dtype != rows.dtype:
+        got = f"{tuple(active.shape)} of {active.dtype}"
+        refuse("E-SHAPE", f"experts: act returns {got}, expected {wanted}")
+    if version is not None and rows._version != version:
+        refuse("E-TYPE", "experts: act changes what it is given, expected one that is not in place")
+    return active
+
+
 def gated_ffn(
     x: Tensor,
     routing: Routing,
@@ -169,7 +184,7 @@ class _GatedFFN(torch.autograd.Function):
                 bank, place = where[expert]
                 product(read[local], weights[2 * bank][place].T, out=before[local])
             first, second = before.chunk(2, dim=1)  # [p, F] both
-            hidden = (act(first) * second).mul_(gate[rows])
+            hidden = (activated(first, act) * second).mul_(gate[rows])
             for expert, local in segments:  # [p, F] @ [F, D]
                 bank, place = where[expert]
                 product(hidden[local], weights[2 * bank + 1][place].T, out=after[local])
@@ -220,7 +235,10 @@ def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor]
     """Return ``act(rows)``, and what pulls a gradient of it back to the rows."""
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
-        active = act(leaf)
+        active = activated(leaf, act)
+    if not active.requires_grad:
+        refuse("E-GRADIENT", "experts: act returns what has no gradient, expected a function of "
+               "PyTorch")  # fmt: skip
     return active.detach(), lambda grad: torch.autograd.grad(active, leaf, grad)[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moebook.kernels.dispatch import implementation, obstacle, shapes
+from moebook.kernels.dispatch import factor, implementation, obstacle, shapes
 from moebook.kernels.matmul import empty, product, wide
 
 Finish = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -22,7 +22,7 @@ def lora_mixture(
     gates: Tensor,
     down: Tensor,
     up: Tensor,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     *,
     impl: str = "auto",
 ) -> Tensor:
@@ -30,7 +30,8 @@ def lora_mixture(
 
     ``y = base + scale * sum_n g_n B_n A_n x``, ``[..., O]`` in the dtype of ``base [..., O]``, what
     the layer makes of ``x [..., D]``. ``gates [..., N]`` are 0 where an expert was not chosen;
-    ``down [N, R, D]`` and ``up [N, O, R]`` are A and B of all experts, in the dtype of ``x``.
+    ``down [N, R, D]`` and ``up [N, O, R]`` are A and B of all experts, in the dtype of ``x``;
+    ``scale`` is a number, or a tensor of one, which then has a gradient.
 
     The A of all experts are one product and their B another, with the gate between them, on N * R
     columns: what was not chosen costs fewer FLOPs than moving rows would. ``impl`` is ``"auto"``,
@@ -39,6 +40,9 @@ def lora_mixture(
     named = {"x": (x, "... D"), "base": (base, "... O"), "gates": (gates, "... N")}
     factors = {"down": (down, "N R D"), "up": (up, "N O R")}
     shapes("lora_mixture", named | factors, empty="", alike=("x", "down", "up"))
+    factor("lora_mixture", "scale", scale)
+    if isinstance(scale, Tensor):  # which may want a gradient: autograd knows the gates'
+        gates, scale = wide(gates) * scale, 1.0
     table = {"torch": mixture, "reference": reference, "triton": "lora_mixture.run"}
     unless = "" if base.dtype == x.dtype else obstacle(base) or ""
     run = implementation("lora_mixture", impl, table, x, unless=unless)

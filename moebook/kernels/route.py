@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse, refuse_unknown
-from moebook.kernels.dispatch import implementation, indices, natural, shapes
+from moebook.kernels.dispatch import SIZE, implementation, indices, natural, shapes
 from moebook.kernels.matmul import empty, is_compiled
 
 COMBINE = ("renormalised", "probability")
@@ -18,16 +19,54 @@ PART = 2**18  # logits on a CPU of which the largest are found at once
 FEW = 2**12  # logits below which a sort is faster
 
 
-class Routing(NamedTuple):
-    """Where T tokens go; slot ``t * K + k`` is choice k of token t. Made by `route` or `grouped`.
-
-    An expert that a token names twice counts twice.
-    """
+class _Slots(NamedTuple):
+    """The four tensors of a `Routing`."""
 
     ids: Tensor  # [T, K] int64, experts of a token, the largest logit first
     weights: Tensor  # [T, K] combine weights in [0, 1], in the logits' dtype
     order: Tensor  # [T * K] int64, the slots sorted by expert; within an expert by token
     counts: Tensor  # [E] int64, slots of each expert; they sum to T * K
+
+
+class Routing(_Slots):
+    """Where T tokens go; slot ``t * K + k`` is choice k of token t. Made by `route` or `grouped`.
+
+    An expert that a token names twice counts twice. Of a routing made by hand, or changed by
+    ``_replace``, ``order`` and ``counts`` are compared with those of its ``ids``, which waits for a
+    GPU; `route` and `grouped` make theirs by `of_ids`, without a look.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Routing:
+        """Check what a user brings."""
+        routing = super().__new__(cls, ids, weights, order, counts)
+        routing._check()
+        return routing
+
+    @classmethod
+    def _make(cls, parts: Iterable[Any]) -> Routing:
+        """Check what ``_replace`` makes, too."""
+        return cls(*parts)
+
+    @classmethod
+    def of_ids(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Routing:
+        """Make a routing whose order and counts were just taken from its ids: not checked."""
+        return tuple.__new__(cls, (ids, weights, order, counts))
+
+    def _check(self) -> None:
+        """Refuse tensors that do not fit one another; on meta there are no values to compare."""
+        experts = shapes("Routing", self.named())["E"]
+        if self.ids.is_meta:
+            return
+        least, most = (int(end) for end in self.ids.aminmax()) if self.ids.numel() else (0, 0)
+        if least < 0 or most >= experts:
+            refuse("E-RANGE", f"Routing: ids are {least} to {most}, expected 0 to {experts - 1}")
+        right = grouped(self.ids, self.weights, experts)
+        same = torch.equal(self.order, right.order) and bool((self.counts == right.counts).all())
+        if not same:
+            refuse("E-RANGE", "Routing: order and counts are not those of the ids; make it by "
+                   "kernels.grouped(ids, weights, experts)")  # fmt: skip
 
     def named(self) -> dict[str, tuple[Any, ...]]:
         """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
@@ -61,12 +100,12 @@ def route(
 def grouped(ids: Tensor, weights: Tensor, experts: int) -> Routing:
     """Group the slots of chosen experts, ids and weights ``[T, K]``, also of another's routing."""
     shapes("grouped", {"ids": (ids, "T K", "int"), "weights": (weights, "T K")})
-    natural("grouped", "experts", experts)
+    natural("grouped", "experts", experts, SIZE)
     indices("grouped", "ids", ids, experts)
     slots = ids.flatten()
     counts = slots.new_zeros(experts).scatter_add_(0, slots, torch.ones_like(slots))
     narrow = slots.to(torch.uint8) if experts <= 256 else slots  # sorts faster
-    return Routing(ids, weights, narrow.argsort(stable=True), counts)
+    return Routing.of_ids(ids, weights, narrow.argsort(stable=True), counts)
 
 
 def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Routing:
@@ -197,10 +236,7 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     A routing on meta has no counts: there each expert gets as many slots, to within one.
     """
     order, device = routing.order, routing.order.device
-    wrong = "the routing's order and counts do not hold each slot once: take those of `route`"
     counts = _even(routing) if device.type == "meta" else routing.counts.tolist()
-    if sum(counts) != len(order):
-        refuse("E-RANGE", wrong)
     sizes = [
         _filled(count) if is_compiled(dtype, device, count * numbers) else count for count in counts
     ]
@@ -215,10 +251,8 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
         last = (routing.counts.cumsum(0) - 1).clamp(min=0)
         rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
         token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
-    place = torch.full_like(order, -1)
+    place = torch.empty_like(order)
     place[order] = row
-    if len(order) and device.type != "meta" and place.min() < 0:
-        refuse("E-RANGE", wrong)
     return Layout(segments, token, place.view(routing.ids.shape))
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import kernels
 from moebook.errors import Refusal
-from moebook.kernels import dispatch
+from moebook.kernels import Bank, Routing, dispatch
 from moebook.kernels.clusters import clusters
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.groups import groups
@@ -113,16 +113,19 @@ WRONG = {
 
 @each
 def test_an_argument_of_another_shape_device_or_dtype_is_refused(op, argument):
-    refused(rf"E-SHAPE: {op}: .*\(1, ", op, **{argument: lambda t: t[None]})
+    parts = Routing._fields if op in ROUTED else ()
+    named = "Routing" if argument in parts else op  # which is made before the op is called
+    refused(rf"E-SHAPE: {named}: .*\(1, ", op, **{argument: lambda t: t[None]})
     # The logits of `route` are alone; of shots on the meta device no value could be checked.
     if (op, argument) not in (("route", "logits"), ("nearest_rows", "shots")):
-        message = rf"E-DEVICE: {op}: .*\b(meta.*cpu|cpu.*meta)\b"
+        message = rf"E-DEVICE: {named}: .*\b(meta.*cpu|cpu.*meta)\b"
         refused(message, op, **{argument: methodcaller("to", "meta")})
     if op in (*ROUTED, "lora_mixture"):
-        refused(f"E-SHAPE: {op}: expected ", op, **{argument: lambda t: t[..., :-1]})
+        short = "E-RANGE: Routing: ids are 0 to 2" if argument == "counts" else f"E-SHAPE: {named}"
+        refused(f"{short}.* expected ", op, **{argument: lambda t: t[..., :-1]})
     name = argument.replace("trained_", "trained ")
     for wrong in (*WRONG[op].get(argument, ()), EIGHT):
-        message = rf"E-DTYPE: {op}: .*\b{name}\b.*{wrong}\b"
+        message = rf"E-DTYPE: {named}: .*\b{name}\b.*{wrong}\b"
         refused(message, op, **{argument: methodcaller("to", wrong)})
 
 
@@ -156,13 +159,78 @@ def test_slots_that_are_no_places_of_the_trained_bank_or_shared_are_refused(slot
     refused(message, "split_experts", slots=lambda _: torch.tensor(slots))
 
 
+@pytest.mark.parametrize("change", [
+    {"counts": lambda _: torch.tensor([3, 3, 4])}, {"counts": lambda t: t.roll(1)},
+    {"order": lambda t: t // 2 * 2}, {"order": lambda t: t - 1}, {"order": lambda t: t.flip(0)},
+    {"ids": lambda t: t.roll(1, 0)},
+])  # fmt: skip
+def test_a_routing_made_by_hand_has_the_order_and_counts_of_its_ids(change):
+    routing = kernels.route(draw("route", SIZES)["logits"], 2)
+    changed = {
+        name: change.get(name, torch.clone)(part) for name, part in routing._asdict().items()
+    }
+    message = "^E-RANGE: Routing: order and counts are not those of the ids; make it by"
+    refusals.refused(message, Routing, **changed)
+    refusals.refused(message, routing._replace, **changed)
+    assert Routing(*routing)._replace(weights=routing.weights / 2).order is routing.order
+
+
+@pytest.mark.parametrize(("message", "change"), [
+    ("E-SHAPE: Routing: .* the routing's ids", {
+        "ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0], "order": lambda t: t[:0]}),
+    ("E-SHAPE: Routing: .* the routing's order", {"order": lambda t: t[1:]}),
+    ("E-RANGE: Routing: ids are -1 to 1, expected 0 to 2", {"ids": lambda t: t - 1}),
+])  # fmt: skip
 @pytest.mark.parametrize("op", ROUTED)
-def test_a_routing_that_does_not_hold_each_slot_once_is_refused(op):
-    for wrong in ({"counts": lambda _: torch.tensor([3, 3, 3])}, {"order": lambda t: t // 2 * 2}):
-        refused("E-RANGE: the routing's order and counts do not hold each slot once", op, **wrong)
-    none = {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0], "order": lambda t: t[:0]}
-    refused(f"E-SHAPE: {op}: .* the routing's ids", op, **none)
-    refused(f"E-SHAPE: {op}: .* the routing's order", op, order=lambda t: t[1:])
+def test_a_routing_of_other_shapes_or_of_no_expert_is_refused(op, message, change):
+    refused(message, op, **change)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(("message", "act"), [
+    (r"E-SHAPE: experts: act returns \(\d+, 1\) of torch.float32, expected \(\d+, 4\) of",
+     lambda x: x[..., :1]),
+    ("E-TYPE: experts: act returns a float, expected", lambda x: 1.0),
+    ("E-SHAPE: experts: act returns .* of torch.float64, expected .* of torch.float32",
+     lambda x: x.double()),
+    ("E-TYPE: experts: act changes what it is given", lambda x: x.mul_(2)),
+])  # fmt: skip
+def test_an_activation_that_is_not_elementwise_is_refused(impl, message, act):
+    of = arguments("experts")
+    routing, bank = Routing(*(of[name] for name in Routing._fields)), (of["gate_up"], of["down"])
+    if impl == "reference":  # which names the shape [T, E, F]
+        message = message.replace(r"\(\d+, ", r"\(\d+, 3, ")
+    refusals.refused(message, kernels.experts, of["x"], routing, Bank(*bank), act, impl=impl)
+
+
+def test_an_activation_without_a_gradient_is_refused_in_the_backward_pass():
+    of = {name: t.requires_grad_() for name, t in draw("experts", SIZES).items()}
+    y = call("experts", of, "torch", act=lambda x: x.detach() * 2)
+    refusals.refused("E-GRADIENT: experts: act returns what has no gradient", y.sum().backward)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
+@pytest.mark.parametrize("op", ["adapters", "lora_mixture"])
+def test_a_scale_has_a_gradient(op, impl):
+    """The output is linear in it, so its gradient is that of a finite difference, of any size."""
+    if impl == "triton" and not find_spec("triton"):
+        pytest.skip("triton is not installed")
+    of = draw(op, SIZES)
+    scale = torch.tensor(0.7, requires_grad=True)
+    y = call(op, of, impl, scale=scale)
+    (found,) = torch.autograd.grad(y.sum(), scale)
+    right = call(op, of, impl, scale=1.7).sum() - call(op, of, impl, scale=0.7).sum()
+    assert y.dtype == torch.float32 and found.item() == pytest.approx(right.item(), rel=1e-4)
+    assert torch.allclose(y, call(op, of, impl, scale=0.7), rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["adapters", "lora_mixture"])
+@pytest.mark.parametrize(("code", "scale"), [
+    ("E-SHAPE", torch.ones(2)), ("E-SHAPE", torch.tensor(1)), ("E-NONFINITE", float("nan")),
+    ("E-NONFINITE", 10**400), ("E-TYPE", True), ("E-TYPE", "1"),
+])  # fmt: skip
+def test_a_scale_that_is_no_number_is_refused(op, code, scale):
+    refusals.refused(f"{code}: {op}: scale is ", call, op, draw(op, SIZES), scale=scale)
 
 
 @pytest.mark.parametrize(("message", "run"), [

@@ -30,7 +30,8 @@ def run(logits: Tensor, top_k: int, combine: str) -> Routing:
             logits.detach().contiguous(), ids, len(logits), E=experts, K=top_k, BT=ROWS,
             BE=triton.next_power_of_2(experts),
         )  # fmt: skip
-    return Routing(ids, weights_of(logits, ids, combine), *sort(ids.view(-1), logits.shape[1]))
+    order, counts = sort(ids.view(-1), logits.shape[1])
+    return Routing.of_ids(ids, weights_of(logits, ids, combine), order, counts)
 
 
 @triton.jit
