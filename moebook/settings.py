@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -20,8 +21,14 @@ Kind = TypeVar("Kind")
 Given = ParamSpec("Given")
 # Strict: True is no number, "3" neither. A whole number serves as a float.
 CHECKS = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, extra="forbid")
-CODES = {"literal_error": "E-CHOICE", "unexpected_keyword_argument": "E-CHOICE",
-         "not_finite": "E-NONFINITE"}  # fmt: skip
+CODES = {
+    "literal_error": "E-CHOICE",
+    "unexpected_keyword_argument": "E-CHOICE",
+    "not_finite": "E-NONFINITE",
+    "dtype": "E-DTYPE",
+    "name": "E-PATH",
+    "table": "E-DATA",
+}
 RANGES = ("greater_than", "less_than", "too_", "finite_number")
 
 
@@ -31,11 +38,52 @@ def _finite(values: Any) -> Any:
     raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
 
 
+def _name_of_a_file(place: Any) -> Any:
+    name = os.fspath(place)
+    if "\0" in name:
+        raise PydanticCustomError("name", "expected a name without NUL")
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in name.split(os.sep)):
+        raise PydanticCustomError("name", f"expected names of at most {LONGEST_NAME} bytes")
+    return place
+
+
+SIZE = 2**20  # the largest width, rank or number of experts, which no model comes near
+LONGEST_NAME = 255  # bytes, on the file systems of Linux, macOS and Windows
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=SIZE)]
+"""Stands for what memory is taken by: a module's widths, ranks and experts."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 FINITE = AfterValidator(_finite)
 """Stands in the annotation of a tensor or an array without NaN and infinity."""
+Place = Annotated[str | os.PathLike[str], AfterValidator(_name_of_a_file)]
+"""A file or folder, there or not, by a name that a file system can hold."""
+
+
+def columns(*names: str) -> AfterValidator:
+    """Return what stands in the annotation of a table with rows that must have these columns.
+
+    Columns of numbers may hold NaN, where something was not measured, but no infinity.
+    """
+
+    def check(table: Any) -> Any:
+        if missing := [name for name in names if name not in table.columns]:
+            have = ", ".join(map(str, table.columns)) or "none"
+            text = f"a table with columns {have}, expected one with '{missing[0]}'"
+            raise PydanticCustomError("table", "{text}", {"text": text})
+        if not len(table):
+            raise PydanticCustomError("table", "a table without rows, expected at least one")
+        for name in names:
+            if not _is_measured(table[name]):
+                text = f"a table with infinity in column '{name}'"
+                raise PydanticCustomError("table", "{text}", {"text": text})
+        return table
+
+    return AfterValidator(check)
+
+
+def _is_measured(column: Any) -> bool:
+    return column.dtype.kind != "f" or not (abs(column) == math.inf).any()
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -99,6 +147,8 @@ def in_one_line(known: Sequence[str]) -> Iterator[None]:
             refuse(code, f"unknown setting '{name}'; {nearest(name, known)}")
         if kind.startswith("missing"):
             refuse(code, f"{name} is missing")
+        if kind == "table":  # whose rows would say nothing
+            refuse(code, f"{name} is {first['msg']}")
         expected = first["msg"].replace("Input should be", "expected")
         for side in ("greater", "less"):
             expected = expected.replace(f"expected {side}", f"expected a number {side}")

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from moebook.errors import refuse, refuse_unknown, shown
@@ -95,6 +97,14 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    if dtype in FLOATS:
+        return dtype
+    raise PydanticCustomError("dtype", "expected a floating-point dtype of 16 bits at least")
+
+
+Floating = Annotated[torch.dtype, AfterValidator(_floating)]
+"""What parameters can be made in, for `settings.checked`."""
 FLOATS = frozenset({torch.float64, *DTYPES})
 WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 KINDS = {
@@ -179,9 +189,6 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
         elif unbound or size != factor:
             return False
     return True
-
-
-SIZE = 2**20  # the largest width or number of experts, which no model comes near
 
 
 def factor(op: str, name: str, value: float | Tensor) -> None:

@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moebook.errors import refuse, refuse_unknown
-from moebook.kernels.dispatch import SIZE, implementation, indices, natural, shapes
+from moebook.kernels.dispatch import implementation, indices, natural, shapes
 from moebook.kernels.matmul import empty, is_compiled
+from moebook.settings import SIZE
 
 COMBINE = ("renormalised", "probability")
 PART = 2**18  # logits on a CPU of which the largest are found at once

@@ -86,12 +86,6 @@ def longest(model: nn.Module) -> int:
     return getattr(getattr(model, "config", None), "max_position_embeddings", 0) or sys.maxsize
 
 
-def vocabulary(model: nn.Module) -> int:
-    """Return V, by the rows of the model's input embeddings, if it has a way to tell them."""
-    tells = hasattr(model, "get_input_embeddings")
-    return len(model.get_input_embeddings().weight) if tells else sys.maxsize
-
-
 def beside(weight: Tensor) -> dict[str, Any]:
     """Return device and dtype of what trains beside a weight: its own, but float32 at least."""
     return {"device": weight.device, "dtype": torch.promote_types(torch.float32, weight.dtype)}

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moebook.errors import refuse
+from moebook.errors import refuse, shown
 from moebook.kernels import Bank, Routing, adapters, experts, grouped, split_experts
+from moebook.kernels.dispatch import Floating, shapes
 from moebook.nn.routing import Router
+from moebook.settings import Share, Size, checked
 
 
 class Experts(nn.Module):
@@ -23,7 +26,8 @@ class Experts(nn.Module):
     ``gate_up_proj [E, 2F, D]``, the gate's rows first; ``down_proj [E, D, F]``.
     """
 
-    def __init__(self, mlp: nn.Module, experts: int) -> None:
+    @checked
+    def __init__(self, mlp: nn.Module, experts: Size) -> None:
         super().__init__()
         projections = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         if any(projection.bias is not None for projection in projections):
@@ -43,6 +47,7 @@ class ExpertMoE(nn.Module):
 
     def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
+        _check_pair("ExpertMoE", router, "gate_up_proj", experts.gate_up_proj, "E 2F D")
         self.router, self.experts = router, experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,11 +65,18 @@ class SplitExperts(nn.Module):
 
     slots: Tensor
 
-    def __init__(self, frozen: nn.Module, chosen: Sequence[int], *, dtype: torch.dtype) -> None:
+    @checked
+    def __init__(self, frozen: nn.Module, chosen: Sequence[int], *, dtype: Floating) -> None:
         super().__init__()
+        last = len(frozen.down_proj) - 1
+        if odd := [expert for expert in chosen if not 0 <= expert <= last]:
+            refuse("E-RANGE", f"SplitExperts: chosen names expert {odd[0]}, there are 0 to {last}")
+        if len(set(chosen)) < len(chosen):
+            refuse("E-RANGE", f"SplitExperts: chosen names an expert twice: {shown(chosen)}")
         self.frozen = frozen.requires_grad_(False)
         device = frozen.down_proj.device
-        self.register_buffer("chosen", torch.tensor(chosen, device=device), persistent=False)
+        numbers = torch.tensor(list(chosen), dtype=torch.int64, device=device)
+        self.register_buffer("chosen", numbers, persistent=False)
         slots = torch.full((len(frozen.down_proj),), -1, device=device)
         slots[self.chosen] = torch.arange(len(chosen), device=device)
         self.register_buffer("slots", slots, persistent=False)
@@ -102,17 +114,18 @@ class Adapters(nn.Module):
     ``down`` in training: one mask a token; the released code draws one for each of its K adapters.
     """
 
+    @checked
     def __init__(
         self,
-        width: int,
-        experts: int,
-        adapter_width: int,
+        width: Size,
+        experts: Size,
+        adapter_width: Size,
         *,
         scale: float = 1.0,
         served_scale: float = 1.0,
-        dropout: float = 0.0,
-        down_init: str = "kaiming",
-        dtype: torch.dtype = torch.float32,
+        dropout: Share = 0.0,
+        down_init: Literal["kaiming", "zero"] = "kaiming",
+        dtype: Floating = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -139,9 +152,16 @@ class AdapterMoE(nn.Module):
 
     def __init__(self, shared: nn.Module, router: Router, adapters: Adapters) -> None:
         super().__init__()
+        _check_pair("AdapterMoE", router, "down", adapters.down, "E D R")
         self.shared, self.router, self.adapters = shared, router, adapters
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``h + scale * sum_k w_k A_k(h)``, ``h = shared(x)``, in the shape of ``x``."""
+        routing = self.router(x)
         h = self.shared(x)
-        return self.adapters(h.flatten(0, -2), self.router(x)).view_as(h)
+        return self.adapters(h.flatten(0, -2), routing).view_as(h)
+
+
+def _check_pair(module: str, router: Router, name: str, weight: Tensor, dims: str) -> None:
+    """Refuse a router and experts of different numbers E or widths D."""
+    shapes(module, {"the router's weight": (router.weight, "E D"), name: (weight, dims)})

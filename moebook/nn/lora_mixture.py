@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.nn.routing import Router
+from moebook.settings import Positive, Share, checked
 
 
 class LoraMixture(nn.Module):
@@ -22,18 +26,30 @@ class LoraMixture(nn.Module):
     ``w_n . (W x + scale_n B_n A_n x)`` (Eq. 9). ``dropout`` is the share of x dropped before A.
     """
 
+    @checked
     def __init__(
         self,
         base_layer: nn.Module,
         router: Router,
         down: Tensor,
         up: Tensor,
-        scales: Sequence[float],
+        scales: Sequence[Positive],
         *,
-        reads: str = "layer",
-        dropout: float = 0.0,
+        reads: Literal["layer", "expert"] = "layer",
+        dropout: Share = 0.0,
     ) -> None:
         super().__init__()
+        of_router = {"the router's weight": (router.weight, "N D" if reads == "layer" else "N O")}
+        factors = {"down": (down, "N R D"), "up": (up, "N O R")}
+        sizes = shapes("LoraMixture", factors | of_router, empty="")
+        if (base_layer.out_features, base_layer.in_features) != (sizes["O"], sizes["D"]):
+            layer = f"{base_layer.in_features} to {base_layer.out_features}"
+            own = f"{sizes['D']} to {sizes['O']}"
+            refuse(
+                "E-SHAPE", f"LoraMixture: the LoRAs go from {own} columns, the layer from {layer}"
+            )
+        if len(scales) != len(down):
+            refuse("E-SHAPE", f"LoraMixture: {len(scales)} scales for {len(down)} LoRAs")
         self.base_layer, self.router = base_layer, router
         self.down, self.up = nn.Parameter(down), nn.Parameter(up)
         self.reads, self.dropout = reads, dropout
@@ -45,6 +61,7 @@ class LoraMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
+        shapes("LoraMixture", {"x": (x, "... T D"), "down": (self.down, "N R D")}, empty="T")
         base = self.base_layer(x)
         source = x.to(self.down.dtype)
         if self.training and self.dropout:

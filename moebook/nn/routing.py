@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
@@ -20,10 +21,87 @@ from torch.utils.hooks import RemovableHandle
 from moebook import kernels
 from moebook.errors import refuse
 from moebook.kernels import Routing, route
+from moebook.kernels.dispatch import Floating, shapes
+from moebook.nn.batch import check_batch
+from moebook.settings import Size, checked
 
 Key = TypeVar("Key")
 PROBES = 4  # random copies of a router that tell what its weights are
 MISFIT = 1e-3  # of the largest weight: what weights may differ from gates times a constant
+
+
+class Decision(NamedTuple):
+    """What one router decides for the tokens of a pass."""
+
+    logits: Tensor  # [..., E]
+    ids: Tensor  # [..., K] chosen experts
+    weights: Tensor  # [..., K] what the experts' outputs are multiplied by
+    mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
+    factor: float = 1.0  # of the weights on the gates; NaN if they are no multiple of gates
+
+    def real(self) -> Decision:
+        """Return the decisions for the real tokens alone, ``[T, ...]``."""
+        mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
+        parts = (self.logits[mask], self.ids[mask], self.weights[mask], mask[mask])
+        return Decision(*parts, self.factor)
+
+    def gates(self) -> Tensor:
+        """Return the gates ``[..., K]``, each token's at most 1: the weights without the factor."""
+        if math.isnan(self.factor):
+            what = "neither shares of the chosen experts nor probabilities by its logits"
+            refuse("E-MODEL", f"the router's weights are {what}, times a constant: no gates")
+        return self.weights if self.factor == 1 else self.weights / self.factor
+
+
+class Trace:
+    """The decisions of a model's routers in its last forward pass, for the balance loss.
+
+    Two hooks on the decoder open it before a pass and close it after: no graph outlives its step,
+    and a layer's second run under gradient checkpointing finds it closed. The padding mask comes
+    from the decoder's arguments: its layers hand none to their MLPs.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self.attention_mask: Tensor | None = None
+        self.batch: int | None = None  # B, rows of the pass, where its arguments tell
+        self.open = False  # whether a pass is under way
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
+        """Copy as an empty trace: a copied model has not run yet."""
+        return (Trace, ())
+
+    def follow(self, decoder: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Register the two hooks on a model's decoder; what takes them off again is returned."""
+        begin = decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
+        return begin, decoder.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self.attention_mask = mask if isinstance(mask, Tensor) else None
+        given = [*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds"))]
+        self.batch = next((len(part) for part in given if isinstance(part, Tensor)), None)
+        self.decisions, self.open = {}, True
+
+    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.open = False
+
+    def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
+        """Return the mask ``[T]`` of the T = ``rows`` tokens of a pass, true where one is real.
+
+        None where there is no mask ``[B, S]`` (packed sequences have a block mask and no padding).
+        With a KV cache S covers the past too: the last columns belong to this pass.
+        """
+        mask = self.attention_mask if attention_mask is None else attention_mask
+        if attention_mask is not None and attention_mask.dim() != 4:  # which is a block mask
+            shapes("balance", {"attention_mask": (attention_mask, "B S", "real")}, empty="")
+        if mask is None or mask.dim() != 2:
+            return None
+        length = rows // max(len(mask), 1)
+        fits = length * len(mask) == rows and length <= mask.shape[1]
+        if not fits or self.batch not in (None, len(mask)):
+            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
+        return mask[:, mask.shape[1] - length :].reshape(-1).bool()
 
 
 class Router(nn.Module):
@@ -33,27 +111,35 @@ class Router(nn.Module):
     (PESC as released; the paper: "randomly initialised"). Decisions of a pass go to ``trace``.
     """
 
+    @checked
     def __init__(
         self,
-        width: int,
-        experts: int,
-        top_k: int,
+        width: Size,
+        experts: Size,
+        top_k: Size,
         *,
-        layer: int,
+        layer: Annotated[int, Field(ge=0)],
         trace: Trace | None = None,
-        combine: str = "renormalised",
-        dtype: torch.dtype = torch.float32,
+        combine: Literal["renormalised", "probability"] = "renormalised",
+        dtype: Floating = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if top_k > experts:
+            refuse("E-RANGE", f"Router: top_k is {top_k}, expected 1 to {experts} (experts)")
         self.top_k, self.layer, self.trace, self.combine = top_k, layer, trace, combine
         self.weight = nn.Parameter(torch.empty(experts, width, dtype=dtype, device=device))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def logits(self, x: Tensor, more: Tensor | None = None) -> Tensor:
         """Return ``W x``, plus ``more [T, E]`` if given, ``[T, E]`` for ``x [..., D]``."""
+        named = {"x": (x, "... T D"), "the router's weight": (self.weight, "E D")}
+        shapes("Router", named, empty="T")
+        rows = x.flatten(0, -2)
+        if more is not None:
+            shapes("Router", {"x": (rows, "T D"), "more": (more, f"T {len(self.weight)}E")})
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.flatten(0, -2).to(self.weight.dtype), self.weight)
+            logits = F.linear(rows.to(self.weight.dtype), self.weight)
             return logits if more is None else logits + more
 
     def forward(self, x: Tensor, more: Tensor | None = None) -> Routing:
@@ -88,6 +174,8 @@ def balance(
     ``attention_mask [B, T]`` is by default the one that the model was called with. With ``first``
     a token's first choice alone counts in f (Switch), not all K; ``form`` is `balance_loss`'s.
     """
+    if not routers:
+        refuse("E-MODEL", "no routers to balance: the model is dense, or its routers are not ours")
     total = torch.zeros((), device=routers[0].weight.device, dtype=routers[0].weight.dtype)
     for router in routers:
         decision = None if router.trace is None else router.trace.decisions.get(router.layer)
@@ -107,29 +195,6 @@ def balance(
     return total
 
 
-class Decision(NamedTuple):
-    """What one router decides for the tokens of a pass."""
-
-    logits: Tensor  # [..., E]
-    ids: Tensor  # [..., K] chosen experts
-    weights: Tensor  # [..., K] what the experts' outputs are multiplied by
-    mask: Tensor | None = None  # [...] true where a token is real; a `Trace` holds one for all
-    factor: float = 1.0  # of the weights on the gates; NaN if they are no multiple of gates
-
-    def real(self) -> Decision:
-        """Return the decisions for the real tokens alone, ``[T, ...]``."""
-        mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
-        parts = (self.logits[mask], self.ids[mask], self.weights[mask], mask[mask])
-        return Decision(*parts, self.factor)
-
-    def gates(self) -> Tensor:
-        """Return the gates ``[..., K]``, each token's at most 1: the weights without the factor."""
-        if math.isnan(self.factor):
-            what = "neither shares of the chosen experts nor probabilities by its logits"
-            refuse("E-MODEL", f"the router's weights are {what}, times a constant: no gates")
-        return self.weights if self.factor == 1 else self.weights / self.factor
-
-
 @torch.no_grad()
 def observe(
     model: nn.Module, routers: Mapping[Key, nn.Module], batch: Mapping[str, Tensor]
@@ -140,12 +205,11 @@ def observe(
     whatever tells them apart; one that the pass does not reach is left out. The batch has
     ``input_ids`` and, where padded, ``attention_mask`` ``[B, S]``; decisions are ``[B, S, ...]``.
     """
+    check_batch("observe", model, batch)
     device = next(model.parameters()).device
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
     shape = inputs["input_ids"].shape
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    if mask.shape != shape:
-        refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} for input_ids {tuple(shape)}")
     decisions = {}
 
     def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
@@ -230,48 +294,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-class Trace:
-    """The decisions of a model's routers in its last forward pass, for the balance loss.
-
-    Two hooks on the decoder open it before a pass and close it after: no graph outlives its step,
-    and a layer's second run under gradient checkpointing finds it closed. The padding mask comes
-    from the decoder's arguments: its layers hand none to their MLPs.
-    """
-
-    def __init__(self) -> None:
-        self.decisions: dict[int, Decision] = {}
-        self.attention_mask: Tensor | None = None
-        self.open = False  # whether a pass is under way
-
-    def __reduce__(self) -> tuple[type[Trace], tuple[()]]:
-        """Copy as an empty trace: a copied model has not run yet."""
-        return (Trace, ())
-
-    def follow(self, decoder: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        """Register the two hooks on a model's decoder; what takes them off again is returned."""
-        begin = decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        return begin, decoder.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self.attention_mask = mask if isinstance(mask, Tensor) else None
-        self.decisions, self.open = {}, True
-
-    def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.open = False
-
-    def padding(self, rows: int, attention_mask: Tensor | None = None) -> Tensor | None:
-        """Return the mask ``[T]`` of the T = ``rows`` tokens of a pass, true where one is real.
-
-        None where there is no mask ``[B, S]`` (packed sequences have a block mask and no padding).
-        With a KV cache S covers the past too: the last columns belong to this pass.
-        """
-        mask = self.attention_mask if attention_mask is None else attention_mask
-        if mask is None or mask.dim() != 2:
-            return None
-        length = rows // max(len(mask), 1)
-        if length * len(mask) != rows or length > mask.shape[1]:
-            refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
-        return mask[:, mask.shape[1] - length :].reshape(-1).bool()

@@ -31,7 +31,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
-from moebook.models.anatomy import longest, vocabulary
+from moebook.models.anatomy import longest
+from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Positive, Share, settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -35,6 +34,8 @@ class Row:
     fine: Mapping[str, str] = field(default_factory=dict)
     # By argument, further values by kind, beside those that `flaws` makes.
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # By argument, kinds that may end in the library's own error: what is of a wrong type.
+    own: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ()  # arguments that stay as they are: checked by another test
     tolerance: float = 1e-4
 
@@ -195,7 +196,8 @@ def _of_sequence(value: Sequence[Any], place: str) -> Iterator[Flaw]:
 
 # What a call comes to
 
-REFUSED, RIGHT, FOREIGN, WRONG = "refused", "right", "foreign", "silently wrong"
+REFUSED, RIGHT, OWN = "refused", "right", "the library's own error"
+FOREIGN, WRONG = "foreign", "silently wrong"
 
 
 @dataclass(frozen=True)
@@ -231,15 +233,16 @@ def outcomes(name: str, row: Row) -> Iterator[Outcome]:
 def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outcome:
     place, kind, make = flaw
     about = name, place, kind
-    given = row.healthy()
+    kept = row.healthy() if row.truth else {}  # what a call was given it may have changed
     try:
-        given[argument] = make()
-        kept = copy.deepcopy(given) if row.truth else given
-        result = row.call(**given)
+        kept[argument] = make()
+        result = row.call(**{**row.healthy(), argument: make()})
     except Refusal as refusal:
         one = "\n" not in str(refusal) and len(str(refusal)) < 2500
         return Outcome(*about, REFUSED if one else FOREIGN, str(refusal))
     except Exception as error:  # whatever is no refusal of ours
+        if kind in row.own.get(argument, ""):
+            return Outcome(*about, OWN, f"{type(error).__name__}: {str(error)[:300]}")
         return Outcome(*about, FOREIGN, f"{type(error).__name__}: {str(error)[:300]}")
     problem = _problem(row, kept, whole, result, place, kind)
     return Outcome(*about, WRONG if problem else RIGHT, problem)

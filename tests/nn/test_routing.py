@@ -111,7 +111,7 @@ def test_observed_are_logits_choices_gates_and_real_tokens_of_our_routers():
     assert torch.equal(seen[1].mask, BATCH["attention_mask"].bool())
     assert torch.equal(seen[0].real().ids, seen[0].ids[seen[0].mask])
     assert not any(gate._forward_hooks for gate in model.gates)
-    with pytest.raises(Refusal, match=r"E-SHAPE: attention_mask \(2, 5\)"):
+    with pytest.raises(Refusal, match=r"E-SHAPE: observe: .*got \(2, 6\), \(2, 5\)"):
         observe(model, {}, BATCH | {"attention_mask": torch.ones(2, 5)})
     refused("E-MODEL: Embedding does not return", observe, model, {0: model.embedding}, BATCH)
 

@@ -1,0 +1,54 @@
+"""What a model is called with: token ids, a mask and labels that fit it and one another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
+
+IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return V, by the rows of the model's input embeddings, if it has a way to tell them."""
+    tells = hasattr(model, "get_input_embeddings")
+    return len(model.get_input_embeddings().weight) if tells else sys.maxsize
+
+
+def check_batch(
+    who: str, model: nn.Module, batch: Mapping[str, Any], *, labels: bool = False
+) -> None:
+    """Refuse a batch of token ids ``[B, T]`` that a user brings and a model cannot take.
+
+    ``attention_mask [B, T]`` holds 1 and 0, ``labels [B, T]`` tokens, or what is below 0 where
+    nothing is asked; those of `training.batches`, which go with ``logits_to_keep``, begin later.
+    Values on a GPU are not looked at, which would wait for it.
+    """
+    wanted = [IDS, LABELS] if labels else [IDS]
+    if missing := [name for name in wanted if name not in batch]:
+        have = ", ".join(batch) or "nothing"
+        refuse("E-DATA", f"{who}: the batch holds {have}, expected {missing[0]}")
+    kept = "T" if "logits_to_keep" not in batch else "S"
+    dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {kept}", "int64")}
+    held = {name: batch[name] for name in dims if batch.get(name) is not None}
+    shapes(who, {name: (tensor, *dims[name]) for name, tensor in held.items()}, empty="")
+    known = vocabulary(model)
+    for name, least, most in ((IDS, 0, known), (MASK, 0, 2), (LABELS, -sys.maxsize, known)):
+        if name in held and held[name].device.type == "cpu":
+            _check_range(who, name, held[name], least, most)
+
+
+def _check_range(who: str, name: str, tensor: Tensor, least: int, end: int) -> None:
+    lowest, highest = (part.item() for part in tensor.aminmax())
+    if least <= lowest and highest < end:
+        return
+    expected = "1 and 0" if name == MASK else f"0 to {end - 1}, the tokens that the model knows"
+    refuse(
+        "E-VOCAB" if name != MASK else "E-RANGE",
+        f"{who}: {name} are {lowest} to {highest}, expected {expected}",
+    )
