@@ -56,8 +56,9 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 FINITE = AfterValidator(_finite)
 """Stands in the annotation of a tensor or an array without NaN and infinity."""
-Place = Annotated[str | os.PathLike[str], AfterValidator(_name_of_a_file)]
-"""A file or folder, there or not, by a name that a file system can hold."""
+NAMED = AfterValidator(_name_of_a_file)
+"""Stands in the annotation of the name of a file or folder, which need not be there."""
+Place = Annotated[str | os.PathLike[str], NAMED]
 
 
 def columns(*names: str) -> AfterValidator:

@@ -93,9 +93,23 @@ def padded(
 
     Both are int64; the mask holds 1 and 0.
     """
+    if not rows:
+        refuse("E-DATA", "no rows to pad; expected at least one")
+    tokens = _whole([fill, *(token for row in rows for token in row)])
     lengths = torch.tensor([len(row) for row in rows])[:, None]
     places = torch.arange(int(lengths.max()))
     mask = places >= len(places) - lengths if left else places < lengths
-    filled = torch.full(mask.shape, fill)
-    filled[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    filled = tokens[:1].expand(mask.shape).clone()
+    filled[mask] = tokens[1:]
     return filled, mask.long()
+
+
+def _whole(tokens: list[int]) -> Tensor:
+    """Return token ids as int64, or refuse what is no whole number of 64 bits."""
+    try:
+        made = torch.tensor(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        refuse("E-TYPE", f"token ids are not whole numbers of 64 bits: {error}")
+    if made.dtype != torch.int64:
+        refuse("E-TYPE", f"token ids are {made.dtype}, expected whole numbers")
+    return made

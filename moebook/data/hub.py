@@ -17,13 +17,15 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
+from pydantic import Field, SkipValidation
 
 from moebook.data.templates import Row, Source
-from moebook.errors import Refusal, refuse, refuse_unknown
+from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.results import formed
+from moebook.settings import NAMED, Place, checked
 
 Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
@@ -34,14 +36,17 @@ with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
     MIXTURES: dict[str, dict[str, int]] = _FILE["mixtures"]
     COPIES: dict[str, str] = _FILE["copies"]
-Origin = str | Path | None  # of a data set: a commit of the hub's repository, or a folder
+FileName = Annotated[str, Field(min_length=1), NAMED]
+# Of a data set: a commit of the hub's repository, or a folder.
+Origin = Annotated[str | Path, NAMED] | None
 
 
+@checked
 def load(
     name: str,
     *,
     revision: Origin = None,
-    path: str | Path | None = None,
+    path: Place | None = None,
     size: int | None = None,
     seed: int = 0,
 ) -> list[Row]:
@@ -55,7 +60,8 @@ def load(
     return _draw(f"{name}/train", [(name, rows)], size, seed)
 
 
-def pins(text: str, data: str | Path = "") -> dict[str, Origin]:
+@checked
+def pins(text: str, data: Place = "") -> dict[str, Origin]:
     """Read commits by data set from ``name=commit,name=commit``; an empty text names none.
 
     All other data sets are found in the folder ``data``, or, without one, nowhere.
@@ -68,24 +74,38 @@ def pins(text: str, data: str | Path = "") -> dict[str, Origin]:
     return defaultdict(lambda: place, commits)
 
 
-def mixture(sizes: Mapping[str, int], origins: Mapping[str, Origin], seed: int = 0) -> list[Row]:
+@checked
+def mixture(
+    sizes: Mapping[str, int], origins: SkipValidation[Mapping[str, Origin]], seed: int = 0
+) -> list[Row]:
     """Draw training rows of several data sets, from where `pins` says, and shuffle them together.
 
     Sizes are by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
     """
+    if not sizes:
+        refuse("E-DATA", "the mixture names no data set; expected at least one, as {'gsm8k': 200}")
     drawn = []
     for names, size in sizes.items():
-        pool = [(name, pinned(_source(name), origins[name])) for name in names.split("+")]
+        pool = [(name, pinned(_source(name), _origin(name, origins))) for name in names.split("+")]
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
     return drawn
+
+
+def _origin(name: str, origins: Mapping[str, Origin]) -> Origin:
+    """Look up where a data set comes from; the dictionary of `pins` knows of every name."""
+    try:
+        return origins[name]
+    except KeyError:
+        refuse("E-PIN", f"no origin is given for '{name}'; {nearest(name, origins)}")
 
 
 def _draw(label: str, pool: list[tuple[str, Rows]], size: int | None, seed: int) -> list[Row]:
     """Map all rows of the pool, or `size` of them at random, each by its own set's template."""
     drawn = [(name, rows, place) for name, rows in pool for place in range(len(rows))]
     if size is not None:
-        if not 1 <= size <= (have := len(drawn)):
+        have = len(drawn)
+        if not 1 <= size <= have:
             refuse("E-DATA", f"{label}: have {have} rows, need {size}; ask for 1 to {have}")
         drawn = random.Random(f"{label}/{seed}").sample(drawn, size)
     mapped = []
@@ -114,6 +134,7 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
         return f"{self.origin}:{index + 1}", self.dataset[index]
 
 
+@checked
 def pinned(source: Source, revision: Origin, split: str = "") -> Rows:
     """Open a split of a data set (the one to train on) at a commit of the hub, or of a folder.
 
@@ -147,12 +168,16 @@ def _part(place: Path, source: Source, split: str) -> Rows:
     name, _, part = split.partition("[")
     paths = shards(place, source.repo, source.config, name)
     rows = [pair for path in paths for pair in local(path)]
-    whole = datasets.ReadInstruction.from_spec(f"{name}[{part}" if part else name)
-    (cut,) = whole.to_absolute({name: len(rows)})
+    try:
+        whole = datasets.ReadInstruction.from_spec(f"{name}[{part}" if part else name)
+        (cut,) = whole.to_absolute({name: len(rows)})
+    except (ValueError, AssertionError) as error:
+        refuse("E-DATA", f"split is '{split}', expected a part as validation[50%:]: {error}")
     return rows[cut.from_ : cut.to]
 
 
-def folder(data: str | Path) -> Path | None:
+@checked
+def folder(data: Place) -> Path | None:
     """Find the folder that stands in for the hub, in whose name ``$NAME`` is the environment's."""
     place = Path(os.path.expandvars(data))
     if data and not place.is_dir():
@@ -160,7 +185,7 @@ def folder(data: str | Path) -> Path | None:
     return place if data else None
 
 
-def contents(data: str | Path) -> dict[str, Path]:
+def contents(data: Place) -> dict[str, Path]:
     """List the data files below the folder that stands in for the hub, by their place in it."""
     if not (place := folder(data)):
         return {}
@@ -168,7 +193,10 @@ def contents(data: str | Path) -> dict[str, Path]:
     return {str(path.relative_to(place)): path for path in paths}
 
 
-def shards(place: Path, repository: str, name: str | None, split: str) -> list[Path]:
+@checked
+def shards(
+    place: Annotated[Path, NAMED], repository: FileName, name: FileName | None, split: FileName
+) -> list[Path]:
     """Find a split's file or shards, below the configuration's folder where there is one."""
     root = place / repository
     if not root.is_dir() and repository in COPIES:
@@ -184,7 +212,8 @@ def shards(place: Path, repository: str, name: str | None, split: str) -> list[P
     return list(found)
 
 
-def local(path: Path) -> Rows:
+@checked
+def local(path: Annotated[Path, NAMED]) -> Rows:
     """Open a JSONL, JSON or parquet file in the hub's own form."""
     if path.name.endswith(SCRIPTS):
         refuse("E-REMOTECODE", f"{path}: a script is not data; give its output as JSONL or parquet")

@@ -7,11 +7,16 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from pydantic import SkipValidation
+
 from moebook.data import tasks
 from moebook.data.tasks.task import shipped
+from moebook.data.templates import field as text_field
 from moebook.errors import refuse
+from moebook.settings import Count, checked
 
 Row = dict[str, str]
+Drawn = SkipValidation[Sequence[Row]]  # not copied: there may be hundreds of thousands
 PASSAGES = {  # domain: a file that ships, and the fields of its rows
     "text": ("licence.jsonl", ("clause",)),  # clauses of licences, as lawyers wrote them
     "code": ("docstring.jsonl", ("code",)),  # functions of Python packages
@@ -19,6 +24,7 @@ PASSAGES = {  # domain: a file that ships, and the fields of its rows
 }
 
 
+@checked
 def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
     """Draw rows of several tasks, so many of each, and shuffle them, all by the seed."""
     if not sizes:
@@ -28,7 +34,8 @@ def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
     return rows
 
 
-def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[Row]:
+@checked
+def draw(names: Iterable[str], split: str, most: Count, seed: int = 0) -> list[Row]:
     """Draw a `mixture` of up to `most` rows a task, fewer where its split holds fewer."""
     sizes = {name: min(most, tasks.find(name).available(split)) for name in names}
     return mixture(sizes, split, seed)
@@ -37,18 +44,25 @@ def draw(names: Iterable[str], split: str, most: int, seed: int = 0) -> list[Row
 def grouped(rows: Iterable[Row], field: str = "domain") -> dict[str, list[Row]]:
     """Sort rows into groups by a field, in the order of its values."""
     groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[field], []).append(row)
+    for number, row in enumerate(rows):
+        groups.setdefault(_text(row, field, number), []).append(row)
     return dict(sorted(groups.items()))
 
 
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
-    plain = (" ".join(row["prompt"].casefold().split()) for row in rows)
+    prompts = (_text(row, "prompt", number) for number, row in enumerate(rows))
+    plain = (" ".join(prompt.casefold().split()) for prompt in prompts)
     return {hashlib.sha256(prompt.encode()).hexdigest() for prompt in plain}
 
 
-def hold_out(rows: Sequence[Row], size: int) -> tuple[list[Row], list[Row]]:
+def _text(row: Mapping[str, str], name: str, number: int) -> str:
+    """Return a field of a row, or refuse a row that lacks it."""
+    return text_field(row, name, f"row {number}")
+
+
+@checked
+def hold_out(rows: Drawn, size: Count) -> tuple[list[Row], list[Row]]:
     """Split shuffled rows in those to train on and the first `size`, which are held out.
 
     What shares its prompt with a held-out row (MetaMathQA answers some several times) is left out.
@@ -71,6 +85,7 @@ def refuse_leak(
         refuse("E-LEAK", f"{count} evaluation prompts are among the training prompts; remove them")
 
 
+@checked
 def passages(size: int, seed: int = 0) -> dict[str, list[str]]:
     """Draw so many texts of each domain: text, code, mathematics, without prompts around them.
 

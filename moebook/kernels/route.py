@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,16 +39,16 @@ class Routing(_Slots):
 
     __slots__ = ()
 
-    def __new__(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Routing:
+    def __new__(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Self:
         """Check what a user brings."""
         routing = super().__new__(cls, ids, weights, order, counts)
         routing._check()
         return routing
 
     @classmethod
-    def _make(cls, parts: Iterable[Any]) -> Routing:
+    def _make(cls, iterable: Iterable[Any]) -> Self:
         """Check what ``_replace`` makes, too."""
-        return cls(*parts)
+        return cls(*iterable)
 
     @classmethod
     def of_ids(cls, ids: Tensor, weights: Tensor, order: Tensor, counts: Tensor) -> Routing:

@@ -19,6 +19,7 @@ from importlib import resources
 from typing import Any
 
 from moebook.errors import refuse, refuse_unknown
+from moebook.settings import checked
 
 TEST = 200  # items in the test split of every task
 VALIDATION = 200
@@ -105,6 +106,7 @@ class Task:
         """Count the items of a split."""
         return len(self.items(split))
 
+    @checked
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
         """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
 
