@@ -9,8 +9,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar, dataclass_transform
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NoReturn,
+    ParamSpec,
+    Self,
+    TypeVar,
+    dataclass_transform,
+)
 
+import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
@@ -33,7 +43,10 @@ RANGES = ("greater_than", "less_than", "too_", "finite_number")
 
 
 def _finite(values: Any) -> Any:
-    if (abs(values) < math.inf).all():
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+        raise PydanticCustomError("dtype", "expected numbers")
+    finite = np.isfinite(values) if isinstance(values, np.ndarray) else values.isfinite()
+    if finite.all():
         return values
     raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
 
@@ -54,6 +67,8 @@ Size = Annotated[int, Field(ge=1, le=SIZE)]
 """Stands for what memory is taken by: a module's widths, ranks and experts."""
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What NumPy and scikit-learn take for a seed."""
 FINITE = AfterValidator(_finite)
 """Stands in the annotation of a tensor or an array without NaN and infinity."""
 NAMED = AfterValidator(_name_of_a_file)
@@ -61,30 +76,35 @@ NAMED = AfterValidator(_name_of_a_file)
 Place = Annotated[str | os.PathLike[str], NAMED]
 
 
-def columns(*names: str) -> AfterValidator:
-    """Return what stands in the annotation of a table with rows that must have these columns.
+def columns(texts: str = "", numbers: str = "", lacking: str = "") -> AfterValidator:
+    """Return what stands in the annotation of a table, which has rows and columns of these names.
 
-    Columns of numbers may hold NaN, where something was not measured, but no infinity.
+    Names stand with spaces between. Columns of ``numbers`` are finite; those of ``lacking`` are
+    numbers too, but may hold NaN, where something was not measured.
     """
+    finite, measured = numbers.split(), lacking.split()
+    wanted = [*texts.split(), *finite, *measured]
 
     def check(table: Any) -> Any:
-        if missing := [name for name in names if name not in table.columns]:
+        if missing := [name for name in wanted if name not in table.columns]:
             have = ", ".join(map(str, table.columns)) or "none"
-            text = f"a table with columns {have}, expected one with '{missing[0]}'"
-            raise PydanticCustomError("table", "{text}", {"text": text})
+            _refuse_table(f"with columns {have}, expected one with '{missing[0]}'")
         if not len(table):
-            raise PydanticCustomError("table", "a table without rows, expected at least one")
-        for name in names:
-            if not _is_measured(table[name]):
-                text = f"a table with infinity in column '{name}'"
-                raise PydanticCustomError("table", "{text}", {"text": text})
+            _refuse_table("without rows, expected at least one")
+        for name in (*finite, *measured):
+            if table[name].dtype.kind not in "biuf":
+                _refuse_table(f"whose column '{name}' is {table[name].dtype}, expected numbers")
+            if (abs(table[name]) == math.inf).any():
+                _refuse_table(f"with infinity in column '{name}'")
+            if name in finite and table[name].isna().any():
+                _refuse_table(f"with NaN in column '{name}'")
         return table
 
     return AfterValidator(check)
 
 
-def _is_measured(column: Any) -> bool:
-    return column.dtype.kind != "f" or not (abs(column) == math.inf).any()
+def _refuse_table(problem: str) -> NoReturn:
+    raise PydanticCustomError("table", "{text}", {"text": f"a table {problem}"})
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

@@ -16,7 +16,8 @@ from sklearn.decomposition import PCA
 from torch import Tensor
 
 from moebook.errors import refuse
-from moebook.settings import FINITE, checked
+from moebook.kernels.dispatch import indices, shapes
+from moebook.settings import FINITE, Seed, checked
 
 NEIGHBOURS = 15  # umap-learn's own default
 Plane = npt.NDArray[np.float32]
@@ -24,7 +25,7 @@ Method = Literal["umap", "pca"]
 
 
 @checked
-def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: int = 0) -> pd.DataFrame:
+def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: Seed = 0) -> pd.DataFrame:
     """Cluster each layer's points without their labels and count how well the clusters are domains.
 
     Points are ``[L, S, D]``, labels ``[S]`` their domains, of which there are as many as clusters:
@@ -32,9 +33,9 @@ def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: int = 0) 
     the share of points that belong to the most frequent domain of their cluster, and ``largest``,
     the share of the largest domain.
     """
-    if points.dim() != 3 or labels.shape != points.shape[1:2] or not len(labels):
-        shapes = f"{tuple(points.shape)} and {tuple(labels.shape)}"
-        refuse("E-SHAPE", f"purity: expected points [L, S, D] and labels [S], got {shapes}")
+    shapes("purity", {"points": (points, "L S D"), "labels": (labels, "S", "real")}, empty="")
+    if not points.float().square().sum(-1).isfinite().all():
+        refuse("E-NONFINITE", "purity: points are too far from 0 for their distances: scale them")
     domains = labels.unique(return_inverse=True)[1]
     largest, rows = float(domains.bincount().max()) / len(labels), []
     for layer, part in enumerate(points.float().numpy()):
@@ -45,10 +46,7 @@ def purity(points: Annotated[Tensor, FINITE], labels: Tensor, *, seed: int = 0) 
 
 
 @checked
-def project(
-    points: Annotated[Tensor, FINITE], method: Method = "umap", *,
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0,
-) -> Plane:  # fmt: skip
+def project(points: Annotated[Tensor, FINITE], method: Method = "umap", *, seed: Seed = 0) -> Plane:
     """Lay out each layer's points ``[L, S, D]`` in the plane, ``[L, S, 2]``, separately by layer.
 
     Each layer is centred and scaled to a largest coordinate of 1. Distances between far groups mean
@@ -57,7 +55,8 @@ def project(
     figure.) PCA spares the 13 seconds (measured) for which UMAP compiles in every process.
     """
     fewest = NEIGHBOURS + 1 if method == "umap" else 2
-    if points.dim() != 3 or points.shape[1] < fewest or points.shape[2] < 2:
+    sizes = shapes(method, {"points": (points, "L S D")}, empty="")
+    if sizes["S"] < fewest or sizes["D"] < 2:
         shape = tuple(points.shape)
         refuse("E-SHAPE", f"{method}: points is {shape}, expected [L, S >= {fewest}, D >= 2]")
     layers, threads = points.float().numpy(), torch.get_num_threads()
@@ -71,10 +70,20 @@ def project(
     return np.stack(scaled).astype(np.float32)
 
 
+@checked
 def panels(
-    points: Tensor, labels: Tensor, names: Sequence[str], method: Method = "umap", *, seed: int = 0
+    points: Annotated[Tensor, FINITE],
+    labels: Tensor,
+    names: Annotated[Sequence[str], Field(min_length=1)],
+    method: Method = "umap",
+    *,
+    seed: Seed = 0,
 ) -> dict[str, dict[str, Plane]]:
     """Project the first, middle and last layer for `plotting.points`: ``[n, 2]`` by named group."""
+    shapes("panels", {"points": (points, "L S D"), "labels": (labels, "S", "int")}, empty="")
+    indices("panels", "labels", labels, len(names))
+    if len(set(names)) < len(names):
+        refuse("E-RANGE", f"panels: two groups have one name: {', '.join(names)}")
     layers = sorted({0, len(points) // 2, len(points) - 1})
     planes = project(points[layers], method, seed=seed)
     return {

@@ -14,14 +14,17 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.nn import evaluating, observe
+from moebook.nn.batch import check_batch
 from moebook.nn.routing import Decision
 from moebook.settings import checked
 
 
 def logit_scale(logits: Tensor) -> float:
     """Return the standard deviation of a token's logits ``[T, E]`` over experts, RMS over T."""
+    shapes("logit_scale", {"logits": (logits, "... T E")}, empty="")
     centred = logits.double() - logits.double().mean(-1, keepdim=True)
     return float(centred.square().mean().sqrt())
 
@@ -39,6 +42,8 @@ def statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> pd.
     slots: list[Any] = [0] * len(layers)
     for batch in batches:
         for place, decision in enumerate(real_decisions(model, batch)):
+            if not len(decision.logits):
+                continue  # a batch of padding
             logs = decision.logits.double().log_softmax(-1)
             nats = -(logs.exp() * logs).sum(-1).sum()
             squares = logit_scale(decision.logits) ** 2 * len(logs)
@@ -93,6 +98,7 @@ def _trained(router: nn.Module) -> list[Tensor]:
 
 def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:
     """Return the norms of the loss's gradient at some parameters, which ask for one."""
+    check_batch("gradients", model, batch, labels=True)
     inputs = send_to_device(batch, next(model.parameters()).device)
     with evaluating(model), torch.enable_grad():
         grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)
@@ -134,9 +140,8 @@ def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
     """
     if len(checkpoints) < 2:
         refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")
-    shapes = {tuple(each.shape) for each in checkpoints}
-    if len(shapes) > 1 or any(len(shape) != 3 or not all(shape) for shape in shapes):
-        refuse("E-SHAPE", f"checkpoints: {sorted(shapes)}, expected one [L, T, E] of the same text")
+    named = {f"checkpoint {n}": (each, "L T E", "bool") for n, each in enumerate(checkpoints)}
+    shapes("consistency", named, empty="")
     scores = [
         ((one & other).sum(-1).double() / (one | other).sum(-1)).mean(-1)
         for one, other in combinations(checkpoints, 2)
@@ -147,7 +152,10 @@ def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
 
 def overall(watched: Mapping[int, Tensor], steps: Iterable[int]) -> float:
     """Average `consistency` over layers, of what was `activated` after some steps (Table 6)."""
-    return float(consistency([watched[step] for step in steps]).consistency.mean())
+    wanted = list(steps)
+    if missing := [step for step in wanted if step not in watched]:
+        refuse("E-DATA", f"nothing was recorded after step {missing[0]}; after {[*watched]}")
+    return float(consistency([watched[step] for step in wanted]).consistency.mean())
 
 
 def real_decisions(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Decision]:

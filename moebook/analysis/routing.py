@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import AfterValidator, Field, SkipValidation
 from torch import Tensor, nn
 
-from moebook.errors import refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.nn import observe, routers
+from moebook.settings import Count, checked, columns
 
 KEYS = ["layer", "router"]  # what tells one router from another: a layer may have several
+SUM = 1e-6  # by which the shares of a domain and router may miss 1
 
 
-def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]]]) -> pd.DataFrame:
+def _whole(frame: pd.DataFrame) -> pd.DataFrame:
+    """Refuse shares of which some are missing, twice there or no shares of a whole."""
+    of_router = frame.groupby(KEYS)
+    lines = of_router.size()
+    wanted = of_router.domain.nunique() * of_router.expert.nunique()
+    if (lines != wanted).any() or frame.duplicated([*KEYS, "domain", "expert"]).any():
+        refuse("E-DATA", "shares: expected each expert of a router once for each domain")
+    if (frame[["layer", "expert", "slots", "share"]] < 0).any(axis=None):
+        refuse("E-RANGE", "shares: a layer, expert, count or share is below 0")
+    sums = frame.groupby([*KEYS, "domain"]).share.sum()
+    if not np.allclose(sums, 1, atol=SUM):
+        refuse("E-RANGE", f"shares: those of a domain and router sum to {sums.min():g}, expected 1")
+    return frame
+
+
+Shares = Annotated[
+    pd.DataFrame,
+    columns("router domain", numbers="layer expert slots share"),
+    AfterValidator(_whole),
+]
+"""What `shares` returns."""
+
+
+@checked
+def shares(
+    model: nn.Module,
+    batches: Annotated[
+        Mapping[str, SkipValidation[Iterable[Mapping[str, Tensor]]]], Field(min_length=1)
+    ],
+) -> pd.DataFrame:
     """Measure each expert's share of the slots of each router, by domain (PESC Fig. 4).
 
     For routers of `moebook.nn`, padding left out. Columns layer, router (its path in the model),
@@ -41,7 +74,8 @@ def shares(model: nn.Module, batches: Mapping[str, Iterable[Mapping[str, Tensor]
     return pd.DataFrame(rows, columns=[*KEYS, "domain", "expert", "slots", "share"])
 
 
-def load(frame: pd.DataFrame) -> pd.DataFrame:
+@checked
+def load(frame: Shares) -> pd.DataFrame:
     """Summarise the load of each router over all domains of `shares` together.
 
     One row a router, with its layer: ``entropy``, that of the experts' shares over ln E (1 uniform;
@@ -55,7 +89,8 @@ def load(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"entropy": entropy, "largest": share.max(axis=1)}).reset_index()
 
 
-def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
+@checked
+def specialisation(frame: Shares) -> pd.DataFrame:
     """Measure how differently each domain of `shares` is routed from the average domain.
 
     Columns layer, router, domain, distance: half the summed absolute difference (total variation,
@@ -67,21 +102,26 @@ def specialisation(frame: pd.DataFrame) -> pd.DataFrame:
     return distance.rename("distance").reset_index()
 
 
-def contrast(shares: pd.DataFrame, one: str, other: str) -> tuple[float, float]:
+@checked
+def contrast(shares: Shares, one: str, other: str) -> tuple[float, float]:
     """Measure how differently two domains are routed, in the paper's way and layer by layer.
 
     Returns two total variations in [0, 1]: that of shares averaged over the routers (router
     initialisation, Table 7), in which preferences cancel where an expert's number has no common
     meaning through the layers; and the mean of each router's own.
     """
+    for name in (one, other):
+        refuse_unknown(name, set(shares.domain), "E-NAME", f"no domain '{name}' in the shares;")
     wide = shares.pivot(index=KEYS, columns=["domain", "expert"], values="share")
     gap = wide[one] - wide[other]
     return float(gap.mean().abs().sum() / 2), float(gap.abs().sum(axis=1).mean() / 2)
 
 
-def panels(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.DataFrame]:
+@checked
+def panels(shares: Shares, most: Count = 4) -> dict[str, pd.DataFrame]:
     """Arrange `shares` for heat maps, domains by experts, of ``most`` layers from first to last."""
-    layers = set(np.linspace(0, shares.layer.max(), most).astype(int))
+    last = int(shares.layer.max())
+    layers = set(np.linspace(0, last, min(most, last + 1)).astype(int))
     return {
         f"layer {layer}": part.pivot_table(index="domain", columns="expert", values="share")
         for layer, part in shares.groupby("layer")
@@ -89,14 +129,16 @@ def panels(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.DataFrame]:
     }
 
 
-def stacks(shares: pd.DataFrame, most: int = 4) -> dict[str, pd.Series]:
+@checked
+def stacks(shares: Shares, most: Count = 4) -> dict[str, pd.Series]:
     """Arrange `shares` over all domains for stacked bars, of the layers that `panels` shows."""
     slots = shares.pivot_table(index="layer", columns="expert", values="slots", aggfunc="sum")
     spread = slots.div(slots.sum(axis=1), axis=0).rename(index="layer {}".format)
     return {name: spread.loc[name] for name in panels(shares, most)}
 
 
-def summary(shares: pd.DataFrame) -> dict[str, float]:
+@checked
+def summary(shares: Shares) -> dict[str, float]:
     """Sum `shares` up in three means over routers and domains, each in [0, 1]."""
     loads, distances = load(shares), specialisation(shares).distance
     means = loads.entropy.mean(), loads.largest.mean(), distances.mean()

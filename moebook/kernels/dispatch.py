@@ -111,6 +111,7 @@ KINDS = {
     "float": (FLOATS, "floating point, 16 bits at least: cast it"),
     "real": (FLOATS | WHOLE, "real numbers, floating point of 16 bits at least: cast it"),
     "int": (frozenset({torch.int64, torch.int32}), "torch.int64"),
+    "bool": (frozenset({torch.bool}), "torch.bool"),
     "int64": (frozenset({torch.int64}), "torch.int64"),
 }
 """Kinds of dtypes: what belongs to each, and how a refusal words it."""

@@ -46,7 +46,7 @@ class Routing(_Slots):
         return routing
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
         """Check what ``_replace`` makes, too."""
         return cls(*iterable)
 

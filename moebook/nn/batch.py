@@ -37,10 +37,18 @@ def check_batch(
     dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {kept}", "int64")}
     held = {name: batch[name] for name in dims if batch.get(name) is not None}
     shapes(who, {name: (tensor, *dims[name]) for name, tensor in held.items()}, empty="")
+    if labels and batch[LABELS].device.type == "cpu" and not _asks(batch):
+        refuse("E-DATA", f"{who}: no token of the batch has a label, so there is no loss")
     known = vocabulary(model)
     for name, least, most in ((IDS, 0, known), (MASK, 0, 2), (LABELS, -sys.maxsize, known)):
         if name in held and held[name].device.type == "cpu":
             _check_range(who, name, held[name], least, most)
+
+
+def _asks(batch: Mapping[str, Any]) -> bool:
+    """Whether any token is to be foretold; none comes before the first of a row."""
+    whole = "logits_to_keep" not in batch or int(batch["logits_to_keep"][0]) == 0
+    return bool((batch[LABELS][:, 1 if whole else 0 :] >= 0).any())
 
 
 def _check_range(who: str, name: str, tensor: Tensor, least: int, end: int) -> None:
