@@ -328,7 +328,7 @@ ROWS = {
         lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
         lambda model, batch: [part[:3] for part in true_decided(model, batch).values()]),
     "analysis.routers.decisions": Row(
-        lambda model, batch: {n: d.real() for n, d in routers.decisions(model, batch).items()},
+        lambda model, batch: {n: d.real()[:4] for n, d in routers.decisions(model, batch).items()},
         lambda: {"model": hosts.sparse(), "batch": hosts.seen()}, true_decided),
     "analysis.routing.shares": Row(
         routing.shares, lambda: {"model": model(), "batches": {"x": [hosts.seen()],

@@ -197,7 +197,7 @@ def true_balance(routers, attention_mask, first=False, form="live"):
 def watched(model, batch):
     """What the routers of a mixture decide, by layer."""
     gates = {n: layer.mlp.gate for n, layer in enumerate(model.model.layers)}
-    return {n: seen.real() for n, seen in nn.observe(model.model, gates, batch).items()}
+    return {n: seen.real()[:4] for n, seen in nn.observe(model.model, gates, batch).items()}
 
 
 def true_watched(model, batch):
