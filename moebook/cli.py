@@ -24,6 +24,7 @@ from moebook.errors import Refusal, nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
+ENDS = ("SIGHUP", "SIGTERM")  # signals that end a command in good order; Windows has no SIGHUP
 
 MODELS = Path(__file__).parent / "models"
 BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of ours, 129, 130
     and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the output has gone.
     """
-    for number in (signal.SIGHUP, signal.SIGTERM):
+    for number in [getattr(signal, name) for name in ENDS if hasattr(signal, name)]:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _terminate)
     try:

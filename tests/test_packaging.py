@@ -219,6 +219,13 @@ def test_the_environment_is_stale_when_a_lock_changes(tmp_path):
     assert "set-up: installing" in make(tmp_path, *plan).stdout
 
 
+def test_every_module_imports_and_the_command_starts_on_a_system_without_posix():
+    program = str(ROOT / "tests" / "elsewhere.py")
+    ran = run([sys.executable, "-X", "warn_default_encoding", program], timeout=280)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "router_init" in ran.stdout
+
+
 def test_continuous_integration_runs_the_two_commands_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
     assert os.access(ROOT / ".ci/run", os.X_OK)

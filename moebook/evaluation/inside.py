@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import platform
-import resource
 import struct
 import sys
 from collections.abc import Callable
@@ -40,6 +39,8 @@ def confine() -> None:
 
     The filter is a list of BPF instructions (linux/filter.h): load, compare and jump, return.
     """
+    import resource  # which Windows lacks; `sandbox` imports this module there, too
+
     for name, most in LIMITS.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # a signal, then the end

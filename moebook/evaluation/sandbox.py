@@ -44,7 +44,8 @@ INSIDE = Path(inside.__file__).read_text(encoding="utf-8")
 @cache
 def ready() -> None:
     """Refuse, in one line, where no sandbox can be had."""
-    lacking = [f"no {name}" for name in ("bwrap", "setpriv") if not shutil.which(name)]
+    lacking = [] if sys.platform == "linux" else [f"it needs Linux, this is {platform.system()}"]
+    lacking += [f"no {name}" for name in ("bwrap", "setpriv") if not shutil.which(name)]
     if platform.machine() not in inside.MACHINES:
         lacking.append(f"calls are listed for {', '.join(inside.MACHINES)}")
     if not lacking and judged("f = list", tests="assert f((1, 2)) == [1, 2]") != "passed":

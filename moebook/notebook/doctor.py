@@ -24,6 +24,7 @@ from moebook.notebook.verifying import Finding
 from moebook.results import files, store
 
 MEMORY, DISK, SCRATCH = 3e9, 2e9, 1e9  # bytes: more than `make book` takes on two cores
+TESTED = "Linux"  # the system that the tests run on
 SECONDS = 120  # that the smoke cell may take: importing torch from a cold disk takes most of it
 SMOKE = """\
 from moebook import data, models, training
@@ -34,6 +35,7 @@ training.fit(model, rows, steps=2, batch=4, lr=1e-3, pad_id=tokenizer.pad_token_
 
 def examine(folder: Path) -> Iterator[Finding]:
     """Check what runs in a folder need, one finding after the other."""
+    yield _system()
     yield Finding("Python", (), f"{platform.python_version()}, {platform.machine()}")
     yield _packages()
     yield _line_ends(folder)
@@ -41,7 +43,17 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield _room(f"disk, {folder}", shutil.disk_usage(folder).free, DISK, "delete something")
     yield _room(f"disk, {scratch}", shutil.disk_usage(scratch).free, SCRATCH, "or set TMPDIR")
     yield _room("memory", psutil.virtual_memory().available, MEMORY, "close other programs")
+    yield _sandbox()
     yield _smoke(folder)
+
+
+def _system() -> Finding:
+    """Name the operating system, and what of the package is tested on it."""
+    name = f"{platform.system()} {platform.release()}"
+    if platform.system() == TESTED:
+        return Finding("operating system", (), f"{name}, on which everything is tested")
+    elsewhere = f"everything is tested on {TESTED}; elsewhere only that the package imports"
+    return Finding("operating system", (), f"{name}: {elsewhere}")
 
 
 def _room(name: str, free: float, needed: float, fix: str) -> Finding:
@@ -79,6 +91,18 @@ def _line_ends(folder: Path) -> Finding:
     return Finding(
         "line ends", (f"{wrong[0]}{more} have Windows' (CRLF), and other hashes: {fix}",)
     )
+
+
+def _sandbox() -> Finding:
+    """Say whether programs that a model wrote can be judged here; nothing else needs a sandbox."""
+    from moebook.evaluation import sandbox  # behind which is all of lm-eval
+
+    try:
+        sandbox.ready()
+    except Refusal as refusal:
+        lacks = f"HumanEval and MBPP are refused here, all else runs: {refusal.message}"
+        return Finding("sandbox (optional)", (), lacks)
+    return Finding("sandbox (optional)", (), "HumanEval and MBPP can be judged")
 
 
 def _smoke(folder: Path) -> Finding:

@@ -7,7 +7,6 @@ run is made of it.
 from __future__ import annotations
 
 import ast
-import fcntl
 import functools
 import hashlib
 import os
@@ -21,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import lock_descriptor
+
 from moebook.errors import Refusal, refuse
 from moebook.results.documents import formed, read_ipynb
 
@@ -32,6 +33,8 @@ DATA = (".csv", ".json", ".jsonl", ".mplstyle", ".safetensors", ".sha256", ".txt
 KINDS = (*DATA, ".md", ".py")  # of files in the package
 _OWN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _COPY = re.compile(r"-Copy\d*(\.|$)")  # as Jupyter names one
+LOOK = 0.02  # seconds between two tries of a lock
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # where the system knows that flag
 FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was exported from
 
 
@@ -75,16 +78,16 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
     file tells who holds it, and goes with the lock, unless it was renamed or its holder killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
     with open(handle, "r+", errors="replace") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                break
-            except BlockingIOError:
-                if (patience := patience - 0.02) < 0:
+        if wait:
+            lock_descriptor(handle, poll_interval=LOOK)
+        else:
+            while not lock_descriptor(handle, blocking=False):
+                patience -= LOOK
+                if patience < 0:
                     refuse("E-LOCKED", f"{path} is held by process {file.read(20) or '?'}; wait")
-                time.sleep(0.02)
+                time.sleep(LOOK)
         if _names(path, file):
             file.truncate(0)
             print(os.getpid(), end="", file=file, flush=True)

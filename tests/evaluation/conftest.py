@@ -1,5 +1,6 @@
 """lm-eval with an index of the benchmarks that the tests ask for."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import lm_eval.tasks
 import pytest
 from lm_eval.tasks import TaskManager
 
-from moebook.evaluation import benchmarks
+from moebook.errors import Refusal
+from moebook.evaluation import benchmarks, sandbox
 
 FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mmlu/default", "openbookqa", "piqa", "siqa",
            "super_glue/boolq", "winogrande")  # fmt: skip
@@ -24,3 +26,17 @@ def small():
 def quick(monkeypatch):
     """Index these instead of all, which takes half a minute."""
     monkeypatch.setattr(benchmarks, "_index", small)
+
+
+def require_sandbox():
+    """Skip a test where there is no sandbox, in the refusal's own words; fail it in CI."""
+    try:
+        sandbox.ready()
+    except Refusal as refusal:
+        end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        end(str(refusal))
+
+
+@pytest.fixture
+def box():
+    require_sandbox()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -15,22 +16,13 @@ import pytest
 import torch
 
 from moebook import cli, evaluation, models
-from moebook.errors import Refusal
+from moebook.errors import refuse
 from moebook.evaluation import code, inside, model, sandbox
 from moebook.evaluation.code import Sampling, pass_at
-from tests.evaluation import hostile
+from tests.evaluation import conftest, hostile
 from tests.refusals import refused
 
-
-def works():
-    try:
-        sandbox.ready()
-    except Refusal:
-        return False
-    return True
-
-
-boxed = pytest.mark.skipif(not works(), reason="bubblewrap does not work here")
+boxed = pytest.mark.usefixtures("box")
 TESTS = {"given": "def size(x): return len(x)", "tests": "y = f([1, (2,)])\nassert size(y) == 3"}
 ROW = {"task_id": "HumanEval/0", "entry_point": "one", "canonical_solution": "    return 1\n",
        "prompt": 'def half(x):\n    return x / 2\n\n\ndef one():\n    """Return 1."""\n',
@@ -108,6 +100,29 @@ def test_without_a_sandbox_it_is_refused_with_the_package_to_install(
         assert cli.main(asked) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("E-SANDBOX") and told in line and "install bubblewrap" in line
+
+
+def test_the_tests_of_the_sandbox_say_why_they_are_skipped_and_fail_in_ci(monkeypatch):
+    def lacking():
+        refuse("E-SANDBOX", "there is none (no bwrap): install bubblewrap")
+
+    monkeypatch.setattr(sandbox, "ready", lacking)
+    told = "E-SANDBOX: there is none .no bwrap.: install bubblewrap"
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=told):
+        conftest.require_sandbox()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=told):
+        conftest.require_sandbox()
+    monkeypatch.setattr(sandbox, "ready", lambda: None)
+    conftest.require_sandbox()
+
+
+def test_a_system_that_is_not_linux_has_no_sandbox(monkeypatch):
+    monkeypatch.setattr(sandbox, "ready", sandbox.ready.__wrapped__)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    refused("E-SANDBOX: .*it needs Linux, this is Darwin", sandbox.ready)
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_passing_program():

@@ -1,6 +1,7 @@
 """`moebook doctor` names what a machine lacks, and how to mend it."""
 
 import importlib.metadata
+import platform
 import shutil
 from collections import namedtuple
 
@@ -9,6 +10,8 @@ import psutil
 import pytest
 
 from moebook import cli, results
+from moebook.errors import refuse
+from moebook.evaluation import sandbox
 from moebook.notebook import doctor
 
 Free = namedtuple("Free", "free available")
@@ -34,6 +37,34 @@ def test_a_healthy_machine_is_ready_and_its_smoke_cell_trains(healthy, capsys):
     healthy.setattr(doctor, "SMOKE", code)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "this machine is ready"
+
+
+def _line(findings, name):
+    return next(str(finding) for finding in findings if finding.path == name)
+
+
+def test_the_operating_system_is_named_with_what_is_tested_on_it(monkeypatch):
+    for system, told in (
+        ("Linux", "on which everything is tested"),
+        ("Windows", "everything is tested on Linux; elsewhere only that the package imports"),
+        ("Darwin", "everything is tested on Linux; elsewhere only that the package imports"),
+    ):
+        monkeypatch.setattr(platform, "system", lambda system=system: system)
+        finding = doctor._system()
+        assert not finding.failures and system in finding.right and told in finding.right
+
+
+def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(healthy, tmp_path):
+    def lacking():
+        refuse("E-SANDBOX", "there is none (no bwrap): install bubblewrap")
+
+    healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
+    healthy.setattr(sandbox, "ready", lacking)
+    line = _line(doctor.examine(tmp_path), "sandbox (optional)")
+    assert line.startswith("ok") and "no bwrap" in line and "install bubblewrap" in line
+    assert "HumanEval and MBPP are refused here" in line
+    healthy.setattr(sandbox, "ready", lambda: None)
+    assert "can be judged" in _line(doctor.examine(tmp_path), "sandbox (optional)")
 
 
 @pytest.mark.parametrize(("take", "told"), [
