@@ -66,8 +66,12 @@ def save(
     tensors: Mapping[str, Tensor],
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a model's origin, what a method changed in it, and more files into a new folder."""
+    """Write a model's origin, what a method changed in it, and more files into a new folder.
+
+    The manifest's ``dtypes`` are those of the tensors.
+    """
     facts = TypeAdapter(type(source)).dump_python(source, mode="json")
+    facts["dtypes"] = sorted({str(tensor.dtype) for tensor in tensors.values()})
     content = {TENSORS: packed(tensors), **(files or {})}
     try:
         return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
@@ -84,6 +88,7 @@ def load(
 ) -> nn.Module:
     """Put a checkpoint that `save` wrote on its base, in place and bit for bit, after all checks.
 
+    What was trained comes back in float32, as `training.fit` makes it, on a base in 16 bits too.
     ``restore`` gives a base the form that an origin tells and returns the tensors to fill; it is
     tried on a `hollow` copy first, so that a refusal leaves the model untouched. ``given`` holds
     fields of the origin that the manifest lacks. The model may be one that the method has altered.
@@ -103,6 +108,7 @@ def load(
     content = read(folder / TENSORS, wanted)
     with torch.no_grad():
         for name, tensor in restore(model, source).items():
+            tensor.data = tensor.to(content[name].dtype)
             tensor.copy_(content[name])
     return model
 
@@ -166,7 +172,8 @@ def unpacked(path: Path) -> dict[str, Tensor]:
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
     """Read safetensors of exactly the expected names, shapes and dtypes.
 
-    ``expected`` may be on the meta device; unless ``exact``, any float of 16 bits or more will do.
+    ``expected`` may be on the meta device. In place of 16 bits float32 will do, which is what
+    training makes of them; unless ``exact``, any float of 16 bits or more will.
     """
     limit = 8 * sum(tensor.numel() for tensor in expected.values()) + 2**20
     if path.is_file() and (size := path.stat().st_size) > limit:
@@ -178,8 +185,11 @@ def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> d
         refuse("E-KEYS", f"{path}: {odd}")
     for name, want in expected.items():
         got = tensors[name]
-        wide = got.is_floating_point() and got.element_size() >= 2
-        if got.shape != want.shape or not (got.dtype == want.dtype if exact else wide):
+        if exact:
+            fits = got.dtype in (want.dtype, torch.promote_types(want.dtype, torch.float32))
+        else:
+            fits = got.is_floating_point() and got.element_size() >= 2
+        if got.shape != want.shape or not fits:
             kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
             refuse("E-SHAPE", f"{path}: {name} is {tuple(got.shape)} {got.dtype}, expected {kind}")
     check_finite(tensors, str(path))

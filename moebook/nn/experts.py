@@ -59,14 +59,15 @@ class SplitExperts(nn.Module):
     """Stands in for a model's fused experts: all frozen, but for copies of the chosen ones (ESFT).
 
     The host's module stays whole inside as ``frozen``. Only ``gate_up_proj [N, 2F, D]`` and
-    ``down_proj [N, D, F]`` train: copies of the N chosen rows in a dtype of their own. Products are
-    in the input's. ``slots [E]`` int64 say where an expert lies in the two, -1 for a frozen one.
+    ``down_proj [N, D, F]`` train: copies of the N chosen rows, which may be made wider. Products
+    are in the input's dtype. ``slots [E]`` int64 say where an expert lies, -1 for a frozen
+    one.
     """
 
     slots: Tensor
 
     @checked
-    def __init__(self, frozen: nn.Module, chosen: Sequence[int], *, dtype: Floating) -> None:
+    def __init__(self, frozen: nn.Module, chosen: Sequence[int]) -> None:
         super().__init__()
         last = len(frozen.down_proj) - 1
         if odd := [expert for expert in chosen if not 0 <= expert <= last]:
@@ -80,8 +81,8 @@ class SplitExperts(nn.Module):
         slots = torch.full((len(frozen.down_proj),), -1, device=device)
         slots[self.chosen] = torch.arange(len(chosen), device=device)
         self.register_buffer("slots", slots, persistent=False)
-        self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[self.chosen].to(dtype))
-        self.down_proj = nn.Parameter(frozen.down_proj.detach()[self.chosen].to(dtype))
+        self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[self.chosen])
+        self.down_proj = nn.Parameter(frozen.down_proj.detach()[self.chosen])
 
     def forward(
         self, x: Tensor, routing: Routing | Tensor, weights: Tensor | None = None

@@ -18,6 +18,7 @@ from moebook.models.anatomy import NAME, anatomy, register_experts
 from moebook.models.skeleton import autocast, configuration, on_meta, skeleton
 from moebook.planning.methods import Method
 from moebook.planning.tally import Op, Tally
+from moebook.training import widen
 
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes a weight in 4 bits: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""
@@ -37,7 +38,7 @@ class Training:
     batch: int = field(compare=False)  # rows a step, of all devices together
     steps: int = field(compare=False)
     name: str = field(default="", compare=False)
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the host; what trains is float32 or wider, as in `fit`
     autocast: bool = False  # computed in bfloat16, whatever the weights are in
     accumulate: int = field(default=1, compare=False)
     turns: int = field(default=1, compare=False)  # how often: tasks, tries of a rate
@@ -99,6 +100,7 @@ def dry_run(
     model.set_experts_implementation(NAME)
     blocks = [layer.block for layer in anatomy(model).layers]  # which methods change in place
     model = training.method.make(model).train()
+    widen(model)
     if training.autocast:
         autocast(model)
     if checkpointing:

@@ -37,6 +37,7 @@ from moebook.settings import Count, Positive, Share, settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
+from moebook.training.precision import widen
 
 SCHEDULES = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
 UNDECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -89,6 +90,10 @@ def fit(
 ) -> History:
     """Train the parameters that require a gradient on the labelled tokens of the rows, with AdamW.
 
+    What trains is float32 or wider: parameters in 16 bits become float32 in the model, and stay so;
+    where a host in 16 bits cannot compute with them the training is refused (E-DTYPE, see
+    `training.precision`). Frozen parameters, and so most products, keep the host's dtype.
+
     Rows, dropout and noise depend on seed and step alone: torch's generators are seeded anew at
     each step. So two runs are equal bit for bit (at one number of threads), also when one was
     interrupted and goes on. Random states and training mode stay as they were.
@@ -119,6 +124,7 @@ def fit(
         cleanup.callback(model.train, model.training)
         marks = frozenset(step for steps, _ in milestones for step in steps)
         accelerator, shards = _accelerator(model, plan, shards)
+        widen(model)
         store = _store(model, plan, batches, total, output, every, marks, shards)
         if store and accelerator.is_main_process:
             cleanup.enter_context(store.locked())
@@ -354,7 +360,11 @@ class StepMemory:
 
 
 def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
-    """Count the bytes of a training step with AdamW by one pass ``model(**batch)``, in its mode."""
+    """Count the bytes of a training step with AdamW by one pass ``model(**batch)``, in its mode.
+
+    What trains becomes float32 or wider first, as in `fit`.
+    """
+    widen(model)
     storages = (part.untyped_storage() for part in model.state_dict().values())
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}  # tied ones once
     kept: dict[int, int] = {}

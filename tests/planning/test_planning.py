@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
-from moebook import planning, results
+from moebook import models, planning, results
 from moebook.methods import pesc, rocket, upcycling
 from moebook.models import anatomy, skeleton
 from moebook.planning import Training, machine, methods, plan
 from moebook.planning.tally import Tally
+from moebook.training import fit
 from tests.families import of_family
 from tests.refusals import refused
 
@@ -214,6 +216,28 @@ def test_a_configuration_of_another_version_is_refused_with_both(tmp_path, chang
         return skeleton.skeleton(skeleton.configuration(str(tmp_path)))
 
     refused(f"E-MODEL: .*{message}", built)
+
+
+@pytest.mark.parametrize(("host", "method"), [
+    ("nano", methods.full()),
+    ("nano", methods.pesc(LORA())),
+    ("nano", methods.full_experts(LORA(host="frozen"))),
+    ("nano-moe", methods.lora(2, 1.0)),
+    ("nano-moe", methods.esft(0.1)),
+])  # fmt: skip
+def test_a_host_in_16_bits_is_planned_in_the_dtypes_that_training_makes(host, method):
+    """What trains is float32, weights, gradients and both moments; what is frozen has 16 bits."""
+    plain = planning.size(training(host, method), 1, False)
+    low = planning.size(training(host, method, dtype=torch.bfloat16), 1, False)
+    frozen = plain.parameters - plain.trained
+    assert (low.parameters, low.trained) == (plain.parameters, plain.trained)
+    assert low.weights == 2 * frozen + 4 * low.trained and low.gradients == 4 * low.trained
+    need = plan(training(host, method, dtype=torch.bfloat16), machine("a100")).need
+    assert need.moments == 8 * low.trained
+    model = method.make(models.load(host, dtype=torch.bfloat16)[0])
+    ids = [[3, 4, 5, 6]] * 2
+    fit(model, Dataset.from_dict({"input_ids": ids, "labels": ids}), steps=1, batch=2)
+    assert sum(part.nbytes for part in model.parameters()) == low.weights
 
 
 def test_a_host_under_autocast_computes_linear_layers_in_half_precision():

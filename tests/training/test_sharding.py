@@ -53,6 +53,14 @@ def test_two_processes_train_every_method_in_shards_as_one_does_whole(tmp_path):
         alike(numbers, course(name, accumulate=2))  # a balance loss is that of a part
 
 
+@on_cpu
+def test_a_host_in_16_bits_trains_in_shards_of_float32(launched):
+    wanted = course("halved", accumulate=2)
+    for found in launched(2, name="halved"):
+        assert found["sharded"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+
+
 @pytest.fixture
 def launched(tmp_path):
     """Fork processes that train one course together; return what each found or was refused."""
@@ -186,8 +194,8 @@ def test_settings_that_would_not_be_obeyed_are_refused(launched, monkeypatch, se
 
 def test_two_dtypes_that_train_together_are_refused():
     model = torch.nn.Linear(2, 2)
-    model.bias.data = model.bias.data.bfloat16()
-    refused("E-DTYPE: torch.bfloat16 and torch.float32 train together", sharding.twin, model)
+    model.bias.data = model.bias.data.double()
+    refused("E-DTYPE: torch.float32 and torch.float64 train together", sharding.twin, model)
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

@@ -12,18 +12,18 @@ import numpy as np
 from accelerate.utils import send_to_device
 from datasets import Dataset as Rows
 from datasets import concatenate_datasets
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.data import hub, tasks
 from moebook.errors import refuse
-from moebook.kernels.matmul import wide
 from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
 from moebook.methods.esft.specialising import Origin, specialise
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
+from moebook.models.lora import put_on
 from moebook.settings import checked
 from moebook.training import fit, step_memory
 from moebook.training.batches import Batches
@@ -180,11 +180,9 @@ def lora(
         target_modules=[name for name, part in blocks.named_modules() if part in linears],
         target_parameters=[name for name, p in blocks.named_parameters() if p in banks],
     )
-    inject_adapter_in_model(config, blocks)
+    put_on(blocks, config)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains := ".lora_" in name)
-        if trains:
-            parameter.data = wide(parameter.data)
+        parameter.requires_grad_(".lora_" in name)
     return model
 
 

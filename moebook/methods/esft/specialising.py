@@ -38,9 +38,8 @@ def specialise(model: nn.Module, selection: Selection) -> nn.Module:
 
     transformers 5 keeps a layer's experts as one tensor, of which no part can be frozen: a masked
     gradient is still moved by weight decay. So the chosen experts become a parameter of their own,
-    ``[N, ...]``, and the host's gets neither gradient nor optimizer state. The copies are float32
-    or wider, as bfloat16 loses small updates; what else trains keeps its dtype. Hosts are mixtures
-    with fused gated experts (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here).
+    ``[N, ...]``, and the host's gets neither gradient nor optimizer state. Hosts are mixtures with
+    fused gated experts (Mixtral, DeepSeek, OLMoE, Qwen, or upcycled here).
     """
     if checkpoint.origin_or_none(model, Origin):
         refuse("E-MODEL", "the model is specialised already: esft.restore or esft.merge it first")
@@ -59,8 +58,7 @@ def install(model: nn.Module, selection: Selection, layers: list[Layer], base: s
     free = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     copies = {name: parameter.detach().to("cpu", copy=True) for name, parameter in free.items()}
     for layer in layers:
-        dtype = torch.promote_types(layer.experts.down_proj.dtype, torch.float32)
-        split = SplitExperts(layer.experts, selection.experts[layer.index], dtype=dtype)
+        split = SplitExperts(layer.experts, selection.experts[layer.index])
         layer.mlp.experts = split.train(layer.experts.training)
     model.esft = Origin(base=base, selection=selection, options=copies)
     return model

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from torch import nn
 
 from moebook import nn as mnn
 from moebook.errors import refuse
-from moebook.kernels.matmul import wide
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
+from moebook.models.lora import put_on
 from moebook.settings import settings
 
 Chosen = tuple[Anatomy, list[Layer]]
@@ -117,12 +117,10 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
             r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
             target_modules=list(config.lora_targets),
         )  # fmt: skip
-        inject_adapter_in_model(lora, model)
+        put_on(model, lora)
     model.requires_grad_(False)
     for parameter in trained(model, config).values():
         parameter.requires_grad_(True)
-        if config.host != "full":  # LoRA takes the host's dtype, in which small updates are lost
-            parameter.data = wide(parameter.data)
     model.pesc = made_from
     return model
 
