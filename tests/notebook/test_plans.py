@@ -22,7 +22,7 @@ def values(name, protocol="paper", **changes):
     ("router_init", "crsu", "gradient checkpointing"),
     ("rocket", "mixture", ""),
     ("rivals", "rocket", ""),
-    ("esft", "fft", "gradient checkpointing + micro-batches of 1 + FSDP2 over 2 GPUs"),
+    ("esft", "fft", "gradient checkpointing + micro-batches of 1 + FSDP2 over 8 GPUs"),
     ("together", "pesc", "gradient checkpointing"),
 ])  # fmt: skip
 def test_plans_say_what_fits_80_gb_and_what_would(name, arms, change):
