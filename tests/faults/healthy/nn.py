@@ -82,13 +82,13 @@ def expert_moe(x, router, experts):
     return nn.ExpertMoE(router, experts)(x)
 
 
-def split_experts(x, frozen, chosen, dtype):
-    made = nn.SplitExperts(frozen, chosen, dtype=dtype)
+def split_experts(x, frozen, chosen):
+    made = nn.SplitExperts(frozen, chosen)
     made.gate_up_proj.data += 1
     return made(x, kernels.route(draw(len(x), E, seed=9), K))
 
 
-def true_split(x, frozen, chosen, dtype):
+def true_split(x, frozen, chosen):
     if len({*chosen}) < len(chosen) or not {*chosen} <= {*range(E)}:
         raise ValueError("chosen")
     routing = kernels.route(draw(len(x), E, seed=9), K)
@@ -233,10 +233,9 @@ ROWS = {
         more={"router": {"fewer": router(experts=E - 1), "narrow": router(width=D - 1)},
               "experts": {"fewer": nn.Experts(mlp(), E - 1)}}),
     "nn.SplitExperts": Row(
-        split_experts, lambda: {"x": draw(T, D), "frozen": nn.Experts(mlp(), E), "chosen": [2, 0],
-                                "dtype": torch.float32}, true_split,
-        more={"dtype": {"whole": torch.int64, "complex": torch.complex64},
-              "chosen": {"out of range": [E], "twice": [1, 1], "negative": [-1]}}),
+        split_experts, lambda: {"x": draw(T, D), "frozen": nn.Experts(mlp(), E), "chosen": [2, 0]},
+        true_split,
+        more={"chosen": {"out of range": [E], "twice": [1, 1], "negative": [-1]}}),
     "nn.Adapters": Row(
         adapters, lambda: {"h": draw(T, D), "width": D, "experts": E, "adapter_width": R,
                            "scale": 2.0, "served_scale": 0.5, "dropout": 0.1,
