@@ -17,7 +17,7 @@ PIP     := .venv/bin/python -m pip install -q --disable-pip-version-check
 export GOMP_SPINCOUNT = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help book test gpu lab pdf pack serve lint clean
+.PHONY: help book test soak gpu lab pdf pack serve lint clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,10 @@ book: $(STAMP) ## Execute the notebooks at TIER=cpu (or smoke, gpu, paper) and r
 test: $(STAMP) ## Run the tests, without a network (ARGS="tests/nn -k router" for some of them)
 	@echo "test: running the tests with the network cut off"
 	@$(OFFLINE) .venv/bin/python -m pytest $(WORKERS) $(ARGS)
+
+soak: $(STAMP) ## Run the slow tests: clusters that lose nodes, kills, every GPU step on a CPU
+	@echo "soak: running what is slow by nature, with the network cut off"
+	@$(OFFLINE) .venv/bin/python -m pytest -m soak $(WORKERS) $(ARGS)
 
 # Without $(STAMP): a machine with a GPU may have a torch of its own, and no way to install.
 gpu: ## Run for MINUTES=9 what needs a GPU and has not run (ARGS=--list tells; DEVICE=cpu tries it)

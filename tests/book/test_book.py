@@ -22,6 +22,13 @@ from tests.refusals import refused
 from workshop import pdf, slides
 
 ROOT = Path(__file__).parents[2]
+PESC = sources.find(ROOT, "pesc")
+DECIDES = next(
+    protocol
+    for protocol in PESC.protocols
+    if "pesc.sparse-beats-dense" in PESC.decides(protocol)
+    and PESC.design(protocol)["base"] == "nano"
+)
 VALUE = {"name": "pesc/dense/accuracy", "value": 0.43, "unit": "share"}
 
 
@@ -59,8 +66,9 @@ def _run(name, tier, seed=0):
     right = {"dense": 50, "sparse": 60 + seed} if name == "pesc" else {}
     items = {arm: tuple(float(item < count) for item in range(100)) for arm, count in right.items()}
     values = [Value(f"pesc/{a}/accuracy", right[a] / 100, "share", x) for a, x in items.items()]
-    protocol = "nano" if tier == "study" else tier
-    return Run(name, protocol, tier, seed, tuple(values), manifest=manifest)
+    protocol = DECIDES if tier == "study" else tier
+    base = {"base": "nano"}
+    return Run(name, protocol, tier, seed, tuple(values), settings=base, manifest=manifest)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +91,7 @@ def _render(folder):
         copy = folder / "book" / "notebooks" / f"{page}.ipynb"
         write_run(copy.with_suffix(".parquet"), _run(page[3:], "smoke"))
         _write(copy, _notebook(page[3:]))
-    pool = folder / "results" / "pesc" / "nano"
+    pool = folder / "results" / "pesc" / DECIDES
     for seed in range(3):
         write_run(pool / f"{seed}.parquet", _run("pesc", "study", seed))
     book.build("smoke", folder)
@@ -138,7 +146,7 @@ def test_all_pages_are_rendered_and_a_live_one_has_a_badge_and_leads_to_its_find
     assert [page for page in pages if not (site / f"{page}.html").is_file()] == []
     live, findings = _page(site, "notebooks/01_pesc"), _page(site, "notebooks/01_pesc_findings")
     for fact in ("4 min 12 s", "1.3 GB", "2 × A processor", "0123456", "numbers mean nothing",
-                 "Full-size runs: nano (3 seeds)"):  # fmt: skip
+                 f"Full-size runs: {DECIDES} (3 seeds)"):  # fmt: skip
         assert fact in live
     assert re.search(r'href="01_pesc_findings.html"><span[^>]*>the findings', live)
     assert "moe-cost" in live and "moe-cost" not in findings
@@ -158,7 +166,7 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert records.count("(committed)") == 1 and records.count(", on its page)") == 9
     differs = [finding for finding in papers.audit() if finding.status == "differs"]
     assert differs and all(finding.printed in page for finding in differs)
-    told = "<strong>Holds</strong> in pool nano: +11.0 points"
+    told = "<strong>Holds</strong> at 1 M: +11.0 points"
     for page, picture in (("found", "found_pesc.svg"), ("intro", "found_front.svg")):
         text = _page(site, page)
         assert told in text and re.search(rf'<img alt="Forest plot[^>]*/{picture}"', text)

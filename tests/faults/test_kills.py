@@ -22,7 +22,7 @@ from tests.notebook import test_study
 from tests.notebook.conftest import REPOSITORY, TORCH, TOY, make_project
 
 pytestmark = pytest.mark.timeout(600 * int(os.environ.get("MOEBOOK_FAULTS", "1")))
-KILLS, STUDIES = 24, 6
+soak = pytest.mark.soak
 
 IMPORTS = """\
 import torch
@@ -105,15 +105,18 @@ def toy(forks, tmp_path, temporary):
     forks.sweep()
 
 
-def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(toy, times, figures):
+@pytest.mark.parametrize("kills", [3, pytest.param(24, marks=soak)])
+def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(
+    toy, kills, times, figures
+):
     assert toy.run() == 0, toy.forks.told.read_text()
     whole = toy.kept()
     assert whole.values and whole.curves and "resumed" not in whole.manifest
     shutil.rmtree(toy.folder / "runs")
     draw, count, before = random.Random(1), Counter(killed=0, saving=0, lost=0, ended=0), Counter()
     spent = []
-    while count["killed"] < KILLS * times or before:
-        last = count["killed"] >= KILLS * times
+    while count["killed"] < kills * times or before:
+        last = count["killed"] >= kills * times
         code = toy.run(None if last else draw.uniform(0, 1.1 * whole.manifest["seconds"]))
         assert code in (0, -signal.SIGKILL), toy.forks.told.read_text()
         newest, saving = toy.steps()
@@ -134,16 +137,19 @@ def test_killed_runs_go_on_from_where_they_were_and_end_with_the_same_bits(toy, 
     assert not count["lost"] and count["ended"] and any(spent)
 
 
-def test_killed_studies_keep_what_they_told(tmp_path, temporary, monkeypatch, times, figures):
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=soak)])
+def test_killed_studies_keep_what_they_told(
+    tmp_path, temporary, monkeypatch, kills, times, figures
+):
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
     folder = test_study.commit(make_project(tmp_path / "toy", *TOY))
     begin = partial(test_study.start, folder, str(temporary), "--seeds", "0-1")
     count, draw, done, whole = Counter(killed=0, lost=0, ended=0), random.Random(2), set(), ()
     took = 0.0
-    while count["killed"] < STUDIES * times or done:
+    while count["killed"] < kills * times or done:
         started, process = time.monotonic(), begin()
-        if whole and count["killed"] < STUDIES * times:
+        if whole and count["killed"] < kills * times:
             time.sleep(draw.uniform(0, took))
             process.kill()
         out, errors = process.communicate()

@@ -239,6 +239,7 @@ def waits(running, until):
         time.sleep(0.1)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_a_cluster_gives_the_same_bits_and_survives_the_loss_of_a_node(studied, cloned, cluster):
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)

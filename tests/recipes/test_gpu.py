@@ -79,9 +79,16 @@ def test_every_command_of_every_step_is_one_that_the_project_knows(device, tmp_p
             assert cli._parse(words).command
 
 
-@pytest.mark.parametrize("command", [
+STEPS = [
     command for name, command, _ in gpu.todo(ROOT, "cpu", ROOT / "none") if name not in ELSEWHERE
-])  # fmt: skip
+]
+LIGHT = "moebook plan pesc --on smoke"  # the sibling of those that soak
+
+
+@pytest.mark.parametrize(
+    "command",
+    [LIGHT, *(pytest.param(step, marks=pytest.mark.soak) for step in STEPS if step != LIGHT)],
+)
 @pytest.mark.timeout(900)  # a step takes minutes where other processes share the cores
 def test_every_step_runs_on_a_cpu_at_a_small_size(command, tmp_path, monkeypatch):
     for name in ("notebooks", "recipes"):

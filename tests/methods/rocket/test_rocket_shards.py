@@ -194,26 +194,30 @@ def two_nodes():
 
 
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")  # Ray's use of its own settings
+@pytest.mark.parametrize(
+    ("rows", "parts"), [(4000, 2), pytest.param(1_000_000, 12, marks=pytest.mark.soak)]
+)
 @pytest.mark.timeout(280)
-def test_a_cluster_of_two_nodes_chooses_among_a_million_rows_and_scores_a_bank(
-    tmp_path, loras, monkeypatch
+def test_a_cluster_of_two_nodes_chooses_rows_and_scores_a_bank(
+    rows, parts, tmp_path, loras, monkeypatch
 ):
     monkeypatch.setattr(shards, "TOGETHER", 3)
-    shots, pool = drawn(0, 20, 8), drawn(1, 1_000_000, 8)
+    shots, pool = drawn(0, 20, 8), drawn(1, rows, 8)
     config, engine = replace(CONFIG, budget=500), shards.Engine(name="ray")
-    paths = write(tmp_path / "open", np.array_split(pool, 12))
-    good = paths[5].read_bytes()
-    paths[5].write_bytes(good[:200] + bytes(2000) + good[2200:])
+    paths = write(tmp_path / "open", np.array_split(pool, parts))
+    bad = paths[parts // 2]
+    good = bad.read_bytes()
+    bad.write_bytes(good[:200] + bytes(2000) + good[2200:])
     call = (shots, tmp_path / "open", config, tmp_path / "to")
     with two_nodes() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        refused(r"E-SHARD: \S+open-00005-of-00012.parquet is damaged .*; 11 of 12 parts are kept",
+        refused(rf"E-SHARD: \S+{bad.name} is damaged .*; {parts - 1} of {parts} parts are kept",
                 shards.choose, *call, engine=engine)  # fmt: skip
         one = replace(engine, workers=1)  # an actor imports for some ten seconds
         scored = shards.score(loras, "nano", ROWS, CONFIG, tmp_path / "scored", engine=one)
         refused("E-CLUSTER: a run needs 1 CPU and 2 GPU of one node, which none has",
                 shards.score, loras, "nano", ROWS, CONFIG, tmp_path / "other",
                 engine=replace(engine, gpus=2.0))  # fmt: skip
-    paths[5].write_bytes(good)
+    bad.write_bytes(good)
     same(shards.choose(*call), augmentation.choose(shots, [pool], config))
     equal(scored, loras)
