@@ -202,7 +202,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert len(chances) >= 4
     assert len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page)) >= 3
     decided = page.partition("ESFT: `budgets`")[2].partition("\n## ")[0]
-    assert decided.count("](ledger.md#esft.") == 4 and "Exploratory" not in decided
+    assert decided.count('href="ledger.html#esft.') == 4 and "Exploratory" not in decided
     assert ":::{dropdown} Exploratory: it" in page.partition("PESC: `tuned`")[2][:60]
     assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]
