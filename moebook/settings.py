@@ -39,6 +39,7 @@ CODES = {
     "name": "E-PATH",
     "table": "E-DATA",
 }
+NO_LETTERS: Mapping[str, str] = {}
 RANGES = ("greater_than", "less_than", "too_", "finite_number")
 
 
@@ -113,7 +114,9 @@ def settings(kind: type[Kind]) -> type[Kind]:
 
     Limits and choices stand in the annotations: ``Annotated[float, Field(gt=0, le=1)]``,
     ``Literal["token", "gate"]``. What concerns several fields stands in ``__post_init__``. A bad
-    value is refused with its field's name: E-CHOICE, E-RANGE or E-TYPE.
+    value is refused with its field's name: E-CHOICE, E-RANGE or E-TYPE. ``LETTERS`` of the class,
+    if it has them, are a paper's letters and the fields that they stand for: who gives a letter is
+    told the field.
     """
     return _checked_class(kind, kw_only=True)
 
@@ -126,7 +129,8 @@ def record(kind: type[Kind]) -> type[Kind]:
 
 def _checked_class(kind: type[Kind], *, kw_only: bool) -> type[Kind]:
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=CHECKS)(kind)
-    made.__init__ = _told(made.__init__, [field.name for field in fields(made)], own=1)
+    names = [field.name for field in fields(made)]
+    made.__init__ = _told(made.__init__, names, own=1, letters=getattr(kind, "LETTERS", {}))
     return made
 
 
@@ -137,7 +141,9 @@ def checked(function: Callable[Given, Kind]) -> Callable[Given, Kind]:
     return call
 
 
-def _told(function: Any, names: Sequence[str], own: int = 0) -> Any:
+def _told(
+    function: Any, names: Sequence[str], own: int = 0, letters: Mapping[str, str] = NO_LETTERS
+) -> Any:
     """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
 
     Whole numbers beyond every float, which neither JSON nor a message can hold, are refused too.
@@ -148,14 +154,14 @@ def _told(function: Any, names: Sequence[str], own: int = 0) -> Any:
         for name, value in (*zip(names, args[own:], strict=False), *values.items()):
             if type(value) is int and value.bit_length() > 1024:
                 refuse("E-RANGE", f"{name} has {value.bit_length()} bits, expected at most 1024")
-        with in_one_line(names):
+        with in_one_line(names, letters):
             return function(*args, **values)
 
     return call
 
 
 @contextmanager
-def in_one_line(known: Sequence[str]) -> Iterator[None]:
+def in_one_line(known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS) -> Iterator[None]:
     """Turn pydantic's first error into one line; ``known`` are the fields or arguments in order."""
     try:
         yield
@@ -164,6 +170,8 @@ def in_one_line(known: Sequence[str]) -> Iterator[None]:
         kind, (top, *rest) = first["type"], first["loc"]
         name = ".".join(map(str, [known[top] if isinstance(top, int) else top, *rest]))
         code = CODES.get(kind, "E-RANGE" if kind.startswith(RANGES) else "E-TYPE")
+        if kind == "unexpected_keyword_argument" and name in letters:
+            refuse(code, f"unknown setting '{name}': the paper's {name} is '{letters[name]}' here")
         if kind == "unexpected_keyword_argument":
             refuse(code, f"unknown setting '{name}'; {nearest(name, known)}")
         if kind.startswith("missing"):

@@ -39,16 +39,21 @@ FORMATS = {"camel": Format(camel, bos=True), "deepseek": Format(deepseek, bos=Fa
 
 
 def encode(
-    rows: Sequence[Mapping[str, str]], tokenizer: Any, *, format: str = "camel", max_length: int
+    rows: Sequence[Mapping[str, str]],
+    tokenizer: Any,
+    *,
+    format: str = "camel",
+    max_length: int | None = None,
 ) -> Dataset:
     """Tokenize rows in a chat format, with labels on the answer and its end token only.
 
     Prompt and answer are tokenized apart, so the border never falls inside a token. A tokenizer
     without a beginning token (Qwen's) gets none. Rows have prompt, answer and, optionally, system;
     ``format`` is a key of `FORMATS`; rows above ``max_length`` tokens are left out and reported by
-    a warning (W-LONG). Returns columns input_ids, labels (-100 on the prompt) and length (tokens).
+    a warning (W-LONG). Without one all stay, and training refuses those that are too long for its
+    model. Returns columns input_ids, labels (-100 on the prompt) and length (tokens).
     """
-    if max_length < 2:
+    if max_length is not None and max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
@@ -65,7 +70,7 @@ def encode(
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
     for prompt, answer in zip(before, learnt, strict=True):
         ids = [*start, *prompt, *answer, eos]
-        if len(ids) <= max_length:
+        if max_length is None or len(ids) <= max_length:
             masked = len(ids) - len(answer) - 1
             columns["input_ids"].append(ids)
             columns["labels"].append([IGNORED] * masked + ids[masked:])

@@ -1,4 +1,4 @@
 """Modules that the methods put into a host model: routers, adapters, full experts."""
 
-from moebook.nn.experts import AdapterMoE, Adapters, ExpertMoE, Experts, SplitExperts
+from moebook.nn.experts import AdapterMoE, Adapters, ChosenRows, ExpertMoE, Experts, SplitExperts
 from moebook.nn.routing import Router, Trace, balance, evaluating, hooked, observe, routers

@@ -102,6 +102,26 @@ class SplitExperts(nn.Module):
         return self.frozen
 
 
+class ChosenRows(nn.Module):
+    """A parametrization that lets a gradient through to some rows of a weight ``[E, ...]`` alone.
+
+    What AdamW does not see it does not move, but its weight decay would shrink all rows.
+    """
+
+    mask: Tensor
+
+    def __init__(self, chosen: Sequence[int], weight: Tensor) -> None:
+        super().__init__()
+        mask = torch.zeros(len(weight), 1, 1, dtype=torch.bool, device=weight.device)
+        mask[chosen] = True
+        self.register_buffer("mask", mask, persistent=False)
+        self.idle = int((~mask).sum()) * weight[0].numel()  # numbers that stay
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        return torch.where(self.mask, weight, weight.detach())
+
+
 class Adapters(nn.Module):
     """E bottleneck adapters held in two tensors, ``down [E, D, R]`` and ``up [E, R, D]``.
 

@@ -23,7 +23,7 @@ from moebook.methods.esft.scoring import Selection
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.upcycling.starts import Start
 from moebook.models.anatomy import anatomy, beside, dense_layers, graft, sparse_layers
-from moebook.nn import evaluating, hooked
+from moebook.nn import ChosenRows, evaluating, hooked
 
 Batches = Iterable[Mapping[str, Any]]
 
@@ -105,7 +105,8 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
     """Let a crafted model's selected adapters train and nothing else, in place.
 
     All adapters of a layer are two tensors, of which no part can be frozen: the others are read
-    without a gradient, so that AdamW without weight decay leaves them as they are.
+    without a gradient, so that AdamW leaves them as they are. Weight decay would not, and `fit`
+    refuses it.
     """
     model.requires_grad_(False)
     for layer in sparse_layers(model):
@@ -114,31 +115,14 @@ def only(model: nn.Module, selection: Selection) -> nn.Module:
             refuse("E-MODEL", f"layer {layer.index} holds no adapters: esft.specialise takes it")
         for name in ("down", "up"):
             weight = getattr(part, name).requires_grad_(True)
-            register_parametrization(part, name, Chosen(chosen, weight))
+            register_parametrization(part, name, ChosenRows(chosen, weight))
     return model
-
-
-class Chosen(nn.Module):
-    """Lets a gradient through to some rows of a weight ``[E, ...]`` alone."""
-
-    mask: Tensor
-
-    def __init__(self, chosen: Sequence[int], weight: Tensor) -> None:
-        super().__init__()
-        mask = torch.zeros(len(weight), 1, 1, dtype=torch.bool, device=weight.device)
-        mask[chosen] = True
-        self.register_buffer("mask", mask, persistent=False)
-        self.idle = int((~mask).sum()) * weight[0].numel()
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the weight."""
-        return torch.where(self.mask, weight, weight.detach())
 
 
 def trained(model: nn.Module) -> int:
     """Count the parameters that train."""
     free = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return free - sum(part.idle for part in model.modules() if isinstance(part, Chosen))
+    return free - sum(part.idle for part in model.modules() if isinstance(part, ChosenRows))
 
 
 def by_expert(nats: pd.DataFrame, experts: Sequence[str]) -> dict[str, list[int]]:

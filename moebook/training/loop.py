@@ -32,6 +32,7 @@ from moebook import results, runtime
 from moebook.errors import Refusal, refuse
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest
+from moebook.nn import ChosenRows
 from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Positive, Share, settings
 from moebook.training import checkpoints
@@ -117,6 +118,7 @@ def fit(
     plan = Recipe(**recipe)
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
+    _check_decay(model, plan)
     total = plan.steps or math.ceil((plan.epochs or 1) * batches.per_epoch)
     device = next(model.parameters()).device
     with ExitStack() as cleanup:
@@ -162,6 +164,17 @@ def fit(
         _gather(model, trained)
         _measure(model, model, milestones, total, history)
     return history
+
+
+def _check_decay(model: nn.Module, plan: Recipe) -> None:
+    """Refuse weight decay where a part of a parameter is to stay as it is."""
+    partly = [name for name, part in model.named_modules() if isinstance(part, ChosenRows)]
+    if partly and plan.weight_decay:
+        refuse(
+            "E-CHOICE",
+            f"weight_decay is {plan.weight_decay}, but only some rows of {partly[0]} are to train, "
+            "and decay would shrink the others too: set weight_decay=0",
+        )
 
 
 def _save_if_due(

@@ -49,6 +49,8 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     with pytest.warns(UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"):
         encoded = data.encode([long, ROW, long], Bytes(), max_length=length)
     assert encoded["input_ids"] == whole["input_ids"]
+    every = data.encode([long, ROW, long], Bytes())  # without a limit all stay
+    assert len(every) == 3 and every[1]["input_ids"] == whole[0]["input_ids"]
 
 
 @pytest.mark.parametrize(("rows", "options", "match"), [

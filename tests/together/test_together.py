@@ -249,7 +249,21 @@ def test_adapters_beside_experts_read_what_the_mixture_puts_out(setups):
     ]
 
 
+def test_weight_decay_on_adapters_of_which_some_are_frozen_is_refused(dense):
+    """In a copy too, as `transfer` trains one; without decay the same call trains."""
+    model = built(dense, DENSE["pesc"])
+    combining.only(model, esft.Selection(experts=dict.fromkeys(range(4), (1,))))
+    before = {name: part.detach().clone() for name, part in model.named_parameters()}
+    line = r"E-CHOICE: weight_decay is 0.1, .*layers.0.mlp.adapters.* set weight_decay=0"
+    for each in (model, deepcopy(model)):
+        refused(line, dense.fit, each, dense.encoded, lr=1e-2, steps=1, weight_decay=0.1)
+        now = dict(each.named_parameters())
+        assert all(torch.equal(now[name], part) for name, part in before.items())
+    dense.fit(model, dense.encoded, lr=1e-2, steps=1, weight_decay=0.0)
+
+
 def test_only_the_chosen_adapters_train_also_in_a_copy(dense):
+    torch.manual_seed(0)  # of routers that send tokens to every chosen adapter
     model = built(dense, DENSE["pesc"])
     chosen = esft.Selection(experts={n: (1, n) if n != 1 else (1,) for n in range(4)})
     whole = combining.trained(model)

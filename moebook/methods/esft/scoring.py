@@ -63,6 +63,7 @@ class Config(Presets):
     non_expert_modules: bool = False  # all else: attention, norms, head (released: and routers)
     router: bool = False
 
+    LETTERS: ClassVar = {"p": "threshold"}
     PRESETS: ClassVar = {
         "paper": {"pooling": "samples", "normalised": True},
         "released": {"decimals": 4},

@@ -57,6 +57,13 @@ class Config(Presets):
         if self.layers and len(set(self.layers)) < len(self.layers):
             refuse("E-RANGE", f"layers names a layer twice: {self.layers}")
 
+    LETTERS: ClassVar = {
+        "n": "experts",
+        "E": "experts",
+        "K": "top_k",
+        "R": "adapter_width",
+        "alpha": "balance_weight",
+    }
     PRESETS: ClassVar = {
         "paper": {"down_init": "zero", "adapter_dropout": 0.0, "balance": "kept"},
         "released": {"adapter_width": 64, "served_scale": 0.25, "balance": "constant"},

@@ -63,6 +63,14 @@ class Config(Presets):
         if self.top_k > self.experts:
             refuse("E-RANGE", f"top_k is {self.top_k}, expected 1 to {self.experts} (experts, N)")
 
+    LETTERS: ClassVar = {
+        "K": "shots",
+        "M": "candidates",
+        "N": "experts",
+        "k": "top_k",
+        "C": "budget",
+        "tau": "threshold",
+    }
     PRESETS: ClassVar = {
         "paper": {
             "reduction": "sum", "diversity": "inverse", "gate_input": "expert", "lora_dropout": 0.0,

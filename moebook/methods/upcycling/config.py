@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -32,6 +32,14 @@ class Config:
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     balance_weight: Annotated[float, Field(ge=0)] = 0.01  # alpha of Eq. 3, not given; Switch's
     seed: Annotated[int, Field(ge=0)] = 0  # of the noise, and of routers without a start
+
+    LETTERS: ClassVar = {
+        "N": "experts",
+        "E": "experts",
+        "K": "top_k",
+        "k": "top_k",
+        "alpha": "balance_weight",
+    }
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
