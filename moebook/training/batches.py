@@ -17,7 +17,10 @@ from torch import nn
 
 from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse
+from moebook.models.anatomy import longest
 from moebook.nn import evaluating
+from moebook.nn.batch import vocabulary
+from moebook.settings import Count, Seed, checked
 
 # Batches sorted by length together: 30 % fewer tokens than in random order on rows of 17 to 80;
 POOL = 8  # packing under a block-diagonal mask was 5 to 17 % slower
@@ -30,7 +33,12 @@ class Batches:
     have ``input_ids`` and ``labels`` of equal length, -100 where nothing is learnt (the prompt).
     """
 
-    def __init__(self, rows: Rows, size: int, *, seed: int, pad_id: int) -> None:
+    @checked
+    def __init__(self, rows: Rows, size: Count, *, seed: Seed, pad_id: int) -> None:
+        for name in ("input_ids", "labels"):
+            if name not in rows.column_names:
+                have = ", ".join(rows.column_names)
+                refuse("E-DATA", f"rows have {have}, expected {name}: see data.encode")
         columns = rows.select_columns(["input_ids", "labels"]).with_format(None)[:]
         self.row_ids: list[list[int]] = columns["input_ids"]
         self.row_labels: list[list[int]] = columns["labels"]
@@ -137,6 +145,7 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     """Return the mean negative log-likelihood of the rows' labels, nats a token; dropout is off."""
     device, total = next(model.parameters()).device, 0.0
     batches = Batches(rows, batch, seed=0, pad_id=pad_id)
+    batches.check(vocabulary(model), longest(model))
     order = np.argsort(batches.lengths, kind="stable")
     labels = sum(label != IGNORED for row in batches.row_labels for label in row[1:])
     with evaluating(model):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -20,7 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, parse_flag_from_env, send_to_device
 from datasets import Dataset as Rows
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,12 +30,12 @@ from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from moebook import results, runtime
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, refuse, shown
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest
 from moebook.nn import ChosenRows
-from moebook.nn.batch import vocabulary
-from moebook.settings import Count, Positive, Share, settings
+from moebook.nn.batch import check_batch, vocabulary
+from moebook.settings import Count, Place, Positive, Share, checked, settings
 from moebook.training import checkpoints
 from moebook.training.batches import Batches
 from moebook.training.checkpoints import History
@@ -56,10 +57,12 @@ class Recipe:
     main memory when the GPU is full.
     """
 
-    steps: Count | None = None  # of the optimizer; else one epoch
-    epochs: Positive | None = None  # or these, rounded up to whole steps
+    # Of the optimizer; else one epoch.
+    steps: Annotated[int, Field(ge=1, le=10**8)] | None = None
+    # Or these, rounded up to whole steps.
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
     batch: Count = 32  # B, rows a step, of all processes together
-    lr: Positive = 2e-4
+    lr: Annotated[float, Field(gt=0, le=100)] = 2e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup: Share = 0.03  # of the steps, over which the rate rises linearly from 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of all but biases and normalisations
@@ -76,16 +79,17 @@ class Recipe:
             refuse("E-USAGE", f"steps = {self.steps}, epochs = {self.epochs}: give one of them")
 
 
+@checked
 def fit(
     model: nn.Module,
     train: Rows,
     *,
     penalty: Penalty | None = None,
-    milestones: Milestones = (),
+    milestones: SkipValidation[Milestones] = (),
     label: str = "",
     pad_id: int = 0,
-    output: str | Path | None = None,
-    every: int = 500,
+    output: Place | None = None,
+    every: Count = 500,
     shards: Any = None,
     **recipe: Any,
 ) -> History:
@@ -125,6 +129,8 @@ def fit(
         cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         cleanup.callback(model.train, model.training)
         marks = frozenset(step for steps, _ in milestones for step in steps)
+        if odd := [mark for mark in marks if not isinstance(mark, Integral)]:
+            refuse("E-TYPE", f"milestones name step {shown(odd[0])}, expected a whole number")
         accelerator, shards = _accelerator(model, plan, shards)
         widen(model)
         store = _store(model, plan, batches, total, output, every, marks, shards)
@@ -238,7 +244,7 @@ def _resumed(
     history = History(milestones=[{} for _ in range(milestones)])
     steps = store.steps() if store else []
     newest = max(steps, default=0)
-    if missed := marks - {0, *steps, *range(newest, total + 1)}:
+    if missed := {mark for mark in marks - {0, *steps} if not newest <= mark <= total}:
         reason = f"the training goes from step {newest} to {total}"
         refuse("E-RANGE", f"milestone at step {min(missed)}: {reason}")
     for mark in sorted(mark for mark in marks if mark < newest):
@@ -294,12 +300,23 @@ def _gradient(
                 loss = wrapped(**batch, num_items_in_batch=labels, use_cache=False).loss
             # Losses are summed over the parts, but gradients averaged over the processes.
             loss = loss * processes
-            extra = penalty(model) * (processes * share) if penalty else torch.zeros_like(loss)
+            extra = torch.zeros_like(loss)
+            if penalty:
+                extra = _extra(penalty, model) * (processes * share)
             accelerator.backward(loss + extra)
         sums += torch.stack([loss.detach(), extra.detach()])
     norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), plan.clip))
     loss, extra = accelerator.reduce(sums, "mean").tolist()
     return loss, extra, norm
+
+
+def _extra(penalty: Penalty, model: nn.Module) -> Tensor:
+    """Return what a penalty adds to the loss: a tensor of one number."""
+    value = penalty(model)
+    if not isinstance(value, Tensor) or value.dim():
+        got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        refuse("E-SHAPE", f"penalty returns {got}, expected a tensor of one number, as the loss")
+    return value
 
 
 def _optimizer(model: nn.Module, plan: Recipe) -> Optimizer:
@@ -377,6 +394,7 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
 
     What trains becomes float32 or wider first, as in `fit`.
     """
+    check_batch("step_memory", model, batch, labels=True)
     widen(model)
     storages = (part.untyped_storage() for part in model.state_dict().values())
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}  # tied ones once

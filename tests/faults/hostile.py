@@ -243,7 +243,7 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
         one = "\n" not in str(refusal) and len(str(refusal)) < 2500
         return Outcome(*about, REFUSED if one else FOREIGN, str(refusal))
     except Exception as error:  # whatever is no refusal of ours
-        if kind in row.own.get(argument, ""):
+        if _is_among(row.own, place, kind):
             return Outcome(*about, OWN, f"{type(error).__name__}: {str(error)[:300]}")
         return Outcome(*about, FOREIGN, f"{type(error).__name__}: {str(error)[:300]}")
     problem = _problem(row, kept, whole, result, place, kind)
@@ -252,7 +252,7 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
 
 def _problem(row: Row, given: Arguments, whole: Any, result: Any, place: str, kind: str) -> str:
     """Say why an accepted call is not right; "" where it is."""
-    if _is_fine(row, place, kind):
+    if _is_among(row.fine, place, kind):
         same = form(result) == form(whole)
         return "" if same else f"another form: {form(result)}, healthy {form(whole)}"
     if row.truth is not None:
@@ -269,9 +269,9 @@ def _problem(row: Row, given: Arguments, whole: Any, result: Any, place: str, ki
     return f"accepted: {str(result)[:200]}"
 
 
-def _is_fine(row: Row, place: str, kind: str) -> bool:
-    """Whether a row says that a kind of value is no fault of an argument."""
-    for argument, kinds in row.fine.items():
+def _is_among(table: Mapping[str, str], place: str, kind: str) -> bool:
+    """Whether a row names a kind of value for an argument, or for what holds it."""
+    for argument, kinds in table.items():
         if place == argument or place.startswith((f"{argument}.", f"{argument}[")):
             return kinds == EVERY or kind in kinds.split(" | ")
     return False
