@@ -77,13 +77,15 @@ NAMED = AfterValidator(_name_of_a_file)
 Place = Annotated[str | os.PathLike[str], NAMED]
 
 
-def columns(texts: str = "", numbers: str = "", lacking: str = "") -> AfterValidator:
+def columns(
+    texts: str = "", *, numbers: str = "", shares: str = "", lacking: str = ""
+) -> AfterValidator:
     """Return what stands in the annotation of a table, which has rows and columns of these names.
 
-    Names stand with spaces between. Columns of ``numbers`` are finite; those of ``lacking`` are
-    numbers too, but may hold NaN, where something was not measured.
+    Names stand with spaces between. Columns of ``numbers`` are finite, and in [0, 1] those of
+    ``shares``; those of ``lacking`` may hold NaN, where something was not measured.
     """
-    finite, measured = numbers.split(), lacking.split()
+    finite, measured = [*numbers.split(), *shares.split()], lacking.split()
     wanted = [*texts.split(), *finite, *measured]
 
     def check(table: Any) -> Any:
@@ -99,6 +101,9 @@ def columns(texts: str = "", numbers: str = "", lacking: str = "") -> AfterValid
                 _refuse_table(f"with infinity in column '{name}'")
             if name in finite and table[name].isna().any():
                 _refuse_table(f"with NaN in column '{name}'")
+        for name in shares.split():
+            if not table[name].between(0, 1).all():
+                _refuse_table(f"with numbers outside [0, 1] in column '{name}'")
         return table
 
     return AfterValidator(check)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -34,7 +34,7 @@ from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results import formed
 from moebook.results.intervals import interval
-from moebook.settings import Count, checked
+from moebook.settings import Count, Place, checked, columns
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
 METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
@@ -59,7 +59,8 @@ def _index() -> TaskManager:
     return TaskManager(include_path=str(OURS))
 
 
-def load(names: Sequence[str], data: str | Path = "") -> dict[str, dict[str, Task]]:
+@checked
+def load(names: Sequence[str], data: Place = "") -> dict[str, dict[str, Task]]:
     """Load what is not embedded, by the name asked for, or refuse it before any is run."""
     folder = hub.folder(data)
     for name in {*names} & {*PROGRAMS}:
@@ -217,7 +218,7 @@ def evaluate(
     format: str = "camel",
     chat: bool = False,
     batch_size: Count = 32,
-    data: str | Path = "",
+    data: Place = "",
     **programs: Any,
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
@@ -260,7 +261,11 @@ def evaluate(
     return table
 
 
-def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
+@checked
+def summary(
+    table: Annotated[pd.DataFrame, columns("task asked", shares="correct unnormalised chance")],
+    base: str = "",
+) -> pd.DataFrame:
     """Put what `evaluate` found beside chance and beside the scores of the base's model card.
 
     A line a name asked for, in which a group's tasks count equally: accuracy, the same of
@@ -279,7 +284,11 @@ def summary(table: pd.DataFrame, base: str = "") -> pd.DataFrame:
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
-def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) -> pd.DataFrame:
+@checked
+def by_benchmark(
+    table: Annotated[pd.DataFrame, columns("task domain", shares="correct")],
+    domains: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
     """Weigh the items of `evaluate`'s table as the papers' averages do: benchmarks count equally.
 
     ``domains`` maps benchmarks, whose subjects (as MMLU's) count as one, to domains; any other task
@@ -287,8 +296,6 @@ def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) 
     sum is equal over benchmarks; ``score``, ``correct`` times the weight, whose mean is that of the
     benchmarks' accuracies; ``domain_score``, the same within a domain.
     """
-    if table.empty:
-        refuse("E-DATA", "no evaluated item: expected a table of evaluation.evaluate with rows")
     domains = domains or {}
     longest = sorted(domains, key=len, reverse=True)
     benchmarks = {
@@ -307,10 +314,13 @@ def by_benchmark(table: pd.DataFrame, domains: Mapping[str, str] | None = None) 
     return items
 
 
+@checked
 def paired(
-    tables: Mapping[str, pd.DataFrame],
+    tables: Mapping[
+        str, Annotated[pd.DataFrame, columns("task", numbers="item score", lacking="nll")]
+    ],
     pairs: Iterable[tuple[str, str]],
-    columns: Iterable[str] = tuple(MEASURES),
+    columns: Sequence[Literal["score", "nll"]] = ("score", "nll"),
 ) -> pd.DataFrame:
     """Compare arms of one run item by item, for each pair the first arm less the second.
 
@@ -320,9 +330,15 @@ def paired(
     """
     lines = {}
     for one, other in pairs:
-        for column in columns if one in tables and other in tables else ():
+        if one not in tables or other not in tables:
+            continue
+        items = [tables[arm][["task", "item"]].to_numpy() for arm in (one, other)]
+        if not np.array_equal(*items):
+            refuse("E-DATA", f"{one} and {other} were evaluated on other items: compare the same")
+        for column in columns:
             name, factor = MEASURES[column]
-            gaps = factor * (tables[one][column] - tables[other][column]).dropna().to_numpy(float)
+            gaps = tables[one][column].to_numpy(float) - tables[other][column].to_numpy(float)
+            gaps = factor * gaps[~np.isnan(gaps)]
             low, high = (len(gaps) and interval(gaps[None])) or (np.nan, np.nan)
             mean = gaps.mean() if len(gaps) else np.nan
             lines[f"{one} minus {other}", name] = [mean, low, high, (high - low) / 2]

@@ -34,7 +34,7 @@ from moebook.evaluation.sandbox import judged
 from moebook.models.checkpoint import hashed
 from moebook.results import read_json, write
 from moebook.runtime import cores, progress
-from moebook.settings import Count, checked, settings
+from moebook.settings import Count, Size, checked, settings
 
 SHOWN = (2, 3, 4)  # numbers of the solved tasks before one of MBPP's
 Programs = list[tuple[str, str]]  # an item's: text and verdict
@@ -69,8 +69,11 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def pass_at(k: int, samples: int, passed: int) -> float:
+@checked
+def pass_at(k: Size, samples: Size, passed: Annotated[int, Field(ge=0)]) -> float:
     """Estimate the chance that one of k programs passes, without bias (Chen et al., Eq. 1)."""
+    if k > samples or passed > samples:
+        refuse("E-RANGE", f"k is {k}, passed {passed}, expected at most {samples} (samples)")
     return 1 - comb(samples - passed, k) / comb(samples, k)
 
 

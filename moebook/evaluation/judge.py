@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import httpx2
 import numpy as np
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from sklearn.metrics import roc_auc_score
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
@@ -28,7 +28,7 @@ from moebook.data import tasks
 from moebook.errors import refuse, refuse_unknown
 from moebook.results import formed, read_json, write
 from moebook.runtime import progress
-from moebook.settings import Count, Positive, settings
+from moebook.settings import Count, Positive, checked, columns, settings
 
 ADDRESS, MODEL, KEY = "MOEBOOK_JUDGE_URL", "MOEBOOK_JUDGE_MODEL", "MOEBOOK_JUDGE_KEY"
 PRICE = "MOEBOOK_JUDGE_PRICE"
@@ -269,7 +269,10 @@ def _cut(row: Row) -> Row:
     return {name: text[:LONGEST].replace("</", "< /") for name, text in row.items()}
 
 
-def graded(judge: Judge, table: pd.DataFrame) -> pd.DataFrame:
+@checked
+def graded(
+    judge: SkipValidation[Judge], table: Annotated[pd.DataFrame, columns("task output")]
+) -> pd.DataFrame:
     """Grade what `evaluation.evaluate` found of embedded tasks: its rows with a ``grade``."""
     parts = []
     for name, part in table.groupby("task", sort=False):
@@ -281,12 +284,17 @@ def graded(judge: Judge, table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def agreement(table: pd.DataFrame) -> pd.DataFrame:
+@checked
+def agreement(
+    table: Annotated[pd.DataFrame, columns("task", shares="correct grade")],
+) -> pd.DataFrame:
     """Set grades beside exact matches, a line a task.
 
     ``agreement`` is the chance that a right answer has the higher grade of a right and a wrong one
     (the area under the ROC curve): 1 if grades say what exact match says, 0.5 if they say nothing.
     """
+    if not table.correct.isin([0, 1]).all():
+        refuse("E-RANGE", "agreement: an answer is partly correct, expected 0 or 1 in all rows")
     lines = {}
     for name, part in table.groupby("task", sort=False):
         both = part.correct.nunique() == 2

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
+from numbers import Integral
 from random import Random
 from typing import Any
 
@@ -17,10 +18,13 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor, nn
 
 from moebook.data import IGNORED, encode, padded
-from moebook.errors import refuse
+from moebook.errors import refuse, shown
 from moebook.kernels.bank_scoring import token_nats
+from moebook.kernels.dispatch import natural
 from moebook.models.anatomy import longest
+from moebook.nn.batch import vocabulary
 from moebook.runtime import progress
+from moebook.settings import SIZE
 
 Pair = tuple[list[int], list[int]]
 Limit = tuple[int, tuple[str, ...]]  # most new tokens of a generation, and the strings that end it
@@ -37,6 +41,7 @@ class InMemory(TemplateLM):
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch: int, chat: str = "") -> None:
         super().__init__()
+        natural("InMemory", "batch", batch)
         if tokenizer.eos_token_id is None:
             refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
         self.model, self.tokenizer, self.batch, self._chat = model, tokenizer, batch, chat
@@ -158,6 +163,10 @@ class InMemory(TemplateLM):
     def _answered(
         self, pairs: Sequence[Pair], limits: Sequence[Limit], drawn: Drawn | None = None
     ) -> list[tuple[str, float]]:
+        if len(limits) != len(pairs):
+            refuse("E-SHAPE", f"{len(pairs)} contexts have {len(limits)} limits, expected as many")
+        for most, _ in limits:
+            natural("answer", "limit", most, SIZE, "new tokens")
         rooms = [max(0, most - len(pair[1])) for pair, (most, _) in zip(pairs, limits, strict=True)]
         rows, found = self._fitting(pairs, rooms), [("", 0.0)] * len(pairs)
         order = sorted(range(len(rows)), key=lambda i: (limits[i], len(rows[i][0])))
@@ -184,7 +193,7 @@ class InMemory(TemplateLM):
                 inputs["labels"][line, : len(before) - first] = IGNORED
         places = torch.arange(first, ids.shape[1] - 1, device=ids.device)  # as in `Batches.collate`
         logits = self.model(**inputs, logits_to_keep=places, use_cache=False).logits
-        nats = -token_nats(logits, targets)
+        nats = _numbers(-token_nats(logits, targets))
         hits = logits.argmax(-1) == targets
         scores = []
         for line, (before, scored) in enumerate(pairs):
@@ -234,7 +243,7 @@ class InMemory(TemplateLM):
             inputs |= {"past_key_values": deepcopy(out.past_key_values), "use_cache": True}
             rest = self.model(**inputs).logits
             logits = torch.cat([logits, rest], 1)
-        nats = token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED))
+        nats = _numbers(token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED)))
         return (-nats.double().sum(1)).tolist()
 
     def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
@@ -256,7 +265,11 @@ class InMemory(TemplateLM):
     def _fitting(self, pairs: Sequence[Pair], rooms: Sequence[int]) -> list[Pair]:
         """Cut contexts on the left so that each fits with room for more tokens, as lm-eval does."""
         fitting = []
+        known = vocabulary(self.model)
         for (before, scored), room in zip(pairs, rooms, strict=True):
+            _check_tokens([*before, *scored], known)
+            if not before:
+                refuse("E-DATA", "a context has no token; expected one at least, as the first")
             most = max(1, self.longest + 1 - room - len(scored))  # the last token is not read
             fitting.append((before[-most:], scored))
         cut = sum(len(short[0]) < len(pair[0]) for short, pair in zip(fitting, pairs, strict=True))
@@ -275,11 +288,28 @@ def _closing_tokens(tokenizer: Any) -> int:
     return rest - starts[0] if starts else 0
 
 
+def _numbers(values: Tensor) -> Tensor:
+    """Return what was computed, or refuse NaN: a model without numbers has no answer."""
+    if values.isnan().any():
+        refuse("E-NONFINITE", "the model's logits are NaN: its weights are NaN or far too large")
+    return values
+
+
+def _check_tokens(ids: list[int], known: int) -> None:
+    """Refuse token ids that a model does not know."""
+    for token in {*ids}:
+        if not isinstance(token, Integral) or not 0 <= token < known:
+            what = f"{shown(token)} is no token, the model knows 0 to {known - 1}"
+            refuse("E-VOCAB", f"a context or an answer: {what}: use its own tokenizer")
+
+
 def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:
     """Choose each row's next token: where a number from [0, 1) falls among the shares."""
     if drawn is None:
-        return logits.argmax(-1)
+        best = logits.argmax(-1)
+        _numbers(logits.gather(-1, best.unsqueeze(-1)))  # NaN is the largest of all
+        return best
     temperature, draws = drawn
-    shares = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    shares = _numbers((logits.double() / temperature).softmax(-1).cumsum(-1))
     points = shares.new_tensor([[draws[row].random()] for row in rows])
     return torch.searchsorted(shares, points)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -221,7 +221,7 @@ def _together() -> Iterator[None]:
 
 
 def _store(
-    model: nn.Module, plan: Recipe, batches: Batches, total: int, output: str | Path | None,
+    model: nn.Module, plan: Recipe, batches: Batches, total: int, output: Place | None,
     every: int, marks: frozenset[int], shards: Any,
 ) -> checkpoints.Store | None:  # fmt: skip
     """Name the folder that was asked for, or that of a notebook's run; else there is none."""

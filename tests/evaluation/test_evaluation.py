@@ -182,7 +182,8 @@ def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(llama, t
     refused("E-DATA: 'e' behind 'a th' shares a token with it", lm.loglikelihood, [asked])
 
 
-def test_likelihoods_over_a_large_vocabulary_have_no_bias(llama, tokenizer, monkeypatch):
+def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monkeypatch):
+    llama = tiny(vocab_size=49_152)
     draw = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(2, 41, 49_152, generator=draw)
     ids = torch.randint(0, 49_152, (2, 41), generator=draw)
@@ -393,11 +394,11 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score,
     items = evaluation.by_benchmark(equal, DOMAINS)
     assert items.score.equals(equal.correct.astype(float))
     assert items.domain_score.equals(equal.correct.astype(float))
-    refused("E-DATA: no evaluated item", evaluation.by_benchmark, TABLE[:0], DOMAINS)
+    refused("E-DATA: table is a table without rows", evaluation.by_benchmark, TABLE[:0], DOMAINS)
 
 
 def arm(scores, nats):
-    return pd.DataFrame({"score": scores, "nll": nats})
+    return pd.DataFrame({"task": "one", "item": range(len(scores)), "score": scores, "nll": nats})
 
 
 def test_a_difference_is_paired_by_item_with_students_interval():
@@ -420,6 +421,13 @@ def test_a_difference_is_paired_by_item_with_students_interval():
     lines = evaluation.paired(tables, [("one", "other"), ("one", "dense")])
     assert lines["difference"].tolist() == [100, 0.5]
     assert lines.drop(columns="difference").isna().all(axis=None)  # a single item
+    few = {"one": arm([1], [1.5]), "two": arm([1, 0], [1.5, 2.0])}
+    refused(
+        "E-DATA: one and two were evaluated on other items",
+        evaluation.paired,
+        few,
+        [("one", "two")],
+    )
     lines = evaluation.paired(tables, [("one", "paper")], ["nll"])
     assert list(lines.index) == [("one minus paper", "nll (nats)")]
     assert lines.isna().all(axis=None)  # no item has a likelihood in both
