@@ -1,7 +1,8 @@
 """A LoRA in memory, its folder in PEFT's format, and several of them attached to one base.
 
-PEFT itself loads renamed or missing keys, NaN, integer weights and regular expressions without a
-word or with a mere warning. Here a folder is either exactly a LoRA of this base, or refused.
+PEFT itself loads renamed or missing keys, NaN and integer weights without a word or with a mere
+warning. Here a folder is either exactly a LoRA of this base, or refused: the layers that its
+settings adapt, by lists or patterns as PEFT reads them, are those that its tensors are of.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import peft
+import regex
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moebook.errors import located, refuse, shown
 from moebook.kernels.matmul import wide
@@ -32,10 +37,15 @@ from moebook.settings import FINITE, record, settings
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
 Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(wide)]]
-Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_]\w*(\.\w+)*$")]
-Text = Annotated[str, Field(max_length=1000)] | None
-# The base's class and module, which PEFT notes: one of transformers, never imported here.
-Mapped = dict[str, Annotated[str, Field(pattern=r"^transformers\.|^[A-Z]\w*$")]]
+SECONDS = 0.5  # of the processor, for all patterns of one file of settings together
+ALL = "all-linear"  # what PEFT takes for all linear layers but the head
+Rank = Annotated[int, Field(ge=1, le=4096)]
+Alpha = Annotated[float, Field(gt=0, le=2**16)]
+Text = Annotated[str, Field(max_length=1000)]
+Texts = Annotated[list[Text], Field(max_length=10_000)]
+Pattern = Annotated[str, Field(max_length=10_000)]  # a regular expression
+Name = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=200)]
+Value = TypeVar("Value")
 
 
 @settings
@@ -43,19 +53,25 @@ class Plain:
     """The fields of ``adapter_config.json`` that plain LoRA has; any other must be unused."""
 
     peft_type: Literal["LORA"]
-    r: Annotated[int, Field(ge=1, le=4096)]
-    lora_alpha: Annotated[float, Field(gt=0, le=2**16)]
-    target_modules: Annotated[list[Name], Field(min_length=1, max_length=100)]
+    r: Rank
+    lora_alpha: Alpha
+    target_modules: Texts | Pattern
+    exclude_modules: Texts | Pattern | None = None
+    layers_to_transform: Annotated[list[int], Field(max_length=10_000)] | int | None = None
+    layers_pattern: Annotated[list[Name], Field(max_length=100)] | Name | None = None
+    rank_pattern: dict[Pattern, Rank] | None = None
+    alpha_pattern: dict[Pattern, Alpha] | None = None
     task_type: Literal["CAUSAL_LM", None] = None
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
     inference_mode: bool = False
     # Other starts alter the base's own weights.
     init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal"] = True
-    auto_mapping: Mapped | None = None
-    base_model_name_or_path: Text = None
-    revision: Text = None
-    peft_version: Text = None
+    fan_in_fan_out: bool = False  # which PEFT takes back for `nn.Linear`
+    auto_mapping: Any = None  # notes on the base's class, by which nothing is imported here
+    base_model_name_or_path: Text | None = None
+    revision: Text | None = None
+    peft_version: Text | None = None
 
 
 @record
@@ -89,7 +105,7 @@ class Lora:
     @property
     def scale(self) -> float:
         """Factor on B A: alpha / R, or alpha / sqrt R."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+        return _scale(self.alpha, self.rank, self.rank_stabilised)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -110,6 +126,10 @@ class Lora:
     def idle(self) -> bool:
         """Whether ``B A`` is zero in every layer, as in a LoRA that was never trained."""
         return not any((self.up[p].double() @ self.down[p].double()).any() for p in self.down)
+
+
+def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
+    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
 
 
 def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
@@ -172,24 +192,116 @@ def read(folder: Path, model: nn.Module, base: str) -> Lora:
         if not (folder / TENSORS).is_file():
             refuse("E-PICKLE", f"{folder / PICKLE} can run code; save it as {TENSORS}")
         warnings.warn(f"W-PICKLE: {folder / PICKLE} is not read, {TENSORS} is", stacklevel=2)
-    rank, layers = plain.r, linears(model, plain.target_modules)
-    shapes = {KEY.format(path, "A"): (rank, part.in_features) for path, part in layers.items()}
-    shapes |= {KEY.format(path, "B"): (part.out_features, rank) for path, part in layers.items()}
+    patterns = _Patterns(folder / SETTINGS)
+    layers = _adapted(plain, model, patterns)
+    ranks = patterns.chosen(plain.rank_pattern or {}, layers, plain.r)
+    alphas = patterns.chosen(plain.alpha_pattern or {}, layers, plain.lora_alpha)
+    shapes = {}
+    for path, layer in layers.items():
+        shapes[KEY.format(path, "A")] = (ranks[path], layer.in_features)
+        shapes[KEY.format(path, "B")] = (layer.out_features, ranks[path])
     expected = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tensors = checkpoint.read(folder / TENSORS, expected, exact=False)
+    down = {path: tensors[KEY.format(path, "A")] for path in layers}
+    up = {path: tensors[KEY.format(path, "B")] for path in layers}
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    if len({*ranks.values()}) > 1 or len({*alphas.values()}) > 1:
+        rank, alpha = max(ranks.values()), plain.lora_alpha
+        whole = _scale(alpha, rank, plain.use_rslora)
+        for path in layers:
+            own = _scale(alphas[path], ranks[path], plain.use_rslora)
+            # One rank and one scale for all layers: zeros fill A and B up, B takes the difference.
+            down[path] = F.pad(wide(down[path]), (0, 0, 0, rank - ranks[path]))
+            up[path] = F.pad(wide(up[path]) * (own / whole), (0, rank - ranks[path]))
     provenance = {key: v for key, v in vars(facts).items() if key != "base" and v is not None}
     if plain.base_model_name_or_path and not manifest:
         provenance["base"] = plain.base_model_name_or_path
-    down = {path: tensors[KEY.format(path, "A")] for path in layers}
-    up = {path: tensors[KEY.format(path, "B")] for path in layers}
     kept: dict[str, Any] = {"rank_stabilised": plain.use_rslora, "provenance": provenance}
-    return Lora(folder.name, rank, plain.lora_alpha, down, up, facts.base, **kept)
+    return Lora(folder.name, rank, alpha, down, up, facts.base, **kept)
+
+
+def _adapted(plain: Plain, model: nn.Module, patterns: _Patterns) -> dict[str, nn.Module]:
+    """Return the base's linear layers that PEFT adapts by these settings, in order.
+
+    Names that the base lacks are passed over, as PEFT does, unless it lacks them all. Lists are
+    PEFT's to read, patterns are not: its search for a stranger's may take for ever.
+    """
+    targets, excluded = plain.target_modules, plain.exclude_modules
+    layers = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "in_features") and hasattr(module, "out_features"):
+            layers[path] = module
+    try:
+        lists = LoraConfig(
+            target_modules=targets,
+            exclude_modules=excluded,
+            layers_to_transform=plain.layers_to_transform,
+            layers_pattern=plain.layers_pattern,
+        )
+    except ValueError as error:
+        refuse("E-CONFIG", f"{patterns.where}: PEFT refuses it: {error}")
+    chosen = set(layers)
+    if isinstance(targets, str):
+        lists.target_modules = set(layers)
+        if targets.lower() == ALL:
+            head = model.get_output_embeddings()
+            chosen = {path for path in layers if layers[path] is not head}
+        else:
+            chosen = patterns.whole(targets, layers)
+    if isinstance(excluded, str):
+        lists.exclude_modules = None
+        chosen -= patterns.whole(excluded, layers)
+    adapted = {}
+    for path, layer in layers.items():
+        if path in chosen and check_target_module_exists(lists, path):
+            adapted[path] = layer
+    if not adapted:
+        named = f"target_modules {shown(targets)} fit no linear layer of the base"
+        refuse("E-KEYS", f"{patterns.where}: {named}; is it of another base?")
+    return adapted
+
+
+class _Patterns:
+    """The regular expressions of one file of settings, with a limit on the time that they take."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.end = time.process_time() + SECONDS
+
+    def whole(self, pattern: str, paths: Iterable[str]) -> set[str]:
+        """Return the paths that are, from beginning to end, what a pattern describes."""
+        return self._found(pattern, regex.fullmatch, paths)
+
+    def chosen(
+        self, values: Mapping[str, Value], paths: Iterable[str], otherwise: Value
+    ) -> dict[str, Value]:
+        """Return each path's value: that of the first pattern of its end, or the usual one."""
+        given = dict.fromkeys(paths, otherwise)
+        left = set(given)
+        for pattern, value in values.items():
+            for path in self._found(rf"(.*\.)?({pattern})$", regex.match, left):
+                given[path] = value
+                left.remove(path)
+        return given
+
+    def _found(self, pattern: str, match: Callable[..., Any], paths: Iterable[str]) -> set[str]:
+        """Return the paths that match, or refuse a pattern that is none or takes too long."""
+        try:
+            found = set()
+            for path in paths:
+                seconds = max(self.end - time.process_time(), 1e-3)
+                if match(pattern, path, timeout=seconds):
+                    found.add(path)
+            return found
+        except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError) as error:
+            problem = f"{type(error).__name__}: {error!s:.100}; name the layers in full"
+            refuse("E-CONFIG", f"{self.where}: pattern {shown(pattern)}: {problem}")
 
 
 def write(lora: Lora, folder: Path) -> Path:
     """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets),
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.down),
         use_rslora=lora.rank_stabilised, task_type="CAUSAL_LM", inference_mode=True,
     )  # fmt: skip
     settings = {n: sorted(v) if isinstance(v, set) else v for n, v in config.to_dict().items()}
