@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moebook import __version__
-from moebook.errors import Refusal, nearest, refuse, told
+from moebook.errors import nearest, refuse, told
 
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
@@ -43,6 +43,10 @@ class Parser(argparse.ArgumentParser):
             message, hint = f"unknown '{odd[1]}'", nearest(odd[1], known)
         refuse("E-USAGE", f"{self.prog}: {message}; {hint}")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help as all else is printed: argparse would hide that it could not be written."""
+        print(message, end="", file=file)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
@@ -54,32 +58,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _terminate)
     try:
-        options = _parse(arguments)
-        code: int = options.command(options)
-        print(end="", flush=True)  # a reader that has gone is noticed here, not when Python ends
+        code = _run(arguments)
+        if lost := _end_output():
+            raise lost
         return code
     except KeyboardInterrupt as interrupt:
+        _end_output()
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return 128 + (*interrupt.args, signal.SIGINT)[0]
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (Refusal, OSError) as error:
-        print(told(error) if isinstance(error, OSError) else error, file=sys.stderr)
-        return 2
     except Exception as error:
-        print(Refusal("E-INTERNAL", f"{type(error).__name__}: {error!s:.200}; this is a fault of "
-              f"moebook: please report it with {_report(arguments)}"), file=sys.stderr)  # fmt: skip
+        cause = _end_output(error) or error
+        if isinstance(cause, BrokenPipeError):
+            return 141
+        refusal = told(cause)
+        if refusal.code != "E-INTERNAL":
+            print(refusal, file=sys.stderr)
+            return 2
+        report = _report(arguments)
+        print(f"{refusal}; this is a fault of moebook: please report it {report}", file=sys.stderr)
         return 3
 
 
-def _report(arguments: Sequence[str] | None) -> Path:
-    """Write what a report of the exception at hand needs to a file of its own."""
-    handle, name = tempfile.mkstemp(prefix="moebook-", suffix=".txt")
-    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"moebook {__version__}, Python {sys.version}, {platform.platform()}\n"
-                   f"{arguments or sys.argv[1:]}\n\n{traceback.format_exc()}")  # fmt: skip
-    return Path(name)
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = _parse(arguments)
+    except SystemExit:  # argparse has printed help, or the version
+        return 0
+    code: int = options.command(options)
+    return code
+
+
+def _end_output(ended_by: Exception | None = None) -> OSError | None:
+    """Write out what was printed; where it cannot go, say why, and give it up.
+
+    Python would try again when it ends, and complain in words of its own. An error that names no
+    file is tried once more here: it may have come from printing.
+    """
+    nameless = isinstance(ended_by, OSError) and ended_by.filename is None
+    try:
+        print(end="\n" if nameless else "", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        return error
+    return None
+
+
+def _report(arguments: Sequence[str] | None) -> str:
+    """Write what a report of the exception at hand needs to a file of its own, and name it."""
+    system = f"moebook {__version__}, Python {sys.version}, {platform.platform()}"
+    text = f"{system}\n{arguments or sys.argv[1:]}\n\n{traceback.format_exc()}"
+    try:
+        handle, name = tempfile.mkstemp(prefix="moebook-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        return f"(its traceback could not be kept: {told(error)})"
+    return f"with {name}"
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

@@ -12,6 +12,15 @@ from typing import NoReturn
 LONGEST = 2000  # characters of a message
 SYSTEM = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO), "E-DISK")
 SYSTEM |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "E-PERM")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LESS = "close other programs, or ask for less at once: a smaller base or batch, fewer jobs"
+# What says that memory ran out: exceptions of Python, NumPy, Arrow and torch by their names, a
+# GPU's libraries, and the system where a process, a thread or a mapped file finds no room.
+_MEMORY = re.compile(
+    r"MemoryError|OutOfMemoryError|bad_alloc|ALLOC_FAILED|an't start new thread"
+    r"|[Cc]an(not|'t) allocate memory|not enough memory"
+    r"|failed to map segment from shared object(?!: )"  # a colon and another reason may follow
+)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -57,10 +66,50 @@ def located(where: object, code: str = "", fix: str = "") -> Iterator[None]:
         refuse(code or problem.code, "".join(parts))
 
 
-def told(error: OSError, what: str = "") -> Refusal:
-    """Tell what the system refuses, after ``what`` came of it: E-DISK, E-PERM, or E-OS."""
-    reason = f"{type(error).__name__}: {error}"
-    return Refusal(SYSTEM.get(error.errno or 0, "E-OS"), f"{what}: {reason}" if what else reason)
+def lacks_memory(text: str) -> bool:
+    """Whether an exception's name and message, or a process's last lines, say so."""
+    return bool(_MEMORY.search(text))
+
+
+def no_memory(reason: str) -> str:
+    """Say what to free where memory ran out, for the ``reason`` that was given."""
+    return f"memory ran out ({reason}); {LESS}"
+
+
+def told(error: Exception, what: str = "") -> Refusal:
+    """Tell in one line what ended a piece of work, after ``what`` came of it.
+
+    A refusal keeps its code. Others get E-MEMORY where memory ran out, E-DISK, E-PERM or E-OS for
+    what the system refuses, and E-INTERNAL, a fault of ours, for the rest.
+    """
+    if isinstance(error, Refusal):
+        code, reason = error.code, error.message
+    else:
+        code, reason = _read(error)
+    return Refusal(code, f"{what}: {reason}" if what else reason)
+
+
+def _read(error: Exception) -> tuple[str, str]:
+    """Return the code of an exception that is no refusal, and what it says, with a fix."""
+    reason = f"{type(error).__name__}: {error!s:.400}".removesuffix(": ")
+    if lacks_memory(reason):
+        return "E-MEMORY", no_memory(reason)
+    if not isinstance(error, OSError):
+        return "E-INTERNAL", reason
+    if error.errno in FULL:
+        reason += "; make room there"
+    return SYSTEM.get(error.errno or 0, "E-OS"), reason
+
+
+@contextmanager
+def placed(where: object) -> Iterator[None]:
+    """Name the file or folder that a block writes in what a full disk says, which names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and SYSTEM.get(error.errno or 0) == "E-DISK":
+            error.filename = str(where)
+        raise
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

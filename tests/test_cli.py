@@ -12,16 +12,20 @@ from moebook import cli, results
 from moebook.results import Run, store
 from tests.notebook.conftest import make_project
 
+ROOT = str(Path(cli.__file__).parents[1])
 PARAMETERS = """\
 tier: str = "cpu"  # scale {smoke, cpu, study}
+seed: int = 0  # of everything random [0, 1000]
+device: str = "auto"  # auto, cpu, cuda
 top_k: int = 2  # experts per token [1, 64]"""
+PROTOCOLS = {"nano": "tier: study\n", "odd": "tier: study\ndevice: cuda:99\n"}
 MACHINE = {"accelerator": None, "cpu": "X 9000", "cores": 2}
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project of one notebook, entered."""
-    folder = make_project(tmp_path / "toy", "", PARAMETERS, (), {"nano": "tier: study\n"})
+    folder = make_project(tmp_path / "toy", "", PARAMETERS, (), PROTOCOLS)
     monkeypatch.chdir(folder)
     return folder
 
@@ -48,8 +52,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("study toy --on nano --seeds 0 --jobs 0", "E-RANGE: --jobs is 0: expected at least 1"),
     ("study toy --on nano --seeds 0 --jobs 2 --engine ray", "E-RANGE: --jobs is 2: a cluster"),
     ("study toy --on nano --seeds 0 --engine slurm", "E-USAGE: moebook study: unknown 'slurm'"),
-    ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano"),
+    ("study toy --on cpu --seeds 0", "E-TIER: no pool is kept of 'cpu' (tier cpu); use nano, odd"),
     ("study toy --on nano --seeds 0", "E-GIT: "),
+    ("study toy --on nano --seeds 0-9999999", "E-RANGE: --seeds 0-9999999 names 10,000,000 seeds;"),
+    ("study toy --on nano --seeds 1000-1001", "E-RANGE: toy at nano: seed = 1001: expected int in"),
+    ("run toy -p device=cdua", "E-DEVICE: unknown device 'cdua': did you mean 'cuda'?"),
+    ("study toy --on odd --seeds 0", "E-DEVICE: device 'cuda:99' is not on this machine"),
     ("study toy --add my.ipynb", "E-USAGE: moebook study: --add takes a file and nothing else"),
     ("study --add my.ipynb --jobs 0", "E-USAGE: moebook study: --add takes a file and nothing"),
     ("study --add notebooks/01_toy.ipynb", "E-RUN: 01_toy.ipynb holds no recorded values"),
@@ -66,18 +74,33 @@ def test_a_reader_that_has_gone_ends_the_command_in_silence():
     ours, theirs = os.pipe()
     os.close(ours)
     code = "import sys, moebook.cli as cli; sys.exit(cli.main(['audit', '--all']))"
-    command, root = [sys.executable, "-c", code], Path(cli.__file__).parents[1]
+    command, root = [sys.executable, "-c", code], ROOT
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=root)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
 
 
+FULL = "E-DISK: OSError: [Errno 28] No space left on device: 'standard output'; make room there\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "--version", "plan --help", "list", "audit --all"])
+def test_output_that_cannot_be_written_is_told(project, words, unbuffered):
+    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "moebook.cli", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    assert (done.returncode, done.stderr) == (2, FULL)
+
+
 def test_a_missing_repository_and_what_the_system_refuses_are_told(project, monkeypatch, capsys):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    results.write(project / "results" / "toy", "no folder")
+    results.write(project / "runs", "no folder")
     for words, code, message in (
         (["pretrain", "nano"], "E-NOFILE: ", "has no recipes/, which are in the repository"),
-        (["list"], "E-OS: NotADirectoryError: ", "results/toy"),
+        (["run", "toy"], "E-OS: nothing was run, ", "could not keep it: NotADirectoryError: "),
     ):
         assert cli.main(words) == 2
         told = capsys.readouterr()
@@ -167,14 +190,14 @@ import atexit, sys
 atexit.register(lambda: print("loaded:", *{{*{HEAVY}}} & {{*sys.modules}}))
 from moebook.cli import main
 print("code:", main({words.split()}))"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": ROOT}
     told = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert told.splitlines()[-1].removesuffix(" pandas" * (words == "verify toy")) == "loaded:"
     assert "--help" in words or "--version" in words or f"code: {int(words == 'verify')}" in told
 
 
 def test_without_docstrings_a_command_lacks_its_help_alone(project):
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, "-OO", "-m", "moebook.cli"]
     for words in ("list", "--help"):
         told = subprocess.check_output([*command, words], text=True, env=environment)

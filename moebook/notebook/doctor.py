@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat.v4 import new_code_cell, new_notebook
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moebook.errors import Refusal
+from moebook.errors import Refusal, lacks_memory, no_memory, told
 from moebook.notebook import runner
 from moebook.notebook.sources import size
 from moebook.notebook.verifying import Finding
@@ -110,12 +110,25 @@ def _smoke(folder: Path) -> Finding:
     start = time.perf_counter()
     try:
         with runner.staging() as place, runner.kernel(folder, place, place) as manager:
-            cell = new_notebook(cells=[new_code_cell(SMOKE)])
-            NotebookClient(cell, km=manager, timeout=SECONDS).execute()
+            failure = _failure(manager)
+    except (Refusal, OSError) as error:
+        failure = f"no kernel: {told(error)}"
+    done = f"trained two steps in {time.perf_counter() - start:.0f} s"
+    return Finding("smoke cell", (failure,) if failure else (), done)
+
+
+def _failure(manager: runner.Kernel) -> str:
+    """Execute the smoke cell; say what went wrong, with its remedy, or nothing."""
+    notebook = new_notebook(cells=[new_code_cell(SMOKE)])
+    client = NotebookClient(notebook, km=manager, timeout=SECONDS)
+    try:
+        with client.setup_kernel():  # `client.execute` would take Ctrl-C for itself
+            client.execute_cell(notebook.cells[0], 0)
     except CellTimeoutError:
-        return Finding("smoke cell", (f"took longer than {SECONDS} seconds; try again on mains",))
+        return f"took longer than {SECONDS} seconds; try again on mains"
     except CellExecutionError as error:
-        return Finding("smoke cell", (f"{error.ename}: {error.evalue}; reinstall the packages",))
-    except (DeadKernelError, RuntimeError, Refusal) as error:
-        return Finding("smoke cell", (f"no kernel: {error}; free memory and try again",))
-    return Finding("smoke cell", (), f"trained two steps in {time.perf_counter() - start:.0f} s")
+        raised = f"{error.ename}: {error.evalue}"
+        return no_memory(raised) if lacks_memory(raised) else f"{raised}; reinstall the packages"
+    except RuntimeError:
+        return f"no kernel: it {manager.ending}{manager.last_words}; free memory and try again"
+    return ""

@@ -193,6 +193,11 @@ TRAINED: dict[str, Callable[[Given], Arms]] = {
 }  # fmt: skip
 
 
+def check_arms(notebook: str, given: Given) -> None:
+    """Refuse arms that a notebook does not have with these parameters, before it runs (E-RANGE)."""
+    next(TRAINED[notebook](given), None)
+
+
 def _listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 

@@ -40,7 +40,7 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from moebook import papers, results, runtime
-from moebook.errors import Refusal, refuse, told
+from moebook.errors import LESS, Refusal, lacks_memory, no_memory, placed, refuse, told
 from moebook.notebook import parameters, publish, sources, warm
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import code_cells, harvest, seconds
@@ -49,6 +49,7 @@ from moebook.results import Run
 
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
 ROOM = 2**24  # bytes that a run's files may take
+LINES = 3  # of what a kernel wrote last, for the line that says how it ended
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 
 
@@ -92,6 +93,7 @@ class Request:
         for name, value in self.overrides.items():
             if publish.secret(str(value)):
                 refuse("E-SECRET", f"-p {name} looks like a secret; parameters are stored in clear")
+        check_device(self.settings)
 
     @cached_property
     def settings(self) -> dict[str, Scalar]:
@@ -113,6 +115,13 @@ class Request:
         place = self.folder / "runs" / "resume" / self.notebook.name
         package = results.files.code(results.files.PACKAGE, by=results.digest)
         return place / f"{self.store.stem}-{package[:12]}"
+
+
+def check_device(settings: Mapping[str, Scalar]) -> None:
+    """Refuse a device that this machine does not have, before a kernel starts."""
+    device = str(settings.get("device", "auto"))
+    if device not in ("auto", "cpu"):  # which are everywhere; torch knows of the others
+        runtime.resolve_device(device)
 
 
 def run_notebook(
@@ -154,12 +163,9 @@ def _execute(request: Request) -> Run | None:
         except Exception as error:  # whatever it is: what was executed is not lost
             if not staged.is_file() or not first:
                 raise
-            if isinstance(error, OSError):
-                error = told(error, "not kept")
-            elif not isinstance(error, Refusal):
-                error = Refusal("E-INTERNAL", f"not kept: {type(error).__name__}: {error}")
+            problem = told(error, "" if isinstance(error, Refusal) else "not kept")
             copy = _aside(request, staged)
-            raise Refusal(error.code, f"{error.message}; the failed copy is {copy}") from error
+            raise Refusal(problem.code, f"{problem.message}; the failed copy is {copy}") from error
 
 
 @contextmanager
@@ -199,7 +205,8 @@ def staging() -> Iterator[Path]:
     with results.locked(folder.with_suffix(".lock")):
         folder.mkdir(mode=0o700)
         try:
-            yield folder
+            with placed(folder):
+                yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -234,22 +241,33 @@ def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
                 execution_timeout=limit,
             )
         except PapermillExecutionError as error:
-            code, text = "E-CELL", f"{error.ename}: {error.evalue}"
-            if error.ename == Refusal.__name__:  # the notebook's own keeps its code
-                code, _, text = str(error.evalue).partition(": ")
             where = f"cell In [{error.exec_count}] of notebooks/{notebook.path.name}"
-            refuse(code, f"{where}: {text[:400]}")
+            refuse(*_in_cell(error, where))
         except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
             cells = code_cells(results.read_ipynb(staged)) if staged.is_file() else []
             started = [c for _, c in cells if c["metadata"].get("papermill", {}).get("start_time")]
             place = f"cell In [{len(started)}] of notebooks/{notebook.path.name}"
             if isinstance(error, CellTimeoutError):
                 refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
-            refuse("E-KERNEL", f"the kernel {manager.ending} in {place}")
+            died = f"the kernel {manager.ending} in {place}{manager.last_words}"
+            if lacks_memory(died):
+                refuse("E-MEMORY", f"{died}; {LESS}")
+            refuse("E-KERNEL", died)
     spent = (now - then for then, now in zip(before[2:4], os.times()[2:4], strict=True))
     # Of children that have ended; a fork is no child of ours.
     forked = warm.seconds(manager.provisioner)
     return {"peak_memory": manager.peak, "cpu_seconds": sum(spent) + forked}
+
+
+def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
+    """Return the code and the line of what a cell raised; a refusal in it keeps its code."""
+    text = f"{error.ename}: {error.evalue}".strip().removesuffix(":")[:400]
+    if error.ename == Refusal.__name__:
+        code, _, message = str(error.evalue).partition(": ")
+        return code, f"{where}: {message[:400]}"
+    if lacks_memory(text):
+        return "E-MEMORY", f"{where}: {no_memory(text)}"
+    return "E-CELL", f"{where}: {text}"
 
 
 def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> Run:
@@ -289,10 +307,24 @@ def put(page: Path, text: str, run: Run) -> None:
         last.write_bytes(results.runs.packed(run))
 
 
+def ending(status: int) -> str:
+    """Say how a process ended."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
+
+
+def last_words(text: str) -> str:
+    """Quote the last lines that a process wrote, as the end of a sentence on how it ended."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"; its last lines: {' | '.join(lines[-LINES:])[-400:]}" if lines else ""
+
+
 class Kernel(AsyncKernelManager):
     """A kernel of this very interpreter, whatever kernels the user has installed."""
 
     peak: int | None = None  # memory of its process in bytes, as far as seen
+    written: Path | None = None  # what it wrote to its own standard output and error
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -314,9 +346,12 @@ class Kernel(AsyncKernelManager):
         """Say how it ended."""
         process = getattr(self.provisioner, "process", None)
         status = None if process is None else process.poll()
-        if status is not None and status < 0:
-            return f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
-        return "did not answer" if status is None else f"ended with status {status}"
+        return "did not answer" if status is None else ending(status)
+
+    @property
+    def last_words(self) -> str:
+        """Say what it wrote last, beside its cells' outputs; empty where it wrote nothing."""
+        return last_words(self.written.read_text(errors="replace") if self.written else "")
 
     def watch(self, stop: threading.Event) -> None:
         """Follow the process's peak memory until told to stop: `runtime.stopwatch` resets it."""
@@ -335,9 +370,20 @@ def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
         refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")
     connection = str(directory / "kernel.json")
     manager = Kernel(kernel_name="python3", transport="ipc", connection_file=connection)
-    environment = publish.environment() | {runtime.QUIET: "1", runtime.RESUME: str(resume)}
-    quiet = ["--HistoryManager.hist_file=:memory:"]
-    run_sync(manager.start_kernel)(extra_arguments=quiet, env=environment, cwd=str(folder))
+    manager.written = directory / "kernel.log"
+    environment = publish.environment() | {
+        runtime.QUIET: "1",
+        runtime.RESUME: str(resume),
+        "IPYTHONDIR": str(directory / "ipython"),  # not the user's, be it there or writable or not
+    }
+    options = [
+        "--HistoryManager.hist_file=:memory:",
+        "--IPKernelApp.capture_fd_output=False",  # what libraries say in dying goes to the log
+    ]
+    with manager.written.open("wb") as log:
+        run_sync(manager.start_kernel)(
+            extra_arguments=options, env=environment, cwd=str(folder), stdout=log, stderr=log
+        )
     stop = threading.Event()
     watcher = threading.Thread(target=manager.watch, args=(stop,), daemon=True)
     watcher.start()

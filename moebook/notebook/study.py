@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -23,16 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from moebook import cluster, results, runtime
-from moebook.errors import Refusal, refuse
-from moebook.notebook import children, sources, warm
+from moebook.errors import Refusal, lacks_memory, no_memory, placed, refuse, told
+from moebook.notebook import children, parameters, sources, warm
 from moebook.notebook.parameters import ALL, Scalar
 from moebook.notebook.publish import read_notebook
-from moebook.notebook.runner import run_notebook
+from moebook.notebook.runner import check_device, ending, last_words, run_notebook
+from moebook.notebook.sources import Notebook
 from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 CHILD = "from moebook.notebook import study; study.child()"
+MOST = 1000  # seeds in one call
+PLANNED = ("pesc", "router_init", "rocket", "esft", "rivals", "together")  # `plans` know their arms
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
@@ -72,35 +76,43 @@ def _execute(job: Job, folder: Path, waiting: int, place: str | None) -> Outcome
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **THREADS, "PYTHONPATH": path}
     command = children.command(CHILD, json.dumps(vars(job)))
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        files = (waiting, output.fileno(), errors.fileno())
+    (output, printing), (errors, complaining) = os.pipe(), os.pipe()
+    with os.fdopen(output) as printed, os.fdopen(errors) as complained:
         try:
-            status = _run(command, environment, folder, files, place)
+            files = (waiting, printing, complaining)
+            process = _start(command, environment, folder, files, place)
         except Refusal as refusal:
             return refusal
-        output.seek(0)
-        errors.seek(0)
-        printed, complained = output.read().splitlines(), errors.read().splitlines()
+        finally:
+            os.close(printing)
+            os.close(complaining)
+        complaints = complained.read()
+        path = printed.read().strip()
+        status = process.wait()
     if not status:
-        return Path(printed[-1])
-    last = (complained or [f"ended with status {status}"])[-1]
+        return Path(path)
+    last = (complaints.strip().splitlines() or [""])[-1]
     code, _, text = last.partition(": ")
-    return Refusal(code, text) if code.startswith("E-") and text else Refusal("E-RUN", last)
+    if code.startswith("E-") and text:
+        return Refusal(code, text)
+    if lacks_memory(last):
+        return Refusal("E-MEMORY", no_memory(last))
+    return Refusal("E-RUN", f"it {ending(status)}{last_words(complaints)}")
 
 
-def _run(
+def _start(
     command: list[str],
     environment: dict[str, str],
     folder: Path,
     files: tuple[int, int, int],
     place: str | None,
-) -> int:
-    """Run a command to its end as a fork of the `warm` process, or as a new one."""
+) -> warm.Process | subprocess.Popen[bytes]:
+    """Start a command as a fork of the `warm` process, or as a new one."""
     if place:
         environment = environment | {warm.PLACE: place}
-        return warm.Process(place, command[1:], env=environment, cwd=folder, files=files).wait()
+        return warm.Process(place, command[1:], env=environment, cwd=folder, files=files)
     # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
-    return subprocess.run(
+    return subprocess.Popen(
         command,
         env=environment,
         cwd=folder,
@@ -108,7 +120,7 @@ def _run(
         stdout=files[1],
         stderr=files[2],
         start_new_session=True,
-    ).returncode
+    )
 
 
 def child() -> None:
@@ -117,8 +129,8 @@ def child() -> None:
     job = Job(**json.loads(sys.argv[-1]))
     try:
         outcome = run_notebook(job.notebook, job.protocol, job.overrides, folder=Path.cwd())
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+    except Exception as error:
+        print(told(error), file=sys.stderr)
         sys.exit(2)
     if outcome:
         print(outcome.notebook)
@@ -126,13 +138,18 @@ def child() -> None:
 
 def seeds(text: str) -> list[int]:
     """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
-    numbers: list[int] = []
+    spans = list[range]()
     for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
             refuse("E-RANGE", f"--seeds {text}: '{part}'; expected rising numbers, as in 0-9 or 3")
-        numbers += range(first, last + 1)
+        spans.append(range(first, last + 1))
+    count = sum(map(len, spans))
+    if count > MOST:
+        reason = f"expected at most {MOST:,} a call, since each is a run of its own, of minutes"
+        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {reason} or hours")
+    numbers = [seed for span in spans for seed in span]
     if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
         refuse("E-RANGE", f"--seeds {text} names seed {twice[0]} twice")
     return numbers
@@ -162,8 +179,24 @@ def study(
     asked = None if default is None else arms or str(default)
     every = [_lacking(seed, asked, pool) for seed in wanted]
     todo = [Job(name, protocol, overrides) for overrides in every if overrides]
+    _check(notebook, protocol, todo, arms, engine)
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
     return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
+
+
+def _check(
+    notebook: Notebook, protocol: str, todo: Sequence[Job], arms: str | None, engine: str
+) -> None:  # fmt: skip
+    """Refuse at once, before a commit is frozen, what every run would be refused for."""
+    for job in todo:
+        parameters.check(notebook.parameters, job.overrides, f"{notebook.name} at {protocol}")
+    settings = notebook.defaults | notebook.settings(protocol)
+    if engine == "local":  # a cluster's nodes may have other devices
+        check_device(settings)
+    if arms and arms != ALL and notebook.name in PLANNED:
+        from moebook.notebook import plans  # with torch and all methods
+
+        plans.check_arms(notebook.name, settings | {"arms": arms})
 
 
 def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
@@ -234,9 +267,9 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
             raise outcome
         run = results.read_run(outcome.with_suffix(".parquet"))
         path = add(run, folder)
-    except (Refusal, OSError) as refusal:
+    except Exception as error:  # whatever it is, the other runs go on
         here = str(copy.relative_to(folder) / "runs" / "failed")
-        return f"failed: {str(refusal).replace('runs/failed', here)}", False
+        return f"failed: {str(told(error)).replace('runs/failed', here)}", False
     spent = run.manifest["seconds"]
     return f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}", True
 
@@ -288,13 +321,27 @@ def freeze(folder: Path) -> Path:
         if place.is_dir():
             return place
         with tempfile.TemporaryDirectory(prefix=".stage-", dir=place.parent) as temporary:
-            archive, code = Path(temporary) / "code.tar", Path(temporary) / "code"
-            names = [name for name in CODE if (folder / name).exists()]
-            command = ["git", "-C", str(folder), "archive", "-o", str(archive), commit["id"], "--"]
-            done = subprocess.run([*command, *names], capture_output=True, check=False)
-            if done.returncode:
-                refuse("E-GIT", f"git archive: {done.stderr.decode().strip()}")
-            shutil.unpack_archive(archive, code, filter="data")
+            code = Path(temporary) / "code"
+            with placed(place):
+                _export(folder, commit["id"], code)
             results.write(code / results.files.FROZEN, commit["id"])
             code.rename(place)
     return place
+
+
+def _export(folder: Path, commit: str, code: Path) -> None:
+    """Write a commit's files, as git gives them, into a new folder."""
+    names = [name for name in CODE if (folder / name).exists()]
+    command = ["git", "-C", str(folder), "archive", commit, "--", *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as git:
+        assert git.stdout and git.stderr  # for mypy: they are pipes
+        damage = ""
+        try:
+            with tarfile.open(fileobj=git.stdout, mode="r|") as archive:
+                archive.extractall(code, filter="data")
+        except tarfile.TarError as error:  # also where git ended early, and says why itself
+            damage = str(error)
+        git.stdout.close()
+        said = git.stderr.read().decode(errors="replace").strip()
+    if git.returncode or damage:
+        refuse("E-GIT", f"git archive: {said or damage or f'it {ending(git.returncode)}'}")

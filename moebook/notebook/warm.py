@@ -151,7 +151,7 @@ class Provisioner(LocalProvisioner):
         place = environment.pop(PLACE)
         command = cmd[cmd.index("-m") :]
         with open(os.devnull, "rb") as nothing:
-            files = [nothing.fileno(), 1, 2]
+            files = [nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()]
             self.forked = Process(place, command, env=environment, cwd=options["cwd"], files=files)
         self.process = self.forked  # type: ignore[assignment]  # declared to be a Popen
         self.pid = self.pgid = self.forked.pid

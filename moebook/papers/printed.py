@@ -17,14 +17,16 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
-import pandas as pd
 from pydantic import Field
 
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.results import UNITS, formed, read_json, read_places, read_yaml
 from moebook.settings import settings
+
+if TYPE_CHECKING:  # who asks for claims alone, as `moebook list` does, needs no frames
+    import pandas as pd
 
 FOLDER = Path(__file__).parent
 PAPERS = ("pesc", "router_init", "rocket", "esft")
@@ -99,7 +101,7 @@ def wide(paper: str, n: int | str) -> pd.DataFrame:
     index = [*frame.attrs["keys"], "row"]
     sound = frame[frame["mark"] != "damaged"]
     form = sound.pivot(index=index, columns="column", values="value")
-    order = pd.MultiIndex.from_frame(frame[index]).unique() if index[1:] else frame["row"].unique()
+    order = frame.set_index(index).index.unique()
     return form.reindex(index=order, columns=frame["column"].unique())
 
 
@@ -119,6 +121,8 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _frame(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
     lines = path.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     head = "\n".join(line[1:].removeprefix(" ") for line in lines[:start])

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from filelock import lock_descriptor
 
-from moebook.errors import Refusal, refuse
+from moebook.errors import Refusal, placed, refuse
 from moebook.results.documents import formed, read_ipynb
 
 PACKAGE = Path(__file__).parents[1]
@@ -89,9 +89,10 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
                     refuse("E-LOCKED", f"{path} is held by process {file.read(20) or '?'}; wait")
                 time.sleep(LOOK)
         if _names(path, file):
-            file.truncate(0)
-            print(os.getpid(), end="", file=file, flush=True)
             try:
+                with placed(path):
+                    file.truncate(0)
+                    os.write(handle, str(os.getpid()).encode())
                 yield
             finally:
                 if _names(path, file):
@@ -118,7 +119,7 @@ def sweep(folder: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside a file, which takes its place when the block ends well."""
     temporary = path.with_name(f".{path.name}.part")
-    with locked(temporary, wait=True):
+    with placed(path), locked(temporary, wait=True):
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -253,16 +254,31 @@ def pool(
 def keep(run: Run, path: Path, folder: Path) -> None:
     """Commit a run to a file below ``results/``, then its hash to the list there.
 
-    So a crash in between loses nothing: the run is there, and `unsealed` says what the list lacks.
+    So a kill in between loses nothing: the run is there, and `unsealed` says what the list lacks.
+    What fails, on a full disk for one, leaves no run and no pool without any.
     """
     place, content = folder / "results", packed(run)
     with files.locked(folder / "runs" / "results.lock", wait=True):
         seals = _sealed(place)
         seals[path.relative_to(place).as_posix()] = hashlib.sha256(content).hexdigest()
         lines = (f"{seals[name]}  {name}\n" for name in sorted(seals))
-        with files.replacing(place / SEALS) as last, files.replacing(path) as first:
-            first.write_bytes(content)
-            last.write_text("".join(lines), encoding="utf-8")
+        new = not path.exists()
+        try:
+            with files.replacing(place / SEALS) as last, files.replacing(path) as first:
+                first.write_bytes(content)
+                last.write_text("".join(lines), encoding="utf-8")
+        except BaseException:
+            if new:
+                _withdraw(path)
+            raise
+
+
+def _withdraw(path: Path) -> None:
+    """Take a run away that the list lacks, and the folders of a pool that has no other."""
+    path.unlink(missing_ok=True)
+    for folder in (path.parent, path.parents[1]):
+        with suppress(OSError):  # one with other runs stays
+            folder.rmdir()
 
 
 def _sealed(place: Path) -> dict[str, str]:

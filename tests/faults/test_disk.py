@@ -7,7 +7,9 @@ import io
 import os
 import re
 import shutil
+import tarfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ import torch
 from kinds import training
 
 from moebook import results
-from moebook.errors import Refusal
+from moebook.errors import Refusal, told
 from moebook.models import checkpoint
-from moebook.notebook import book
+from moebook.notebook import book, study
 from moebook.results import Run, Value, store
 from moebook.training.checkpoints import History, Store
+from tests.notebook import test_study
+from tests.notebook.conftest import TOY, make_project
 
 FREEING = ("unlink", "rmdir", "rename", "replace")
-CALLS = (*FREEING, "open", "fsync", "mkdir", "chmod")
+CALLS = (*FREEING, "open", "write", "fsync", "mkdir", "chmod")
+HANDLES = ("write", "fsync")  # take an open file, of which the system's complaint names none
 ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
 
 
@@ -33,16 +38,16 @@ class Disk:
     def __init__(self, at: int = 0, number: int = 0) -> None:
         self.at, self.number, self.calls = at, number, 0
 
-    def step(self, frees: bool = False) -> None:
+    def step(self, frees: bool = False, name: Any = None) -> None:
         self.calls += 1
         full = self.number == errno.ENOSPC and 0 < self.at < self.calls and not frees
         if self.calls == self.at or full:
-            raise OSError(self.number, os.strerror(self.number))
+            raise OSError(self.number, os.strerror(self.number), *([name] if name else []))
 
     def watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
             if name != "open" or args[1] & (os.O_WRONLY | os.O_RDWR):
-                self.step(frees=name in FREEING)
+                self.step(name in FREEING, None if name in HANDLES else args[0])
             return None if name == "fsync" else real(*args, **more)
 
         return call
@@ -51,7 +56,8 @@ class Disk:
         def call(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
             if not set("wax+") & set(mode):
                 return real(file, mode, *args, **more)
-            self.step()
+            if not isinstance(file, int):  # which is open already
+                self.step(name=file)
             return Writer(real(file, mode, *args, **more), self)
 
         return call
@@ -60,8 +66,8 @@ class Disk:
         self.patch = pytest.MonkeyPatch()
         for name in CALLS:
             self.patch.setattr(os, name, self.watched(name, getattr(os, name)))
-        for module in (io, builtins):
-            self.patch.setattr(module, "open", self.opened(module.open))
+        for module, name in ((io, "open"), (builtins, "open"), (tarfile, "bltn_open")):
+            self.patch.setattr(module, name, self.opened(getattr(module, name)))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -154,7 +160,8 @@ def kept(folder: Path) -> Any:
 def left(folder: Path) -> list[str]:
     """What a later success should not find: stages, locks and parts."""
     names = (str(path) for path in folder.rglob("*"))
-    return [name for name in names if re.search(r"/\.(stage|trash)|\.(lock|part)$", name)]
+    marks = re.compile(r"/\.(stage|trash)|(?<!requirements)\.(lock|part)$")
+    return [name for name in names if marks.search(name)]
 
 
 @pytest.mark.parametrize(
@@ -191,3 +198,44 @@ def test_a_disk_that_fails_at_any_call_loses_nothing(act, state, tmp_path, times
         assert state(folder) == after and not rest, f"call {at}: {rest}"
         assert not store.unsealed(folder)
     assert told > len(every) / 6
+
+
+class Full(Disk):
+    """A disk without room from one call on; what frees room goes well."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__(at, errno.ENOSPC)
+
+    def step(self, frees: bool = False, name: Any = None) -> None:
+        if not frees:
+            super().step(frees, name)
+
+
+def first(folder: Path) -> None:
+    """The first run of a pool."""
+    study.add(run(1), folder)
+
+
+def freeze(folder: Path) -> None:
+    """The commit that a study runs."""
+    study.freeze(folder)
+
+
+@pytest.mark.parametrize("act", [first, freeze])
+def test_a_full_disk_in_a_study_is_told_with_its_place_and_leaves_nothing(act, tmp_path):
+    project = test_study.commit(make_project(tmp_path / "toy", *TOY))
+    for at in count(1):
+        folder = shutil.copytree(project, tmp_path / f"full-{at}")
+        line = ""
+        with Full(at) as disk:
+            try:
+                act(folder)
+            except (OSError, Refusal) as error:
+                line = str(told(error))
+        if disk.calls < at:  # there was room for all of it
+            break
+        assert line.startswith("E-DISK: ") and str(folder) in line and "make room there" in line
+        assert not left(folder) and not [*folder.glob("results/*")], f"call {at}"
+        act(folder)
+        assert not left(folder) and not store.unsealed(folder)
+    assert at > 10 and not line

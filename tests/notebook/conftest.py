@@ -25,7 +25,7 @@ tier: str = "cpu"  # scale {smoke, cpu, study}
 seed: int = 0  # of everything random [0, 1000]
 arms: str = "all"  # names with commas between them, or all
 top_k: int = 2  # experts per token [1, 64]
-fate: str = "well"  # how the last cell ends {well, error, refusal, killed, slow, secret}"""
+fate: str = "well"  # the end {well, error, refusal, killed, dies, memory, slow, secret}"""
 
 MEASURE = """\
 transport = json.loads(get_connection_info())["transport"]
@@ -49,6 +49,8 @@ END = """\
 if fate == "error" or seed == 13: 1 / 0
 if fate == "refusal": run.record("toy/bad", 2, "share")
 if fate == "killed": os.kill(os.getpid(), 9)
+if fate == "dies": os.write(2, b"cuda error\\n\\nbad_free\\n"); os._exit(7)
+if fate == "memory": raise MemoryError
 if fate == "slow" or seed == 60: Path("started").touch(); time.sleep(60)
 if fate == "secret": print("hf" + "_" + "a" * 30)"""
 

@@ -3,6 +3,10 @@
 import importlib.metadata
 import platform
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import namedtuple
 
 import numpy as np
@@ -73,7 +77,9 @@ def test_a_sandbox_that_is_lacking_is_named_with_what_it_is_for_and_its_remedy(h
     ((importlib.metadata, "requires", lambda name: ["numpy<1", "pip", "no-such", "x; extra=='x'"]),
      f"packages: expected numpy<1 (found {np.__version__}), no-such (found none); pip install -U"),
     ((doctor, "SMOKE", "raise OSError('libgomp.so.1')"), "OSError: libgomp.so.1; reinstall"),
-    ((doctor, "SMOKE", "import os; os._exit(7)"), "smoke cell: no kernel: "),
+    ((doctor, "SMOKE", "raise MemoryError('2 GB')"), "ran out (MemoryError: 2 GB); close"),
+    ((doctor, "SMOKE", "import os; os.write(2, b'x\\ny\\n'); os._exit(7)"),
+     "smoke cell: no kernel: it ended with status 7; its last lines: x | y; free memory"),
 ])  # fmt: skip
 def test_what_is_missing_is_named_with_its_remedy(healthy, tmp_path, take, told):
     if take[1] != "SMOKE":
@@ -104,3 +110,22 @@ def test_windows_line_ends_in_the_package_are_counted(healthy, tmp_path):
     healthy.setattr(doctor, "_smoke", lambda folder: doctor.Finding("smoke cell", ()))
     (told,) = _told(doctor.examine(tmp_path))
     assert "a.yaml and 1 more have Windows'" in told
+
+
+def test_ctrl_c_ends_it_in_one_line(tmp_path):
+    started = tmp_path / "started"
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    code = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from moebook import cli
+from moebook.notebook import doctor
+doctor.SMOKE = "import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
+sys.exit(cli.main(["doctor"]))"""
+    reading = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **reading)
+    while not started.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, "interrupted; nothing half-written was left\n")

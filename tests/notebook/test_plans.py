@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from moebook import planning, together
-from moebook.notebook import parameters, plans, sources
+from moebook.notebook import parameters, plans, sources, study
+from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +38,20 @@ def test_every_arm_is_planned_with_its_steps_and_turns(name):
     found = plans.trainings(name, values(name, "nano", arms="all"))
     assert len(found) == len({training.name for training in found}) > 10
     assert all(training.steps > 0 and training.turns > 0 for training in found)
+
+
+@pytest.mark.parametrize("name", study.PLANNED)
+def test_a_study_refuses_unknown_arms_before_anything_runs(name, monkeypatch):
+    monkeypatch.setattr(study, "freeze", lambda folder: pytest.fail("a commit was frozen"))
+    one, other, *_ = (t.name for t in plans.trainings(name, values(name, "nano", arms="all")))
+    message = f"E-RANGE: arms lists '{one}x': did you mean '{one}'"
+    refused(message, study.study, name, "nano", [999], arms=f"{other},{one}x", folder=ROOT)
+    plans.check_arms(name, values(name, "nano", arms=f"{other},{one}"))
+
+
+def test_a_study_checks_the_arms_of_every_notebook_that_has_any():
+    every = sources.notebooks(ROOT).values()
+    assert {*study.PLANNED} == {book.name for book in every if "arms" in book.parameters}
 
 
 @pytest.mark.parametrize("protocol", ["nano", "moe"])

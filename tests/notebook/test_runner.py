@@ -118,11 +118,14 @@ def test_a_run_is_repeated_when_what_it_is_made_of_changes(book, ran, monkeypatc
     ("error", r"E-CELL: cell In \[7\] of notebooks/01_toy.ipynb: ZeroDivisionError: division"),
     ("refusal", r"E-VALUE: cell In \[7\] of notebooks/01_toy.ipynb: toy/bad = 2"),
     ("killed", r"E-KERNEL: the kernel was killed by signal 9 .* in cell In \[7\]"),
+    ("dies", r"E-KERNEL: the kernel ended with status 7 in .*; its last lines: .*r \| bad_free;"),
+    ("memory", r"E-MEMORY: cell In \[7\] of .*: memory ran out \(MemoryError\); close "),
     ("slow", r"E-TIMEOUT: cell In \[7\] .* longer than 8 seconds"),
     ("secret", r"E-SECRET: In \[7\] shows a Hugging Face token"),
 ])  # fmt: skip
-def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, fate, message):
+def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, capfd, fate, message):
     before = _files(project / "runs" / "mine")
+    monkeypatch.setenv("HOME", "/nonexistent")  # of which IPython would complain
     monkeypatch.setenv("PYTHONPATH", light)
     monkeypatch.setitem(runner.CELL_SECONDS, "smoke", 8)
     refusal = refused(message, run_notebook, "toy", "smoke", {"fate": fate}, folder=project)
@@ -131,6 +134,15 @@ def test_a_failed_run_leaves_a_copy_aside(ran, project, light, monkeypatch, fate
     assert json.loads((project / copy).read_text())["cells"]
     assert _files(project / "runs" / "mine") == before
     assert not [name for name in _files(project) if "/." in name]
+    assert capfd.readouterr() == ("", "") and "IPython" not in str(refusal)
+
+
+def test_a_kernel_that_cannot_start_says_why(fresh, light, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", f"{fresh}{os.pathsep}{light}")
+    (fresh / "ipykernel_launcher.py").write_text("raise RuntimeError('shadowed')")
+    message = "E-KERNEL: the kernel ended .*its last lines: .*RuntimeError: shadowed"
+    refused(message, run_notebook, "toy", "smoke", folder=fresh)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("protocol", "overrides", "code"), [

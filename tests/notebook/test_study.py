@@ -25,6 +25,14 @@ from tests.refusals import refused
 SETTINGS = {"tier": "study", "top_k": 4, "fate": "well"}
 # A shell starts background jobs with SIGINT ignored, and children inherit that.
 HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+DISK = """
+from moebook.notebook import study
+
+def full(*given, **more):
+    raise OSError(28, "No space left on device", "/place")
+
+study.run_notebook = full
+study.child()"""
 MAIN = "import sys; from moebook.cli import main; sys.exit(main())"
 
 
@@ -84,8 +92,12 @@ def same_bits(one, other):
 def test_other_seeds_than_ranges_a_changed_protocol_and_arms_without_any_are_refused(fresh):
     seeds = {"0-9": [*range(10)], "3": [3], "0-2,7": [0, 1, 2, 7], "7, 0-1": [7, 0, 1]}
     assert {text: study.seeds(text) for text in seeds} == seeds
-    for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 12345678".split(), ""]:
+    for text in [*"5-2 1,1 0-3,2 ten 1, -1 1- 1.5 0x1 1-2-3 1234567890".split(), ""]:
         refused(f"E-RANGE: --seeds {text}", study.seeds, text)
+    most = "names 10,000,000 seeds; expected at most 1,000 a call, since each is a run"
+    refused(f"E-RANGE: --seeds 0-9999999 {most}", study.seeds, "0-9999999")
+    assert len(study.seeds("0-998,2000")) == 1000
+    refused("E-RANGE: toy at nano: seed = 1001", study.study, "toy", "nano", [1001], folder=fresh)
     study.add(Run("toy", "nano", "study", 0, (), settings={**SETTINGS, "top_k": 3}), fresh)
     with pytest.raises(Refusal, match=r"E-POOL: protocol nano says top_k = 4, .* made with 3"):
         study.study("toy", "nano", [1], folder=fresh)
@@ -113,6 +125,20 @@ def test_of_each_seed_what_is_missing_runs(fresh, monkeypatch, capsys, arms, ask
     expected += [{"seed": 4, "arms": "third"}] if asked == "third" else []
     assert [job.overrides for job in begun] == expected
     assert capsys.readouterr().out.startswith(f"toy at nano: 2 seeds, {len(begun)} to run\n")
+
+
+@pytest.mark.parametrize(("code", "told"), [
+    ("raise MemoryError", r"E-MEMORY: memory ran out \(MemoryError\); close other programs"),
+    ("import os; os.kill(os.getpid(), 9)", r"E-RUN: it was killed by signal 9 \(out of mem"),
+    ("raise KeyError('x')", "E-RUN: it ended with status 1; its last lines: .* KeyError: 'x'"),
+    ("import sys; sys.exit('E-DISK: no room')", "E-DISK: no room"),
+    (DISK, r"E-DISK: OSError: \[Errno 28\] No space left on device: '/place'; make room there"),
+])  # fmt: skip
+def test_what_ended_a_run_is_told_in_one_line(tmp_path, monkeypatch, code, told):
+    monkeypatch.setattr(study, "CHILD", code)
+    ((_, outcome),) = side_by_side([Job("toy", "nano")], tmp_path, 1)
+    assert isinstance(outcome, Refusal) and "\n" not in str(outcome)
+    assert re.match(told, str(outcome)), outcome
 
 
 def test_an_interrupt_ends_all_processes_and_starts_no_more(tmp_path, monkeypatch):
