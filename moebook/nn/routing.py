@@ -253,7 +253,8 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
     for _ in range(PROBES):
         for parameter in twin.parameters():
             parameter.normal_(0, spread, generator=generator)
-        outputs.append(twin.forward(tokens, *others))  # without the hooks that it has copied
+        with torch.autocast(tokens.device.type, enabled=False):
+            outputs.append(twin.forward(tokens, *others))  # without the hooks that it has copied
     logits, weights, ids = (torch.cat(parts).double() for parts in zip(*outputs, strict=True))
     chosen = ids.long()
     for gates in (

@@ -13,7 +13,9 @@ from torch import nn
 from moebook.analysis import clusters, routers, routing
 from moebook.analysis.clusters import panels, project, purity
 from moebook.methods import upcycling
+from moebook.models.anatomy import sparse_layers
 from moebook.training import step_memory
+from tests.families import of_family
 from tests.refusals import refused
 
 each_family = pytest.mark.parametrize("family", ["upcycled", "Mixtral", "Olmoe", "Qwen3Moe"])
@@ -80,6 +82,23 @@ def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model
     layers = routers.statistics(model, [batch])
     for name, mean in means.items():
         assert mean == pytest.approx((layers[name][0] + layers[name][1]) / 2)
+
+
+@pytest.mark.parametrize("kind", ["hunyuan_v1_moe", "afmoe", "gpt_oss", "laguna"])
+def test_gradients_take_in_all_that_trains_of_a_router(kind, batch):
+    """Of a layer inside it, and of a bias, but not of one that the family keeps from training."""
+    model = of_family(kind)
+    frame = routers.gradients(model, batch)
+    model(**batch).loss.backward()
+    layers = sparse_layers(model)
+    assert frame.layer.tolist() == [layer.index for layer in layers]
+    for norm, layer in zip(frame.gradient, layers, strict=True):
+        grads = [p.grad.norm() for p in layer.router.parameters() if p.grad is not None]
+        assert norm == pytest.approx(math.hypot(*grads), rel=1e-5) and norm > 0
+    assert routers.reach(model, batch) > 0
+    for layer in layers:
+        layer.router.requires_grad_(False)
+    refused("E-MODEL: a router does not require a gradient", routers.gradients, model, batch)
 
 
 @each_family
