@@ -1,4 +1,5 @@
 """Modules that the methods put into a host model: routers, adapters, full experts."""
 
+from moebook.nn.dropout import Dropout, dropout
 from moebook.nn.experts import AdapterMoE, Adapters, ChosenRows, ExpertMoE, Experts, SplitExperts
 from moebook.nn.routing import Router, Trace, balance, evaluating, hooked, observe, routers

@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moebook.errors import refuse, shown
 from moebook.kernels import Bank, Routing, adapters, experts, grouped, split_experts
 from moebook.kernels.dispatch import Floating, shapes
+from moebook.nn.dropout import dropout
 from moebook.nn.routing import Router
 from moebook.settings import Share, Size, checked
 
@@ -160,7 +160,7 @@ class Adapters(nn.Module):
 
     def forward(self, h: Tensor, routing: Routing) -> Tensor:
         """Return ``h [T, D]`` plus the weighted adapters' outputs."""
-        source = F.dropout(h, self.dropout) if self.training and self.dropout else None
+        source = dropout(h, self.dropout) if self.training and self.dropout else None
         scale = self.scale if self.training else self.served_scale
         return adapters(h, routing, self.down, self.up, scale=scale, source=source)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from moebook.errors import refuse
 from moebook.kernels.dispatch import shapes
 from moebook.kernels.lora_mixture import lora_mixture
+from moebook.nn.dropout import dropout
 from moebook.nn.routing import Router
 from moebook.settings import Positive, Share, checked
 
@@ -65,7 +66,7 @@ class LoraMixture(nn.Module):
         base = self.base_layer(x)
         source = x.to(self.down.dtype)
         if self.training and self.dropout:
-            source = F.dropout(source, self.dropout)
+            source = dropout(source, self.dropout)
         gates = self._gates(x, base, source) * self.ratios
         return lora_mixture(source, base, gates, self.down, self.up, self.scale)
 

@@ -29,6 +29,7 @@ from moebook.kernels import route
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rocket.bank import Bank, check_alike
 from moebook.methods.rocket.loras import Lora
+from moebook.nn import dropout
 
 Mix = Literal["factors", "outputs", "root"]
 
@@ -188,7 +189,7 @@ class Mixed(nn.Module):
         """Return ``[..., O]`` for ``x [..., D]``, in the dtype of the base's output."""
         base, source = self.base_layer(x), x.to(self.down.dtype)
         if self.training and self.dropout:
-            source = F.dropout(source, self.dropout)
+            source = dropout(source, self.dropout)
         weights = self.weigh(x).to(source.dtype)
         if self.mix == "outputs":
             gates = weights.expand(*x.shape[:-1], -1)

@@ -134,7 +134,7 @@ class FFN(nn.Module):
         down, up = self.downs[name], self.ups[name]
         source = x.to(down.dtype)
         if self.training and self.dropout:
-            source = F.dropout(source, self.dropout)
+            source = mnn.dropout(source, self.dropout)
         return lora_mixture(source, base, gates, down, up, self.scale)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 
 from moebook import training
@@ -24,6 +24,7 @@ from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
 from moebook.methods.rocket.loras import Lora
 from moebook.models.checkpoint import fingerprint
+from moebook.models.lora import in_wrapper
 from moebook.results import formed, locked
 
 Bank = Mapping[str, Lora]
@@ -171,7 +172,7 @@ def tune(
     learning = {path: p.requires_grad for path, p in model.named_parameters()}
     with torch.random.fork_rng():
         torch.manual_seed(settings["seed"])
-        wrapped = get_peft_model(model, config)
+        wrapped = in_wrapper(model, config)
     try:
         losses = training.fit(wrapped, encoded, **settings).loss
         down, up = {}, {}

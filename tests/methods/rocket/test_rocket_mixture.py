@@ -13,6 +13,7 @@ from moebook.errors import Refusal
 from moebook.methods import rocket
 from moebook.methods.rocket import mixture
 from moebook.models.checkpoint import fingerprint
+from moebook.nn import Dropout
 from moebook.nn.lora_mixture import LoraMixture
 from tests.refusals import refused
 
@@ -33,7 +34,7 @@ def test_one_expert_equals_pefts_lora(training, alpha, base, batch, lora, tmp_pa
     peft = PeftModel.from_pretrained(base(), folder, is_trainable=True)
     for part in peft.modules():  # a saved LoRA has no dropout; put the mixture's on both
         if hasattr(part, "lora_dropout"):
-            part.lora_dropout["default"] = torch.nn.Dropout(0.25)
+            part.lora_dropout["default"] = Dropout(0.25)
     mixed = mixture.build(model, [one], rocket.Config(**ONE, lora_dropout=0.25))
     outputs = []
     for each in (peft, mixed):
