@@ -24,14 +24,23 @@ import lxml.html
 from lxml import etree
 
 from moebook import results
-from moebook.errors import refuse, refuse_unknown
+from moebook.errors import located, refuse, refuse_unknown, shown
 from moebook.notebook import parameters, sources
 from moebook.notebook.session import CURVE, GLUE, NOTE, RECORDED, VALUE, injected
 from moebook.notebook.sources import Notebook
 from moebook.results.runs import Run, plain, restored
 
-NOTES = {"environment": dict, "modules": dict, "rows": dict, "files": dict,
-         "arms": list, "known": list}  # fmt: skip
+NOTES: dict[str, type[dict] | type[list] | type[str]] = {
+    "parameters": dict,  # as `begin` checked them
+    "cells": dict,  # the hash of each cell that ran, by its number
+    "begun": str,  # when, unless the runner knows
+    "environment": dict,
+    "modules": dict,
+    "rows": dict,
+    "files": dict,
+    "arms": list,
+    "known": list,
+}
 
 _ANSI = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
@@ -72,8 +81,9 @@ _ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
-    """Number the code cells from 1, as a fresh kernel does."""
-    return list(enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), start=1))
+    """Number the code cells from 1, as a fresh kernel does, which runs no empty ones."""
+    code = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return list(enumerate((cell for cell in code if cell["source"].strip()), start=1))
 
 
 def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
@@ -94,10 +104,8 @@ def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
 
 
 def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any | None:
-    kind = output["output_type"]
-    if kind == "error":
-        refuse("E-OUTPUT", f"{where} holds an error: {output['ename']}: {output['evalue'][:200]}")
-    if kind == "stream":
+    _forbid_error(output, where)
+    if output["output_type"] == "stream":
         if output["name"] != "stdout":
             dropped[output["name"]] += 1
             return None
@@ -108,6 +116,12 @@ def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any
     hidden = data.keys() & {*RECORDED, NOTE}
     metadata = _only(output.get("metadata", {}), ("scrapbook",) if hidden else ())
     return output | {"data": data, "metadata": metadata} if data else None
+
+
+def _forbid_error(output: Any, where: str) -> None:
+    if output["output_type"] == "error":
+        error = f"{output.get('ename')}: {output.get('evalue', '')[:200]}"
+        refuse("E-OUTPUT", f"{where} holds an error: {error}")
 
 
 def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
@@ -121,6 +135,8 @@ def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
     if mime in RECORDED:
         kind = RECORDED[mime]
         return plain(restored(kind, content, f"a recorded {kind.__name__.lower()}"))
+    if mime == NOTE and isinstance(content, dict) and "parameters" in content:
+        return content  # the cells show these values as they are
     return json.loads(_text(json.dumps(content), folder, dropped)) if mime == NOTE else None
 
 
@@ -215,14 +231,58 @@ def values(notebook: Any, mime: str = VALUE) -> tuple[Any, ...]:
 
 
 def notes(notebook: Any) -> dict[str, Any]:
-    """Gather what a notebook notes of its run: environment, modules, arms, rows, files."""
+    """Gather what a notebook notes of its run, by the names in `NOTES`."""
     facts: dict[str, Any] = {name: kind() for name, kind in NOTES.items()}
     for where, content in _outputs(notebook, NOTE):
         for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
             if not isinstance(fact, NOTES.get(name, ())):
                 refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
+            if name == "parameters" and facts[name]:
+                refuse("E-OUTPUT", f"{where} begins a second run; a notebook holds one")
             facts[name] = facts[name] | fact if isinstance(fact, dict) else fact
     return facts
+
+
+def check_run(executed: Any, given: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse an executed notebook unless a fresh kernel ran all of it once, in order, as it stands.
+
+    ``given`` are the parameters that it should have run with: those that were asked for, or that
+    its cells show. They are compared with the ``facts`` that the kernel noted (`notes`).
+
+    Raises:
+        Refusal: ``E-OUTPUT`` where a cell failed or did not run in its order; ``E-RUN`` where a
+            cell was changed after it ran; ``E-PARAMETER`` where the kernel had other values.
+    """
+    again = "restart the kernel and run all"
+    for number, cell in code_cells(executed):
+        for output in cell["outputs"]:
+            _forbid_error(output, f"In [{number}]")
+        if (count := cell["execution_count"]) != number:
+            ran = "did not run" if count is None else f"ran as In [{count}], not as In [{number}]"
+            refuse("E-OUTPUT", f"code cell {number} {ran}; {again}")
+    if not facts["parameters"]:
+        refuse("E-RUN", f"no note of `notebook.begin` says with which parameters it ran; {again}")
+    for name in sorted(given.keys() | facts["parameters"].keys()):
+        asked = given.get(name, "absent")
+        had = facts["parameters"].get(name, "absent")
+        if asked != had:
+            why = "a cell changed it, or its cell was changed later"
+            found = f"{name} should be {shown(asked)}, and the kernel had {shown(had)}"
+            refuse("E-PARAMETER", f"{found}: {why}; {again}")
+    if odd := _other_cell(executed, facts["cells"]):
+        refuse("E-RUN", f"In [{odd}] is not the cell that ran, or its output is gone; {again}")
+
+
+def _other_cell(executed: Any, noted: Mapping[str, str]) -> str | None:
+    """Find a cell, up to the last one that the kernel noted, whose hash is not the noted one."""
+    sources = {str(number): cell["source"] for number, cell in code_cells(executed)}
+    if gone := noted.keys() - sources.keys():
+        return min(gone)
+    last = max(map(int, noted), default=0)
+    for number in map(str, range(1, last + 1)):
+        if noted.get(number) != results.files.cell_digest(sources[number]):
+            return number
+    return None
 
 
 def _outputs(notebook: Any, mime: str) -> Iterator[tuple[str, Any]]:
@@ -243,10 +303,14 @@ def seconds(executed: Any) -> dict[str, Any]:
 def harvest(
     executed: Any, source: Notebook, protocol: str, folder: Path, manifest: Mapping[str, Any]
 ) -> Run:
-    """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``."""
+    """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``.
+
+    It is refused unless the kernel had these and ran what the notebook shows (`check_run`).
+    """
     facts, given = notes(executed), manifest["parameters"]
+    check_run(executed, given, facts)
     lock = results.digest(results.part(folder, "requirements.lock"))
-    code = {"notebook": results.files.source(source.path), "lock": lock}
+    code = {"notebook": results.files.cells_digest(executed["cells"]), "lock": lock}
     known = {"environment": facts["environment"], "known_arms": facts["known"]}
     known |= {"files": facts["files"]} if facts["files"] else {}
     return Run(
@@ -280,13 +344,22 @@ def read_notebook(path: Path, folder: Path) -> Run:
         refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
     name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
     refuse_unknown(name, known, "E-NOTEBOOK", f"{path.name} records values of '{name}';")
-    # papermill's cell is tagged, also in copies whose other metadata are gone
-    tagged = [cell["source"] for cell in executed["cells"]
-              if "injected-parameters" in cell["metadata"].get("tags", [])]  # fmt: skip
-    given = injected(tagged[-1], path.name) if tagged else {}
+    given = dict[str, object]()
+    for cell in executed["cells"]:
+        # papermill's cell is tagged, also in copies whose other metadata are gone
+        if "injected-parameters" in cell["metadata"].get("tags", []):
+            given |= injected(cell["source"], path.name)
     parameters.check(source.parameters, given, path.name)
     manifest = {"parameters": source.defaults | given, "overrides": {}, "peak_memory": None}
-    manifest |= seconds(executed)
-    if date := executed["metadata"].get("papermill", {}).get("end_time"):
-        manifest["date"] = date
-    return replace(harvest(executed, source, "mine", folder, manifest), notebook=name)
+    manifest |= _papermills(executed)
+    with located(path.name):
+        run = harvest(executed, source, "mine", folder, manifest)
+    return replace(run, notebook=name)
+
+
+def _papermills(executed: Any) -> dict[str, Any]:
+    """Read when papermill ended and what it measured, unless a kernel has begun after that."""
+    end = executed["metadata"].get("papermill", {}).get("end_time")
+    if end and notes(executed)["begun"] <= end:
+        return seconds(executed) | {"date": end}
+    return {"seconds": None, "cell_seconds": {}}

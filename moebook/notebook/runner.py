@@ -227,10 +227,11 @@ def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
     logging.getLogger("papermill").addHandler(logging.NullHandler())
     notebook, folder = request.notebook, request.folder
     limit, before = CELL_SECONDS.get(str(request.settings["tier"])), os.times()
+    source = _executable(notebook.path)
     with kernel(folder, staged.parent, request.resume) as manager:
         try:
             papermill.execute_notebook(
-                nbformat.read(notebook.path, as_version=4),
+                source,
                 str(staged),
                 parameters=request.settings,
                 kernel_name="python3",
@@ -268,6 +269,19 @@ def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
     if lacks_memory(text):
         return "E-MEMORY", f"{where}: {no_memory(text)}"
     return "E-CELL", f"{where}: {text}"
+
+
+def _executable(path: Path) -> nbformat.NotebookNode:
+    """Read a notebook as papermill takes it, where cells need ids of their own with these."""
+    notebook, taken = results.read_ipynb(path), {None}
+    for number, cell in enumerate(notebook["cells"]):
+        if odd := {"raises-exception", "skip-execution"} & {*cell["metadata"].get("tags", [])}:
+            tag = f"a cell is tagged {min(odd)}, and a run has all cells and no error"
+            refuse("E-NOTEBOOK", f"notebooks/{path.name}: {tag}; take the tag away")
+        if notebook["nbformat_minor"] >= 5 and cell.get("id") in taken:
+            cell["id"] = f"cell-{number}"
+        taken.add(cell.get("id"))
+    return nbformat.from_dict(notebook)
 
 
 def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> Run:

@@ -10,16 +10,19 @@ import ast
 import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebook import results, runtime
-from moebook.errors import nearest, refuse
+from moebook.errors import nearest, refuse, shown
 from moebook.notebook import parameters
-from moebook.notebook.parameters import Parameter
+from moebook.notebook.parameters import Parameter, Scalar
 from moebook.results.runs import Curve, Value, rounded
 from moebook.settings import Presets
 
@@ -36,11 +39,53 @@ GLUE = "application/papermill.record/"  # prefix under which {glue} finds any of
 Arm = TypeVar("Arm")
 
 
+@dataclass
+class Witness:
+    """What the kernel of a run sees: the parameters that `begin` checked, and each cell that ran.
+
+    An executed notebook shows texts that its reader may have changed since. So the kernel notes the
+    parameters and a hash of each cell itself, and `publish` compares the texts with that.
+    """
+
+    parameters: Mapping[str, Scalar]  # as `begin` checked them
+    names: Mapping[str, Any]  # the notebook's variables, as they are now
+    cells: Sequence[str]  # the source of each cell that has run, from In[1] on
+    changed: dict[str, object] = field(default_factory=dict)  # parameters that a cell set anew
+    noted: int = 1  # of the next cell to note
+
+    def look(self) -> None:
+        """Remember the parameters that have another value than `begin` checked."""
+        for name, value in self.parameters.items():
+            now = self.names.get(name, value)
+            if not _is_still(value, now):
+                self.changed[name] = now
+
+    def note(self) -> None:
+        """Note the cells that have run since the last note; refuse changed parameters."""
+        self.look()
+        for name, now in self.changed.items():
+            pair = f"{shown(self.parameters[name])} for `begin`, and a cell made it {shown(now)}"
+            fix = "set it in the parameters cell, and run all from there"
+            refuse("E-PARAMETER", f"{name} was {pair}; {fix}")
+        numbers = range(self.noted, len(self.cells))
+        if ran := {str(n): results.files.cell_digest(self.cells[n]) for n in numbers}:
+            _note(cells=ran)
+        self.noted = len(self.cells)
+
+
+def _is_still(value: Scalar, now: object) -> bool:
+    """Whether a variable holds its parameter's value, or what a text names (arms, a device)."""
+    if isinstance(value, str):
+        return now == value or not isinstance(now, str)
+    return isinstance(now, Number) and now == value
+
+
 @dataclass(frozen=True)
 class Run:
     """A checked and seeded run of a notebook at one scale, one of `results.TIERS`."""
 
     tier: str
+    witness: Witness = field(default_factory=lambda: Witness({}, {}, ()))
 
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
         """Return the known arms that ``text``, the parameter ``arms``, names, and note them."""
@@ -69,6 +114,7 @@ class Run:
         ``unit`` one of `results.UNITS`; the finite ``value``, NumPy's and torch's too, is the mean
         of the ``items``, one per test row.
         """
+        self.witness.note()
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)
         _leave(name, {VALUE: results.plain(measured), f"{GLUE}text/plain": repr(measured.value)})
@@ -77,6 +123,7 @@ class Run:
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
     ) -> None:
         """Keep a line that a figure over seeds needs; its positions ``x`` are 1, 2, ... if None."""
+        self.witness.note()
         heights = rounded(y)
         positions = range(1, len(heights) + 1) if x is None else x
         line = Curve(name, unit, tuple(map(float, positions)), heights)
@@ -103,33 +150,48 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
 
     Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters: with the
     sources executed so far and the variables as they are now. The parameters cell is the latest
-    one that holds nothing but annotated assignments, ``tier`` among them.
+    one that holds nothing but annotated assignments, ``tier`` among them. What these variables hold
+    is noted as the run's parameters, and must stay: `Run.record` refuses where a cell has set one
+    to another value.
     """
     index, declared = _declared(cells)
-    for source in cells[index + 1 :]:
-        if source.lstrip().startswith("# Parameters"):  # papermill's
-            parameters.check(declared, injected(source, "notebook"), "injected parameters")
     if missing := [name for name in declared if name not in names]:
         refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
-    parameters.check(declared, {name: names[name] for name in declared}, "parameters")
+    values = {name: names[name] for name in declared}
+    parameters.check(declared, values, "parameters")
+    given = _given(cells[index + 1 :])
+    parameters.check(declared, given, "injected parameters")
+    for name, value in given.items():
+        if values[name] != value:
+            pair = f"given as {shown(value)}, and a cell made it {shown(values[name])}"
+            refuse("E-PARAMETER", f"{name} was {pair} before `begin`; take that cell away")
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
+    witness = Witness(values, names, _as_written(cells))
     _note(environment=runtime.environment())
-    _note_code()
+    _note(parameters=values)
+    if runtime.RESUME not in os.environ:  # else the runner knows when
+        _note(begun=datetime.now(UTC).isoformat(timespec="seconds"))
+    witness.note()
+    _after_each_cell(witness)
     _show_tables()
     if drawing := sys.modules.get("moebook.plotting"):  # which the first cell has imported
         drawing.style()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
-    return Run(names["tier"])
+    return Run(names["tier"], witness)
 
 
-def _note_code() -> None:
-    """Note the hashes of the package's files that are loaded now, and of others after each cell."""
+def _after_each_cell(witness: Witness) -> None:
+    """Note hashes of the package's files that are loaded, now and after each cell that loads some.
+
+    After each cell the ``witness`` looks whether it set a parameter to another value.
+    """
     from IPython import get_ipython
 
     shell, noted = get_ipython(), dict[str, str]()
 
     def note(*_: object) -> None:
+        witness.look()
         if now := results.files.loaded(noted):
             noted.update(now)
             _note(modules=now)
@@ -190,11 +252,31 @@ def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:
     refuse("E-NOTEBOOK", "no parameters cell was executed: lines of name: type = default  # help")
 
 
+def _as_written(cells: Sequence[str]) -> Sequence[str]:
+    """Return the cells without what IPython makes of its own syntax, where it keeps them."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return cells if shell is None else shell.history_manager.input_hist_raw
+
+
+def _given(cells: Sequence[str]) -> dict[str, object]:
+    """Read what papermill injected: its cell follows the parameters cell. A kernel sees no tags."""
+    first = cells[0] if cells else ""
+    named = first.lstrip().partition("\n")[0].strip() == "# Parameters"
+    return injected(first, "notebook") if named else {}
+
+
 def injected(source: str, where: str) -> dict[str, object]:
-    """Read a cell that papermill injected; it may hold nothing but ``name = literal``."""
+    """Read a cell that papermill injected; it may hold nothing but ``name = literal``.
+
+    The paths that papermill itself adds, by ``--inject-paths`` and its like, are left out.
+    """
     values: dict[str, object] = {}
     for statement in parameters.statements(source, f"{where}, injected cell"):
         match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name.startswith("PAPERMILL_"):
+                continue
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 values[name] = parameters.literal(value, f"{where}: injected {name}")
             case _:

@@ -95,8 +95,15 @@ def _bundle(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(part: Any) -> Any:
-    """Give a notebook or cell the metadata that the format asks for, be they empty."""
-    return {"metadata": {}, **part} if isinstance(part, dict) else part
+    """Give a notebook or cell what the format asks for, be it empty, where tools leave it out."""
+    if not isinstance(part, dict):
+        return part
+    given = {"metadata": {}, **part}
+    if "cells" in given:
+        return {"nbformat_minor": 4, **given}  # the last one whose cells need no ids
+    if given.get("cell_type") == "code":
+        return {"execution_count": None, "outputs": [], **given}
+    return given
 
 
 class _Papermill(TypedDict, total=False):
@@ -123,12 +130,14 @@ class _Cell(TypedDict, total=False):
     cell_type: Required[Literal["code", "markdown", "raw"]]
     source: Required[Text]
     metadata: Required[_Metadata]
+    execution_count: int | None
     outputs: list[_Output]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class _Notebook(TypedDict):
     nbformat: Literal[4]
+    nbformat_minor: Annotated[int, Field(ge=0)]
     metadata: _Metadata
     cells: list[Annotated[_Cell, BeforeValidator(_described)]]
 

@@ -16,7 +16,7 @@ from moebook.methods import upcycling
 from moebook.notebook import publish
 from moebook.notebook.compare import compare
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE, table
-from moebook.results import Curve, Run, Value
+from moebook.results import Curve, Run, Value, files
 from tests.refusals import refused
 
 FOLDER = Path("/srv/project/toy")
@@ -156,6 +156,7 @@ def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
     assert publish.notes(new_notebook(cells=cells)) == {
         "modules": {"a.py": "1", "b.py": "2"}, "arms": ["x"], "known": ["x", "y"],
         "rows": {"train": "3"}, "environment": {}, "files": {},
+        "parameters": {}, "cells": {}, "begun": "",
     }  # fmt: skip
 
 
@@ -184,20 +185,27 @@ def values(sparse, dense, seed=0):
     return tuple(Value(f"pesc/{a}/accuracy", x + seed / 1000, "share") for a, x in scores)
 
 
-def cell(source, tags, outputs):
-    facts = {"cell_type": "code", "metadata": {"tags": tags}}
+def cell(source, tags=(), bundles=()):
+    outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in bundles]
+    facts = {"cell_type": "code", "metadata": {"tags": [*tags]}, "execution_count": None}
     return {**facts, "source": source, "outputs": outputs}
 
 
 def reader(folder, shown, note=None, **parameters):
-    """A reader's executed notebook, with what papermill set."""
+    """A reader's executed notebook, with what papermill set and the kernel noted."""
     injected = "\n".join(["# Parameters", *(f"{k} = {v!r}" for k, v in parameters.items())])
+    begun = {"parameters": {"tier": "cpu", "seed": 0, "steps": 100} | parameters}
+    begun["begun"] = "2026-11-27T09:23:57+00:00"
     bundles = [{VALUE: results.plain(value)} for value in shown]
     bundles += [{NOTE: note}] if note is not None else []
-    outputs = [{"output_type": "display_data", "data": data, "metadata": {}} for data in bundles]
-    cells = [cell(PARAMETERS, ["parameters"], []), cell(injected, ["injected-parameters"], []),
-             cell("run.record(...)", [], outputs)]  # fmt: skip
-    metadata = {"papermill": {"version": "2.7.0", "duration": 12.34}}
+    cells = [cell(PARAMETERS, ["parameters"]), cell(injected, ["injected-parameters"]),
+             cell("run = begin(In, globals())", bundles=[{NOTE: begun}]),
+             cell("run.record(...)", bundles=bundles)]  # fmt: skip
+    for number, one in enumerate(cells, start=1):
+        one["execution_count"] = number
+    begun["cells"] = {str(n): files.cell_digest(one["source"]) for n, one in enumerate(cells, 1)}
+    times = {"duration": 12.34, "end_time": "2026-11-27T09:24:01.629695+00:00"}
+    metadata = {"papermill": {"version": "2.7.0", **times}}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": cells}
     path = folder / "my_run.ipynb"
     path.write_text(json.dumps(notebook), encoding="utf-8")
@@ -208,7 +216,7 @@ def reader(folder, shown, note=None, **parameters):
 def empty(tmp_path):
     """A project of two notebooks that nothing was run of."""
     for name in ("00_bases", "01_pesc"):
-        page = {"nbformat": 4, "cells": [cell(PARAMETERS, ["parameters"], [])]}
+        page = {"nbformat": 4, "cells": [cell(PARAMETERS, ["parameters"])]}
         results.write(tmp_path / "notebooks" / f"{name}.ipynb", json.dumps(page))
     return tmp_path
 

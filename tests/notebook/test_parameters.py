@@ -97,7 +97,8 @@ def test_begin_refuses_a_wrong_injected_cell(injected, code):
 
 def test_begin_knows_the_tier_checks_what_is_there_now_and_seeds_everything():
     assert _begin(CELL) == "cpu"
-    assert _begin(CELL, '# Parameters\ntop_k = 1\ntier = "smoke"\n', tier="smoke") == "smoke"
+    given = '# Parameters\ntop_k = 1\ntier = "smoke"\n'
+    assert _begin(CELL, given, tier="smoke", top_k=1) == "smoke"
     refused("top_k = 99", _begin, CELL, top_k=99)
     edited = CELL.replace("[1, 64]", "[1, 128]")
     assert _begin(CELL, "%time 1", "answer: int = 42", edited, top_k=99) == "cpu"

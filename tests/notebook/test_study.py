@@ -364,8 +364,7 @@ def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch
     before, other = path.read_bytes(), fresh / "other.ipynb"
     for old, new, message in (
         ("seed = 5", "seed = 5", "E-POOL: toy/nano, seed 5: two files hold the arm left"),
-        ("top_k = 4", "top_k = 3", "E-PROTOCOL: other.ipynb is of no protocol; beside 'nano' top"),
-        ('tier = \\"study\\"', 'tier = \\"cpu\\"', "E-PROTOCOL: other.ipynb is of no protocol"),
+        ("top_k = 4", "top_k = 3", "E-PARAMETER: other.ipynb: top_k should be 3, and the kernel"),
         ('"end_time": "', '"end": "', "E-RUN: other.ipynb does not say when it was executed"),
         ("toy/", "tyo/", "E-NOTEBOOK: other.ipynb records values of 'tyo'; did you mean 'toy'"),
     ):
@@ -374,3 +373,8 @@ def test_what_plain_papermill_left_is_taken_in_once(fresh, tmp_path, monkeypatch
         assert cli.main(["study", "--add", str(other)]) == 2
         assert capsys.readouterr().err.startswith(message)
         assert [p.read_bytes() for p in path.parent.iterdir()] == [before]
+    for word, value, message in (("top_k", "3", "; beside 'nano' top_k = 3"), ("tier", "cpu", "")):
+        assert mill(source, other, *options, "-p", word, value) == ""
+        assert cli.main(["study", "--add", str(other)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"E-PROTOCOL: other.ipynb is of no protocol{message}")
