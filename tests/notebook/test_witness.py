@@ -234,18 +234,22 @@ def insert(folder, source, behind):
 
 
 SCRATCH = "# try\nseed = 9\ntop_k = 50"
+READERS = [
+    ("tier: str", [SCRATCH], r"In \[5\] .*: top_k was given as 1, and a cell made it 50"),
+    ("notebook.begin", [SCRATCH], r"In \[6\] .*: seed was 3 for `begin`, and a cell made it 9"),
+    ("notebook.begin", ["seed = 9", "seed = 3"], r"In \[7\] .*: seed was 3 .* made it 9"),
+]
 
 
-@pytest.mark.parametrize(("behind", "message"), [
-    ("tier: str", r"E-PARAMETER: cell In \[5\] .*: top_k was given as 1, and a cell made it 50"),
-    ("notebook.begin", r"E-PARAMETER: cell In \[6\] .*: seed was 3 for `begin`, and a cell made"),
-])  # fmt: skip
+@pytest.mark.parametrize(("behind", "sources", "message"), READERS)
 def test_a_readers_cell_that_sets_parameters_anew_ends_the_run(
-    fresh, light, monkeypatch, behind, message
+    fresh, light, monkeypatch, behind, sources, message
 ):
     monkeypatch.setenv("PYTHONPATH", light)
-    insert(fresh, SCRATCH, behind)
-    refused(message, run_notebook, "toy", "smoke", {"seed": 3}, folder=fresh)
+    for source in reversed(sources):
+        insert(fresh, source, behind)
+    expected = f"E-PARAMETER: cell {message}"
+    refused(expected, run_notebook, "toy", "smoke", {"seed": 3}, folder=fresh)
     assert not list(fresh.glob("runs/mine/**/*.parquet"))
 
 
