@@ -34,6 +34,7 @@ from moebook.papers import printed
 from moebook.results import Curve, Run, Value, store
 from moebook.training.checkpoints import History, Store
 from recipes.pretrain import Recipe
+from tests.notebook.conftest import ran
 
 PACKAGE = results.files.PACKAGE
 Get = Callable[[str], Any]  # of a fixture by its name
@@ -177,6 +178,7 @@ def make_project(folder: Path, get: Get) -> None:
     (folder / "notebooks" / "01_toy.ipynb").write_text(json.dumps(notebook))
     (folder / "notebooks" / "01_toy.nano.yaml").write_text("tier: study\ntop_k: 4\nlr: 0.25\n")
     notebook.cells[-1].outputs = shown
+    ran(notebook, tier="smoke", seed=0, top_k=2, lr=0.1)
     page = folder / "book" / "notebooks" / "01_toy.ipynb"
     page.write_text(json.dumps(notebook))
     (folder / "mine.ipynb").write_text(json.dumps(notebook, indent=1))

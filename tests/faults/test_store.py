@@ -22,7 +22,7 @@ from moebook.notebook import book, runner, sources, study
 from moebook.notebook.session import VALUE
 from moebook.notebook.verifying import verify
 from moebook.results import Value, plain, store
-from tests.notebook.conftest import make_project
+from tests.notebook.conftest import make_project, ran
 
 PARAMETERS = """\
 tier: str = "smoke"  # scale {smoke, study}
@@ -38,6 +38,7 @@ def executed(request, staged):
     content = {"data": {VALUE: value}, "metadata": {}, "transient": {}}
     message = {"header": {"msg_type": "display_data"}, "content": content}
     notebook.cells[-1].outputs.append(output_from_msg(message))
+    ran(notebook, **request.notebook.defaults | request.settings)
     nbformat.write(notebook, staged)
     return {}
 

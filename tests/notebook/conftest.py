@@ -6,9 +6,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from moebook import results
+from moebook.notebook.session import NOTE
 
 REPOSITORY = Path(results.__file__).parents[2]
 
@@ -79,6 +80,17 @@ def make_project(folder, imports, parameters, sources, protocols):
     for name, text in protocols.items():
         (folder / "notebooks" / f"01_toy.{name}.yaml").write_text(text)
     return folder
+
+
+def ran(notebook, **parameters):
+    """Give a notebook the counts and the note of `begin` with which a kernel leaves it."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(code, start=1):
+        cell["execution_count"] = number
+    texts = {number: "".join(cell["source"]) for number, cell in enumerate(code, start=1)}
+    hashes = {str(number): results.files.cell_digest(text) for number, text in texts.items()}
+    note = {"parameters": parameters, "cells": hashes, "begun": "2026-11-27T09:23:57+00:00"}
+    code[0]["outputs"] = [new_output("display_data", {NOTE: note}), *code[0]["outputs"]]
 
 
 @pytest.fixture

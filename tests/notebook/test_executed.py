@@ -16,7 +16,8 @@ from moebook.methods import upcycling
 from moebook.notebook import publish
 from moebook.notebook.compare import compare
 from moebook.notebook.session import CURVE, GLUE, NOTE, VALUE, table
-from moebook.results import Curve, Run, Value, files
+from moebook.results import Curve, Run, Value
+from tests.notebook.conftest import ran
 from tests.refusals import refused
 
 FOLDER = Path("/srv/project/toy")
@@ -194,19 +195,15 @@ def cell(source, tags=(), bundles=()):
 def reader(folder, shown, note=None, **parameters):
     """A reader's executed notebook, with what papermill set and the kernel noted."""
     injected = "\n".join(["# Parameters", *(f"{k} = {v!r}" for k, v in parameters.items())])
-    begun = {"parameters": {"tier": "cpu", "seed": 0, "steps": 100} | parameters}
-    begun["begun"] = "2026-11-27T09:23:57+00:00"
     bundles = [{VALUE: results.plain(value)} for value in shown]
     bundles += [{NOTE: note}] if note is not None else []
     cells = [cell(PARAMETERS, ["parameters"]), cell(injected, ["injected-parameters"]),
-             cell("run = begin(In, globals())", bundles=[{NOTE: begun}]),
+             cell("run = begin(In, globals())"),
              cell("run.record(...)", bundles=bundles)]  # fmt: skip
-    for number, one in enumerate(cells, start=1):
-        one["execution_count"] = number
-    begun["cells"] = {str(n): files.cell_digest(one["source"]) for n, one in enumerate(cells, 1)}
     times = {"duration": 12.34, "end_time": "2026-11-27T09:24:01.629695+00:00"}
     metadata = {"papermill": {"version": "2.7.0", **times}}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": cells}
+    ran(notebook, **{"tier": "cpu", "seed": 0, "steps": 100} | parameters)
     path = folder / "my_run.ipynb"
     path.write_text(json.dumps(notebook), encoding="utf-8")
     return path
@@ -295,7 +292,7 @@ def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_w
 
 @pytest.mark.parametrize(("old", "new", "message"), [
     ("# Parameters", "steps = = 5", "E-NOTEBOOK: my_run.ipynb, injected cell, line 1: invalid"),
-    ('"outputs": [{', '"outputs": [3, {', r"E-NOTEBOOK: my_run.ipynb: cells\.2\.outputs\.0 is 3"),
+    ('"outputs": [{', '"outputs": [3, {', r"E-NOTEBOOK: my_run.ipynb: cells\.0\.outputs\.0 is 3"),
     ('{"nbformat": 4', '{"nbformat": ', "E-FORMAT: .*no JSON that can be read"),
     ("steps = 600", "x = " + "-" * 10**5 + "1", "E-NOTEBOOK: my_run.ipynb, injected cell, line 1"),
     ("steps = 600", "steps = 0", "E-RANGE: my_run.ipynb: steps = 0"),
