@@ -149,6 +149,7 @@ def _kept(mime, content):
 def test_recorded_values_curves_and_notes_pass_whole_and_are_harvested():
     assert publish.values(_kept(VALUE, VALUE_OF)) == (Value("toy/a", 0.5, "share", (0, 1)),)
     assert publish.values(_kept(VALUE, {k: v for k, v in VALUE_OF.items() if k != "items"}))
+    assert _kept(NOTE, {"parameters": {"base": "/home/me/model"}}), "as papermill's cell shows it"
     curve = Curve("toy/a", "nats", (1, 2), (0.5, 0.25))
     assert publish.values(_kept(CURVE, CURVE_OF), CURVE) == (curve,)
     parts = ({"modules": {"a.py": "1"}}, {"arms": ["x"], "known": ["x", "y"]},
