@@ -280,7 +280,7 @@ def withdrawn(folder: Path) -> str:
     told = []
     for entry in results.read_yaml(listed) if listed.is_file() else ():
         notebook, protocol = entry["runs"].split("/")
-        paths = sorted((place / notebook / protocol).glob("*.parquet"))
+        paths = results.files.own(place / notebook / protocol, "*.parquet")
         seeds = sorted({results.read_run(path).seed for path in paths})
         told.append({**entry, "notebook": notebook, "protocol": protocol, "seeds": seeds})
     return page("withdrawn", runs=told)

@@ -12,6 +12,8 @@ from moebook.notebook import publish, sources
 from moebook.results import Run, store
 from moebook.results.files import own
 
+WITHDRAWN = "withdrawn"  # below results/: pools that count no more
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -32,7 +34,9 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
     A run that is merely behind the code does not fail.
     """
     faults, shown = store.unsealed(folder), folder / "book" / "notebooks"
-    pools = {path for path in own(folder / "results", "*/*") if path.is_dir()} | faults.keys()
+    place = folder / "results"
+    places = {*own(place, "*/*"), *own(place / WITHDRAWN, "*/*")} - {*own(place / WITHDRAWN)}
+    pools = {path for path in places if path.is_dir()} | faults.keys()
     pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
              for path in own(shown, f"*.{kind}")}  # fmt: skip
     names = {path: path.parent.name for path in sorted(pools)}
@@ -55,6 +59,10 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
 
             seals = [checkpoint.verify(lora) for lora in own(path)]
             return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
+        if path.parents[1].name == WITHDRAWN:
+            runs = [results.read_run(run) for run in own(path, "*.parquet")]
+            seeds = ", ".join(str(run.seed) for run in runs)
+            return Finding(place, tuple(faults), f"seeds {seeds}, withdrawn, are as they were")
         pool = store.pool(path.parent.name, path.name, folder)
         if pool is None:
             return Finding(place, (*faults, "it holds no run"))

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.results import UNITS, formed, read_json, read_places, read_yaml
+from moebook.results.files import own
 from moebook.settings import settings
 
 if TYPE_CHECKING:  # who asks for claims alone, as `moebook list` does, needs no frames
@@ -80,7 +81,7 @@ def folder(paper: str) -> Path:
 
 def tables(paper: str) -> list[str]:
     """Names of a paper's tables in order, as `table` takes them: ``"1"``, ..., ``"figure_4"``."""
-    names = [path.stem.removeprefix("table_") for path in folder(paper).glob("*.csv")]
+    names = [path.stem.removeprefix("table_") for path in own(folder(paper), "*.csv")]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 1000, name))
 
 

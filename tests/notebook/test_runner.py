@@ -275,6 +275,18 @@ def test_verify_agrees_with_what_was_just_run(book):
     refused("E-NOTEBOOK: 'tyo' has no runs; did you mean 'toy'", verify, "tyo", book)
 
 
+def test_verify_reads_withdrawn_runs_that_no_pool_counts(book):
+    place = book / "results"
+    before = [*map(str, verify(None, book))]
+    apart = place / "withdrawn" / "toy" / "old" / "0.parquet"
+    store.keep(results.read_run(place / "toy" / "nano" / "0.parquet"), apart, book)
+    told = "ok    results/withdrawn/toy/old: seeds 0, withdrawn, are as they were"
+    assert [*map(str, verify(None, book))] == [*before[:1], told, *before[1:]]
+    apart.write_bytes(apart.read_bytes() + b" ")
+    (failed,) = (str(finding) for finding in verify(None, book) if finding.failures)
+    assert "results/withdrawn/toy/old: 0.parquet was altered" in failed
+
+
 def _dated(path):
     """Change the day of a run by the book's own code, digest and all."""
     run = results.read_run(path)
