@@ -231,8 +231,10 @@ def _expert_count(experts: nn.Module) -> int:
     """Return E, the number of a layer's routed experts."""
     if isinstance(experts, SplitExperts):
         return len(experts.slots)
-    fused = getattr(experts, "down_proj", getattr(experts, "down", None))  # or adapters
-    return len(experts) if isinstance(experts, nn.ModuleList) else len(fused)
+    if isinstance(experts, nn.ModuleList):
+        return len(experts)
+    fused: Any = getattr(experts, "down_proj", getattr(experts, "down", None))  # or adapters
+    return len(fused)
 
 
 def _expert_width(experts: nn.Module, shared: nn.Module | None, hidden: int) -> int:

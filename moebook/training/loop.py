@@ -392,9 +392,11 @@ class StepMemory:
 def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     """Count the bytes of a training step with AdamW by one pass ``model(**batch)``, in its mode.
 
-    What trains becomes float32 or wider first, as in `fit`.
+    What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
+    of token ids is checked.
     """
-    check_batch("step_memory", model, batch, labels=True)
+    if "input_ids" in batch:
+        check_batch("step_memory", model, batch, labels=True)
     widen(model)
     storages = (part.untyped_storage() for part in model.state_dict().values())
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}  # tied ones once
