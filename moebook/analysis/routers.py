@@ -98,7 +98,7 @@ def _trained(router: nn.Module) -> list[Tensor]:
 
 def _gradients(model: nn.Module, batch: Mapping[str, Any], weights: list[Tensor]) -> list[float]:
     """Return the norms of the loss's gradient at some parameters, which ask for one."""
-    check_batch("gradients", model, batch, labels=True)
+    check_batch("gradients", model, batch, needs=["labels"])
     inputs = send_to_device(batch, next(model.parameters()).device)
     with evaluating(model), torch.enable_grad():
         grads = torch.autograd.grad(model(**inputs).loss, weights, allow_unused=True)

@@ -11,8 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from moebook.errors import refuse, refuse_unknown
-
-IGNORED = -100  # label that the loss leaves out
+from moebook.nn.batch import IGNORED
 
 
 class Format(NamedTuple):

@@ -29,7 +29,7 @@ from moebook import __version__
 from moebook.errors import refuse, told
 from moebook.results import digest, locked, read_json
 from moebook.results.files import DATA, foreign
-from moebook.settings import restored, settings
+from moebook.settings import Place, checked, restored, settings
 
 MANIFEST, DIGEST, TENSORS = "MANIFEST.json", "MANIFEST.sha256", "trained.safetensors"
 _REPAIR = "restore the folder, or delete it where it can be made again"
@@ -60,6 +60,12 @@ def origin(model: nn.Module, kind: type[Kind]) -> Kind:
     return origin_or_none(model, kind) or refuse("E-MODEL", missing)
 
 
+@checked
+def place(folder: Place) -> Path:
+    """Return a folder's path, or refuse a name that no file system holds."""
+    return Path(folder)
+
+
 def save(
     folder: str | os.PathLike[str],
     source: Origin,
@@ -73,8 +79,9 @@ def save(
     facts = TypeAdapter(type(source)).dump_python(source, mode="json")
     facts["dtypes"] = sorted({str(tensor.dtype) for tensor in tensors.values()})
     content = {TENSORS: packed(tensors), **(files or {})}
+    target = place(folder)
     try:
-        return write(Path(folder), content, form=f"{source.method}/2", version=__version__, **facts)
+        return write(target, content, form=f"{source.method}/2", version=__version__, **facts)
     except OSError as error:
         raise told(error, f"{folder} is not saved") from None
 
@@ -93,7 +100,7 @@ def load(
     tried on a `hollow` copy first, so that a refusal leaves the model untouched. ``given`` holds
     fields of the origin that the manifest lacks. The model may be one that the method has altered.
     """
-    folder = Path(folder)
+    folder = place(folder)
     if not folder.is_dir():
         refuse("E-NOFILE", f"{folder} is missing: expected a checkpoint of {kind.method}")
     facts = verify(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moebook.errors import refuse
 from moebook.kernels.dispatch import shapes
 
+IGNORED = -100  # label that the loss leaves out
 IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
 
 
@@ -21,42 +22,43 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def check_batch(
-    who: str, model: nn.Module, batch: Mapping[str, Any], *, labels: bool = False
+    who: str, model: nn.Module, batch: Mapping[str, Any], *, needs: Collection[str] = ()
 ) -> None:
     """Refuse a batch of token ids ``[B, T]`` that a user brings and a model cannot take.
 
-    ``attention_mask [B, T]`` holds 1 and 0, ``labels [B, T]`` tokens, or what is below 0 where
-    nothing is asked; those of `training.batches`, which go with ``logits_to_keep``, begin later.
-    Values on a GPU are not looked at, which would wait for it.
+    ``needs`` names what the batch must hold beside them, of labels one at least that is asked.
+    ``attention_mask [B, T]`` holds 1 and 0, ``labels [B, T]`` tokens, or `IGNORED`; those of
+    `training.batches`, which go with ``logits_to_keep``, begin later. Values on a GPU are not
+    looked at, which would wait for it.
     """
-    wanted = [IDS, LABELS] if labels else [IDS]
-    if missing := [name for name in wanted if name not in batch]:
+    if missing := [name for name in (IDS, *needs) if name not in batch]:
         have = ", ".join(batch) or "nothing"
         refuse("E-DATA", f"{who}: the batch holds {have}, expected {missing[0]}")
     kept = "T" if "logits_to_keep" not in batch else "S"
     dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {kept}", "int64")}
     held = {name: batch[name] for name in dims if batch.get(name) is not None}
     shapes(who, {name: (tensor, *dims[name]) for name, tensor in held.items()}, empty="")
-    if labels and batch[LABELS].device.type == "cpu" and not _asks(batch):
+    if LABELS in needs and batch[LABELS].device.type == "cpu" and not _asks(batch):
         refuse("E-DATA", f"{who}: no token of the batch has a label, so there is no loss")
     known = vocabulary(model)
-    for name, least, most in ((IDS, 0, known), (MASK, 0, 2), (LABELS, -sys.maxsize, known)):
+    if LABELS in held:
+        held[LABELS] = held[LABELS].masked_fill(held[LABELS] == IGNORED, 0)
+    for name, end in ((IDS, known), (MASK, 2), (LABELS, known)):
         if name in held and held[name].device.type == "cpu":
-            _check_range(who, name, held[name], least, most)
+            _check_range(who, name, held[name], end)
 
 
 def _asks(batch: Mapping[str, Any]) -> bool:
     """Whether any token is to be foretold; none comes before the first of a row."""
     whole = "logits_to_keep" not in batch or int(batch["logits_to_keep"][0]) == 0
-    return bool((batch[LABELS][:, 1 if whole else 0 :] >= 0).any())
+    return bool((batch[LABELS][:, 1 if whole else 0 :] != IGNORED).any())
 
 
-def _check_range(who: str, name: str, tensor: Tensor, least: int, end: int) -> None:
+def _check_range(who: str, name: str, tensor: Tensor, end: int) -> None:
     lowest, highest = (part.item() for part in tensor.aminmax())
-    if least <= lowest and highest < end:
+    if lowest >= 0 and highest < end:
         return
-    expected = "1 and 0" if name == MASK else f"0 to {end - 1}, the tokens that the model knows"
-    refuse(
-        "E-VOCAB" if name != MASK else "E-RANGE",
-        f"{who}: {name} are {lowest} to {highest}, expected {expected}",
-    )
+    have = f"{who}: {name} are {lowest} to {highest}"
+    if name == MASK:
+        refuse("E-RANGE", f"{have}, expected 1 and 0")
+    refuse("E-VOCAB", f"{have}, the model knows 0 to {end - 1}: use its own tokenizer")

@@ -395,8 +395,7 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
     of token ids is checked.
     """
-    if "input_ids" in batch:
-        check_batch("step_memory", model, batch, labels=True)
+    check_batch("step_memory", model, batch, needs=["labels"])
     widen(model)
     storages = (part.untyped_storage() for part in model.state_dict().values())
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}  # tied ones once

@@ -224,11 +224,10 @@ def outcomes(name: str, row: Row) -> Iterator[Outcome]:
         truth = row.truth(**row.healthy())
         assert not differs(whole, truth, row.tolerance), f"{name}: the healthy call is not right"
     for argument, value in healthy.items():
-        if argument in row.settings:
-            continue
         extra = row.more.get(argument, {}).items()
         made = [(argument, kind, lambda bad=bad: bad) for kind, bad in extra]
-        for place, kind, make in (*flaws(value, argument), *made):
+        own = () if argument in row.settings else flaws(value, argument)
+        for place, kind, make in (*own, *made):
             yield _outcome(name, row, whole, argument, (place, kind, make))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.settings import Count, Presets, Share, settings
+from moebook.settings import Presets, Share, Size, checked, settings
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Weight = Annotated[float, Field(ge=0)]
@@ -32,9 +32,9 @@ class Config(Presets):
             NF4 weights with double quantisation, ``"full"`` everything (for small bases).
     """
 
-    experts: Count = 8  # E, adapters a layer
-    top_k: Count = 2  # K, experts per token; with 1 only the balance loss reaches the routers
-    adapter_width: Count = 512  # R; the printed sizes imply 512, the released code trains 64
+    experts: Size = 8  # E, adapters a layer
+    top_k: Size = 2  # K, experts per token; with 1 only the balance loss reaches the routers
+    adapter_width: Size = 512  # R; the printed sizes imply 512, the released code trains 64
     adapter_scale: float = 1.0  # factor on the adapters' output in training (1 in Eq. 8)
     served_scale: float = 1.0  # the same in evaluation mode (released: 0.25)
     adapter_dropout: Share = 0.1  # dropped before ``down`` (0.1 as released; the paper is silent)
@@ -43,7 +43,7 @@ class Config(Presets):
     balance: Literal["live", "kept", "constant", "none"] = "live"
     balance_weight: Weight = 0.01
     host: Literal["frozen", "lora", "qlora", "full"] = "qlora"
-    lora_rank: Count = 64  # LoRA's settings are as released
+    lora_rank: Size = 64  # LoRA's settings are as released
     lora_alpha: Weight = 16.0
     lora_dropout: Share = 0.1
     lora_targets: Annotated[tuple[Target, ...], Field(min_length=1)] = get_args(Target)
@@ -87,6 +87,7 @@ HumanEval and MBPP run what the model wrote, in a sandbox (`evaluation.code`). M
 """
 
 
+@checked
 def reading(name: str) -> dict[str, Any]:
     """Return how a preset reads what the paper leaves open: start, dropout, scales, balance loss.
 
@@ -96,6 +97,7 @@ def reading(name: str) -> dict[str, Any]:
     return {field: getattr(preset, field) for field in OPEN}
 
 
+@checked
 def root(base: str, mix: str) -> str:
     """Name a run's values by base and mixture (Table 2): ``pesc``, ``pesc/34b/pro`` (IDAE-720K)."""
     name = base.partition("@")[0].lower()

@@ -24,6 +24,7 @@ from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
 from moebook.models.skeleton import configuration, skeleton
 from moebook.nn import balance, evaluating
+from moebook.nn.batch import check_batch
 from moebook.training import fit, step_memory
 
 HOSTS = {
@@ -49,9 +50,13 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
     """Return a batch's balance loss, mean over layers, and its gradient's norm over all routers."""
+    check_batch("balance_gradient", model, batch)
     model(**batch)
     routers = mnn.routers(model)
     value = balance_loss(model) / len(routers)
+    if not value.requires_grad:
+        why = "the routers are frozen, or the model is in evaluation mode: model.train() first"
+        refuse("E-GRADIENT", f"balance_gradient: the balance loss has no gradient: {why}")
     value.backward()
     norm = torch.stack([router.weight.grad.norm() for router in routers]).norm()
     return value.item(), norm.item()
@@ -84,6 +89,7 @@ def approximation_error(
     models = [pesc, full, dense]
     with evaluating(pesc), evaluating(full), evaluating(dense):
         for given in batches:
+            check_batch("approximation_error", dense, given, needs=["labels", "attention_mask"])
             batch = send_to_device(given, pesc.device)
             rows.append(torch.stack([_row_losses(model, batch) for model in models]))
             squares += _squared_distances(models, batch)
@@ -186,6 +192,7 @@ def cost(
     are the median ratios of a step's seconds by turn; bytes are counted for ``inputs``,
     ``input_ids`` and ``attention_mask`` ``[B, T]``, in which each token is its label.
     """
+    check_batch("cost", dense, inputs)
     pair = dense.train(), sparse.train()
     labelled = {**inputs, "labels": inputs["input_ids"]}
     memory = [step_memory(model, labelled).total for model in pair]
