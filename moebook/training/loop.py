@@ -395,7 +395,8 @@ def step_memory(model: nn.Module, batch: Mapping[str, Tensor]) -> StepMemory:
     What trains becomes float32 or wider first, as in `fit`. The model may be any module; a batch
     of token ids is checked.
     """
-    check_batch("step_memory", model, batch, needs=["labels"])
+    if hasattr(model, "get_input_embeddings"):  # else it is called with whatever it takes
+        check_batch("step_memory", model, batch, needs=["labels"])
     widen(model)
     storages = (part.untyped_storage() for part in model.state_dict().values())
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}  # tied ones once

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.settings import Count, settings
+from moebook.settings import Count, Seed, Size, checked, settings
 
 Rule = Literal["renormalised", "probability"]
 
@@ -25,13 +25,13 @@ class Config:
     once, else after the first step. None of ``layers`` stands for all of them (the paper's).
     """
 
-    experts: Count = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
-    top_k: Count = 1  # K, experts per token
+    experts: Size = 4  # E, copies of the FFN per layer (2 or 4 in the paper)
+    top_k: Size = 1  # K, experts per token
     combine: Rule = "probability"
     noise: Annotated[float, Field(ge=0, le=1000)] = 0.0  # deviation, as a share of the weights'
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] | None = None
     balance_weight: Annotated[float, Field(ge=0)] = 0.01  # alpha of Eq. 3, not given; Switch's
-    seed: Annotated[int, Field(ge=0)] = 0  # of the noise, and of routers without a start
+    seed: Seed = 0  # of the noise, and of routers without a start
 
     LETTERS: ClassVar = {
         "N": "experts",
@@ -85,7 +85,13 @@ class Arm(NamedTuple):
         return self.path.startswith("lab/")
 
 
-def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> dict[str, Arm]:
+@checked
+def arms(
+    steps: Count,
+    *,
+    length: Literal["raw", "unit", "matched"] = "raw",
+    combine: Rule = "probability",
+) -> dict[str, Arm]:
     """Return every arm by name: Tables 1 to 7, and the laboratory with a quarter of the steps."""
     every, table = tuple(quarters(steps).values()), {}
     for name, (experts, start, fixed) in (MAIN | LABORATORY).items():
@@ -98,11 +104,13 @@ def arms(steps: int, *, length: str = "raw", combine: str = "probability") -> di
     return table
 
 
-def quarters(steps: int) -> dict[int, int]:
+@checked
+def quarters(steps: Count) -> dict[int, int]:
     """Return the steps after which 25, 50, 75 and 100 per cent of a training are done."""
     return {part: max(1, steps * part // 100) for part in (25, 50, 75, 100)}
 
 
-def thirds(steps: int) -> tuple[int, ...]:
+@checked
+def thirds(steps: Count) -> tuple[int, ...]:
     """Return the checkpoints of Table 6: the start, a third, two thirds and the end."""
     return tuple(steps * part // 3 for part in range(4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from moebook.data import IGNORED, padded
 from moebook.errors import refuse
 from moebook.kernels.bank_scoring import token_nats
+from moebook.kernels.dispatch import indices, shapes
 from moebook.models.anatomy import Anatomy, Layer, anatomy
 from moebook.models.checkpoint import fingerprint
 from moebook.nn import evaluating, hooked
-from moebook.settings import Count, checked
+from moebook.nn.batch import check_batch
+from moebook.settings import Count, Seed, Size, checked, record
 
 Batch = Mapping[str, Tensor]
 Tasks = SkipValidation[Mapping[str, Iterable[Batch]]]
@@ -32,8 +34,18 @@ Share = Annotated[float, Field(gt=0, le=1)]
 @checked
 def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dict[str, Tensor]]:
     """Yield encoded rows in order, ``size`` at a time, padded on the right to ``[B, T]``."""
+    for name in ("input_ids", "labels"):
+        if name not in rows.column_names:
+            have = ", ".join(rows.column_names)
+            refuse("E-DATA", f"rows have {have}, expected {name}: see data.encode")
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
+        for number, (ids, answer) in enumerate(
+            zip(part["input_ids"], part["labels"], strict=True), start=at
+        ):
+            if not ids or len(ids) != len(answer):
+                sizes = f"{len(ids)} input_ids and {len(answer)} labels"
+                refuse("E-DATA", f"row {number} has {sizes}, expected as many, one at least")
         ids, mask = padded(part["input_ids"], pad_id)
         labels, _ = padded(part["labels"], IGNORED)
         yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -41,11 +53,12 @@ def batches(rows: Dataset, size: Count = 32, *, pad_id: int = 0) -> Iterator[dic
 
 @checked
 @torch.no_grad()
-def perplexities(model: nn.Module, rows: Dataset, *, size: int = 32, pad_id: int = 0) -> Tensor:
+def perplexities(model: nn.Module, rows: Dataset, *, size: Count = 32, pad_id: int = 0) -> Tensor:
     """Return each answer's perplexity ``[S]`` given its prompt (the paper: "instance-level")."""
     device, means = next(model.parameters()).device, [torch.zeros(0, dtype=torch.float64)]
     with evaluating(model):
         for batch in batches(rows, size, pad_id=pad_id):
+            check_batch("perplexities", model, batch)
             actual = batch.pop("labels")[:, 1:].to(device)
             logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
             nats = token_nats(logits[:, :-1], actual)
@@ -76,7 +89,7 @@ def hardest(
     return hard
 
 
-@dataclass(frozen=True)
+@record
 class Representations:
     """What a model represents at each of its L layers, for a sample of tokens."""
 
@@ -85,6 +98,13 @@ class Representations:
     tasks: tuple[str, ...]
     tensor: Source
     base: str  # fingerprint of the model
+
+    def __post_init__(self) -> None:
+        tensors = {"points": (self.points, "L S D"), "labels": (self.labels, "S", "int64")}
+        shapes("Representations", tensors, empty="")
+        indices("Representations", "labels", self.labels, len(self.tasks))
+        if len(set(self.tasks)) < len(self.tasks) or not all(self.tasks):
+            refuse("E-NAME", f"Representations: tasks are {self.tasks}, expected different names")
 
     def means(self) -> Tensor:
         """Return the mean of each task's samples by layer, ``[L, tasks, D]``."""
@@ -110,7 +130,7 @@ def sampled(
     tensor: Source = "attention_output",
     tokens: Tokens = "each",
     share: Share = 1.0,
-    seed: Annotated[int, Field(ge=0)] = 0,
+    seed: Seed = 0,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Run the model over each task's batches and yield the tokens that the draw hits.
 
@@ -131,6 +151,7 @@ def sampled(
         for number, batches in enumerate(tasks.values()):
             rng = np.random.default_rng([seed, number])
             for batch in batches:
+                check_batch("sampled", model, batch)
                 mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
                 rows, columns = _places(mask, tokens)
                 keys = torch.from_numpy(rng.random(len(rows)))
@@ -146,7 +167,7 @@ def collect(
     tasks: Tasks,
     *,
     tensor: Source = "attention_output",
-    limit: Count = 4096,
+    limit: Size = 4096,
     **draw: Any,
 ) -> Representations:
     """Keep at most ``limit`` samples of each task: all that `sampled` yields, or a part of it.
@@ -180,14 +201,15 @@ def collect(
     return Representations(points[:, : len(slots)], labels, names, tensor, fingerprint(model))
 
 
+@checked
 def clouds(
     model: PreTrainedModel,
     tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
+    texts: Mapping[str, SkipValidation[Iterable[str]]],
     *,
     tensor: Source = "attention_output",
-    max_length: int = 48,
-    seed: int = 0,
+    max_length: Size = 48,
+    seed: Seed = 0,
 ) -> dict[str, Representations]:
     """Represent each text by its mean, in a ``pretrained`` network and with ``random`` weights.
 

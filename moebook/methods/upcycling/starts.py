@@ -14,20 +14,21 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
-from pydantic import Field
 from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor, nn
 
 from moebook.analysis.routers import logit_scale
 from moebook.data import padded
+from moebook.data.templates import field
 from moebook.errors import refuse
 from moebook.kernels.clusters import clusters
-from moebook.methods.upcycling.representations import Count, Representations, Tokens, collect
+from moebook.kernels.dispatch import shapes
+from moebook.methods.upcycling.representations import Representations, Tokens, collect
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy
-from moebook.settings import FINITE, checked, record
+from moebook.nn.batch import check_batch
+from moebook.settings import FINITE, Seed, Size, checked, record
 
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # what scikit-learn takes
 Kind = Literal["normal", "kaiming", "wide"]
 Mode = Literal["hidden", "hidden_avg", "cheap_embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -42,9 +43,12 @@ class Start:
     weights: Annotated[Tensor, FINITE]  # [L, E, D] float32
     base: str | None = None  # fingerprint of the model they were taken from; None fits any
 
+    def __post_init__(self) -> None:
+        shapes("Start", {"weights": (self.weights, "L E D")}, empty="")
+
 
 @checked
-def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0) -> Start:
+def su(model: nn.Module, experts: Size, *, kind: Kind = "normal", seed: Seed = 0) -> Start:
     """Draw the routers at random: plain sparse upcycling (SU). The paper does not say from what.
 
     ``"normal"`` is N(0, 0.02^2) (OLMoE, transformers' default); ``"kaiming"`` uniform within
@@ -62,7 +66,7 @@ def su(model: nn.Module, experts: Count, *, kind: Kind = "normal", seed: int = 0
 
 
 @checked
-def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 0) -> Start:
+def trsu(states: Representations, experts: Size | None = None, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of one task's tokens: task-representation upcycling.
 
     After ``hardest`` and ``collect`` the default is Sec. 4.2's recipe, one mean per task ("E =
@@ -79,7 +83,7 @@ def trsu(states: Representations, experts: Count | None = None, *, seed: Seed = 
 
 
 @checked
-def crsu(states: Representations, experts: Count, *, seed: Seed = 0) -> Start:
+def crsu(states: Representations, experts: Size, *, seed: Seed = 0) -> Start:
     """Start each expert at a centroid of all tokens: context-representation upcycling (Sec. 4.3).
 
     The paper's recipe follows ``collect(..., share=0.01)`` over the whole training mixture. Each
@@ -97,7 +101,7 @@ def prompted(
     experts: int,
     *,
     mode: Mode = "hidden",
-    max_length: int = 160,
+    max_length: Size = 160,
 ) -> Start:
     """Start each expert at a vector of length 1 from its prompts, as mergekit's gate modes do.
 
@@ -106,13 +110,17 @@ def prompted(
     input at the last token, ``"hidden_avg"`` at all columns, padding averaged in; ``"cheap_embed"``
     sums embeddings. Prompts have mergekit's tokens (see `_as_mergekit`), but end at ``max_length``.
     """
-    tasks = sorted({row["task"] for row in rows})
+    given = [
+        (field(row, "task", f"row {number}"), field(row, "prompt", f"row {number}"))
+        for number, row in enumerate(rows)
+    ]
+    tasks = sorted({task for task, _ in given})
     if not 1 <= experts <= len(tasks):
         refuse("E-DATA", f"{len(tasks)} tasks cannot be dealt out to {experts} experts: take fewer")
     batches = {}
     for part in np.array_split(tasks, experts):
         name = "+".join(part)
-        prompts = [row["prompt"] for row in rows if row["task"] in part][:PROMPTS]
+        prompts = [prompt for task, prompt in given if task in part][:PROMPTS]
         batches[name] = [_as_mergekit(tokenizer, prompts, max_length, name)]
     if mode == "cheap_embed":
         return _embedded(model, [batch for [batch] in batches.values()])
@@ -152,6 +160,7 @@ def _embedded(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Star
     table = model.get_input_embeddings().weight.cpu()
     sums = []
     for batch in batches:
+        check_batch("prompted", model, batch)
         real = batch["input_ids"][batch["attention_mask"].bool()]
         sums.append(table[real].float().sum(0))
     layers = len(anatomy(model).layers)
@@ -178,9 +187,12 @@ def scaled(
     if inputs is None or inputs.tensor != "ffn_input":
         refuse("E-DATA", "scale='matched' needs inputs: collect(..., tensor='ffn_input')")
     checkpoint.check_base("the start", start.base or inputs.base, inputs.base)
+    tensors = {"inputs": (inputs.points, "L S D"), "start": (start.weights, "L E D")}
+    shapes("scaled", tensors, empty="")
+    common = torch.promote_types(inputs.points.dtype, start.weights.dtype)
     rows = []
     for layer, (points, weight) in enumerate(zip(inputs.points, start.weights, strict=True)):
-        spread = logit_scale(points @ weight.T)
+        spread = logit_scale(points.to(common) @ weight.to(common).T)
         if not spread > 0:
             refuse("E-DATA", f"layer {layer}: the routers' logits are all equal, no scale fits")
         rows.append(weight * (1 / spread))

@@ -13,12 +13,13 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from accelerate.utils import send_to_device
+from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -37,7 +38,8 @@ from moebook.methods.upcycling.starts import Start, su
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, dense_layers, graft, normed
 from moebook.nn import balance, evaluating
-from moebook.settings import checked, settings
+from moebook.nn.batch import check_batch
+from moebook.settings import Place, checked, settings
 
 FAMILIES = ("llama", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4")
 TINY = {
@@ -123,14 +125,18 @@ def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tens
     return weight * balance(mnn.routers(model), attention_mask, first=True)
 
 
+@checked
 def step_zero(
-    dense: PreTrainedModel, starts: Mapping[str, Start], batch: Mapping[str, Tensor]
+    dense: PreTrainedModel,
+    starts: Annotated[Mapping[str, Start], Field(min_length=1)],
+    batch: SkipValidation[Mapping[str, Tensor]],
 ) -> pd.DataFrame:
     """Measure how much loss upcycling costs, and how much gradient reaches the routers.
 
     One row by combine rule, experts per token (1 and 2) and start: ``loss``, nats per token above
     the dense model's, and ``gradient``, the Euclidean norm over all routers.
     """
+    check_batch("step_zero", dense, batch, needs=["labels"])
     batch = send_to_device(batch, dense.device)
     dense_loss, rows = dense(**batch).loss.item(), {}
     rules: tuple[Rule, ...] = get_args(Rule)
@@ -189,7 +195,7 @@ def _disturb(experts: mnn.Experts, noise: float, seed: int) -> None:
 @checked
 def export(
     model: PreTrainedModel,
-    folder: str | os.PathLike[str],
+    folder: Place,
     *,
     form: Literal["mixtral", "qwen2_moe", "qwen3_moe"] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
