@@ -82,8 +82,16 @@ def _ledger(
     for claim in claims:
         yield f"{claim.id}: {claim.sentence}"
         yield f"  paper  {claim.printed} ({claim.where})"
-        yield f"  book   {findings.said(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
-        yield f"  yours  {findings.said(verdicts.row(claim, [alone]))}"
+        yield f"  book   {_plain(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
+        measured = verdicts.measure(claim, alone)
+        told = [findings.numbers(measured), *findings.notes(measured)] if measured else ["not run"]
+        yield f"  yours  {'; '.join(told)}"
+
+
+def _plain(row: verdicts.Row) -> str:
+    """Say what the book found about a claim, without Markdown."""
+    text = findings.said(row).replace("**", "")
+    return text[:1].lower() + text[1:]
 
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:

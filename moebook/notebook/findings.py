@@ -71,8 +71,9 @@ def told(verdict: Verdict, where: str | None = None) -> str:
     """Say what was found at one scale, and the numbers and notes that it rests on."""
     if verdict.label == "not testable here":
         return f"{_strong(verdict.label)}: {verdict.claim.untestable}"
-    where = f" at {verdict.scale}" if where is None else where
-    said = [_numbers(verdict.shown), *notes(verdict.shown)]
+    if where is None:
+        where = f" at {verdict.scale}" if verdict.scale else ""
+    said = [numbers(verdict.shown), *notes(verdict.shown)]
     if verdict.survives:
         said.append("it survives correction")
     if verdict.late:
@@ -121,7 +122,7 @@ def scatter(measured: Measurement) -> str:
     return f"mean over spread of seeds {measured.effect / spread:.1f}" if over else ""
 
 
-def _numbers(best: Measurement) -> str:
+def numbers(best: Measurement) -> str:
     """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
     claim, effect, ends, bound = best.claim, best.effect, best.interval, ""
     if isinstance(claim.reference, (int, float)):

@@ -222,7 +222,8 @@ def empty(tmp_path):
 @pytest.fixture
 def project(empty):
     """The same with three seeds of a protocol."""
-    facts = {"settings": {"tier": "study", "steps": 600}, "manifest": {"environment": HERE}}
+    settings = {"tier": "study", "steps": 600, "base": "nano"}
+    facts = {"settings": settings, "manifest": {"environment": HERE}}
     for seed in range(3):
         recorded = values(0.45, 0.40, seed)
         run = Run("pesc", "nano", "study", seed, recorded, arms=("sparse", "dense"), **facts)
@@ -236,19 +237,24 @@ def test_the_readers_run_stands_beside_book_and_paper_with_their_differences(pro
     assert lines[0] == "my_run.ipynb: notebook pesc, tier cpu, 2 values"
     assert lines[1].startswith("beside the book's runs at nano, seeds 0, 1, 2; differences (yours")
     assert lines[place + 1].startswith("  paper  twelve benchmarks")
-    assert lines[place + 2].startswith("  book   holds in pool nano: +5.0 points (95 %")
-    assert lines[place + 3].startswith("  yours  cannot tell in pool mine: -2.0 points, one")
+    assert lines[place + 2].startswith("  book   exploratory only at 1 M: +5.0 points (95 %")
+    assert lines[place + 3].startswith("  yours  -2.0 points, one value; against the claim so far")
+    head = "# Decides: pesc.sparse-beats-dense\ntier: study\nsteps: 600\n"
+    results.write(project / "notebooks" / "01_pesc.nano.yaml", head)
+    text = compare(reader(project, values(0.42, 0.44), steps=50), project)
+    assert "\n  book   holds at 1 M: +5.0 points (95 %" in text
     text = compare(reader(project, values(0.42, 0.44)), project)
     assert {"  cpu: unknown | X 9000", "  parameter steps: 100 | 600"} <= set(text.splitlines())
     environment = {"python": "\x1b[2J3.12.1", "cpu": "X 9000", "versions": {"torch": "2.12.0"}}
     note = {"environment": environment, "arms": ["dense"]}
     text = compare(reader(project, values(0.42, 0.44), note, steps=50), project)
     lines = [line for line in text.splitlines() if line.startswith("  ") and " | " in line]
-    assert [line for line in lines if "hash of" not in line] == [
+    assert {line for line in lines if "hash of" not in line} == {
         "  parameter tier: cpu | study", "  parameter steps: 50 | 600",
+        "  parameter base: unknown | nano",
         "  arms: dense | sparse, dense", "  version of torch: 2.12.0 | 2.13.0",
         r"  python: \x1b[2J3.12.1 | 3.11.2", "  seconds: 12.3 | unknown",
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 def test_a_run_of_a_course_stands_beside_its_pool_by_what_another_seed_would_hardly_give(project):
@@ -281,7 +287,7 @@ def test_the_books_own_run_is_not_compared_with_itself(project):
 def test_a_notebook_without_claims_or_without_a_run_of_the_book_is_compared_by_what_is_there(empty):
     text = compare(reader(empty, values(0.42, 0.40)), empty)
     assert "the book has no run of this notebook yet" in text and "  book   not run" in text
-    assert "  yours  cannot tell in pool mine: +2.0 points, one value; as claimed so far." in text
+    assert "  yours  +2.0 points, one value; as claimed so far" in text.splitlines()
     path = reader(empty, (Value("bases/gcd/accuracy", 0.5, "share"),))
     line = "bases/gcd/accuracy: yours 0.5 | book's {} share"
     assert compare(path, empty).splitlines()[-1] == line.format("unknown")
