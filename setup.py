@@ -6,7 +6,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("notebooks/*.ipynb", "notebooks/*.yaml", "results/**/*.parquet", "requirements.lock")
+SHIPPED = ("notebooks/*.ipynb", "notebooks/*.yaml", "results/**/*.parquet", "results/times.json",
+           "requirements.lock")  # fmt: skip
 
 
 class Build(build_py):

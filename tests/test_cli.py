@@ -163,14 +163,13 @@ def test_a_fault_of_ours_is_one_line_and_a_report_to_send(project, monkeypatch, 
     report.unlink()
 
 
-def test_a_book_is_executed_then_rendered_and_an_audit_printed(project, monkeypatch, capsys):
+def test_a_book_is_made_and_an_audit_printed(project, monkeypatch, capsys):
     from moebook.notebook import book
 
     done: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(book, "execute", lambda *given: done.append(given))
-    monkeypatch.setattr(book, "build", lambda *given: done.append(given))
+    monkeypatch.setattr(book, "make", lambda *given: done.append(given))
     assert cli.main(["book", "--tier", "smoke", "--only", "toy"]) == 0
-    assert done == [("smoke", "toy", project), ("smoke", project)]
+    assert done == [("smoke", "toy", project)]
     assert cli.main(["audit", "pesc"]) == 0 and capsys.readouterr().out.startswith("pesc: ")
 
 

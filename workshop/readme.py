@@ -1,6 +1,6 @@
-"""What the README says was found: the main claims on committed runs, never typed.
+"""What the README says was found and measured: main claims and times, from records, never typed.
 
-``python -m workshop.readme`` writes them between the two marks; a test holds them to the pools.
+``python -m workshop.readme`` writes them between their marks; a test holds them to the records.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moebook import results
-from moebook.notebook import findings, verdicts
+from moebook.notebook import findings, pace, pages, verdicts
 from moebook.notebook.pages import TITLES
 
-START, END = "<!-- found: python -m workshop.readme -->\n", "<!-- end of found -->\n"
+MARK = "<!-- {}: python -m workshop.readme -->\n"
 
 
 def found(folder: Path) -> str:
@@ -20,11 +20,19 @@ def found(folder: Path) -> str:
     return "".join(f"- {TITLES[row.claim.paper]}: {findings.sentence(row)}\n" for row in rows)
 
 
+def times(folder: Path) -> str:
+    """Return how long the commands took, as a table in Markdown."""
+    return pages.page("commands", told=pace.times(folder))
+
+
 def renewed(text: str, folder: Path) -> str:
-    """Put what was found between the marks of a README."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}{found(folder)}{END}{after}"
+    """Put what was found and measured between the marks of a README."""
+    for name, part in (("found", found(folder)), ("times", times(folder))):
+        start, end = MARK.format(name), f"<!-- end of {name} -->\n"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = f"{before}{start}{part}{end}{after}"
+    return text
 
 
 if __name__ == "__main__":

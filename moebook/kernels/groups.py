@@ -17,6 +17,7 @@ from moebook.kernels.dispatch import implementation, natural, shapes
 
 MASKS = {"ordered": -1, "inverse": 2**62 - 1}  # of sums: the second puts negative ones last
 MOST, LISTED = 10**9, 10**7  # groups searched (10**8 take a fifth of a second), and kept
+FEW = 10_000  # groups that are listed in less time than it takes to compile a loop (7 s)
 BITS = 60  # bits of a sum of similarities in whole steps
 Array = np.ndarray[Any, Any]
 Search = Callable[[Array, Array, int, int, int], tuple[Array, Array, Array]]
@@ -52,7 +53,8 @@ def groups(
         best: G, how many groups are returned; at most `LISTED` are listed for it.
         diversity: ``"ordered"``: the least mean similarity is best. ``"inverse"``: its inverse, the
             largest best: zero first, then upwards, then the negative ones upwards.
-        impl: ``"auto"``, ``"numba"`` (a compiled loop over all groups) or ``"reference"``.
+        impl: ``"numba"`` (a compiled loop over all groups), ``"reference"``, or ``"auto"``: the
+            reference for up to `FEW` groups.
     """
     tensors = {"similarity": (similarity, "M M", "real"), "worth": (worth, "M", "real")}
     count = shapes("groups", tensors, valued=True)["M"]
@@ -62,6 +64,8 @@ def groups(
     if (number := math.comb(count, size)) > MOST:
         have = f"{count} candidates have {number:,} groups of {size}"
         refuse("E-RANGE", f"groups: {have}, at most {MOST:,} are searched: fewer candidates")
+    if impl == "auto" and number <= FEW:
+        impl = "reference"
     search: Search = implementation("groups", impl, _IMPLEMENTATIONS)
     alike, value = (part.detach().double().cpu().numpy() for part in (similarity, worth))
     for name, values in (("similarity", alike), ("worth", value)):

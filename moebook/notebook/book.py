@@ -1,88 +1,167 @@
-"""The book: execute its notebooks side by side, publish them, and render the pages."""
+"""The book: execute its notebooks side by side, publish them, and render the pages.
+
+Nothing heavy is imported here: what needs the libraries are children, most of them forks (`warm`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from contextlib import closing
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from moebook import papers, plotting, results, runtime
+from moebook import results, runtime
 from moebook.errors import Refusal, located, refuse
 from moebook.notebook import (
-    findings,
-    moving,
-    pages,
-    plans,
+    children,
+    freshness,
+    pace,
     publish,
     rendering,
     runner,
     sources,
     study,
-    verdicts,
     warm,
 )
+from moebook.notebook.runner import Request
 from moebook.notebook.sources import Notebook
 from moebook.notebook.study import Job
-from moebook.results import store
+from moebook.results import Run, store
+
+PREPARE = "moebook.notebook.generated:prepare"
+GENERATE = """
+from pathlib import Path
+from moebook.notebook import generated
+generated.write(Path.cwd())
+"""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where processes fork (`warm`), None where they do not."""
+
+    plain: str | None = None  # with the libraries imported
+    read: str | None = None  # with our modules too, and all runs read: for findings and pages
 
 
 def make(tier: str, only: str | None, folder: Path) -> None:
-    """Execute what has changed and render the book; another who builds it is not disturbed."""
+    """Execute what has changed and render the book; another who builds it is not disturbed.
+
+    ``only`` one notebook is executed where it is given; the pages of the others stay.
+    """
     with rendering.alone(folder):
-        execute(tier, only, folder)
-        build(tier, folder)
+        every = sources.notebooks(folder)
+        chosen = [sources.find(folder, only)] if only else every.values()
+        protocols = {one.name: "cpu" if one.findings else tier for one in chosen}
+        _make(protocols, tier, folder)
 
 
-def execute(tier: str, only: str | None, folder: Path) -> None:
-    """Execute the notebooks, or ``only`` one, at a tier side by side; publish each that ran.
+def renew(names: Sequence[str], folder: Path) -> None:
+    """Execute notebooks again, each at the tier that its page shows, and render the book."""
+    with rendering.alone(folder, wait=True):
+        shown = {name: store.live(name, folder) for name in names}
+        protocols = {name: pool.runs[0].tier if pool else "cpu" for name, pool in shown.items()}
+        _make(protocols, "cpu", folder)
 
-    Findings notebooks come last and are executed at every build: they read pools and train nothing.
+
+def _make(protocols: Mapping[str, str], tier: str, folder: Path) -> None:
+    """Execute notebooks at protocols, where they have changed, and render the book."""
+    jobs = list(_todo(protocols, folder))
+    with _forking(folder, bool(jobs) or not _pages_are_current(folder)) as places:
+        execute(jobs, folder, places)
+        build(tier, folder, places)
+
+
+@contextmanager
+def _forking(folder: Path, needed: bool) -> Iterator[Places]:
+    """Start the processes that fork, if they are needed."""
+    if not needed:
+        yield Places()
+        return
+    environment = publish.environment() | children.THREADS
+    with runner.staging() as directory, warm.warm(directory, environment) as plain:
+        if plain is None:
+            yield Places()
+            return
+        with warm.prepared(plain, directory, environment, folder, PREPARE) as read:
+            yield Places(plain, read)
+
+
+def _todo(protocols: Mapping[str, str], folder: Path) -> Iterator[Job]:
+    """Yield what must be executed, the longest first; publish the other runs, and tell of them.
+
+    Findings come last: they are short, so that all cores are busy to the end.
+    """
+    notebooks = [sources.find(folder, name) for name in protocols]
+    cost = {one.name: _cost(one, protocols[one.name], folder) for one in notebooks}
+    for notebook in sorted(notebooks, key=lambda one: (one.findings, -cost[one.name])):
+        protocol = protocols[notebook.name]
+        request = Request(notebook, protocol, folder)
+        if runner.kept(request):
+            _publish(request.store, notebook.path.stem, folder)
+            print(f"{notebook.name} at {protocol}: unchanged, not executed again", flush=True)
+        else:
+            yield Job(notebook.name, protocol)
+
+
+def _cost(notebook: Notebook, protocol: str, folder: Path) -> float:
+    """Return the CPU seconds that a notebook took here last, or where its time was recorded."""
+    shown = store.live(notebook.name, folder, results.runs.read_head)
+    if shown and shown.runs[0].protocol == protocol:
+        return float(shown.runs[0].manifest["cpu_seconds"])
+    return pace.cost(notebook.name, protocol, folder)
+
+
+def execute(jobs: Sequence[Job], folder: Path, places: Places = Places()) -> None:
+    """Execute notebooks side by side; publish each that ran.
+
     When all have ended, the first run that failed is refused; the others are published.
     """
-    notebooks = sources.notebooks(folder)
-    chosen = [sources.find(folder, only)] if only else list(notebooks.values())
-    chosen.sort(key=lambda notebook: _cost(notebook, folder))
-    jobs = [Job(one.name, "cpu" if one.findings else tier) for one in chosen]
-    workers = 1 if tier in ("gpu", "paper") else min(runtime.cores(), len(jobs))
-    failures, start = list[Refusal](), datetime.now(UTC).isoformat(timespec="seconds")
-    # Libraries are imported once for all; a GPU's notebooks run alone, each in a new process.
-    environment = publish.environment() | study.THREADS
-    with (
-        runner.staging() as directory,
-        warm.warm(directory, environment) as place,
-        closing(study.side_by_side(jobs, folder, workers, place)) as ended,
-    ):
+    if not jobs:
+        return
+    notebooks, failures = sources.notebooks(folder), list[Refusal]()
+    alone = any(job.protocol in ("gpu", "paper") for job in jobs)
+    workers = 1 if alone else min(runtime.cores(), len(jobs))
+    forks = {job.notebook: _place(notebooks[job.notebook], places) for job in jobs}
+    with closing(study.side_by_side(jobs, folder, workers, forks)) as ended:
         for job, outcome in ended:
             if isinstance(outcome, Refusal):
                 failures.append(outcome)
                 line = f"failed: {outcome}"
             else:
-                ran = _publish(outcome, notebooks[job.notebook].path.stem, folder).manifest
-                fresh = ran["date"] >= start
-                line = f"{ran['seconds']:.1f} s" if fresh else "unchanged, not executed again"
+                run = _publish(outcome, notebooks[job.notebook].path.stem, folder)
+                line = f"{run.manifest['seconds']:.1f} s"
             print(f"{job.notebook} at {job.protocol}: {line}", flush=True)
     if failures:
         raise failures[0]
 
 
-def _cost(notebook: Notebook, folder: Path) -> tuple[bool, float]:
-    """Longest first, so that the last one to end is a short one; findings after all others."""
-    shown = store.live(notebook.name, folder)
-    return notebook.findings, -(shown.runs[0].manifest["seconds"] or 0) if shown else 0.0
+def _place(notebook: Notebook, places: Places) -> str | None:
+    return places.read if notebook.findings else places.plain
 
 
-def _publish(executed: Path, stem: str, folder: Path) -> results.Run:
+def _publish(executed: Path, stem: str, folder: Path) -> Run:
     """Copy a run to where the book reads it, one process at a time, and return it."""
     target = folder / "book" / "notebooks" / f"{stem}.ipynb"
     run = results.read_run(executed.with_suffix(".parquet"))
     with results.locked(target.with_suffix(".lock"), wait=True):
         results.sweep(target.parent)
-        runner.put(target, executed.read_text(encoding="utf-8"), run)
+        if not _holds(target, run):
+            runner.put(target, executed.read_text(encoding="utf-8"), run)
     return run
 
 
-def build(tier: str, folder: Path) -> Path:
+def _holds(page: Path, run: Run) -> bool:
+    """Whether a page, and the run beside it, are those of a run."""
+    try:
+        there = results.read_run(page.with_suffix(".parquet"))
+    except Refusal:
+        return False
+    return there == run and results.digest(page) == run.manifest["executed"]
+
+
+def build(tier: str, folder: Path, places: Places = Places()) -> Path:
     """Render the book, warnings being errors; print and return the path of its first page.
 
     A notebook's page shows the live run that is there; a refusal names the command that makes one.
@@ -92,12 +171,18 @@ def build(tier: str, folder: Path) -> Path:
         refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in notebook_pages(folder):
         _check(folder, page, tier)
-    for name, text in generated(folder).items():
-        results.write(folder / "book" / "_generated" / f"{name}.md", text)
+    if not _pages_are_current(folder):
+        with children.lifeline() as (waiting, _):
+            children.run(GENERATE, folder=folder, waiting=waiting, place=places.read)
     rendering.render(folder)
     first = folder / "_build" / "html" / "index.html"
     print(f"book: {first}")
     return first
+
+
+def _pages_are_current(folder: Path) -> bool:
+    made_of = freshness.digest(folder, freshness.SHOWN)
+    return freshness.is_current(folder / "book" / "_generated", made_of)
 
 
 def notebook_pages(folder: Path) -> list[str]:
@@ -105,46 +190,6 @@ def notebook_pages(folder: Path) -> list[str]:
     with results.formed(folder / "book" / "_toc.yml") as toc:
         files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
         return [file.removeprefix("notebooks/") for file in files if file.startswith("notebooks/")]
-
-
-def generated(folder: Path) -> dict[str, str]:
-    """Return the text of every file in ``book/_generated``, by name; draw the pictures beside."""
-    rows, places = verdicts.ledger(folder), pages.Places(folder)
-    every = (*papers.PAPERS, *papers.OURS)
-    mine = {paper: [row for row in rows if row.claim.paper == paper] for paper in every}
-    pictures = {paper: _forest(paper, f"Findings: {pages.TITLES[paper]}", mine[paper], folder)
-                for paper in mine}  # fmt: skip
-    pictures["front"] = _forest("front", "The main claims", findings.mains(rows), folder)
-    judged = {"rows": rows, "places": places, "pictures": pictures}
-    kinds = ("summary", "ledger", "chance", "found", "front")
-    return {name: pages.page(name, **judged) for name in kinds} | {
-        **{f"ledger_{p}": pages.page("ledger", rows=mine[p], places=places) for p in mine},
-        "audit": pages.audit(papers.audit()),
-        "which": pages.which(folder),
-        "records": pages.records(folder),
-        "designs": pages.designs(folder),
-        "withdrawn": pages.withdrawn(folder),
-        "repeated": pages.repeated(folder),
-        "taught": pages.taught(folder),
-        "tested": pages.tested(folder),
-        "sizes": moving.sizes(),
-        "experts": moving.experts(folder),
-        "selection": moving.selection(folder),
-        "accelerated": pages.accelerated(folder),
-        "plan": plans.shown(folder),
-    }
-
-
-def _forest(name: str, title: str, rows: list[verdicts.Row], folder: Path) -> str | None:
-    """Draw claims at the committed scales; return the picture's name beside the pages."""
-    plotting.style()
-    figure = findings.forest(rows, title)
-    if figure is None:
-        return None
-    path = folder / "book" / "_generated" / f"found_{name}.svg"
-    with results.replacing(path) as temporary:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
-    return f"_generated/{path.name}"
 
 
 def _check(folder: Path, page: str, tier: str) -> None:

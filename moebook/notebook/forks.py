@@ -1,7 +1,7 @@
 """The process behind `warm`: it imports libraries, then forks for each command that comes.
 
-It is run by its path, before anything of ours is imported. It has one thread and computes nothing,
-so that a fork of it is as good as a new Python.
+It is run by its path, so that nothing of ours is imported. It has one thread and computes nothing:
+a fork of it is as good as a new Python. The process behind `warm.prepared` is one of these forks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ PARENT = 0  # standard input: a pipe, which closes when the parent has ended
 
 
 def main() -> None:
-    """Fork at the socket that the command line names; in a fork, run its command and end."""
-    number, *libraries = sys.argv[1:]
-    del sys.path[0]  # the folder of this file
+    """Import, then fork at the socket that the command line names; in a fork, run its command.
+
+    Behind the socket's number come names of libraries, or of functions (``module:name``) to call.
+    """
+    number, *names = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end ends this
-    for name in libraries:
-        importlib.import_module(name)
+    for name in names:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     gc.collect()
     gc.freeze()  # what all forks share is not touched when one of them looks for garbage
     asked = serve(socket.socket(fileno=int(number)))
@@ -48,19 +53,15 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     clients: dict[int, socket.socket] = {}  # by the number of their fork
     with selectors.DefaultSelector() as events:
-        for source in (PARENT, listening, woken):
+        for source in {PARENT, listening.fileno(), woken.fileno()}:  # a fork has no such parent
             events.register(source, selectors.EVENT_READ)
         while True:
             for event, _ in events.select():
-                if event.fileobj == PARENT:
-                    for pid in clients:
-                        end(pid)
-                    return None
-                if event.fileobj is woken:
+                if event.fd == woken.fileno():
                     woken.recv(4096)
                     for pid in list(clients):
                         tell(pid, clients, events)
-                elif event.fileobj is listening:
+                elif event.fd == listening.fileno():
                     client, _ = listening.accept()
                     asked = receive(client)
                     if asked is None:
@@ -77,6 +78,10 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                     events.register(client, selectors.EVENT_READ, pid)
                     with suppress(OSError):
                         client.sendall(b"%d\n" % pid)
+                elif event.fd == PARENT:
+                    for pid in clients:
+                        end(pid)
+                    return None
                 else:  # a client says nothing more: it has ended
                     events.unregister(event.fileobj)
                     end(event.data)
@@ -126,7 +131,8 @@ def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) 
     if "JPY_PARENT_PID" in env:  # a kernel ends when that is no longer its parent
         os.environ["JPY_PARENT_PID"] = str(os.getppid())
     theirs = env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = ["", *filter(None, theirs), *(place for place in sys.path if place not in ours)]
+    others = [place for place in sys.path if place not in ("", *ours)]
+    sys.path[:] = ["", *filter(None, theirs), *others]
     importlib.invalidate_caches()
     flag, text, *rest = command
     sys.argv = [flag, *rest] if flag == "-c" else [text, *rest]
@@ -139,4 +145,6 @@ def become(command: list[str], env: dict[str, str], cwd: str, files: list[int]) 
 
 
 if __name__ == "__main__":
+    if __spec__ is None:  # run by its path
+        del sys.path[0]  # the folder of this file
     main()

@@ -22,7 +22,7 @@ import jinja2
 
 from moebook import papers, results
 from moebook.errors import printable
-from moebook.notebook import findings, heads, sources, study, verdicts
+from moebook.notebook import findings, heads, pace, sources, study, verdicts
 from moebook.notebook.session import VALUE
 from moebook.notebook.sources import cost, duration, size
 from moebook.notebook.verdicts import Row, Verdict, amount, seeds, span
@@ -165,7 +165,13 @@ for thing in (
 ):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(
-    TITLES=TITLES, KINDS=KINDS, LABELS=verdicts.LABELS, STATUSES=STATUSES, LIVE=LIVE, FAULTS=FAULTS
+    TITLES=TITLES,
+    KINDS=KINDS,
+    LABELS=verdicts.LABELS,
+    STATUSES=STATUSES,
+    LIVE=LIVE,
+    FAULTS=FAULTS,
+    COMMANDS=pace.COMMANDS,
 )
 
 
@@ -295,6 +301,11 @@ def repeated(folder: Path) -> str:
             if other and (pool := store.pool(name, protocol, folder)):
                 every.append((pool, other, verdicts.repeated(pool, study.seeds(other))))
     return page("repeated", pools=every)
+
+
+def times(folder: Path) -> str:
+    """Return how long the commands and the notebooks took, from their record."""
+    return page("times", told=pace.times(folder))
 
 
 def tested(folder: Path) -> str:

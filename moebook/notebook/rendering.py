@@ -8,11 +8,10 @@ there while Sphinx works, and is where the next build starts if this one is kill
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -39,23 +38,15 @@ def render(folder: Path, builder: str = "html") -> None:
     The pages come to lie in ``_build/html``, or in the folder of another builder. The caller holds
     the book (`alone`).
     """
-    path = [str(Path(__file__).parents[2]), os.getenv("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    with children.lifeline() as (waiting, _):
-        done = subprocess.run(
-            children.command(RENDER, builder),
-            cwd=folder,
-            env=environment,
-            stdin=waiting,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-        )
+    with children.lifeline() as (waiting, _), tempfile.TemporaryFile("w+") as output:
+        files = (waiting, output.fileno(), output.fileno())
+        status = children.start(RENDER, builder, folder=folder, files=files).wait()
+        output.seek(0)
+        text = _COLOUR.sub("", output.read())
     log = folder / "_build" / "book.log"
-    text = _COLOUR.sub("", done.stdout)
     results.write(log, text)
-    if done.returncode:
-        lines = text.splitlines() or [f"the renderer ended with status {done.returncode}"]
+    if status:
+        lines = text.splitlines() or [f"the renderer ended with status {status}"]
         faults = [line for line in lines if _FAULT.search(line)] or lines[-1:]
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         where = log.relative_to(folder)

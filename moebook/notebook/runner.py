@@ -41,7 +41,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from moebook import papers, results, runtime
 from moebook.errors import LESS, Refusal, lacks_memory, no_memory, placed, refuse, told
-from moebook.notebook import parameters, publish, sources, warm
+from moebook.notebook import children, freshness, parameters, publish, sources, warm
 from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import code_cells, harvest, seconds
 from moebook.notebook.sources import Notebook
@@ -49,7 +49,6 @@ from moebook.results import Run
 
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
 ROOM = 2**24  # bytes that a run's files may take
-LINES = 3  # of what a kernel wrote last, for the line that says how it ended
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
 
 
@@ -110,6 +109,11 @@ class Request:
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
 
     @cached_property
+    def evidence(self) -> str | None:
+        """A hash of all that findings are made of; None for other notebooks."""
+        return freshness.digest(self.folder) if self.notebook.findings else None
+
+    @cached_property
     def resume(self) -> Path:
         """Where its trainings keep checkpoints: named by all that, and by the package's code."""
         place = self.folder / "runs" / "resume" / self.notebook.name
@@ -136,20 +140,23 @@ def run_notebook(
     ``overrides`` are parameters that go before the protocol's.
     """
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
-    kept = None if force or request.notebook.findings else _kept(request.store, folder)
-    run = kept or _execute(request)
+    run = None if force else kept(request)
+    fresh = run is None
+    run = run or _execute(request)
     first = runtime.processes()[0] == 0
-    return Outcome(run, request.store, fresh=kept is None) if run and first else None
+    return Outcome(run, request.store, fresh) if run and first else None
 
 
-def _kept(store: Path, folder: Path) -> Run | None:
+def kept(request: Request) -> Run | None:
     """Return the run in the store if it is whole and nothing has changed since, else None."""
     try:
-        run = results.read_run(store.with_suffix(".parquet"))
+        run = results.read_run(request.store.with_suffix(".parquet"))
     except Refusal:
         return None
-    whole = run.manifest.get("executed") == results.digest(store)
-    return run if whole and not results.runs.changed(run, folder) else None
+    if run.manifest.get("executed") != results.digest(request.store):
+        return None
+    same = run.manifest.get("evidence") == request.evidence
+    return run if same and not results.runs.changed(run, request.folder) else None
 
 
 def _execute(request: Request) -> Run | None:
@@ -303,6 +310,8 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
         "stripped": stripped,
         "executed": hashlib.sha256(text.encode()).hexdigest(),
     }
+    if request.evidence is not None:
+        manifest["evidence"] = request.evidence
     run = harvest(clean, request.notebook, request.protocol, request.folder, manifest)
     put(request.store, text, run)
     _drop(request)
@@ -321,19 +330,6 @@ def put(page: Path, text: str, run: Run) -> None:
         last.write_bytes(results.runs.packed(run))
 
 
-def ending(status: int) -> str:
-    """Say how a process ended."""
-    if status >= 0:
-        return f"ended with status {status}"
-    return f"was killed by signal {-status}" + " (out of memory?)" * (status == -9)
-
-
-def last_words(text: str) -> str:
-    """Quote the last lines that a process wrote, as the end of a sentence on how it ended."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"; its last lines: {' | '.join(lines[-LINES:])[-400:]}" if lines else ""
-
-
 class Kernel(AsyncKernelManager):
     """A kernel of this very interpreter, whatever kernels the user has installed."""
 
@@ -347,7 +343,7 @@ class Kernel(AsyncKernelManager):
             argv=make_ipkernel_cmd(),
             display_name="Python 3",
             language="python",
-            metadata=warm.register() if warm.PLACE in os.environ else {},
+            metadata=warm.register() if children.PLACE in os.environ else {},
         )
 
     def client(self, **options: Any) -> Any:
@@ -360,12 +356,12 @@ class Kernel(AsyncKernelManager):
         """Say how it ended."""
         process = getattr(self.provisioner, "process", None)
         status = None if process is None else process.poll()
-        return "did not answer" if status is None else ending(status)
+        return "did not answer" if status is None else children.ending(status)
 
     @property
     def last_words(self) -> str:
         """Say what it wrote last, beside its cells' outputs; empty where it wrote nothing."""
-        return last_words(self.written.read_text(errors="replace") if self.written else "")
+        return children.last_words(self.written.read_text(errors="replace") if self.written else "")
 
     def watch(self, stop: threading.Event) -> None:
         """Follow the process's peak memory until told to stop: `runtime.stopwatch` resets it."""

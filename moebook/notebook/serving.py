@@ -1,28 +1,63 @@
-"""``moebook serve``: show the rendered book to browsers on this machine."""
+"""``moebook serve``: show the rendered book to browsers on this machine, and renew it on changes.
+
+Pages, protocols, notebooks and runs are looked at twice a second. What has changed is executed and
+rendered in a process of its own, as `moebook book` does, and the browsers load their page again.
+Code is not watched: a change of it concerns all notebooks, which `moebook book` executes.
+"""
 
 from __future__ import annotations
 
 import mimetypes
 import os
 import socket
+import stat
 import sys
 import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from moebook import results
 from moebook.errors import refuse
+from moebook.notebook import children, sources
 from moebook.results import folders
 
+RENEW = """
+import sys
+from pathlib import Path
+from moebook.errors import Refusal
+from moebook.notebook import book
+try:
+    book.renew(sys.argv[1:], Path.cwd())
+except Refusal as refusal:
+    sys.exit(str(refusal))
+"""
+WATCHED = ("book", "notebooks", "results", "_config.yml")
+MADE = ("book/notebooks/", "book/_generated/")  # by builds
+MOMENT = 0.5  # seconds
+CHANGED = ".changed"  # what a page asks for to know whether it was renewed
+RELOAD = f"""<script>
+let known
+setInterval(async () => {{
+  if (document.hidden) return
+  const now = await fetch("/{CHANGED}").then((answer) => answer.text()).catch(() => known)
+  if (known && now !== known) location.reload()
+  known = now
+}}, 1000)
+</script>
+</body>"""
 THREADS = 16  # requests that are answered at a time; the others wait
 PATIENCE = 10  # seconds in which a browser must have sent its request, or taken the answer
 TYPES = mimetypes.MimeTypes()  # without the system's own, which differ from one to another
 
 
 def serve(folder: Path, port: int) -> None:
-    """Serve the book of a project until interrupted."""
+    """Serve the book of a project until interrupted, and renew it when its sources change."""
     place = folder / "_build" / "html"
     if not (folders.present(place) / "index.html").is_file():
         refuse("E-BOOK", "no book in _build/html; run: make book")
@@ -33,7 +68,66 @@ def serve(folder: Path, port: int) -> None:
     with site:
         address = f"http://127.0.0.1:{site.server_port}"
         print(f"serve: the book is at {address} (Ctrl-C stops)", flush=True)
+        threading.Thread(target=watch, args=(folder, threading.Event()), daemon=True).start()
         site.serve_forever()
+
+
+def watch(folder: Path, stop: threading.Event) -> None:
+    """Renew the book, until told to stop, when its sources have changed and are still a moment."""
+    known = stamps(folder)
+    while not stop.wait(MOMENT):
+        now = stamps(folder)
+        if now == known:
+            continue
+        while (later := settled(folder)) != now:
+            now = later
+        changed = sorted({path for path, _ in known.items() ^ now.items()})
+        known = now
+        print(f"serve: {changed[0]} has changed", flush=True)
+        if renew(changed, folder) == 0:
+            print("serve: the book is renewed", flush=True)
+
+
+def settled(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the `stamps` a moment later."""
+    time.sleep(MOMENT)
+    return stamps(folder)
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return when each source of the book was written, and its size, by its path."""
+    found = {}
+    for part in WATCHED:
+        place = folder / part
+        for path in (place, *place.rglob("*")) if place.exists() else ():
+            name = path.relative_to(folder).as_posix()
+            if name.startswith(MADE) or results.files.foreign(path.name):
+                continue
+            with suppress(FileNotFoundError):  # it has just gone
+                state = path.stat()
+                if stat.S_ISREG(state.st_mode):
+                    found[name] = (state.st_mtime_ns, state.st_size)
+    return found
+
+
+def renew(changed: Sequence[str], folder: Path) -> int:
+    """Execute the notebooks that are concerned and render the book; what it says is shown here."""
+    names = sorted(concerned(changed, folder))
+    with children.lifeline() as (waiting, _):
+        files = (waiting, sys.stdout.fileno(), sys.stderr.fileno())
+        return children.start(RENEW, *names, folder=folder, files=files).wait()
+
+
+def concerned(changed: Sequence[str], folder: Path) -> set[str]:
+    """Return the notebooks that files concern: their own, and all findings if runs are new."""
+    known, names = sources.paths(folder), set[str]()
+    for path in changed:
+        part, _, name = path.partition("/")
+        if part == "notebooks":
+            names |= {one for one, source in known.items() if name.startswith(f"{source.stem}.")}
+        if part == "results":
+            names |= {one for one in known if one.endswith("_findings")}
+    return names
 
 
 class Site(ThreadingHTTPServer):
@@ -84,9 +178,13 @@ class Page(BaseHTTPRequestHandler):
         path = unquote(self.path.partition("?")[0].partition("#")[0])
         name = path.lstrip("/") or "index.html"
         content = content_of(self.server.book, name)
+        if name == CHANGED:
+            content = state_of(self.server.book)
         if content is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
+        if name.endswith(".html"):
+            content = content.replace(b"</body>", RELOAD.encode())
         kind = TYPES.guess_type(name)[0] or "application/octet-stream"
         text = kind.startswith("text/") or kind.endswith(("javascript", "json", "+xml"))
         self.send_response(HTTPStatus.OK)
@@ -114,3 +212,9 @@ def content_of(place: Path, name: str) -> bytes | None:
         except (OSError, ValueError):  # none there, too long a name, one that no file can have
             continue
     return None
+
+
+def state_of(place: Path) -> bytes:
+    """Return a text that is another one when another folder has taken the place."""
+    state = folders.present(place).stat()
+    return f"{state.st_ino} {state.st_ctime_ns}".encode()

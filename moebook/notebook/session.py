@@ -168,6 +168,8 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
     witness = Witness(values, names, _as_written(cells))
+    if os.environ.get(runtime.QUIET) != "1":  # somebody sits before it
+        _tell_time(declared, values)
     _note(environment=runtime.environment())
     _note(parameters=values)
     if runtime.RESUME not in os.environ:  # else the runner knows when
@@ -179,6 +181,14 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
         drawing.style()
     gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
     return Run(names["tier"], witness)
+
+
+def _tell_time(declared: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:
+    """Print what the notebook will take on this machine, if its time is on record."""
+    from moebook.notebook import pace
+
+    if told := pace.expected(declared, values):
+        print(told)
 
 
 def _after_each_cell(witness: Witness) -> None:

@@ -109,18 +109,19 @@ def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in parameters.items() if k not in ("seed", "arms", "device")}
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    paths = dict[str, Path]()
+def paths(folder: Path) -> dict[str, Path]:
+    """Find all notebooks of the project, by short name; none of them is read."""
+    found = dict[str, Path]()
     for path in sorted(results.part(folder, "notebooks").glob("*.ipynb")):
         match = _STEM.fullmatch(path.stem)
-        if match and (other := paths.setdefault(match[1], path)) != path:
+        if match and (other := found.setdefault(match[1], path)) != path:
             refuse("E-NOTEBOOK", f"{other.name} and {path.name} share a name")
-    return paths
+    return found
 
 
 def notebooks(folder: Path) -> dict[str, Notebook]:
     """Read all notebooks of the project, by short name, in the order of their numbers."""
-    return {name: read(path) for name, path in _paths(folder).items()}
+    return {name: read(path) for name, path in paths(folder).items()}
 
 
 def deciders(folder: Path) -> dict[str, set[str]]:
@@ -149,7 +150,7 @@ def deciders(folder: Path) -> dict[str, set[str]]:
 
 def find(folder: Path, name: str) -> Notebook:
     """Return the notebook with that short name, or refuse with the nearest one."""
-    known = _paths(folder)
+    known = paths(folder)
     if not known:
         refuse("E-NOFILE", f"no notebooks/NN_name.ipynb in {folder}")
     refuse_unknown(name, known, "E-NOTEBOOK", f"unknown notebook '{name}':")

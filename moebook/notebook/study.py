@@ -7,7 +7,6 @@ kept as soon as it has ended: what was finished survives whatever ends the study
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -24,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from moebook import cluster, results, runtime
-from moebook.errors import Refusal, lacks_memory, no_memory, placed, refuse, told
-from moebook.notebook import children, parameters, sources, warm
+from moebook.errors import Refusal, placed, refuse, told
+from moebook.notebook import children, parameters, sources
 from moebook.notebook.parameters import ALL, Scalar
 from moebook.notebook.publish import read_notebook
-from moebook.notebook.runner import check_device, ending, last_words, run_notebook
+from moebook.notebook.runner import check_device, run_notebook
 from moebook.notebook.sources import Notebook
 from moebook.results import Run, store
 from moebook.results.store import CLASS, COMMITTED, Pool
@@ -38,7 +37,6 @@ CHILD = "from moebook.notebook import study; study.child()"
 MOST = 1000  # seeds in one call
 PLANNED = ("pesc", "router_init", "rocket", "esft", "rivals", "together")  # `plans` know their arms
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,18 @@ Ended = Generator[tuple[Job, Outcome], None, None]
 
 
 def side_by_side(
-    jobs: Sequence[Job], folder: Path, workers: int, place: str | None = None
+    jobs: Sequence[Job], folder: Path, workers: int, places: Mapping[str, str | None] | None = None
 ) -> Ended:
     """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    However this process ends, they end as well. With the ``place`` of a `warm` process they and
-    their kernels are its forks.
+    However this process ends, they end as well. Where ``places`` has a notebook's name, the run and
+    its kernel are forks of the process that listens there (`warm`).
     """
     with children.lifeline() as (waiting, end), ThreadPoolExecutor(workers) as threads:
-        futures = {threads.submit(_execute, job, folder, waiting, place): job for job in jobs}
+        futures = {}
+        for job in jobs:
+            place = (places or {}).get(job.notebook)
+            futures[threads.submit(_execute, job, folder, waiting, place)] = job
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -73,54 +74,12 @@ def side_by_side(
 
 
 def _execute(job: Job, folder: Path, waiting: int, place: str | None) -> Outcome:
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **THREADS, "PYTHONPATH": path}
-    command = children.command(CHILD, json.dumps(vars(job)))
-    (output, printing), (errors, complaining) = os.pipe(), os.pipe()
-    with os.fdopen(output) as printed, os.fdopen(errors) as complained:
-        try:
-            files = (waiting, printing, complaining)
-            process = _start(command, environment, folder, files, place)
-        except Refusal as refusal:
-            return refusal
-        finally:
-            os.close(printing)
-            os.close(complaining)
-        complaints = complained.read()
-        path = printed.read().strip()
-        status = process.wait()
-    if not status:
-        return Path(path)
-    last = (complaints.strip().splitlines() or [""])[-1]
-    code, _, text = last.partition(": ")
-    if code.startswith("E-") and text:
-        return Refusal(code, text)
-    if lacks_memory(last):
-        return Refusal("E-MEMORY", no_memory(last))
-    return Refusal("E-RUN", f"it {ending(status)}{last_words(complaints)}")
-
-
-def _start(
-    command: list[str],
-    environment: dict[str, str],
-    folder: Path,
-    files: tuple[int, int, int],
-    place: str | None,
-) -> warm.Process | subprocess.Popen[bytes]:
-    """Start a command as a fork of the `warm` process, or as a new one."""
-    if place:
-        environment = environment | {warm.PLACE: place}
-        return warm.Process(place, command[1:], env=environment, cwd=folder, files=files)
-    # In a session of its own: Ctrl-C is for the parent, whose end ends its children.
-    return subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdin=files[0],
-        stdout=files[1],
-        stderr=files[2],
-        start_new_session=True,
-    )
+    try:
+        told = json.dumps(vars(job))
+        printed = children.run(CHILD, told, folder=folder, waiting=waiting, place=place)
+        return Path(printed[-1])
+    except Refusal as refusal:
+        return refusal
 
 
 def child() -> None:
@@ -344,4 +303,4 @@ def _export(folder: Path, commit: str, code: Path) -> None:
         git.stdout.close()
         said = git.stderr.read().decode(errors="replace").strip()
     if git.returncode or damage:
-        refuse("E-GIT", f"git archive: {said or damage or f'it {ending(git.returncode)}'}")
+        refuse("E-GIT", f"git archive: {said or damage or f'it {children.ending(git.returncode)}'}")

@@ -167,9 +167,19 @@ def write_run(path: Path, run: Run) -> None:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN)."""
+    """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN).
+
+    A process that reads the same bytes again gets the same run, which nobody may change.
+    """
     with _readable(path):
-        table = pq.read_table(path)
+        content = path.read_bytes()
+    return _unpacked(path, content)
+
+
+@functools.lru_cache(maxsize=2048)
+def _unpacked(path: Path, content: bytes) -> Run:
+    with _readable(path):
+        table = pq.read_table(pa.BufferReader(content))
     head, digest = _head_of(table.schema, path)
     with _readable(path):
         run = _from_lines(head, table.to_pylist())

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import gate
@@ -15,7 +14,7 @@ import pytest
 
 from moebook import papers, plotting, results
 from moebook.errors import Refusal
-from moebook.notebook import book, sources
+from moebook.notebook import book
 from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
 from tests.refusals import refused
@@ -66,9 +65,8 @@ def _run(name, tier, seed=0):
 
 @pytest.fixture(scope="module", autouse=True)
 def style():
-    """Undo the style that the book's own figures set; audit once."""
-    with matplotlib.rc_context(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(papers, "audit", cache(papers.audit))
+    """Undo the style that the book's own figures set."""
+    with matplotlib.rc_context():
         plotting.style()
         yield
 
@@ -173,18 +171,9 @@ def test_claims_stand_in_the_ledger_and_among_findings_with_pictures_of_what_ran
     assert drawn == {"found_pesc.svg", "found_front.svg"}
 
 
-def test_notebooks_start_longest_first_and_findings_behind_all_others(project, tmp_path):
-    notebooks = sources.notebooks(project)
-    folder = shutil.copytree(project / "book", tmp_path / "book").parent
-    (folder / "book" / "notebooks" / "05_kernels.parquet").unlink()
-    order = sorted(notebooks.values(), key=lambda notebook: book._cost(notebook, folder))
-    last = [notebook.findings for notebook in order].index(True)
-    assert order[last - 1].name == "kernels" and all(one.findings for one in order[last:])
-
-
 def test_a_warning_and_a_copy_with_an_error_or_without_its_run_are_refused(small, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"warnings: .*found.*no-su"):
-        patch.setattr(book, "generated", lambda folder: {})
+        patch.setattr(book, "_pages_are_current", lambda folder: True)
         (small / "book" / "found.md").write_text("# Found\n\n{ref}`no-such-place`\n")
         book.build("smoke", small)
     assert "no-such-place" in (small / "_build" / "book.log").read_text()

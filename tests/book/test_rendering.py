@@ -3,7 +3,6 @@
 MOEBOOK_FAULTS=10 kills 40 times.
 """
 
-import json
 import os
 import random
 import signal
@@ -17,33 +16,16 @@ import pytest
 
 from moebook.notebook import book, rendering
 from moebook.results import folders
+from tests.book.conftest import PAGES, write_edition
 from tests.refusals import refused
 
 TIMES = int(os.environ.get("MOEBOOK_FAULTS", "1"))
-KILLS, PAGES = 4 * TIMES, 30
+KILLS = 4 * TIMES
 ROOT = Path(__file__).parents[2]
 RENDER = """
 from pathlib import Path
 from moebook.notebook import rendering
 rendering.render(Path.cwd())"""
-
-
-@pytest.fixture
-def project(tmp_path):
-    """A project whose book has several pages; all of them name its edition."""
-    (tmp_path / "book").mkdir()
-    (tmp_path / "_config.yml").write_text('{"title": "A", "execute": {"execute_notebooks": "off"}}')
-    chapters = [{"file": f"page_{number}"} for number in range(PAGES)]
-    toc = {"format": "jb-book", "root": "intro", "chapters": chapters}
-    (tmp_path / "book" / "_toc.yml").write_text(json.dumps(toc))
-    write_edition(tmp_path, 0)
-    return tmp_path
-
-
-def write_edition(project, number):
-    for page in ("intro", *(f"page_{number}" for number in range(PAGES))):
-        text = f"# The page {page}\n\nThis is edition {number}.\n"
-        (project / "book" / f"{page}.md").write_text(text)
 
 
 def editions(project):

@@ -1,4 +1,4 @@
-"""The served book: every path has an answer, no link leads out of it, its threads are bounded."""
+"""The served book: every path has an answer, and a change of its sources renews it."""
 
 import re
 import socket
@@ -8,8 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from moebook.notebook import serving
+from moebook import results
+from moebook.notebook import freshness, rendering, serving
 from moebook.results import folders
+from tests.notebook.conftest import TOY, make_project
 from tests.refusals import refused
 
 
@@ -31,6 +33,12 @@ def place(tmp_path):
     (book / "away").symlink_to(tmp_path / "_build")
     (book / "circle").symlink_to(book / "circle")
     return book
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A project of one notebook."""
+    return make_project(tmp_path / "toy", *TOY)
 
 
 @pytest.fixture
@@ -71,7 +79,8 @@ def test_every_path_has_an_answer_and_nothing_is_read_outside_the_book(site, cap
     assert found == status
     assert b"secret" not in body and b"root:" not in body
     if status == 200:
-        assert body.decode() == "<html>ä page</html>"
+        page = "<html>ä page</html>"
+        assert body.decode() == page
         kind = rb"\w+/javascript" if b".js" in path else b"text/html"
         assert re.search(rb"Content-Type: " + kind + rb"; charset=utf-8\r\n", head)
     assert capfd.readouterr() == ("", "")
@@ -131,3 +140,80 @@ def test_without_a_book_or_a_free_port_serving_is_refused(tmp_path, site, place)
     refused("E-BOOK: no book in _build/html; run: make book", serving.serve, tmp_path / "other", 0)
     taken = site.server_port
     refused(f"E-PORT: port {taken}: .*make serve PORT", serving.serve, tmp_path, taken)
+
+
+def test_a_page_asks_whether_it_was_renewed_and_its_file_stays_as_it_is(site, place):
+    page = place / "index.html"
+    page.write_text("<html><body>text</body></html>")
+    _, head, body = ask(site, b"GET / HTTP/1.0")
+    assert b'fetch("/.changed")' in body and body.startswith(b"<html><body>text<script>")
+    assert b"Content-Length: %d" % len(body) in head and body.endswith(b"</script>\n</body></html>")
+    assert page.read_text() == "<html><body>text</body></html>"
+    states = [ask(site, b"GET /.changed HTTP/1.0")[2] for _ in range(2)]
+    folders.put(fill(place.with_name("new"), "another"), place)
+    states.append(ask(site, b"GET /.changed HTTP/1.0")[2])
+    assert states[0] == states[1] != states[2] and b"" not in states
+
+
+def test_a_change_concerns_its_notebook_and_runs_concern_all_findings(fresh):
+    for name in ("01_toy_findings.ipynb", "02_other.ipynb"):
+        (fresh / "notebooks" / name).touch()
+    told = {
+        ("book/intro.md", "_config.yml"): set(),
+        ("notebooks/01_toy.ipynb",): {"toy"},
+        ("notebooks/01_toy.nano.yaml", "notebooks/02_other.ipynb"): {"toy", "other"},
+        ("notebooks/01_toy_findings.ipynb",): {"toy_findings"},
+        ("notebooks/README.md",): set(),
+        ("results/toy/nano/1.parquet",): {"toy_findings"},
+    }
+    for changed, names in told.items():
+        assert serving.concerned(changed, fresh) == names
+
+
+def test_sources_are_watched_and_what_builds_write_is_not(fresh):
+    (fresh / "book" / "notebooks").mkdir(parents=True)
+    before = serving.stamps(fresh)
+    for name in (
+        "book/notebooks/01_toy.ipynb",
+        "book/.a.md.swp",
+        "book/a.md~",
+        "runs/a",
+        "README.md",
+    ):
+        results.write(fresh / name, "new")
+    assert serving.stamps(fresh) == before
+    for name in ("book/a.md", "book/_static/a.js", "results/a", "notebooks/01_toy.nano.yaml"):
+        results.write(fresh / name, "new")
+        assert serving.stamps(fresh).keys() ^ before.keys() <= {name}
+        assert serving.stamps(fresh)[name] != before.get(name)
+        before = serving.stamps(fresh)
+    (fresh / "book" / "a.md").unlink()
+    assert before.keys() - serving.stamps(fresh).keys() == {"book/a.md"}
+
+
+def test_a_changed_page_is_shown_renewed_and_a_wrong_one_is_told(project, monkeypatch, capfd):
+    (project / "book" / "_generated").mkdir()
+    made_of = freshness.digest(project, freshness.SHOWN)
+    freshness.seal(project / "book" / "_generated", made_of)
+    rendering.render(project)
+    monkeypatch.setattr(serving, "MOMENT", 0.1)
+    stop = threading.Event()
+    watching = threading.Thread(target=serving.watch, args=(project, stop))
+    watching.start()
+    shown, place = "", project / "_build" / "html"
+    time.sleep(0.5)
+    page = project / "book" / "page_1.md"
+    for text, line in (
+        ("# One\n\n{ref}`none`\n", "E-BOOK"),
+        ("# One\n\nWhat is new.\n", "renewed"),
+    ):
+        page.write_text(text)
+        limit = time.monotonic() + 120
+        while line not in shown and time.monotonic() < limit:
+            time.sleep(0.1)
+            shown += "".join(capfd.readouterr())
+        assert line in shown and "serve: book/page_1.md has changed" in shown
+        there = b"What is new." in serving.content_of(place, "page_1.html")
+        assert there == (line == "renewed")
+    stop.set()
+    watching.join()

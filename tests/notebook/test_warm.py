@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moebook.notebook import publish, warm
+from moebook.notebook import children, publish, warm
 from moebook.notebook.study import Job, side_by_side
 from moebook.results import read_run
 from tests.notebook.conftest import REPOSITORY
@@ -54,7 +54,7 @@ def both(place, tmp_path, monkeypatch):
             ):
                 files = [file.fileno() for file in (given, output, errors)]
                 if forked:
-                    process = warm.Process(place, command, env=env, cwd=tmp_path, files=files)
+                    process = children.Fork(place, command, env=env, cwd=tmp_path, files=files)
                     assert process.wait() == process.poll() == process.returncode
                     assert process.seconds > 0
                 else:
@@ -112,7 +112,7 @@ from moebook.notebook import publish, study, warm
 with tempfile.TemporaryDirectory() as directory:
     with warm.warm(Path(directory), publish.environment(), ["json"]) as place:
         jobs = [study.Job("toy", "smoke", {"fate": "slow"})]
-        list(study.side_by_side(jobs, Path.cwd(), 1, place))
+        list(study.side_by_side(jobs, Path.cwd(), 1, {"toy": place}))
 """
 
 
@@ -137,7 +137,8 @@ def test_whoever_is_killed_nobody_who_depends_on_it_stays(fresh, light, place, v
 def test_a_notebook_leaves_in_a_fork_what_it_leaves_in_a_new_kernel(fresh, place):
     runs = []
     for where in (place, None):
-        ((_, page),) = side_by_side([Job("toy", "smoke", {"arms": "left"})], fresh, 1, where)
+        jobs = [Job("toy", "smoke", {"arms": "left"})]
+        ((_, page),) = side_by_side(jobs, fresh, 1, {"toy": where})
         runs.append(read_run(page.with_suffix(".parquet")))
         page.unlink()
     forked, new = runs
@@ -162,4 +163,4 @@ def test_a_process_that_could_not_import_is_told_in_one_line(tmp_path):
     with warm.warm(tmp_path, publish.environment(), ["no_such_library"]) as place:
         ask = (place, ["-c", "pass"])
         refused("E-KERNEL: the process that imports the libraries has ended",
-                lambda: warm.Process(*ask, env={}, cwd=tmp_path, files=[0, 1, 2]))  # fmt: skip
+                lambda: children.Fork(*ask, env={}, cwd=tmp_path, files=[0, 1, 2]))  # fmt: skip

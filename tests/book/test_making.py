@@ -1,0 +1,134 @@
+"""What is executed and made anew when a book is built again, and what is not."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from moebook import results
+from moebook.notebook import book, freshness, warm
+from tests.notebook.conftest import TOY, make_project
+from tests.refusals import refused
+
+FINDINGS = """\
+from pathlib import Path
+print(sorted(path.name for path in Path("results").rglob("*.parquet")))"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with a notebook and its findings, whose pages are neither made nor rendered."""
+    folder = make_project(tmp_path / "toy", *TOY)
+    tier = 'tier: str = "cpu"  # scale {smoke, cpu}'
+    declared = new_code_cell(tier, metadata={"tags": ["parameters"]})
+    begin = "from moebook import notebook\nrun = notebook.begin(In, globals())"
+    findings = new_notebook(cells=[declared, new_code_cell(begin), new_code_cell(FINDINGS)])
+    results.write(folder / "notebooks" / "01_toy_findings.ipynb", json.dumps(findings))
+    (folder / "results").mkdir()
+    monkeypatch.setattr(book, "build", lambda *given: None)
+    monkeypatch.setattr(book, "_pages_are_current", lambda folder: True)
+    monkeypatch.setattr(book, "PREPARE", "gc:collect")
+    monkeypatch.setattr(warm, "warm", partial(warm.warm, libraries=["ipykernel.kernelapp"]))
+    return folder
+
+
+def printed(project):
+    """What the page of the findings prints."""
+    page = json.loads((project / "book" / "notebooks" / "01_toy_findings.ipynb").read_text())
+    return "".join(out.get("text", "") for out in page["cells"][-1]["outputs"])
+
+
+def test_only_what_has_changed_is_executed_again(project, capsys, monkeypatch):
+    book.make("smoke", None, project)
+    executed = capsys.readouterr().out.splitlines()
+    assert sorted(line.partition(":")[0] for line in executed) == [
+        "toy at smoke", "toy_findings at cpu"
+    ]  # fmt: skip
+    assert all(line.endswith(" s") for line in executed) and printed(project) == "[]\n"
+    page = project / "book" / "notebooks" / "01_toy.ipynb"
+    assert results.read_run(page.with_suffix(".parquet")).manifest["executed"] == results.digest(
+        page
+    )
+
+    with monkeypatch.context() as patch:  # nothing is started
+        patch.setattr(warm, "warm", None)
+        before = page.stat().st_mtime_ns
+        book.make("smoke", None, project)
+    same = "unchanged, not executed again"
+    assert capsys.readouterr().out == f"toy at smoke: {same}\ntoy_findings at cpu: {same}\n"
+    assert page.stat().st_mtime_ns == before
+
+    (project / "results" / "new.parquet").touch()
+    page.write_text(page.read_text() + " ")  # altered: it comes back
+    book.make("smoke", None, project)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"toy at smoke: {same}" and second.endswith(" s")
+    assert printed(project) == "['new.parquet']\n"
+    assert page.stat().st_mtime_ns != before and not page.read_text().endswith(" ")
+    refused("E-NOTEBOOK: unknown notebook 'tyo'", book.make, "smoke", "tyo", project)
+
+
+MADE_OF = [  # files, and whether pages are still current when one of them has changed
+    ("moebook/a.py", False),
+    ("moebook/notebook/templates/a.md", False),
+    ("moebook/papers/a.csv", False),
+    ("notebooks/01_toy.nano.yaml", False),
+    ("notebooks/01_toy.ipynb", False),
+    ("results/toy/nano/0.parquet", False),
+    ("results/faults.json", False),
+    ("requirements.lock", False),
+    ("book/notebooks/01_toy.parquet", False),
+    ("recipes/gpu.yaml", False),
+    ("_config.yml", False),
+    ("book/_generated/a.md", False),
+    ("book/_generated/a.svg", False),
+    ("README.md", True),
+    ("book/intro.md", True),
+]
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """A project with generated pages that are current."""
+    for name, _ in MADE_OF:
+        results.write(tmp_path / name, name)
+    monkeypatch.setattr("moebook.results.files.PACKAGE", tmp_path / "moebook")
+    place = tmp_path / "book" / "_generated"
+    freshness.seal(place, freshness.digest(tmp_path, freshness.SHOWN))
+    return tmp_path
+
+
+def is_current(folder):
+    made_of = freshness.digest(folder, freshness.SHOWN)
+    return freshness.is_current(folder / "book" / "_generated", made_of)
+
+
+@pytest.mark.parametrize(("name", "current"), [*MADE_OF, ("book/_generated/made_of.json", False)])
+@pytest.mark.parametrize("change", ["altered", "gone"])
+def test_generated_pages_are_current_until_what_they_are_made_of_changes(
+    pages, name, current, change
+):
+    assert is_current(pages)
+    file = pages / name
+    if change == "altered":
+        text = file.read_text()
+        file.write_text(text[:-1] + "x")
+        assert is_current(pages) == current
+        file.write_text(text)
+        assert is_current(pages)
+    else:
+        file.unlink()
+        assert is_current(pages) == current
+
+
+def test_a_new_file_or_library_counts_too(pages, monkeypatch):
+    results.write(pages / "results" / "toy" / "nano" / "1.parquet", "new")
+    assert not is_current(pages)
+    (pages / "results" / "toy" / "nano" / "1.parquet").unlink()
+    assert is_current(pages)
+    monkeypatch.setattr("moebook.runtime.versions", lambda: {"torch": "9"})
+    assert not is_current(pages)
+    shutil.rmtree(pages / "book" / "_generated")
+    assert not is_current(pages)

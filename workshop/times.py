@@ -1,0 +1,90 @@
+"""How long the commands of the README take: ``python -m workshop.times`` in a checkout.
+
+It runs them in fresh clones, one after the other, and writes ``results/times.json``, which README,
+pages and notebooks (`moebook.notebook.pace`) read. Name some of them to measure those alone:
+``book``, ``smoke``, ``test``, ``soak``. Nothing else may run meanwhile; clones take our ``.venv``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import moebook
+from moebook import results, runtime
+from moebook.errors import Refusal, refuse, refuse_unknown
+from moebook.notebook import children, pace
+
+TIERS = {"book": "cpu", "smoke": "smoke"}  # at which a command executes the notebooks
+QUIET = 0.3  # mean number of other programs at work from which nothing is measured
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Run a command in a fresh clone; return its time, and that of each notebook it executed."""
+    with tempfile.TemporaryDirectory() as place:
+        clone = Path(place) / "moebook"
+        subprocess.run(["git", "clone", "-q", str(folder), str(clone)], check=True)
+        (clone / ".venv").symlink_to(folder / ".venv")
+        environment = os.environ | {"PYTHONPATH": str(clone)}
+        before, start = spent(), time.perf_counter()
+        command = pace.COMMANDS[name]
+        done = subprocess.run(command.split(), cwd=clone, env=environment, check=False)
+        found: dict[str, Any] = {"wall": time.perf_counter() - start, "cpu": spent() - before}
+        if done.returncode:
+            refuse("E-TIMES", f"{command} ended with status {done.returncode}")
+        pages = sorted((clone / "book" / "notebooks").glob("*.parquet"))
+        runs = [results.runs.read_head(path) for path in pages]
+        found["notebooks"] = {run.notebook: run.manifest["cpu_seconds"] for run in runs}
+    return found
+
+
+def spent() -> float:
+    """Return the CPU time of all processes that we started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main(names: list[str], folder: Path) -> Path:
+    """Measure commands and write the record; what is measured for another release is dropped."""
+    busy = os.getloadavg()[0]
+    if busy > QUIET:
+        refuse("E-TIMES", f"{busy:.1f} programs are at work here: they would be measured too")
+    path, told = folder / "results" / pace.RECORD, pace.times(folder)
+    if told.get("version") != moebook.__version__:
+        told = {"version": moebook.__version__, "commands": {}, "notebooks": {}}
+    machine = runtime.environment()
+    told["machine"] = {part: machine[part] for part in ("cpu", "cores", "memory", "system")}
+    told["pace"] = measured_pace(folder)
+    for name in names:
+        found = measure(name, folder)
+        taken = found.pop("notebooks")
+        if name in TIERS:
+            told["notebooks"][TIERS[name]] = taken
+        found |= {"date": datetime.now(UTC).date().isoformat(), "commit": results.commit(folder)}
+        told["commands"][name] = found
+        results.write(path, json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def measured_pace(folder: Path) -> float:
+    """Measure this machine in a process of one thread, as notebooks of the book have."""
+    code = "from moebook.notebook import pace; print(pace.pace(5.0))"
+    with children.lifeline() as (waiting, _):
+        return float(children.run(code, folder=folder, waiting=waiting)[-1])
+
+
+if __name__ == "__main__":
+    try:
+        for name in sys.argv[1:]:
+            refuse_unknown(name, pace.COMMANDS, "E-USAGE", f"unknown '{name}':")
+        print(main(sys.argv[1:] or list(pace.COMMANDS), results.checkout()))
+    except Refusal as refusal:
+        sys.exit(str(refusal))
