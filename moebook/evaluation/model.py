@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from moebook.errors import refuse, shown
 from moebook.kernels.bank_scoring import token_nats
 from moebook.kernels.dispatch import natural
 from moebook.models.anatomy import longest
+from moebook.models.conventions import check, end_tokens, keeps_cache, reads_prompt
+from moebook.nn import plain
 from moebook.nn.batch import vocabulary
 from moebook.runtime import progress
 from moebook.settings import SIZE
@@ -33,6 +36,9 @@ Drawn = tuple[float, Sequence[Random]]  # temperature above 0, and a generator a
 
 class InMemory(TemplateLM):
     """Any causal language model in evaluation mode, altered or wrapped, with its tokenizer.
+
+    One that keeps no cache for rows of several lengths (Mamba, RWKV, RecurrentGemma, BLOOM) reads
+    all tokens again for each that it writes, which is slow; what is not causal is refused.
 
     Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded items on a CPU
     (ended rows stay in its batches). ``batch`` is B, sequences a forward pass. lm-eval's requests
@@ -47,7 +53,9 @@ class InMemory(TemplateLM):
         self.model, self.tokenizer, self.batch, self._chat = model, tokenizer, batch, chat
         self._device = next(model.parameters()).device
         self.longest = longest(model)
+        self.ends = end_tokens(model, tokenizer)
         self._closing = _closing_tokens(tokenizer)
+        check(model)
 
     @property
     def eot_token_id(self) -> int:
@@ -137,15 +145,16 @@ class InMemory(TemplateLM):
         pairs = self._fitting(pairs, [0] * len(pairs))
         scores: list[Any] = [None] * len(pairs)
         order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
-        for chosen in self._batches([order], "likelihood"):
-            for i, score in zip(chosen, self._score([pairs[i] for i in chosen]), strict=True):
-                scores[i] = score
+        with plain(self.model):
+            for chosen in self._batches([order], "likelihood"):
+                for i, score in zip(chosen, self._score([pairs[i] for i in chosen]), strict=True):
+                    scores[i] = score
         return scores
 
     def answer(
         self, contexts: Sequence[list[int]], limits: Sequence[Limit], drawn: Drawn | None = None
     ) -> list[str]:
-        """Continue each context up to the end token, a stop string or the limit.
+        """Continue each context up to an end token, a stop string or the limit.
 
         Tokens are the likeliest, or ``drawn``, each context's by its own generator: what shares a
         batch changes nothing but roundings.
@@ -155,7 +164,7 @@ class InMemory(TemplateLM):
 
     def examine(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
         """Return what `answer` and `score` give, reading a context once where the model can."""
-        if self._reads_prompt() or getattr(self.model, "_is_stateful", False):
+        if reads_prompt(self.model) or not keeps_cache(self.model):
             texts = self.answer([before for before, _ in pairs], limits)
             return list(zip(texts, [value for value, _ in self.score(pairs)], strict=True))
         return self._answered(pairs, limits)
@@ -169,17 +178,16 @@ class InMemory(TemplateLM):
             natural("answer", "limit", most, SIZE, "new tokens")
         rooms = [max(0, most - len(pair[1])) for pair, (most, _) in zip(pairs, limits, strict=True)]
         rows, found = self._fitting(pairs, rooms), [("", 0.0)] * len(pairs)
+        write = self._continued if keeps_cache(self.model) else self._rereading
         order = sorted(range(len(rows)), key=lambda i: (limits[i], len(rows[i][0])))
         groups = [list(group) for _, group in groupby(order, key=lambda i: limits[i])]
-        for chosen in self._batches(groups, "generation"):
-            here = drawn and (drawn[0], [drawn[1][i] for i in chosen])
-            answers = self._continued([rows[i] for i in chosen], *limits[chosen[0]], here)
-            for i, answer in zip(chosen, answers, strict=True):
-                found[i] = answer
+        with plain(self.model):
+            for chosen in self._batches(groups, "generation"):
+                here = drawn and (drawn[0], [drawn[1][i] for i in chosen])
+                answers = write([rows[i] for i in chosen], *limits[chosen[0]], here)
+                for i, answer in zip(chosen, answers, strict=True):
+                    found[i] = answer
         return found
-
-    def _reads_prompt(self) -> bool:
-        return any(getattr(part, "reads_prompt", False) for part in self.model.modules())
 
     @torch.no_grad()
     def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
@@ -187,7 +195,7 @@ class InMemory(TemplateLM):
         first = min(len(before) for before, _ in pairs) - 1
         targets = ids[:, first + 1 :]
         inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
-        if self._reads_prompt():
+        if reads_prompt(self.model):
             inputs["labels"] = ids[:, first:-1].clone()
             for line, (before, _) in enumerate(pairs):
                 inputs["labels"][line, : len(before) - first] = IGNORED
@@ -230,6 +238,41 @@ class InMemory(TemplateLM):
         texts = (self._text(tokens, stops) for tokens in taken)
         return list(zip(texts, scores, strict=True))
 
+    @torch.no_grad()
+    def _rereading(
+        self, pairs: list[Pair], most: int, stops: tuple[str, ...], drawn: Drawn | None
+    ) -> list[tuple[str, float]]:
+        """Take a token again and again as `_continued`, from a pass over all tokens so far.
+
+        Rows are filled up on the right, where no causal model looks, so they need no mask and no
+        positions. What follows the contexts is not scored (NaN).
+        """
+        taken: list[list[int]] = [[] for _ in pairs]
+        going = list(range(len(pairs)))
+        for _ in range(most):
+            logits = self._last_logits([(pairs[row][0], taken[row]) for row in going])
+            best = _next(logits, going, drawn)
+            for row, token in zip(going, best.tolist(), strict=True):
+                taken[row].append(token)
+            going = [row for row in going if not self._ended(taken[row], stops)]
+            if not going:
+                break
+        return [(self._text(tokens, stops), math.nan) for tokens in taken]
+
+    def _last_logits(self, rows: list[Pair]) -> Tensor:
+        """Return the logits ``[B, V]`` behind each row's last token."""
+        ids, mask = self._padded([before + after for before, after in rows], left=False)
+        last = mask.sum(1) - 1
+        first = int(last.min())
+        inputs = {"input_ids": ids, "logits_to_keep": torch.arange(first, ids.shape[1])}
+        if reads_prompt(self.model):
+            inputs["attention_mask"] = mask
+            inputs["labels"] = ids[:, first:].clone()
+            for line, (before, _) in enumerate(rows):
+                inputs["labels"][line, : len(before) - first] = IGNORED
+        logits = self.model(**inputs, use_cache=False).logits
+        return logits[torch.arange(len(rows)), last - first]
+
     def _following(
         self, out: Any, mask: Tensor, places: Tensor, scored: list[list[int]]
     ) -> list[float]:
@@ -248,7 +291,7 @@ class InMemory(TemplateLM):
 
     def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
         text = self.tokenizer.decode(tokens) if stops else ""
-        return tokens[-1] == self.eot_token_id or any(stop in text for stop in stops)
+        return tokens[-1] in self.ends or any(stop in text for stop in stops)
 
     def _text(self, tokens: list[int], stops: tuple[str, ...]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)

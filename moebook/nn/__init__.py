@@ -2,4 +2,5 @@
 
 from moebook.nn.dropout import Dropout, dropout
 from moebook.nn.experts import AdapterMoE, Adapters, ChosenRows, ExpertMoE, Experts, SplitExperts
-from moebook.nn.routing import Router, Trace, balance, evaluating, hooked, observe, routers
+from moebook.nn.passes import PLAIN, evaluating, plain, settle
+from moebook.nn.routing import Router, Trace, balance, hooked, observe, routers

@@ -23,6 +23,7 @@ from moebook.errors import refuse
 from moebook.kernels import Routing, route
 from moebook.kernels.dispatch import Floating, shapes
 from moebook.nn.batch import check_batch
+from moebook.nn.passes import evaluating
 from moebook.settings import Size, checked
 
 Key = TypeVar("Key")
@@ -283,15 +284,3 @@ def hooked(
             handle = module.register_forward_hook(partial(hook, key), with_kwargs=True)
             hooks.enter_context(handle)
         yield
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for the length of the block; each module gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from moebook.nn import plain
 from moebook.training.batches import Batches
 from moebook.training.loop import Penalty
 
@@ -83,7 +84,7 @@ def measured(
     """Count the FLOPs of forward and backward passes over batches; no gradient is left behind."""
     device, training = next(model.parameters()).device, model.training
     model.train()
-    with Flops() as counted, torch.random.fork_rng():
+    with Flops() as counted, torch.random.fork_rng(), plain(model):
         for batch in batches:
             inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             loss = model(**inputs, use_cache=False).loss

@@ -18,6 +18,7 @@ from torch import nn
 from moebook.data import IGNORED, encode, padded
 from moebook.errors import refuse
 from moebook.models.anatomy import longest
+from moebook.models.conventions import check
 from moebook.nn import evaluating
 from moebook.nn.batch import vocabulary
 from moebook.settings import Count, Seed, checked
@@ -149,6 +150,9 @@ def nats(model: nn.Module, rows: Rows, *, pad_id: int = 0, batch: int = 32) -> f
     order = np.argsort(batches.lengths, kind="stable")
     labels = sum(label != IGNORED for row in batches.row_labels for label in row[1:])
     with evaluating(model):
+        check(model, loss=True)
+        if batches.per_epoch > 1 and not getattr(model, "accepts_loss_kwargs", True):
+            refuse("E-MODEL", f"{type(model).__name__} averages its loss: one batch of all rows")
         for chosen in np.array_split(order, batches.per_epoch):
             inputs = send_to_device(batches.collate(chosen), device)
             total += model(**inputs, num_items_in_batch=labels, use_cache=False).loss.item()

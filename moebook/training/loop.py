@@ -33,7 +33,8 @@ from moebook import results, runtime
 from moebook.errors import Refusal, refuse, shown
 from moebook.models import fingerprint
 from moebook.models.anatomy import longest
-from moebook.nn import ChosenRows
+from moebook.models.conventions import check
+from moebook.nn import ChosenRows, plain
 from moebook.nn.batch import check_batch, vocabulary
 from moebook.settings import Count, Place, Positive, Share, checked, settings
 from moebook.training import checkpoints
@@ -128,6 +129,9 @@ def fit(
     with ExitStack() as cleanup:
         cleanup.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         cleanup.callback(model.train, model.training)
+        cleanup.enter_context(plain(model))
+        with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            check(model, loss=True)
         marks = frozenset(step for steps, _ in milestones for step in steps)
         if odd := [mark for mark in marks if not isinstance(mark, Integral)]:
             refuse("E-TYPE", f"milestones name step {shown(odd[0])}, expected a whole number")

@@ -14,10 +14,11 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from peft import LoraConfig, get_peft_model
 from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moebook import evaluation
@@ -26,6 +27,7 @@ from moebook.errors import Refusal
 from moebook.evaluation.model import InMemory
 from moebook.methods.pesc.measuring import _row_losses
 from moebook.methods.upcycling.representations import perplexities
+from moebook.models.conventions import keeps_cache
 from tests.refusals import refused
 
 CONTEXTS = ["the sum", "a", "### Human:\nwhat is it?", "the human is the sum of", "zz zz"]
@@ -62,7 +64,10 @@ class Knower(nn.Module):
         self.config = LlamaConfig(vocab_size=vocabulary)
         self.next = {tuple(t[: n + 1]): t[n + 1] for t in texts for n in range(len(t) - 1)}
 
-    def forward(self, input_ids, attention_mask, past_key_values=None, logits_to_keep=..., **_):
+    def forward(
+        self, input_ids, attention_mask, position_ids=None, past_key_values=None,
+        logits_to_keep=..., **_,
+    ):  # fmt: skip
         before = past_key_values.ids if past_key_values else input_ids[:, :0]
         ids = torch.cat([before, input_ids], 1)
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
@@ -192,6 +197,7 @@ def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monke
         kept = logits[:, : input_ids.shape[1]][:, logits_to_keep]
         return CausalLMOutputWithPast(logits=kept)
 
+    lm = InMemory(llama, tokenizer, 2)
     monkeypatch.setattr(llama, "forward", forward)
     batch = {"input_ids": ids, "labels": ids.clone()}
     batch["labels"][:, :5] = -100  # what is not asked for adds nothing
@@ -199,7 +205,7 @@ def test_likelihoods_over_a_large_vocabulary_have_no_bias(tiny, tokenizer, monke
     rows = datasets.Dataset.from_dict({name: part.tolist() for name, part in batch.items()})
     pairs = [(row[:5], row[5:]) for row in ids.tolist()]
     taken = {
-        "evaluation": -np.mean([n for n, _ in InMemory(llama, tokenizer, 2).score(pairs)]) / 36,
+        "evaluation": -np.mean([n for n, _ in lm.score(pairs)]) / 36,
         "upcycling": perplexities(llama, rows).log().mean().item(),
         "pesc": _row_losses(llama, batch).mean().item(),
     }
@@ -217,6 +223,97 @@ def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):
     asked = [request("generate_until", c, {"until": [], "max_gen_toks": 12}) for c in CONTEXTS]
     assert InMemory(llama, tokenizer, len(CONTEXTS)).generate_until(asked) == wanted
     assert len(set(wanted)) == len(CONTEXTS)
+
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "initializer_range": 0.4, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+FAMILIES = {  # what a family needs beside these, and whether it goes on from a cache
+    "gpt2": ({}, True),
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, True),  # positions are the mask's sums
+    "gemma3_text": ({"head_dim": 8, "sliding_window": 4}, True),
+    "mamba": ({"state_size": 4}, False),
+    "rwkv": ({"attention_hidden_size": 32}, False),
+    "recurrent_gemma": ({"num_hidden_layers": 3, "lru_width": 32, "num_key_value_heads": 4}, False),
+    "olmo_hybrid": ({"num_hidden_layers": 4, "num_key_value_heads": 4}, False),
+    "bloom": ({"n_head": 4}, False),
+    "openai-gpt": ({"n_positions": 64}, False),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def of_a_family(request):
+    """A random model of a family, and whether it keeps a cache."""
+    sizes, keeps = FAMILIES[request.param]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **SIZES | sizes))
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.std() < 0.1:  # some start so small that all is alike
+            nn.init.normal_(parameter, std=0.3)
+    return model.eval(), keeps
+
+
+def generated(model, tokenizer, context, most, **settings):
+    """What transformers writes after one context."""
+    ids = torch.tensor([tokenizer.encode(context)])
+    settings |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": most}
+    with torch.no_grad():
+        new = model.generate(ids, do_sample=False, **settings)[0, ids.shape[1] :]
+    return new.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokenizer):
+    model, keeps = of_a_family
+    assert keeps_cache(model) is keeps
+    free = [generated(model, tokenizer, context, 8) for context in CONTEXTS]
+    # A generation config that lists more ends: rows leave the batch after one to eight tokens.
+    ends = [tokenizer.eos_token_id, free[0][0], free[1][3]]
+    wanted = [generated(model, tokenizer, c, 8, eos_token_id=ends) for c in CONTEXTS]
+    assert len(set(map(len, wanted))) > 1
+    model.generation_config.eos_token_id = ends
+    lm, encode = InMemory(model, tokenizer, len(CONTEXTS)), tokenizer.encode
+    contexts, limits = [encode(context) for context in CONTEXTS], [(8, ())] * len(CONTEXTS)
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in wanted]
+    assert lm.answer(contexts, limits) == texts
+    pairs = [(context, encode(" is seven"[: 3 + n])) for n, context in enumerate(contexts)]
+    found = lm.examine(pairs, limits)
+    assert [text for text, _ in found] == texts
+    exact = [nats(copy.deepcopy(model), *pair) for pair in pairs]
+    assert [value for _, value in found] == pytest.approx(exact, rel=1e-4)
+    assert [value for value, _ in lm.score(pairs)] == pytest.approx(exact, rel=1e-4)
+    draws = [[random.Random(n) for n in range(len(contexts))] for _ in range(2)]
+    together = lm.answer(contexts, limits, (0.5, draws[0]))
+    alone = [
+        lm.answer([context], [limit], (0.5, [draw]))[0]
+        for context, limit, draw in zip(contexts, limits, draws[1], strict=True)
+    ]
+    assert together == alone
+
+
+def test_a_wrapped_model_ends_where_its_base_does(llama, tokenizer):
+    ids = tokenizer.encode(CONTEXTS[0])
+    free = generated(llama, tokenizer, CONTEXTS[0], 6)
+    wrapped = get_peft_model(llama, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert keeps_cache(wrapped)
+    place = next(n for n in range(1, 6) if free[n] not in free[:n])
+    llama.generation_config.eos_token_id = [free[place]]
+    wanted = tokenizer.decode(free[: place + 1], skip_special_tokens=True)
+    assert InMemory(wrapped, tokenizer, 1).answer([ids], [(6, ())]) == [wanted]
+
+
+def test_a_model_without_cache_stops_at_strings_and_is_evaluated(tokenizer):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mamba", **SIZES | {"state_size": 4})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    lm, ids = InMemory(model, tokenizer, 2), tokenizer.encode("the sum")
+    (whole,) = lm.answer([ids], [(12, ())])
+    stop = whole[2:4]
+    assert lm.answer([ids], [(12, (stop,))]) == [whole[: whole.index(stop)]]
+    table = evaluation.evaluate(model, tokenizer, "gcd", limit=3)
+    assert table.nll.notna().all() and len(table) == 3
 
 
 def test_rows_that_end_early_leave_the_others_as_they_are(tokenizer):

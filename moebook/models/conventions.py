@@ -1,0 +1,231 @@
+"""Other people's conventions: what of them is taken, and what is refused before it misleads.
+
+Models come from `load` or out of a user's hands, so what a configuration cannot show is asked of
+the model itself, by a pass over a few tokens (`check`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from moebook.errors import Refusal, refuse, shown
+from moebook.nn import evaluating
+from moebook.nn.batch import vocabulary
+
+TOKENS = 8  # a row of `check`
+CHANGED = TOKENS // 2  # of them, at its end, that differ between its two rows
+FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors, that are no quantised weights
+# What a number of config.json must lie in, by its name.
+RANGES = (
+    (re.compile("dropout|pdrop|layerdrop"), 0.0, 1.0),
+    (re.compile("(^|_)eps(ilon)?$"), 0.0, 1.0),
+    (re.compile("theta$"), 1e-9, math.inf),
+    (re.compile("^max_position_embeddings$"), 0, math.inf),  # 0: it says none
+)
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+
+
+def items(content: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, at any depth of objects and lists."""
+    if isinstance(content, Mapping):
+        yield from content.items()
+    for value in content.values() if isinstance(content, Mapping) else content:
+        if isinstance(value, Mapping | list):
+            yield from items(value)
+
+
+def check_values(content: Mapping[str, Any], where: object) -> None:
+    """Refuse numbers of a configuration with which a model computes nonsense, or not at all."""
+    for key, value in items(content):
+        if isinstance(value, Mapping):  # transformers writes NaN as {"__float__": "NaN"}
+            value = math.nan if value.get("__float__") == "NaN" else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if math.isnan(value):
+            refuse("E-NONFINITE", f"{where}: {key} is NaN, expected a number; fetch it again")
+        for name, low, high in RANGES:
+            if name.search(key) and not low <= value <= high:
+                wanted = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+                refuse("E-RANGE", f"{where}: {key} is {value}, expected {wanted}")
+    for part in (content, *(value for value in content.values() if isinstance(value, Mapping))):
+        _check_experts(part, where)
+        window = part.get("sliding_window")
+        used = part.get("use_sliding_window", True)
+        if used and type(window) is int and window < 1:
+            wanted = "expected 1 or more tokens, or null"
+            refuse("E-RANGE", f"{where}: sliding_window is {window}, {wanted}")
+
+
+def _check_experts(content: Mapping[str, Any], where: object) -> None:
+    """Refuse more experts a token than there are, and groups that do not divide them."""
+    experts_key, experts = _first_count(content, EXPERTS)
+    chosen_key, chosen = _first_count(content, PER_TOKEN)
+    if experts < 1:  # a dense model of a family that can be sparse
+        return
+    if chosen_key and not 1 <= chosen <= experts:
+        wanted = f"expected 1 to {experts} ({experts_key})"
+        refuse("E-RANGE", f"{where}: {chosen_key} is {chosen}, {wanted}")
+    _, groups = _first_count(content, ("n_group",))
+    kept_key, kept = _first_count(content, ("topk_group",))
+    if groups > 0 and experts % groups:
+        refuse("E-RANGE", f"{where}: n_group {groups} does not divide {experts_key} {experts}")
+    if groups > 0 and kept_key and not 1 <= kept <= groups:
+        refuse("E-RANGE", f"{where}: topk_group is {kept}, expected 1 to {groups} (n_group)")
+
+
+def _first_count(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
+    """Find the first of the names that holds a whole number; ("", 0) without one."""
+    for name in names:
+        if type(content.get(name)) is int:
+            return name, content[name]
+    return "", 0
+
+
+def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -> None:
+    """Refuse a quantisation that transformers does not know, or would make of plain weights.
+
+    An unknown one it leaves out with a note, so that the weights' codes would pass for weights.
+    """
+    methods = [value for key, value in items(content) if key == "quantization_config" and value]
+    for method in methods:
+        name = _method(method)
+        if name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+            said = f"config.json has weights quantised by {shown(name)}"
+            refuse("E-MODEL", f"{folder}: {said}, which transformers does not know; known: {known}")
+        kinds = set()
+        for file in files:
+            with safe_open(folder / file, "pt") as tensors:
+                names = tensors.keys()
+                kinds |= {tensors.get_slice(name).get_dtype() for name in names}
+        if kinds <= {*FLOATS}:
+            said = f"config.json has weights quantised by {name}"
+            held = f"the files hold plain ones ({', '.join(sorted(kinds))})"
+            refuse("E-MODEL", f"{folder}: {said}, {held}; remove quantization_config from it")
+
+
+def _method(quantisation: Any) -> str:
+    """Name what quantised the weights, in transformers' words."""
+    if not isinstance(quantisation, Mapping):
+        return str(quantisation)
+    for bits in ("8bit", "4bit"):
+        if quantisation.get(f"load_in_{bits}"):
+            return f"bitsandbytes_{bits}"
+    return str(quantisation.get("quant_method"))
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer: the tokenizer's, and all of the generation config's.
+
+    Chat models of Gemma and Llama 3 end a turn with one that the tokenizer does not name.
+    """
+    ends = {tokenizer.eos_token_id}
+    listed = getattr(getattr(_host(model), "generation_config", None), "eos_token_id", None)
+    ends |= set(listed) if isinstance(listed, list | tuple) else {listed}
+    return frozenset(int(token) for token in ends if token is not None)
+
+
+def keeps_cache(model: nn.Module) -> bool:
+    """Say whether a model goes on from a cache that holds rows of several lengths.
+
+    Recurrent models have a state for one (Mamba, RWKV, hybrids); whoever takes no ``position_ids``
+    would count what fills short rows up on the left, as BART does.
+    """
+    host = _host(model)
+    takes = inspect.signature(host.forward).parameters
+    stateful = getattr(host, "_is_stateful", False)
+    return not stateful and "past_key_values" in takes and "position_ids" in takes
+
+
+def reads_prompt(model: nn.Module) -> bool:
+    """Say whether a part of the model reads a whole prompt first (SMEAR's routers), not causally.
+
+    It must be told by labels where the prompt ends.
+    """
+    return any(getattr(part, "reads_prompt", False) for part in model.modules())
+
+
+def _host(model: nn.Module) -> Any:
+    """Return the model inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@torch.no_grad()
+def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
+    """Refuse what is no causal language model, or computes no numbers, by a pass over few tokens.
+
+    Two rows begin alike and end differently: what a model says of the beginning must be the same.
+    Most encoders that transformers offers as language models look ahead, unless ``is_decoder`` is
+    set. With ``loss``, the model's own loss must be the likelihood of the next token, too: that of
+    BART's decoder is not shifted. A module without an embedding to ask is left alone.
+    """
+    if not hasattr(model, "get_input_embeddings"):
+        return
+    name = f"{what}: {type(_host(model)).__name__}" if what else type(_host(model)).__name__
+    device = next(model.parameters()).device
+    # Of the lower half: some heads have fewer rows than the embedding.
+    ids = torch.arange(1, TOKENS + 1) * vocabulary(model) // (2 * TOKENS)
+    rows = ids.repeat(2, 1).to(device)
+    rows[1, -CHANGED:] = rows[0, -CHANGED:].flip(0)
+    places = torch.arange(1, TOKENS, device=device)  # as in training, the first is not needed
+    labels = rows[:, 1:].clone()
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels}
+    try:
+        with evaluating(model):
+            output = model(**inputs, logits_to_keep=places, use_cache=False)
+    except (Refusal, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error!s:.200}"
+        refuse("E-MODEL", f"{name} cannot read {TOKENS} tokens ({told}); check its configuration")
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        refuse("E-MODEL", f"{name} gives no logits; take a model with a head for language models")
+    if logits.shape[:2] != labels.shape:
+        wrong = f"{logits.shape[1]} tokens' logits, asked for {len(places)}"
+        refuse("E-MODEL", f"{name} leaves logits_to_keep aside ({wrong}); take another model")
+    if logits.float().log_softmax(-1).isnan().any():  # some have -inf for what is no text
+        refuse(
+            "E-NONFINITE", f"{name} gives NaN or infinity: check its weights and its configuration"
+        )
+    if _looks_ahead(logits) and not reads_prompt(model):
+        wrong = "what it says of a token depends on those after it"
+        fix = "set is_decoder in its config.json, or take another"
+        refuse("E-MODEL", f"{name} is no causal language model: {wrong}; {fix}")
+    own = getattr(output, "loss", None)
+    if loss and own is not None:
+        likelihood = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        if not math.isclose(own, likelihood, rel_tol=1e-3):
+            found = f"{own:.4f} for {likelihood:.4f} on {TOKENS} tokens"
+            wrong = f"the loss of {name} is not the likelihood of the next token"
+            refuse("E-MODEL", f"{wrong} ({found}); take another model")
+
+
+def _looks_ahead(logits: Tensor) -> bool:
+    """Say whether two rows ``[2, T, V]`` differ at every token before those that were changed.
+
+    Rounding moves logits less, unless it makes a router choose otherwise, at some tokens.
+    """
+    same = logits[:, : TOKENS - CHANGED - 1].float()  # the first token's are left out
+    gaps = (same[0] - same[1]).abs().amax(1)
+    rounding = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 0.05
+    return bool(gaps.min() > rounding * same.std())

@@ -1,0 +1,66 @@
+"""How a model runs to be measured or trained: for its likelihood alone, and without dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+PLAIN = {
+    # Adds a balance loss, which depends on how rows are batched; some families fail with it.
+    "output_router_logits": False,
+    # Keep tensors of every layer that nobody reads.
+    "output_attentions": False,
+    "output_hidden_states": False,
+    # Else the output is a tuple without names.
+    "return_dict": True,
+}
+"""What a configuration of transformers can ask for, and what we take."""
+
+
+def settle(model: nn.Module) -> list[tuple[Any, str, Any]]:
+    """Set a model's configurations to `PLAIN`; return each change: where, name, value before."""
+    configurations: dict[int, Any] = {}
+    for module in model.modules():
+        configuration = getattr(module, "config", None)
+        configurations[id(configuration)] = configuration
+    changes = []
+    for configuration in configurations.values():
+        for name, value in PLAIN.items():
+            before = getattr(configuration, name, value)
+            if before != value:
+                changes.append((configuration, name, before))
+                setattr(configuration, name, value)
+    return changes
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Have the loss be the likelihood's alone, whatever the configuration adds to it (`PLAIN`).
+
+    So the loss does not depend on how rows are batched. After the block all is as before.
+    """
+    changes = settle(model)
+    try:
+        yield
+    finally:
+        for configuration, name, before in changes:
+            setattr(configuration, name, before)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for the length of the block, in a `plain` model.
+
+    Each module gets its own mode back.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with plain(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
