@@ -112,6 +112,10 @@ def fit(
     whole one, in every process; what breaks training off, but for a refused step, leaves the model
     empty (E-PROCESS: another process has ended).
 
+    The loss is the likelihood of the next token alone: what a configuration adds to it (a balance
+    loss by ``output_router_logits``) would depend on how rows are batched, and is left out. A model
+    that looks ahead, or whose own loss is another, is refused.
+
     Rows have ``input_ids`` and ``labels`` (-100: nothing is learnt). ``penalty`` is called with the
     model after each forward pass, and its scalar added to the loss. ``milestones`` are numbers of
     steps done, from 0, and what to call with the model then; it must leave the parameters alone. A
