@@ -264,14 +264,15 @@ class InMemory(TemplateLM):
         ids, mask = self._padded([before + after for before, after in rows], left=False)
         last = mask.sum(1) - 1
         first = int(last.min())
-        inputs = {"input_ids": ids, "logits_to_keep": torch.arange(first, ids.shape[1])}
+        places = torch.arange(first, ids.shape[1], device=ids.device)
+        inputs = {"input_ids": ids, "logits_to_keep": places}
         if reads_prompt(self.model):
             inputs["attention_mask"] = mask
             inputs["labels"] = ids[:, first:].clone()
             for line, (before, _) in enumerate(rows):
                 inputs["labels"][line, : len(before) - first] = IGNORED
         logits = self.model(**inputs, use_cache=False).logits
-        return logits[torch.arange(len(rows)), last - first]
+        return logits[torch.arange(len(rows), device=ids.device), last - first]
 
     def _following(
         self, out: Any, mask: Tensor, places: Tensor, scored: list[list[int]]
