@@ -265,11 +265,16 @@ def which(folder: Path) -> str:
     deciders = sources.deciders(folder)
     deciding = {protocol for claim in papers.claims("together")
                 for protocol in deciders.get(claim.id, ())}  # fmt: skip
-    lines: dict[tuple[int, int], findings.Answer] = {}
+    lines: dict[tuple[tuple[int, int], int], findings.Answer] = {}
+
+    def weight(answer: findings.Answer) -> tuple[bool, int]:
+        """Of a base's pools one that decides claims goes first, then that of most arms."""
+        return answer.pool.protocol in deciding, answer.arms
+
     for place, question in enumerate(QUESTIONS):
-        for pool in (pool for name, pool in pools.items() if name in deciding):
-            told, key = findings.answer(pool, *question), (store.size(pool.scale), place)
-            if told and (key not in lines or told.arms > lines[key].arms):
+        for pool in pools.values():
+            told, key = findings.answer(pool, *question), (pool.rank, place)
+            if told and (key not in lines or weight(told) > weight(lines[key])):
                 lines[key] = told
     return page("which", lines=[lines[key] for key in sorted(lines)])
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -314,7 +315,11 @@ def imported(module: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         spec = importlib.util.spec_from_file_location("a_copy", folder / module)
         there = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(there)
+        sys.modules[spec.name] = there  # where pydantic looks up what annotations name
+        try:
+            spec.loader.exec_module(there)
+        finally:
+            del sys.modules[spec.name]
         if module.endswith("pools.py"):
             return repr([*there.POOLS["intent_json"](), *there.POOLS["intent_new"]()])
         shown = repr({name: value for name, value in vars(there).items() if name.isupper()})

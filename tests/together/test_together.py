@@ -369,7 +369,7 @@ def test_committed_pools_kept_their_budgets():
     assert not {key: off for key, off in spent.items() if abs(off) >= 0.02}
 
 
-def test_which_method_asks_each_base_once_and_a_replaced_pool_what_it_alone_measured(tmp_path):
+def test_which_method_asks_each_base_once_and_another_pool_what_it_alone_measured(tmp_path):
     page, asked = pages.which(root()), {measure: text for text, measure in pages.QUESTIONS}
     lines = {name: [line.split("|")[2].split(", ")[1] for line in page.splitlines() if text in line]
              for name, text in asked.items()}  # fmt: skip
