@@ -141,7 +141,7 @@ def states(dense):
     """What TRSU's and CRSU's routers are centroids of: each domain's tokens, and all tokens."""
     names = sorted({row["domain"] for row in dense.mixed})
     groups = {name: [row for row in dense.mixed if row["domain"] == name] for name in names}
-    kinds = {"trsu": groups, "crsu": {"": dense.mixed}}
+    kinds = {"trsu": groups, "crsu": {"all": dense.mixed}}
     return {kind: dense.represent("attention_output", each) for kind, each in kinds.items()}
 
 
@@ -194,7 +194,7 @@ def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, 
             wanted = alone.down[layer.index, 0], alone.up[layer.index, 0]
             torch.testing.assert_close(made, wanted)
     if name == "pesc_rocket":
-        read = [dense.represent("ffn_input", {"": shots[each]}).points.mean(1) for each in picked]
+        read = [dense.represent("ffn_input", {"all": shots[each]}).points.mean(1) for each in picked]
         for layer in layers:
             assert directed(layer.router.weight.detach(), torch.stack(read, 1)[layer.index])
 
