@@ -179,9 +179,10 @@ def test_the_forest_shows_the_intervals_that_the_filters_leave(moved, browser, t
         for seed in range(3 if right else 0):
             values = {"dense": 0.5, "sparse": (right + seed) / 100}.items()
             values = [Value(f"pesc/{arm}/accuracy", value, "share") for arm, value in values]
-            runs.append(Run("pesc", "nano", "study", seed, (*values,)))
+            base = {"base": "nano"}
+            runs.append(Run("pesc", "nano", "study", seed, (*values,), settings=base))
         pool = [Pool("pesc", "nano", (*runs,))] if runs else []
-        rows.append(verdicts.row(replace(claim, id=name), pool))
+        rows.append(verdicts.row(replace(claim, id=name), pool, ["nano"]))
     (tmp_path / "_config.yml").write_text("repository: {url: 'https://example.org/r', branch: b}")
     moved(pages.page("ledger", rows=rows, places=pages.Places(tmp_path)))
     every = [["holds", 21], ["fails", -19], ["holds", 11]]

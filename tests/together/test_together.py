@@ -194,7 +194,9 @@ def test_adapter_i_is_lora_i_and_its_router_reads_its_shots(dense, monkeypatch, 
             wanted = alone.down[layer.index, 0], alone.up[layer.index, 0]
             torch.testing.assert_close(made, wanted)
     if name == "pesc_rocket":
-        read = [dense.represent("ffn_input", {"all": shots[each]}).points.mean(1) for each in picked]
+        read = [
+            dense.represent("ffn_input", {"all": shots[each]}).points.mean(1) for each in picked
+        ]
         for layer in layers:
             assert directed(layer.router.weight.detach(), torch.stack(read, 1)[layer.index])
 
