@@ -109,10 +109,21 @@ def _names(path: Path, file: IO[str]) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the locks and half-written files that killed processes left in a folder."""
-    for left in (*folder.glob("*.lock"), *folder.glob(".*.part")):
+    """Remove the locks and half-written files that killed processes left in a folder.
+
+    A lock of ours holds the number of a process, or nothing yet. The folder may be a user's, with
+    others' ``uv.lock`` or ``requirements.lock`` in it, which stay.
+    """
+    locks = (path for path in folder.glob("*.lock") if _holds_a_number(path))
+    for left in (*locks, *folder.glob(".*.part")):
         with suppress(Refusal, OSError), locked(left, patience=0):
             pass
+
+
+def _holds_a_number(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return re.fullmatch(rb"\d{0,20}", file.read(21)) is not None
+    return False
 
 
 @contextmanager

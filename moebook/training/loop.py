@@ -125,6 +125,8 @@ def fit(
     `Recipe`. A loss or gradient that is not finite is refused before it moves a parameter.
     """
     plan = Recipe(**recipe)
+    if output is not None and not os.fspath(output).strip():
+        refuse("E-PATH", "output is empty, expected a folder for checkpoints, or None for none")
     batches = Batches(train, plan.batch, seed=plan.seed, pad_id=pad_id)
     batches.check(vocabulary(model), longest(model))
     _check_decay(model, plan)

@@ -266,3 +266,13 @@ def test_the_kinds_of_files_that_count_are_those_that_a_wheel_has():
     ours = [path for path in files.own(root / "moebook", "**/*") if path.is_file()]
     kinds = {path.suffix for path in ours if "__pycache__" not in path.parts}  # numba's too
     assert kinds <= {*files.KINDS}
+
+
+def test_a_sweep_takes_our_locks_and_no_others(tmp_path):
+    (tmp_path / "uv.lock").write_text("version = 1\n")
+    (tmp_path / "held.lock").write_text("123")
+    (tmp_path / "begun.lock").touch()
+    (tmp_path / ".run.parquet.part").write_bytes(b"PAR1")
+    results.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["uv.lock"]
+    assert (tmp_path / "uv.lock").read_text() == "version = 1\n"
