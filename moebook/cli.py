@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that ``moebook list`` starts a
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,6 +27,8 @@ from moebook.errors import nearest, refuse, told
 LIVE = ("smoke", "cpu", "gpu", "paper")
 """The tiers at which a whole book can be executed; the others are of pools."""
 ENDS = ("SIGHUP", "SIGTERM")  # signals that end a command in good order; Windows has no SIGHUP
+
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 
 MODELS = Path(__file__).parent / "models"
 BASES = sorted(path.parent.name for path in MODELS.glob("*/recipe.yaml"))
@@ -57,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in [getattr(signal, name) for name in ENDS if hasattr(signal, name)]:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _terminate)
+    if arguments is None:  # the command itself, and no caller of ours
+        _quiet()
     try:
         code = _run(arguments)
         if lost := _end_output():
@@ -77,6 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _report(arguments)
         print(f"{refusal}; this is a fault of moebook: please report it {report}", file=sys.stderr)
         return 3
+
+
+def _quiet() -> None:
+    """Leave the terminal to our own lines: libraries neither warn nor log there.
+
+    Their bars are kept where someone sees them move, and warnings where ``python -W`` asks for
+    them. It comes before any library is imported, some of which read the variables only then.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    if not (sys.stderr and sys.stderr.isatty()):
+        os.environ |= dict.fromkeys(BARS, "1")
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -195,6 +195,33 @@ print("code:", main({words.split()}))"""
     assert "--help" in words or "--version" in words or f"code: {int(words == 'verify')}" in told
 
 
+def test_libraries_add_nothing_to_the_line(project):
+    code = """
+import logging, sys, warnings
+from moebook import cli
+
+@cli.command()
+def noisy(options):
+    "Make the noise that libraries make."
+    from datasets.utils.tqdm import tqdm as bar_of_datasets
+    from tqdm import tqdm
+
+    warnings.warn("odd")
+    logging.getLogger("library").error("odd")
+    list(tqdm(range(3)))
+    list(bar_of_datasets(range(3)))
+    cli.refuse("E-DATA", "the line")
+
+sys.argv = ["moebook", "noisy"]
+sys.exit(cli.main())"""
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    for options, told in (((), "E-DATA: the line\n"), (("-W", "default"), "UserWarning: odd")):
+        command = [sys.executable, *options, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 2 and told in done.stderr
+        assert options or done.stderr == told
+
+
 def test_without_docstrings_a_command_lacks_its_help_alone(project):
     environment = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, "-OO", "-m", "moebook.cli"]

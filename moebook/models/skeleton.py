@@ -85,6 +85,8 @@ def skeleton(
     made = f"the configuration of a {config.model_type} model"
     with telling(Path(made), "model"), quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=FUSED)
+    if empty := [name for name, part in model.named_parameters() if part.numel() == 0]:
+        refuse("E-MODEL", f"{made}: '{empty[0]}' would have no elements; restore it")
     if layers is not None:
         decoder = anatomy(model).decoder
         decoder.layers = decoder.layers[:layers]

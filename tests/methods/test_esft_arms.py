@@ -142,6 +142,9 @@ def test_baselines_refuse_what_is_not_a_plain_mixture(mixture, host):
             refused(message, arm, model)
     for changes, message in (({"rank": 0}, "rank is 0"), ({"scale": math.nan}, "scale is nan")):
         refused(f"E-RANGE: {message}", esft.lora, mixture("Mixtral"), **changes)
+    message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+    refused(message, esft.lora, mixture("Mixtral"), rank=33)
+    esft.lora(mixture("Mixtral"), rank=32)
 
 
 def test_training_rows_are_as_many_as_a_task_has_or_as_asked_for(monkeypatch):

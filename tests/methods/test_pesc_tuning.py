@@ -176,6 +176,18 @@ def test_counts_of_a_configuration_equal_those_of_the_crafted_model(host):
     refused("did you mean 'llama-2-7b'", pesc.counts, config, "llama-7b")
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_rank_of_lora_above_every_matrix_is_refused_before_anything_changes(host, sparse):
+    for name in ("lora", "qlora"):
+        dense = host()
+        before = {key: value.clone() for key, value in dense.state_dict().items()}
+        config = pesc.Config(**SMALL | {"lora_rank": 33}, host=name)
+        message = "E-RANGE: the rank of LoRA is 33, expected at most 32, the smaller side"
+        refused(message, pesc.prepare, dense, config, sparse=sparse)
+        assert before.keys() == dense.state_dict().keys()
+    pesc.prepare(host(), replace(config, host="lora", lora_rank=32), sparse=sparse)
+
+
 def test_the_matched_dense_arm_trains_as_much_as_the_sparse_one_at_the_same_scale(host):
     config = pesc.Config(experts=4, adapter_width=6, host="lora", lora_rank=4, lora_alpha=8)
     wide = pesc.matched(host(), config)

@@ -204,6 +204,7 @@ def test_unusable_input_is_refused(call, message):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "llama9"}, r"of transformers 99\.0\.0, here is .*'llama9' is unknown; did you"),
     ({"num_hidden_layers": 0}, "no configuration that transformers can read .*num_hidden_layers"),
+    ({"hidden_size": 0}, "'model.embed_tokens.weight' would have no elements"),
     ({"hidden_size": "wide"}, "no configuration that transformers can read"),
     ({"rope_parameters": {"rope_type": "of tomorrow"}}, "no model that transformers can read"),
 ])  # fmt: skip

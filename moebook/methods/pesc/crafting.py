@@ -16,7 +16,7 @@ from moebook.errors import refuse
 from moebook.methods.pesc.config import Config
 from moebook.models import checkpoint
 from moebook.models.anatomy import Anatomy, Layer, anatomy, beside, dense_layers, graft
-from moebook.models.lora import put_on
+from moebook.models.lora import check_rank, put_on
 from moebook.settings import settings
 
 Chosen = tuple[Anatomy, list[Layer]]
@@ -106,6 +106,14 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
     """Install adapters (when sparse) and LoRA, and let exactly what was asked for train."""
     config = made_from.config
     chosen = craftable(model, config)
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=list(config.lora_targets),
+    )
+    if config.host in ("lora", "qlora"):
+        check_rank(model, lora)  # before anything is changed
     if config.host == "qlora":
         if importlib.util.find_spec("bitsandbytes") is None:
             refuse("E-DEP", "host='qlora' needs a package: pip install bitsandbytes; or 'lora'")
@@ -113,10 +121,6 @@ def assemble(model: nn.Module, made_from: Origin) -> nn.Module:
     if made_from.sparse:
         install(chosen, config)
     if config.host in ("lora", "qlora"):
-        lora = LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=list(config.lora_targets),
-        )  # fmt: skip
         put_on(model, lora)
     model.requires_grad_(False)
     for parameter in trained(model, config).values():

@@ -98,17 +98,27 @@ def choose(
 
 
 def read(folder: str | Path, index: Array) -> list[dict[str, Any]]:
-    """Read rows of a folder's files by their numbers, in that order, without the embeddings."""
+    """Read rows of a folder's files by their numbers, in that order, without the embeddings.
+
+    A file that has fewer rows than it says, or than were there when they were numbered, is refused.
+    """
+    files = _listed(Path(folder))
+    whole = files[-1][2]
+    if beyond := [number for number in index.tolist() if not 0 <= number < whole]:
+        path, start, end = min(files, key=lambda file: file[2] - file[1])
+        have = f"its {len(files)} files have {whole}, the shortest, {path.name}, {end - start}"
+        refuse("E-SHARD", f"{folder}: there is no row {beyond[0]}, {have}; bring back what is lost")
     rows: dict[int, dict[str, Any]] = {}
-    for path, start, end in _listed(Path(folder)):
+    for path, start, end in files:
         if not len(hits := index[(index >= start) & (index < end)]):
             continue
         with _opened(path) as file:
             names = [name for name in file.schema_arrow.names if name != EMBEDDING]
             scanner = dataset(path, format=CHECKED).scanner(columns=names, batch_size=BLOCK)
-            rows |= zip(
-                hits.tolist(), scanner.take(pa.array(hits - start)).to_pylist(), strict=True
-            )
+            taken = scanner.take(pa.array(hits - start)).to_pylist()
+            if len(taken) < len(hits):
+                refuse("E-SHARD", "has fewer rows than it says; bring it back")
+        rows |= zip(hits.tolist(), taken, strict=True)
     return [rows[number] for number in index.tolist()]
 
 

@@ -4,6 +4,7 @@ import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -105,6 +106,23 @@ def test_a_damaged_shard_is_named_the_others_are_kept_and_only_it_is_done_again(
     refused(r"E-SHARD: \S+open-00001-of-00003.parquet is damaged", shards.read, folder, found.index)
     other = shards.choose(shots, folder, replace(CONFIG, budget=9), to)
     same(other, augmentation.choose(shots, [pool], replace(CONFIG, budget=9)))
+
+
+def test_a_shard_that_has_lost_rows_is_named_when_they_are_read(tmp_path, monkeypatch):
+    pool, folder, fewer = drawn(1, 300), tmp_path / "open", tmp_path / "fewer"
+    write(folder, np.split(pool, 3))
+    assert [row["prompt"] for row in shards.read(folder, np.array([299, 0]))] == ["299", "0"]
+    for number in (300, -1):
+        message = f"E-SHARD: {folder}: there is no row {number}, its 3 files have 300"
+        refused(message, shards.read, folder, np.array([number]))
+    write(fewer, [pool[:100], pool[100:150], pool[150:250]])
+    message = "no row 299, .* have 250, the shortest, open-00001-of-00003.parquet, 50; bring back"
+    refused(message, shards.read, fewer, np.array([3, 299]))
+    short = Mock()
+    short.scanner().take = lambda places: pa.table({"prompt": ["100"]})
+    monkeypatch.setattr(shards, "dataset", lambda *given, **more: short)
+    message = r"E-SHARD: \S+open-00001-of-00003.parquet: has fewer rows than it says; bring it"
+    refused(message, shards.read, folder, np.array([100, 101]))
 
 
 def test_shards_that_hold_no_embeddings_as_the_shots_are_refused(tmp_path):
