@@ -1,0 +1,916 @@
+"""Calls of Rocket that are right, and what they must come to."""
+
+import math
+import tempfile
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from scipy.optimize import linprog
+from scipy.stats import rankdata, spearmanr
+
+from moebook.methods import rocket
+from moebook.methods.rocket import (
+    augmentation,
+    bank,
+    findings,
+    loras,
+    mixture,
+    pipeline,
+    scoring,
+    selection,
+    shards,
+)
+from tests import tokens
+from tests.faults.healthy import hosts
+from tests.faults.healthy.evaluation import spoilt, table, true_answer
+from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
+from tests.faults.healthy.loras import bank as made
+from tests.faults.healthy.pesc import folder
+from tests.faults.hostile import EVERY, Row
+
+CONFIG = rocket.Config(shots=2, candidates=3, experts=2, top_k=2, budget=3, threshold=0.9)
+TWO = rocket.Config(candidates=2, experts=2, top_k=2, lora_dropout=0.0)
+
+
+def shots():
+    return [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2 + 2?", "answer": "4"}]
+
+
+def drawn(rows, width=4, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, width), dtype=np.float32)
+
+
+def cosines(one, other):
+    unit = [
+        part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-30)
+        for part in (one.astype(float), other.astype(float))
+    ]
+    return unit[0] @ unit[1].T
+
+
+def numeric(*arrays):
+    """Whether arrays are of finite numbers in two dimensions."""
+    for array in arrays:
+        if array.ndim != 2 or not array.size or array.dtype.kind != "f":
+            raise ValueError("array")
+        if not np.isfinite(array).all() or not np.isfinite((array.astype(np.float32) ** 2).sum()):
+            raise ValueError("NaN")
+
+
+def true_choose(shots, blocks, seed):
+    """Alg. 2 as it is printed."""
+    numeric(shots, *blocks)
+    if len({part.dtype for part in (shots, *blocks)}) > 1:
+        raise ValueError("dtype")
+    pool = np.concatenate(blocks)
+    near = cosines(pool, shots).max(1)
+    order = sorted(range(len(pool)), key=lambda j: (-near[j], j))[:3]
+    left = {*order}
+    for i, j in combinations(order, 2):
+        if {i, j} <= left and cosines(pool[[i]], pool[[j]])[0, 0] > 0.9:
+            left.discard(j if near[i] > near[j] else i)
+    chosen = [j for j in order if j in left]
+    return np.array(chosen), near[chosen]
+
+
+def chosen(shots, blocks, seed):
+    found = augmentation.choose(shots, blocks, CONFIG, seed=seed)
+    return found.index, found.similarity
+
+
+def true_deduplicate(vectors, similarity, threshold, rule="standing"):
+    numeric(vectors)
+    if similarity.shape != vectors.shape[:1] or not -1 <= threshold <= 1 or rule != "standing":
+        raise ValueError("similarity")
+    if not np.isfinite(similarity.astype(float)).all():
+        raise ValueError("NaN")
+    near, alive = cosines(vectors, vectors), [True] * len(vectors)
+    for i, j in combinations(range(len(vectors)), 2):
+        if alive[i] and alive[j] and near[i, j] > threshold:
+            alive[j if similarity[i] > similarity[j] else i] = False
+    return np.flatnonzero(alive)
+
+
+def true_density(shots, block, gamma):
+    numeric(shots, block)
+    if shots.shape[1] != block.shape[1] or not gamma > 0 or not math.isfinite(gamma):
+        raise ValueError(gamma)
+    apart = ((block[:, None].astype(float) - shots[None].astype(float)) ** 2).sum(-1)
+    kernel = np.exp(-apart / (2 * float(gamma) ** 2)) / (math.sqrt(2 * math.pi) * float(gamma))
+    return np.log(kernel.mean(1))
+
+
+def true_hull(shots, block, components):
+    """By linear programming: whether a point is a mean of the corners."""
+    numeric(shots, block)
+    if shots.shape[1] != block.shape[1] or components != int(components) or components < 1:
+        raise ValueError(components)
+    centre = shots.mean(0)
+    axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
+    corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T
+    system = np.vstack([corners.T, np.ones(len(corners))])
+    return np.array(
+        [linprog(np.zeros(len(corners)), A_eq=system, b_eq=[*p, 1]).success for p in points]
+    )
+
+
+def true_drawn(shots, blocks, budget):
+    numeric(shots, *blocks)
+    if len({(part.dtype, part.shape[1]) for part in (shots, *blocks)}) > 1:
+        raise ValueError("dtype")
+    if budget < 1 or budget != int(budget):
+        raise ValueError(budget)
+    pool = np.concatenate(blocks)
+    near = cosines(pool, shots).max(1)
+    order = sorted(range(len(pool)), key=lambda j: (-near[j], j))[:budget]
+    return np.array(order), near[order], pool[order], len(pool)
+
+
+def true_attached(model, loras):
+    return logits(merged(model, loras[0])) if len(loras) == 1 else None
+
+
+def attached(model, loras):
+    with rocket.loras.attached(model, loras):
+        return logits(model)
+
+
+def true_built(model, loras, config):
+    """Of one LoRA N times that LoRA."""
+    if len(loras) != 2:
+        raise ValueError("N")
+    right(*loras)
+    one, other = (logits(merged(host(), each)) for each in loras)
+    if not torch.equal(one, other):
+        raise ArithmeticError("two LoRAs")
+    return one
+
+
+def mixed():
+    """A host with a mixture on it."""
+    torch.manual_seed(0)
+    return mixture.build(host(), [lora("a"), lora("b", 1)], TWO)
+
+
+@cache
+def saved():
+    return rocket.save(mixed(), folder())
+
+
+@cache
+def written():
+    """A folder of LoRAs in PEFT's form."""
+    place = Path(tempfile.mkdtemp()) / "bank"
+    place.mkdir()
+    for name, one in made().items():
+        loras.write(one, place / name)
+    return place
+
+
+def only(model, expert):
+    with mixture.only(model, expert):
+        return logits(model)
+
+
+def true_perplexities(model, bank, shots, reduction):
+    right(*bank.values())
+    if reduction not in ("mean", "sum") or not bank or not shots:
+        raise ValueError(reduction)
+    lines = []
+    for one in bank.values():
+        tuned = merged(host(), one)
+        found = [nats(tuned, row) for row in shots]
+        lines.append([float(part.mean() if reduction == "mean" else part.sum()) for part in found])
+    return np.array(lines)
+
+
+def perplexities(model, bank, shots, reduction, tokens=None):
+    return scoring.log_perplexity(
+        model, byte(), bank, shots, reduction=reduction, tokens=tokens
+    ).to_numpy()
+
+
+def byte():
+    return tokens.byte_tokenizer()
+
+
+def accuracies(model, bank, shots, limit):
+    return scoring.accuracy(model, byte(), bank, shots, limit=limit).to_numpy()
+
+
+def true_accuracies(model, bank, shots, limit):
+    right(*bank.values())
+    if limit is None or limit < 1 or limit != int(limit) or not bank or not shots:
+        raise ValueError(limit)
+    if not all(part.isfinite().all() for part in model.parameters()):
+        raise ValueError("NaN")
+    lines = []
+    for one in bank.values():
+        tuned = merged(host(), one)
+        contexts = [
+            [0, *byte()(f"### Human:\n{row['prompt']}\n### Assistant:\n")["input_ids"]]
+            for row in shots
+        ]
+        if max(map(len, contexts)) > 100:
+            raise ValueError("too long")
+        texts = true_answer(tuned, contexts, [(limit, ())] * len(shots), 4)
+        firsts = [(text.strip().splitlines() or [""])[0].removesuffix(".") for text in texts]
+        lines.append(
+            [" ".join(t.split()) == row["answer"] for t, row in zip(firsts, shots, strict=True)]
+        )
+    return np.array(lines)
+
+
+def measured():
+    """Log-perplexities and whether shots are solved, of three LoRAs and two shots."""
+    nats = pd.DataFrame([[1.0, 2.0], [0.5, 3.0], [2.0, 2.5]], index=list("abc"))
+    return nats, pd.DataFrame([[True, False], [False, False], [True, True]], index=list("abc"))
+
+
+def true_scores(log_perplexities, accuracies):
+    lines = {}
+    if list(log_perplexities.index) != list(accuracies.index) or not len(accuracies):
+        raise ValueError("bank")
+    if not log_perplexities.shape == accuracies.shape or not log_perplexities.size:
+        raise ValueError("shots")
+    for name in log_perplexities.index:
+        nats, right = log_perplexities.loc[name].astype(float), accuracies.loc[name]
+        if not np.isfinite(nats).all():
+            continue
+        lines[name] = [math.log(sum(math.exp(one) for one in nats)), right.mean()]
+    return pd.DataFrame(lines, index=["log_perplexity", "accuracy"]).T
+
+
+def scored():
+    return scoring.scores(*measured())
+
+
+def alike():
+    return pd.DataFrame(
+        [[1.0, 0.2, 0.1], [0.2, 1.0, 0.9], [0.1, 0.9, 1.0]], list("abc"), list("abc")
+    )
+
+
+def true_select(scores, similarities):
+    """Alg. 1 as it is printed, over all groups of two."""
+    names = sorted(scores.index)
+    if (
+        len(names) < 3
+        or not {*names} <= {*similarities.index}
+        or not {*names} <= {*similarities.columns}
+    ):
+        raise ValueError("bank")
+    if not np.isfinite(scores.to_numpy(float)).all() or {*names} != {*"abc"}:
+        raise ValueError("scores")
+    cells = similarities.loc[names, names].to_numpy(float)
+    if not np.isfinite(cells).all() or not (np.abs(cells) <= 1 + 1e-6).all():
+        raise ValueError("similarities")
+    if not np.allclose(cells, cells.T) or not scores.accuracy.between(0, 1).all():
+        raise ValueError("similarities")
+    nats, right = (
+        scores.log_perplexity[names].to_numpy(float),
+        scores.accuracy[names].to_numpy(float),
+    )
+    worth = rankdata(nats, "min") + rankdata(-right, "min")
+    groups = list(combinations(range(3), 2))
+    value = [cells[pair] for pair in groups]
+    omega = [1 / v if v > 0 else np.inf for v in value]
+    ranks = rankdata([-o for o in omega], "min")
+    total = [worth[list(pair)].sum() + rank for pair, rank in zip(groups, ranks, strict=True)]
+    best = {names[n] for n in groups[int(np.argmin(total))]}
+    order = sorted(range(3), key=lambda n: (worth[n], names[n]))
+    return tuple(names[n] for n in order if names[n] in best)
+
+
+def true_similarity(bank):
+    """By the matrices themselves."""
+    right(*bank.values())
+    if not bank:
+        raise ValueError("empty")
+    rows = []
+    for path in next(iter(bank.values())).down:
+        flat = [
+            (one.up[path].double() @ one.down[path].double()).flatten() for one in bank.values()
+        ]
+        rows.append(
+            torch.stack(
+                [
+                    torch.stack([torch.nn.functional.cosine_similarity(a, b, dim=0) for b in flat])
+                    for a in flat
+                ]
+            )
+        )
+    return torch.stack(rows).mean(0).numpy()
+
+
+def true_diversity(cosines, form="ordered"):
+    if cosines.ndim != 1 or not np.isfinite(cosines.astype(float)).all() or form != "ordered":
+        raise ValueError(form)
+    return np.array([1 / c if c > 0 else np.inf for c in cosines.astype(float)])
+
+
+def true_drawn_shots(rows, shots, seed):
+    if not isinstance(shots, int) or not 1 <= shots <= len(rows):
+        raise ValueError(shots)
+    return shots
+
+
+def true_expand(rows, order):
+    if order != "answer_first":
+        raise ValueError(order)
+    for row in rows:
+        if not row["rationale"].strip():
+            raise ValueError("no rationale")
+    return [{**row, "answer": f"{row['answer']}\n{row['rationale'].strip()}"} for row in rows]
+
+
+def told():
+    return [
+        {"prompt": "1 + 1?", "answer": "2", "rationale": "One more."},
+        {"prompt": "2 + 2?", "answer": "4", "rationale": "Two more."},
+    ]
+
+
+def generated(model, contexts, limit, batch):
+    return scoring.generate(model, byte(), contexts, limit=limit, batch=batch)
+
+
+def true_generated(model, contexts, limit, batch):
+    return true_answer(model, contexts, [(limit, ())] * len(contexts), batch)
+
+
+def case():
+    nats, solved = measured()
+    return pipeline.Case("sums", 0, shots(), nats, nats + 1, solved, drawn(2), alike())
+
+
+def tuned(loras, chosen, seed, max_length, steps, batch):
+    model = host()
+    history = pipeline.tune(
+        model,
+        byte(),
+        loras,
+        chosen,
+        TWO,
+        seed=seed,
+        max_length=max_length,
+        steps=steps,
+        batch=batch,
+        lr=1e-3,
+    )
+    return history.step
+
+
+def outcomes():
+    return {("sums", name): (0.1 * n, 0.2 * n + 0.1) for n, name in enumerate("abc")}
+
+
+def ranks():
+    frame = findings.foretold({"sums": case()}, outcomes())
+    return findings.correlations(frame, ["bare answers"], ["gain"])
+
+
+def true_split(experts, mixture):
+    if experts.ndim != 2 or mixture.shape != experts.shape[1:] or not experts.size:
+        raise ValueError("shapes")
+    if not ({*experts.flatten().tolist(), *mixture.tolist()} <= {0, 1}):
+        raise ValueError("truths")
+    every, anyone = experts.astype(bool).all(0), experts.astype(bool).any(0)
+    mixed = anyone & ~every
+    errors = (
+        1 - experts.astype(bool)[:, mixed].mean(1) if mixed.any() else np.full(len(experts), np.nan)
+    )
+    whole = 1 - mixture.astype(bool)[mixed].mean() if mixed.any() else np.nan
+    return {
+        "all right": every.mean(),
+        "mixed": mixed.mean(),
+        "all wrong": (~anyone).mean(),
+        "best expert": errors.min(),
+        "mean expert": errors.mean(),
+        "worst expert": errors.max(),
+        "mixture": whole,
+    }
+
+
+def frame():
+    return findings.foretold({"sums": case()}, outcomes())
+
+
+@cache
+def opened():
+    """A folder of open rows in two shards."""
+    place = Path(tempfile.mkdtemp())
+    for number, part in enumerate((drawn(5, seed=1), drawn(4, seed=2))):
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(part.ravel()), 4)
+        texts = [f"{number}.{row}" for row in range(len(part))]
+        made = pa.table({"embedding": lists, "prompt": texts, "answer": texts})
+        pq.write_table(made, place / f"open-{number:05}-of-00002.parquet")
+    return place
+
+
+def sharded(shots, folder, to, seed):
+    found = shards.choose(shots, folder, CONFIG, to, seed=seed)
+    return found.index, found.similarity
+
+
+def true_sharded(shots, folder, to, seed):
+    if folder != opened():
+        raise FileNotFoundError(folder)
+    return true_choose(shots, [drawn(5, seed=1), drawn(4, seed=2)], seed)
+
+
+def true_read(folder, index):
+    if folder != opened() or index.ndim != 1 or index.dtype.kind not in "iu":
+        raise ValueError("index")
+    names = [f"0.{n}" for n in range(5)] + [f"1.{n}" for n in range(4)]
+    if len(index) and not 0 <= index.min() <= index.max() < 9:
+        raise IndexError(index)
+    return [{"prompt": names[n], "answer": names[n]} for n in index.tolist()]
+
+
+def trained(sets, rank, alpha, targets, dropout, max_length, seed, steps, batch):
+    how = {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": targets,
+        "dropout": dropout,
+        "seed": seed,
+        "max_length": max_length,
+        "steps": steps,
+        "batch": batch,
+        "own_starts": True,
+    }
+    return sorted(bank.train(host(), byte(), sets, **how))
+
+
+def sets():
+    return {"sums": shots(), "gcd": shots()[::-1]}
+
+
+def arrays(one, other):
+    """Whether two kinds are numbers alike."""
+    return one.dtype == other.dtype
+
+
+SEEDS = "negative | zero | huge"
+ROWS = {
+    "methods.rocket.augmentation.choose": Row(
+        chosen,
+        lambda: {"shots": drawn(2), "blocks": [drawn(5, seed=1), drawn(4, seed=2)], "seed": 0},
+        true_choose,
+        fine={"seed": "zero | huge"},
+    ),
+    "methods.rocket.augmentation.peak": Row(
+        lambda shots, size: augmentation.peak(shots, CONFIG, size) > 0,
+        lambda: {"shots": drawn(2), "size": 10},
+        fine={"shots": "short | long | zero | dimensions"},
+    ),
+    "methods.rocket.augmentation.deduplicate": Row(
+        augmentation.deduplicate,
+        lambda: {
+            "vectors": drawn(6, 3),
+            "similarity": drawn(1, 6)[0],
+            "threshold": 0.5,
+            "rule": "standing",
+        },
+        true_deduplicate,
+    ),
+    "methods.rocket.augmentation.draw": Row(
+        lambda shots, blocks, budget: augmentation.draw(shots, blocks, CONFIG, budget, 0),
+        lambda: {"shots": drawn(2), "blocks": [drawn(5, seed=1), drawn(4, seed=2)], "budget": 3},
+        true_drawn,
+    ),
+    "methods.rocket.augmentation.log_density": Row(
+        augmentation.log_density,
+        lambda: {"shots": drawn(2), "block": drawn(5, seed=1), "gamma": 2.0},
+        true_density,
+        tolerance=1e-3,
+    ),
+    "methods.rocket.augmentation.inside_hull": Row(
+        augmentation.inside_hull,
+        lambda: {"shots": drawn(5), "block": 0.4 * drawn(6, seed=1), "components": 2},
+        true_hull,
+    ),
+    "methods.rocket.bank.check": Row(
+        bank.check,
+        lambda: {"bank": made()},
+        lambda bank: right(*bank.values()) and None if len(bank) > 1 else 1 / 0,
+        more={
+            "bank": {
+                "one": {"a": lora()},
+                "twice": {"a": lora("a"), "b": lora("b")},
+                "idle": {
+                    "a": lora("a", up={p: 0 * t for p, t in lora().up.items()}),
+                    "b": lora("b", 1),
+                },
+                "ranks": {"a": lora("a"), "b": lora("b", 1, 3)},
+                "narrow": {
+                    "a": lora("a"),
+                    "b": lora("b", 1, down={p: t[:, :-1] for p, t in lora("b", 1).down.items()})
+                    if False
+                    else None,
+                },
+            }
+        },
+        settings=("bank",),
+    ),
+    "methods.rocket.bank.read": Row(
+        lambda folder, model: sorted(bank.read(folder, model)),
+        lambda: {"folder": written(), "model": host()},
+        lambda folder, model: list("abc") if folder == written() else 1 / 0,
+        more={"model": {"other": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)}},
+    ),
+    "methods.rocket.bank.load": Row(
+        lambda names: sorted(bank.load(host(), byte(), written(), names=names)),
+        lambda: {"names": ["a", "b"]},
+        lambda names: (
+            sorted({*names})
+            if names and {*names} <= {*"abc"}
+            else list("abc")
+            if not names
+            else 1 / 0
+        ),
+    ),
+    "methods.rocket.bank.train": Row(
+        trained,
+        lambda: {
+            "sets": sets(),
+            "rank": 2,
+            "alpha": 4.0,
+            "targets": ["q_proj"],
+            "dropout": 0.05,
+            "max_length": 128,
+            "seed": 0,
+            "steps": 1,
+            "batch": 2,
+        },
+        fine={
+            "sets[sums]": "short | long | empty | unknown | nul",
+            "seed": "zero | huge",
+            "max_length": "huge",
+            "batch": "huge",
+            "targets": "long",
+            "dropout": "zero",
+            "sets": "unknown",
+        },
+    ),
+    "methods.rocket.bank.hashes": Row(
+        lambda rows: len(bank.hashes(rows)),
+        lambda: {"rows": shots()},
+        lambda rows: len({" ".join(row["prompt"].lower().split()) for row in rows}),
+    ),
+    "methods.rocket.bank.leaks": Row(
+        lambda rows, task: bank.leaks(made(), rows, task=task)["shared"].tolist(),
+        lambda: {"rows": shots(), "task": "sums"},
+        lambda rows, task: [0 * len(row["prompt"]) for row in rows][:0] + [0] * 3,
+    ),
+    "methods.rocket.bank.guarded": Row(
+        lambda rows, task: sorted(bank.guarded(made(), rows, task=task)),
+        lambda: {"rows": shots(), "task": "sums"},
+        lambda rows, task: [row["prompt"] for row in rows][:0] + sorted({*"abc"} - {task}),
+    ),
+    "methods.rocket.bank.embedded": Row(
+        lambda size, seed, names: {
+            k: len(v) for k, v in bank.embedded(size, seed=seed, names=names).items()
+        },
+        lambda: {"size": 2, "seed": 0, "names": ["gcd", "sums"]},
+        fine={"seed": SEEDS, "size": "huge", "names": "short | long"},
+    ),
+    "methods.rocket.bank.targets": Row(
+        lambda names, source, split: [
+            sorted(part) for part in bank.targets(names, source, bank.NOWHERE, split)
+        ],
+        lambda: {"names": ["gcd"], "source": "embedded", "split": "test"},
+        fine={"names": "long | empty"},
+    ),
+    "methods.rocket.bank.open_data": Row(
+        lambda sets, size, source: len(bank.open_data(sets, size, source, bank.NOWHERE)),
+        lambda: {"sets": "gsm8k", "size": 2, "source": "embedded"},
+        fine={"sets": EVERY, "size": "huge"},
+    ),
+    "methods.rocket.bank.source_rows": Row(
+        lambda name, revision: len(bank.source_rows(name, revision)),
+        lambda: {"name": "gsm8k", "revision": hub_folder()},
+    ),
+    "methods.rocket.findings.foretold": Row(
+        findings.foretold,
+        lambda: {"cases": {"sums": case()}, "outcomes": outcomes()},
+        settings=("cases",),
+        fine={"outcomes": "missing", "outcomes[('sums', 'a')][0]": "negative | zero"},
+    ),
+    "methods.rocket.findings.correlations": Row(
+        findings.correlations,
+        lambda: {"frame": frame(), "one": ["bare answers"], "other": ["gain"]},
+        lambda frame, one, other: true_correlations(frame, one, other),
+    ),
+    "methods.rocket.findings.averaged": Row(
+        findings.averaged,
+        lambda: {"ranks": ranks()},
+        settings=("ranks",),
+        more={"ranks": {"empty": ranks()[:0]}},
+    ),
+    "methods.rocket.findings.repeated": Row(
+        lambda tables: findings.repeated(tables)["gcd"].correct,
+        lambda: {"tables": {"gcd": [table(), table()]}},
+        lambda tables: true_repeated(tables["gcd"]),
+    ),
+    "methods.rocket.findings.over_targets": Row(
+        lambda tables, tested: findings.over_targets(tables, tested).score.sum(),
+        lambda: {
+            "tables": {"gcd": table()[:3], "sums": table()[3:]},
+            "tested": {"gcd": "gcd", "sums": "sums"},
+        },
+        settings=("tables",),
+        more={"tables": {"empty": {}, "no rows": {"gcd": table()[:0]}}},
+    ),
+    "methods.rocket.findings.untuned": Row(
+        lambda model, bank, tasks, limit: {
+            n: len(t) for n, t in findings.untuned(model, byte(), bank, tasks, limit=limit).items()
+        },
+        lambda: {"model": host(), "bank": {"a": lora()}, "tasks": ["gcd"], "limit": 1},
+        settings=("bank", "tasks"),
+        fine={"limit": "huge"},
+        more={"bank": {"empty": {}}, "model": {"nan": spoilt()}},
+    ),
+    "methods.rocket.findings.alone": Row(
+        lambda model, task, limit: findings.alone(model, byte(), task, limit=limit).shape,
+        lambda: {"model": mixed(), "task": "gcd", "limit": 1},
+        settings=("task",),
+        fine={"limit": "huge"},
+        more={"model": {"plain": host()}},
+    ),
+    "methods.rocket.findings.split_cases": Row(
+        findings.split_cases,
+        lambda: {
+            "experts": np.array([[True, False, True], [False, False, True]]),
+            "mixture": np.array([True, False, True]),
+        },
+        true_split,
+    ),
+    "methods.rocket.loras.Lora": Row(
+        lambda rank, alpha, down, up: attached(
+            host(),
+            [lora(rank=rank, alpha=alpha, down=down, up=up)]
+            if False
+            else [loras.Lora("a", rank, alpha, down, up)],
+        ),
+        lambda: {"rank": 2, "alpha": 4.0, "down": lora().down, "up": lora().up},
+        lambda rank, alpha, down, up: logits(
+            merged(host(), SimpleNamespace(rank=rank, alpha=alpha, down=down, up=up, base=None))
+        ),
+    ),
+    "methods.rocket.loras.linears": Row(
+        lambda model, targets: sorted(loras.linears(model, targets)),
+        lambda: {"model": host(), "targets": ["q_proj"]},
+        lambda model, targets: (
+            [f"model.layers.{n}.self_attn.q_proj" for n in range(2)]
+            if {*targets} == {"q_proj"}
+            else []
+            if not targets
+            else 1 / 0
+        ),
+    ),
+    "methods.rocket.loras.attached": Row(
+        attached,
+        lambda: {"model": host(), "loras": [lora()]},
+        true_attached,
+        settings=("loras",),
+        more={
+            "loras": {"empty": [], "other": [lora(base="0" * 64)]},
+            "model": {"narrow": hosts.host(vocab_size=300, hidden_size=12, head_dim=6)},
+        },
+    ),
+    "methods.rocket.loras.folders": Row(
+        lambda folder: [path.name for path in loras.folders(folder)],
+        lambda: {"folder": written()},
+        lambda folder: list("abc") if folder == written() else 1 / 0,
+    ),
+    "methods.rocket.loras.read": Row(
+        lambda folder: logits(merged(host(), loras.read(folder, host(), lora().base))),
+        lambda: {"folder": written() / "a"},
+        lambda folder: logits(merged(host(), lora())) if folder.name == "a" else 1 / 0,
+    ),
+    "methods.rocket.loras.write": Row(
+        lambda folder: logits(
+            merged(host(), loras.read(loras.write(lora(), folder), host(), lora().base))
+        ),
+        lambda: {"folder": folder("a")},
+        lambda folder: logits(merged(host(), lora())),
+    ),
+    "methods.rocket.mixture.build": Row(
+        lambda model, loras, config: logits(mixture.build(model, loras, config)),
+        lambda: {"model": host(), "loras": [lora("a"), lora("a")], "config": TWO},
+        true_built,
+        settings=("config", "loras"),
+        more={"loras": {"one": [lora()], "empty": [], "other": [lora(base="0" * 64)] * 2}},
+    ),
+    "methods.rocket.save": Row(
+        lambda model, folder: logits(rocket.load(host(), rocket.save(model, folder))),
+        lambda: {"model": mixed(), "folder": folder()},
+        lambda model, folder: logits(mixed()),
+        more={"model": {"plain": host()}},
+    ),
+    "methods.rocket.load": Row(
+        lambda model, folder: logits(rocket.load(model, folder)),
+        lambda: {"model": host(), "folder": saved()},
+        lambda model, folder: logits(mixed()) if folder == saved() else 1 / 0,
+    ),
+    "methods.rocket.mixture.remove": Row(
+        lambda model: logits(mixture.remove(model)),
+        lambda: {"model": mixed()},
+        lambda model: logits(host()),
+        more={"model": {"plain": host()}},
+    ),
+    "methods.rocket.mixture.trained": Row(
+        lambda model: len(mixture.trained(model)),
+        lambda: {"model": mixed()},
+        lambda model: 12,
+        more={"model": {"plain": host()}},
+    ),
+    "methods.rocket.mixture.only": Row(
+        only,
+        lambda: {"model": mixed(), "expert": "b"},
+        lambda model, expert: logits(merged(host(), {"a": lora("a"), "b": lora("b", 1)}[expert])),
+        tolerance=1e-3,
+    ),
+    "methods.rocket.pipeline.arms": Row(
+        lambda strict: sorted(pipeline.arms(CONFIG, strict=strict)),
+        lambda: {"strict": 0.5},
+        fine={"strict": "zero | negative"},
+    ),
+    "methods.rocket.pipeline.tested": Row(
+        pipeline.tested,
+        lambda: {"targets": ["gcd", "sums"], "benchmarks": ["a", "b"]},
+        lambda targets, benchmarks: (
+            dict(zip(targets, benchmarks or targets, strict=True))
+            if len({*targets}) == len(targets)
+            else 1 / 0
+        ),
+    ),
+    "methods.rocket.pipeline.score_bank": Row(
+        lambda annotated, seed: (
+            pipeline.score_bank(
+                host(), byte(), made(), Embedder(), annotated, CONFIG, task="sums", seed=seed
+            ).plain.shape
+        ),
+        lambda: {"annotated": told(), "seed": 0},
+        fine={"seed": SEEDS, "annotated": "long", "annotated[0]": "unknown | nul | empty"},
+    ),
+    "methods.rocket.pipeline.experts": Row(
+        lambda bank, best: pipeline.experts(case(), pipeline.Arm(config=CONFIG), bank, best=best),
+        lambda: {"bank": list("abc"), "best": "a"},
+        fine={"best": EVERY, "bank": "long"},
+    ),
+    "methods.rocket.pipeline.selected": Row(
+        lambda bank: pipeline.selected(case(), pipeline.Arm(config=CONFIG), bank).experts,
+        lambda: {"bank": list("abc")},
+        fine={"bank": "long"},
+    ),
+    "methods.rocket.pipeline.rows": Row(
+        lambda pool, vectors: len(
+            pipeline.rows(case(), pipeline.Arm(config=CONFIG), pool, vectors)
+        ),
+        lambda: {"pool": shots() * 3, "vectors": drawn(6, seed=1)},
+        fine={"vectors": "zero | huge", "pool[0]": EVERY},
+    ),
+    "methods.rocket.pipeline.tune": Row(
+        tuned,
+        lambda: {
+            "loras": [lora("a"), lora("b", 1)],
+            "chosen": shots(),
+            "seed": 0,
+            "max_length": 128,
+            "steps": 1,
+            "batch": 2,
+        },
+        fine={"seed": "zero | huge", "max_length": "huge", "batch": "huge", "chosen": EVERY},
+        settings=("loras",),
+    ),
+    "methods.rocket.scoring.draw": Row(
+        lambda rows, shots, seed: len(scoring.draw(rows, shots, seed)),
+        lambda: {"rows": shots(), "shots": 1, "seed": 0},
+        true_drawn_shots,
+        fine={"seed": SEEDS},
+    ),
+    "methods.rocket.scoring.expand": Row(
+        lambda rows, order: scoring.expand(rows, order=order),
+        lambda: {"rows": told(), "order": "answer_first"},
+        true_expand,
+    ),
+    "methods.rocket.scoring.write_rationales": Row(
+        lambda rows, order: len(scoring.write_rationales(rows, wide(), byte(), order=order)),
+        lambda: {"rows": shots(), "order": "answer_first"},
+        settings=("rows",),
+        more={"rows": {"empty": [], "no prompt": [{"answer": "1"}]}},
+    ),
+    "methods.rocket.scoring.generate": Row(
+        generated,
+        lambda: {"model": host(), "contexts": [[0, 40, 50]], "limit": 3, "batch": 2},
+        true_generated,
+        more={"model": {"nan": spoilt()}},
+    ),
+    "methods.rocket.scoring.log_perplexity": Row(
+        perplexities,
+        lambda: {"model": host(), "bank": made(), "shots": shots(), "reduction": "mean"},
+        true_perplexities,
+        tolerance=1e-3,
+        settings=("bank",),
+        more={"bank": {"empty": {}, "one": {"a": lora()}}},
+    ),
+    "methods.rocket.scoring.log_perplexity of packs": Row(
+        lambda tokens: perplexities(host(), made(), shots(), "sum", tokens),
+        lambda: {"tokens": 64},
+        lambda tokens: (
+            true_perplexities(host(), made(), shots(), "sum")
+            if tokens == int(tokens) and tokens > 0
+            else 1 / 0
+        ),
+        tolerance=1e-3,
+    ),
+    "methods.rocket.scoring.accuracy": Row(
+        accuracies,
+        lambda: {"model": host(), "bank": {"a": lora()}, "shots": shots(), "limit": 2},
+        true_accuracies,
+        settings=("bank",),
+        more={"model": {"nan": spoilt()}, "bank": {"empty": {}}},
+    ),
+    "methods.rocket.scoring.scores": Row(
+        scoring.scores,
+        lambda: dict(zip(("log_perplexities", "accuracies"), measured(), strict=True)),
+        true_scores,
+    ),
+    "methods.rocket.selection.similarity": Row(
+        lambda bank: selection.similarity(bank).to_numpy(),
+        lambda: {"bank": made()},
+        true_similarity,
+        settings=("bank",),
+        more={"bank": {"empty": {}, "ranks": {"a": lora("a"), "b": lora("b", 1, 3)}}},
+    ),
+    "methods.rocket.selection.diversity": Row(
+        selection.diversity,
+        lambda: {"cosines": np.array([0.5, 0.2, -0.1]), "form": "ordered"},
+        true_diversity,
+    ),
+    "methods.rocket.selection.select": Row(
+        lambda scores, similarities: selection.select(scores, similarities, CONFIG).experts,
+        lambda: {"scores": scored(), "similarities": alike()},
+        true_select,
+    ),
+    "methods.rocket.shards.choose": Row(
+        sharded,
+        lambda: {"shots": drawn(2), "folder": opened(), "to": folder(), "seed": 0},
+        true_sharded,
+        fine={"seed": "zero | huge", "to": "missing"},
+    ),
+    "methods.rocket.shards.read": Row(
+        shards.read, lambda: {"folder": opened(), "index": np.array([7, 0, 3])}, true_read
+    ),
+}
+
+
+class Embedder:
+    """Stands in for a sentence encoder."""
+
+    def blocks(self, rows, *, size):
+        yield drawn(len(rows))
+
+
+def wide():
+    """A host that long prompts fit, and that is likely to write something."""
+    return hosts.host(vocab_size=300, max_position_embeddings=1024)
+
+
+def hub_folder():
+    from tests.faults.healthy.data import folder as hub
+
+    return hub()
+
+
+def true_correlations(frame, one, other):
+    found = {}
+    for task in dict.fromkeys(frame.index.get_level_values("task")):
+        part = frame.xs(task, level="task")
+        for left in one:
+            for right_ in other:
+                pair = part[left].astype(float), part[right_].astype(float)
+                if not all(np.isfinite(p).all() for p in pair):
+                    raise ValueError("NaN")
+                if len({*pair[0]}) > 1 and len({*pair[1]}) > 1:
+                    found[left, right_, task] = spearmanr(*pair).statistic
+    return np.array(list(found.values()))
+
+
+def true_repeated(tables):
+    if not tables or len({len(t) for t in tables}) > 1:
+        raise ValueError("tables")
+    for one in tables:
+        if not one.correct.between(0, 1).all() or not len(one):
+            raise ValueError("correct")
+    return np.mean([one.correct.to_numpy(float) for one in tables], axis=0)
