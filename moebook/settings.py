@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import (
@@ -18,12 +18,20 @@ from typing import (
     Self,
     TypeVar,
     dataclass_transform,
+    get_args,
 )
 
 import numpy as np
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, validate_call
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    validate_call,
+)
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moebook.errors import located, nearest, refuse, refuse_unknown, shown
 
@@ -75,6 +83,28 @@ FINITE = AfterValidator(_finite)
 NAMED = AfterValidator(_name_of_a_file)
 """Stands in the annotation of the name of a file or folder, which need not be there."""
 Place = Annotated[str | os.PathLike[str], NAMED]
+
+
+def _gathered(values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise PydanticCustomError("iterable", "expected several values, such as a list of them")
+    return tuple(values)
+
+
+class _Gathered:
+    """Lets pydantic check an iterable whole, where its own check of one goes on in the function."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        (kind,) = get_args(source)
+        several = handler.generate_schema(tuple[kind, ...])
+        return core_schema.no_info_before_validator_function(_gathered, several)
+
+
+Each = Annotated[Iterable[Kind], _Gathered()]
+"""Stands for whatever holds several values of a kind: a list, a dictionary's keys or a view of its
+values, a generator. The function gets a tuple of them."""
 
 
 def columns(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moebook.errors import refuse
 from moebook.kernels.dispatch import indices, shapes
-from moebook.settings import FINITE, Seed, checked
+from moebook.settings import FINITE, Each, Seed, checked
 
 NEIGHBOURS = 15  # umap-learn's own default
 Plane = npt.NDArray[np.float32]
@@ -74,12 +74,13 @@ def project(points: Annotated[Tensor, FINITE], method: Method = "umap", *, seed:
 def panels(
     points: Annotated[Tensor, FINITE],
     labels: Tensor,
-    names: Annotated[Sequence[str], Field(min_length=1)],
+    names: Annotated[Each[str], Field(min_length=1)],
     method: Method = "umap",
     *,
     seed: Seed = 0,
 ) -> dict[str, dict[str, Plane]]:
     """Project the first, middle and last layer for `plotting.points`: ``[n, 2]`` by named group."""
+    names = tuple(names)
     shapes("panels", {"points": (points, "L S D"), "labels": (labels, "S", "int")}, empty="")
     indices("panels", "labels", labels, len(names))
     if len(set(names)) < len(names):

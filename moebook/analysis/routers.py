@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain, combinations, islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.nn import evaluating, observe
 from moebook.nn.batch import check_batch
 from moebook.nn.routing import Decision
-from moebook.settings import checked
+from moebook.settings import Each, checked
 
 
 def logit_scale(logits: Tensor) -> float:
@@ -129,7 +129,7 @@ def activated(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Tens
 
 
 @checked
-def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
+def consistency(checkpoints: Each[Tensor]) -> pd.DataFrame:
     """Compare the experts that tokens activate at several checkpoints by the Jaccard index.
 
     For a token and layer, ``|A and B| / |A or B|`` of the sets of activated experts, averaged over
@@ -138,6 +138,7 @@ def consistency(checkpoints: Sequence[Tensor]) -> pd.DataFrame:
     unrelated uniform routings give 1/E. Columns ``layer`` (place among sparse ones) and
     ``consistency`` in [0, 1].
     """
+    checkpoints = tuple(checkpoints)
     if len(checkpoints) < 2:
         refuse("E-DATA", f"{len(checkpoints)} checkpoints: consistency compares at least two")
     named = {f"checkpoint {n}": (each, "L T E", "bool") for n, each in enumerate(checkpoints)}

@@ -13,7 +13,7 @@ from moebook.data import tasks
 from moebook.data.tasks.task import shipped
 from moebook.data.templates import field as text_field
 from moebook.errors import refuse
-from moebook.settings import Count, checked
+from moebook.settings import Count, Each, checked
 
 Row = dict[str, str]
 Drawn = SkipValidation[Sequence[Row]]  # not copied: there may be hundreds of thousands
@@ -35,13 +35,13 @@ def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
 
 
 @checked
-def draw(names: Iterable[str], split: str, most: Count, seed: int = 0) -> list[Row]:
+def draw(names: Each[str], split: str, most: Count, seed: int = 0) -> list[Row]:
     """Draw a `mixture` of up to `most` rows a task, fewer where its split holds fewer."""
     sizes = {name: min(most, tasks.find(name).available(split)) for name in names}
     return mixture(sizes, split, seed)
 
 
-def grouped(rows: Iterable[Row], field: str = "domain") -> dict[str, list[Row]]:
+def grouped(rows: Each[Row], field: str = "domain") -> dict[str, list[Row]]:
     """Sort rows into groups by a field, in the order of its values."""
     groups: dict[str, list[Row]] = {}
     for number, row in enumerate(rows):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ from moebook.evaluation.model import InMemory
 from moebook.nn import evaluating
 from moebook.results import formed
 from moebook.results.intervals import interval
-from moebook.settings import Count, Place, checked, columns
+from moebook.settings import Count, Each, Place, checked, columns
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
 METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
@@ -60,7 +60,7 @@ def _index() -> TaskManager:
 
 
 @checked
-def load(names: Sequence[str], data: Place = "") -> dict[str, dict[str, Task]]:
+def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Task]]:
     """Load what is not embedded, by the name asked for, or refuse it before any is run."""
     folder = hub.folder(data)
     for name in {*names} & {*PROGRAMS}:
@@ -319,8 +319,8 @@ def paired(
     tables: Mapping[
         str, Annotated[pd.DataFrame, columns("task", numbers="item score", lacking="nll")]
     ],
-    pairs: Iterable[tuple[str, str]],
-    columns: Sequence[Literal["score", "nll"]] = ("score", "nll"),
+    pairs: Each[tuple[str, str]],
+    columns: Each[Literal["score", "nll"]] = ("score", "nll"),
 ) -> pd.DataFrame:
     """Compare arms of one run item by item, for each pair the first arm less the second.
 

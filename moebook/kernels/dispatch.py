@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral, Real
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import AfterValidator
@@ -130,10 +130,12 @@ def shapes(
     ``shapes("adapters", {"h": (h, "T D"), "ids": (ids, "T K", "int"), "order": (order, "TK")})``
     binds T, D and K: a letter has one size wherever it stands. ``2F`` is an even size, ``TK`` the
     product of letters bound before, a leading ``...`` any dimensions, the same in all tensors. All
-    lie on one device, and each is of one of `KINDS`, ``"float"`` by default.
+    lie on one device, and each is of one of `KINDS`, ``"float"`` by default. NumPy's arrays count
+    as tensors on the CPU.
 
     Letters in ``empty`` may be 0. Those in ``alike`` have one dtype. ``valued`` ops refuse meta.
     """
+    tensors = {name: (_seen(tensor), *rest) for name, (tensor, *rest) in tensors.items()}
     sizes: dict[str, Any] = {}
     fits = True
     for tensor, dims, *_ in tensors.values():
@@ -157,6 +159,22 @@ def shapes(
     if valued and on.is_meta:
         refuse("E-DEVICE", f"{op}: {one} lies on meta, which holds no values")
     return sizes
+
+
+class _Array(NamedTuple):
+    """What `shapes` asks of an array of NumPy."""
+
+    shape: tuple[int, ...]
+    dtype: Any  # torch's, or NumPy's where torch has none such
+    device: torch.device = torch.device("cpu")
+    is_meta: bool = False
+
+
+def _seen(tensor: Any) -> Any:
+    """Return a tensor, or what stands for an array."""
+    if isinstance(tensor, Tensor):
+        return tensor
+    return _Array(tensor.shape, getattr(torch, tensor.dtype.name, tensor.dtype))
 
 
 @cache

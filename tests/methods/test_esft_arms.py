@@ -217,12 +217,13 @@ def test_experts_are_counted_by_layer_and_shares_gathered_by_score_and_place():
     assert list(table) == [1, 2] and list(table.index) == [("token", "a"), ("gate", "a")]
     assert table.to_numpy().tolist() == [[2, 1], [1, 3]]
     index = pd.MultiIndex.from_product([["token", "gate"], ["a", "b"]])
-    shares = pd.DataFrame(np.arange(16.0).reshape(4, 4), index, [1, 2, 3, 4])
-    gathered = {name: part.tolist() for name, part in esft.spread(shares).items()}
+    shares = pd.DataFrame(np.arange(16.0).reshape(4, 4) / 16, index, [1, 2, 3, 4])
+    gathered = {name: (16 * part).tolist() for name, part in esft.spread(shares).items()}
     assert list(gathered) == ["token", "gate", "layers/middle", "layers/outer"]
     assert gathered["token"] == list(range(8)) and gathered["gate"] == list(range(8, 16))
     assert gathered["layers/middle"] == [2, 6, 10, 14]  # of four layers, the first third has two
     assert gathered["layers/outer"] == [4 / 3 + 4 * row for row in range(4)]
+    refused("E-RANGE: shares: expected `counts` over E", esft.spread, 16 * shares)
     single = esft.spread(pd.DataFrame([[0.5]], pd.MultiIndex.from_tuples([("token", "a")]), [1]))
     assert single["layers/middle"].tolist() == [0] and single["layers/outer"].tolist() == [0.5]
 

@@ -13,23 +13,26 @@ from accelerate.utils import send_to_device
 from datasets import Dataset as Rows
 from datasets import concatenate_datasets
 from peft import LoraConfig
-from pydantic import Field
+from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 
 from moebook.data import hub, tasks
-from moebook.errors import refuse
+from moebook.errors import refuse, refuse_unknown
 from moebook.methods.esft import scoring
 from moebook.methods.esft.grouping import group
 from moebook.methods.esft.specialising import Origin, specialise
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.models.lora import put_on
-from moebook.settings import checked
+from moebook.settings import Count, Each, Size, checked
 from moebook.training import fit, step_memory
 from moebook.training.batches import Batches
 
 RANKS = 512  # the largest rank of LoRA in the paper's sweep (Sec. 6.2)
 STEPS = 9  # of the short run that `cost` times; the first one, which warms up, is not counted
+
+Amount = Annotated[int | float, Field(gt=0, le=10**6)]  # ranks stay whole
+Tried = Mapping[str, Each[Amount]]  # by method, smallest first
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,11 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
     return values
 
 
-def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, Arm]:
+@checked
+def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
     """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
+    _check_methods("usual", usual, ["lora", *get_args(scoring.Score)])
+    _check_methods("tried", tried, ["lora", "groups", *get_args(scoring.Score)])
     known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
     known["lora_attention"] = Arm("lora", usual["lora"], attention=True)
     for score in get_args(scoring.Score):
@@ -84,26 +90,35 @@ def arms(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict
     for method, names in budget(tried, usual).items():
         for name, size in zip(names, tried[method], strict=True):
             known.setdefault(name, Arm(method, size, main=False))
-    for size in tried["groups"]:
+    for size in map(int, tried["groups"]):
         known[f"fft-g{size}"] = Arm("fft", group=size, main=False)
         known[f"gate-g{size}"] = Arm("gate", usual["gate"], group=size, main=False)
     return known
 
 
-def budget(tried: Mapping[str, Iterable[Any]], usual: Mapping[str, float]) -> dict[str, list[str]]:
+def _check_methods(name: str, sizes: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    if missing := [method for method in wanted if method not in sizes]:
+        have = ", ".join(sizes) or "nothing"
+        refuse("E-KEYS", f"{name} has sizes of {have}, expected those of '{missing[0]}' too")
+
+
+@checked
+def budget(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, list[str]]:
     """Return the names of Fig. 6's arms by method, smallest first; no value is trained twice."""
+    _check_methods("tried", tried, usual)
     return {
         method: [method if size == value else f"{method}-{size:g}" for size in tried[method]]
         for method, value in usual.items()
     }
 
 
+@checked
 def plan(
     arms: Mapping[str, Arm],
     model: nn.Module,
-    drawn: Mapping[str, Iterable[Mapping[str, Any]]],
+    drawn: SkipValidation[Mapping[str, Iterable[Mapping[str, Any]]]],
     scores: Mapping[str, scoring.Scores],
-    together: Mapping[int, Tensor],
+    together: SkipValidation[Mapping[int, Tensor]],
     *,
     preset: str,
     scale: float,
@@ -125,6 +140,7 @@ def plan(
             config = scoring.Config.preset(preset, score=arm.method, threshold=arm.size)
             measured, groups = scores[task], None
             if arm.group > 1:
+                refuse_unknown(task, drawn, "E-DATA", f"no samples are drawn for '{task}';")
                 bound = deepcopy(model)
                 groups = group(bound, together, arm.group)
                 measured = scoring.measure(bound, drawn[task], config)
@@ -154,7 +170,7 @@ def full(model: nn.Module) -> nn.Module:
 
 @checked
 def lora(
-    model: nn.Module, *, rank: scoring.Count = 8, scale: float = 2.0, attention: bool = False
+    model: nn.Module, *, rank: Size = 8, scale: float = 2.0, attention: bool = False
 ) -> nn.Module:
     """Freeze a mixture and put LoRA on it in place, with PEFT.
 
@@ -194,10 +210,16 @@ def _check_plain(model: nn.Module) -> None:
     sparse_layers(model)
 
 
+@checked
 def rows(
-    targets: Iterable[str], alignment: Iterable[str], size: int, *,
-    split: str = "train", revisions: str = "", seed: int,
-) -> dict[str, list[dict[str, str]]]:  # fmt: skip
+    targets: Each[str],
+    alignment: Each[str],
+    size: Count,
+    *,
+    split: str = "train",
+    revisions: str = "",
+    seed: int,
+) -> dict[str, list[dict[str, str]]]:
     """Draw rows of target tasks and of alignment data, ``size`` of each, to train on.
 
     A name is an embedded task, whose ``split`` may be the ``rest`` beside fresh test rows, or a set

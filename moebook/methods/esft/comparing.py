@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Annotated, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
 from torch import nn
 
+from moebook.errors import refuse, refuse_unknown
 from moebook.evaluation import by_benchmark
-from moebook.methods.esft.scoring import Config, Scores, Selection, select
+from moebook.kernels.dispatch import shapes
+from moebook.methods.esft.scoring import Config, Pooling, Scores, Selection, select
 from moebook.models.anatomy import anatomy
+from moebook.settings import Each, Size, checked, columns
+
+ByTask = Annotated[Mapping[str, Scores], Field(min_length=1)]
 
 # What the paper reads otherwise than the released code: one thing, the other, and both.
 CHANGES: dict[str, dict[str, object]] = {
@@ -31,8 +38,15 @@ def layers(model: nn.Module) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["kind", "width", "routed experts", "parameters"])
 
 
+def _check_used(scores: Scores) -> None:
+    for layer, row in scores.gate.items():
+        if not row.sum() > 0:
+            refuse("E-DATA", f"layer {layer}: its experts were never used, the scores are 0/0")
+
+
 def concentration(scores: Scores) -> list[float]:
     """Return the shares of a layer's gate scores ``[E]``, best first, mean over layers (Fig. 2)."""
+    _check_used(scores)
     rows = torch.stack([*scores.gate.values()])
     ranked = (rows / rows.sum(1, keepdim=True)).sort(descending=True).values
     return [float(share) for share in ranked.mean(0)]
@@ -40,6 +54,7 @@ def concentration(scores: Scores) -> list[float]:
 
 def half_mass(scores: Scores) -> dict[int, float]:
     """Return, by layer, the least share of experts that hold half of the gate scores (Fig. 2)."""
+    _check_used(scores)
     shares = {}
     for layer, row in scores.gate.items():
         reached = row.sort(descending=True).values.cumsum(0)
@@ -47,11 +62,17 @@ def half_mass(scores: Scores) -> dict[int, float]:
     return shares
 
 
-def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int) -> pd.DataFrame:
+@checked
+def overlap(first: ByTask, second: ByTask, top: Size) -> pd.DataFrame:
     """Count the best experts by gate that two tasks share, mean over layers (Fig. 3).
 
     Rows are tasks of the first scores, columns of the second, from other samples; ``top`` is K.
     """
+    for task, scores in (*first.items(), *second.items()):
+        if scores.gate.keys() != next(iter(first.values())).gate.keys():
+            refuse("E-KEYS", f"the scores of '{task}' are of other layers than the first")
+        if top > scores.experts:
+            refuse("E-RANGE", f"top is {top}, expected 1 to {scores.experts} (experts)")
 
     def best(scores: Scores) -> list[set[int]]:
         ranked = [row.argsort(descending=True, stable=True) for row in scores.gate.values()]
@@ -64,11 +85,16 @@ def overlap(first: Mapping[str, Scores], second: Mapping[str, Scores], top: int)
     return pd.DataFrame(table, index=list(first), columns=list(second))
 
 
-def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> pd.DataFrame:
+@checked
+def switches(
+    pooled: Mapping[str, Scores], thresholds: Annotated[Mapping[str, float], Field(min_length=1)]
+) -> pd.DataFrame:
     """Count which experts change when the released settings are changed towards the paper's.
 
     Scores are given by pooling, thresholds p by score; a line is a score and one of `CHANGES`.
     """
+    for pooling in get_args(Pooling):
+        refuse_unknown(pooling, pooled, "E-KEYS", f"no scores are given for pooling '{pooling}';")
     lines = {}
     for score, threshold in thresholds.items():
         released = Config.preset("released", score=score, threshold=threshold)
@@ -83,12 +109,25 @@ def switches(pooled: Mapping[str, Scores], thresholds: Mapping[str, float]) -> p
     return pd.DataFrame(lines, index=columns).T.rename_axis(["score", "change"])
 
 
-def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
+@checked
+def counts(
+    selections: Annotated[Mapping[tuple[str, str], Selection], Field(min_length=1)],
+) -> pd.DataFrame:
     """Count the selected experts: a line a score and task, a column a layer (Fig. 5)."""
     return pd.DataFrame({key: pd.Series(s.experts).map(len) for key, s in selections.items()}).T
 
 
-def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
+def _whole(shares: pd.DataFrame) -> pd.DataFrame:
+    numbers = all(dtype.kind in "biuf" for dtype in shares.dtypes)
+    if shares.empty or not numbers or not ((shares >= 0) & (shares <= 1)).all(axis=None):
+        refuse("E-RANGE", "shares: expected `counts` over E, which are in [0, 1], one at least")
+    return shares
+
+
+@checked
+def spread(
+    shares: Annotated[pd.DataFrame, AfterValidator(_whole)],
+) -> dict[str, NDArray[np.float64]]:
     """Gather which share of the experts trains: by score, and in middle and outer layers (Fig. 5).
 
     Takes `counts` over E, by score and task. Returns score -> shares of all its tasks and layers;
@@ -105,8 +144,13 @@ def spread(shares: pd.DataFrame) -> dict[str, NDArray[np.float64]]:
     return gathered
 
 
+@checked
 def by_arm(
-    tables: Mapping[tuple[str, str], pd.DataFrame], tests: Iterable[str]
+    tables: Annotated[
+        Mapping[tuple[str, str], Annotated[pd.DataFrame, columns("task domain")]],
+        Field(min_length=1),
+    ],
+    tests: Each[str],
 ) -> dict[str, pd.DataFrame]:
     """Join each arm's evaluations over the tasks it was ``tuned`` on, each test a benchmark."""
     names = {name: name for name in tests}
@@ -119,13 +163,23 @@ Front = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Accuracy ``[S]`` on the target, scores ``[S, I]`` of general items: base first, then steps."""
 
 
-def front(tables: Iterable[pd.DataFrame], target: str) -> Front:
+@checked
+def front(
+    tables: Annotated[
+        Each[Annotated[pd.DataFrame, columns("task domain asked", shares="correct")]],
+        Field(min_length=1),
+    ],
+    target: str,
+) -> Front:
     """Read a `Front` off evaluations on a ``target`` and on general tasks, which count equally."""
     solved, kept = [], []
     for table in tables:
+        refuse_unknown(target, set(table.asked), "E-NAME", f"'{target}' was not asked;")
         solved.append(table[table.asked == target].correct.mean())
         rest = table[table.asked != target]
         kept.append(by_benchmark(rest, {name: name for name in rest.asked}).score)
+    if len({len(scores) for scores in kept}) > 1:
+        refuse("E-DATA", "the evaluations are of other general items: ask all the same")
     return np.array(solved), np.array(kept)
 
 
@@ -135,6 +189,15 @@ def at_equal_accuracy(one: Front, other: Front) -> NDArray[np.float64]:
     Both are read at the highest target accuracy that both reach, on lines between the Pareto-best
     of their checkpoints: who learns less of the target has no lead from that.
     """
+    sides = {"one": one, "other": other}
+    for name, (solved, scores) in sides.items():
+        both = {f"{name}, accuracy": (solved, "S", "real"), "scores": (scores, "S I", "real")}
+        shapes("at_equal_accuracy", both, empty="")
+        if not (np.isfinite(solved).all() and np.isfinite(scores).all()):
+            refuse("E-NONFINITE", f"at_equal_accuracy: {name} holds NaN or infinity")
+    if one[1].shape[1] != other[1].shape[1]:
+        items = f"{one[1].shape[1]} and {other[1].shape[1]}"
+        refuse("E-SHAPE", f"at_equal_accuracy: {items} general items, expected the same")
     level, kept = min(one[0].max(), other[0].max()), []
     for solved, scores in (one, other):
         mean, order = scores.mean(axis=1), np.argsort(solved, kind="stable")

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from moebook.analysis.routers import decisions
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.methods.esft.scoring import Group
 from moebook.methods.esft.specialising import Origin
 from moebook.models.anatomy import sparse_layers
@@ -58,6 +59,7 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
     is like none. Of all groups of the given size among the experts left, that with the largest mean
     pairwise similarity is taken, of equal ones the first by numbers. More than `MOST` are refused.
     """
+    shapes("partition", {"cooccurrence": (cooccurrence, "E E")}, empty="")
     _check_size(size, len(cooccurrence))
     alike, left, groups = similarity(cooccurrence), np.arange(len(cooccurrence)), []
     while len(left):
@@ -82,6 +84,13 @@ def group(
     if origin_or_none(model, Origin) is not None:
         refuse("E-MODEL", "the model is specialised: group it first, then specialise")
     check(model, [size])
+    for layer in layers:
+        if layer.index not in counts:
+            known = f"{[*counts]}, expected those of `cooccurrence`"
+            refuse("E-KEYS", f"counts lack layer {layer.index}: they have {known}")
+        if len(counts[layer.index]) != len(layer.router.weight):
+            have = f"{len(counts[layer.index])} experts, the model has {len(layer.router.weight)}"
+            refuse("E-SHAPE", f"layer {layer.index}: counts are of {have}")
     groups = {layer.index: partition(counts[layer.index], size) for layer in layers}
     for layer in layers:
         gate = _SharedGate(groups[layer.index])

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from moebook.analysis.routers import decisions
 from moebook.data import padded
 from moebook.errors import located, refuse
+from moebook.kernels.dispatch import shapes
+from moebook.models import checkpoint
 from moebook.results import read_json
-from moebook.settings import Count, Kind, Presets, checked, settings
+from moebook.settings import Count, Kind, Place, Presets, Seed, Size, checked, settings
 
 Pooling = Literal["tokens", "samples"]
 Score = Literal["token", "gate"]
@@ -87,6 +89,7 @@ class Scores:
             odd = sorted(self.token.keys() ^ self.gate.keys())
             refuse("E-KEYS", f"scores: token and gate must cover the same layers, not so: {odd}")
         for layer, row in [*self.token.items(), *self.gate.items()]:
+            shapes(f"layer {layer}", {"scores": (row, "E")}, empty="")
             if len(row) != self.experts:
                 refuse("E-SHAPE", f"layer {layer}: {len(row)} experts, others have {self.experts}")
             if not (row.isfinite() & (row >= 0)).all():
@@ -201,7 +204,7 @@ def samples(
     packed: bool = True,
     batch: Count = 4,
     pad_id: int = 0,
-    seed: Annotated[int, Field(ge=0)] = 0,
+    seed: Seed = 0,
 ) -> list[dict[str, Any]]:
     """Draw the samples that experts are scored on (Sec. 3.3, "Data Sampling"), for `measure`.
 
@@ -258,6 +261,15 @@ class Selection:
         return from_json(cls, path)
 
 
+def _check_groups(groups: Mapping[int, Sequence[Group]], rows: Mapping[int, Tensor]) -> None:
+    """Refuse groups that do not hold each expert of each layer once."""
+    for layer, row in rows.items():
+        members = sorted(chain.from_iterable(groups.get(layer, ())))
+        if members != list(range(len(row))):
+            wanted = f"0 to {len(row) - 1}, each once"
+            refuse("E-KEYS", f"groups of layer {layer} hold experts {members}, expected {wanted}")
+
+
 def select(
     scores: Scores, config: Config, *, groups: Mapping[int, Sequence[Group]] | None = None
 ) -> Selection:
@@ -267,18 +279,24 @@ def select(
     that misses p by rounding (of ``decimals``, or in float64) counts as p, one that misses it by
     more is refused. With ``groups`` by layer, whole groups are taken by their members' sums.
     """
+    rows = getattr(scores, config.score)
+    if groups is not None:
+        _check_groups(groups, rows)
     experts = {}
-    for layer, row in getattr(scores, config.score).items():
+    for layer, row in rows.items():
         units = [(expert,) for expert in range(len(row))] if groups is None else groups[layer]
         experts[layer] = tuple(e for unit in _taken(row, units, config, layer) for e in unit)
     flags = {name: getattr(config, name) for name in FLAGS}
     return Selection(experts=experts, left_out=scores.left_out, **flags)
 
 
-def random_selection(selection: Selection, experts: int, seed: int | str) -> Selection:
+@checked
+def random_selection(selection: Selection, experts: Size, seed: int | str) -> Selection:
     """Replace the experts by random ones of ``experts`` (E), as many in each layer (Table 3)."""
     rng = random.Random(f"esft/random/{seed}")
     counts = {layer: len(ids) for layer, ids in selection.experts.items()}
+    if (most := max(counts.values())) > experts:
+        refuse("E-RANGE", f"experts is {experts}, but a layer of the selection has {most}")
     drawn = {layer: tuple(rng.sample(range(experts), n)) for layer, n in counts.items()}
     return replace(selection, experts=drawn)
 
@@ -313,7 +331,7 @@ def published(folder: str | os.PathLike[str], tasks: Iterable[str]) -> dict[str,
     """
     place, found = Path(os.path.expandvars(folder)), dict[str, list[Path]]()
     for task in tasks:
-        clone = place / SCORES / task
+        clone = checkpoint.place(place / SCORES / task)
         scores, routing = clone / "summary.json", sorted(clone.glob("expert_weights_*.txt"))
         if not clone.is_dir():
             scores, routing = place / f"{task}.scores.json", [*place.glob(f"{task}.routing.txt*")]
@@ -326,9 +344,9 @@ def published(folder: str | os.PathLike[str], tasks: Iterable[str]) -> dict[str,
 
 @checked
 def replay(
-    *paths: str | os.PathLike[str],
-    experts: Count = 64,
-    top_k: Count = 6,
+    *paths: Place,
+    experts: Size = 64,
+    top_k: Size = 6,
     pooling: Pooling,
     half: Literal[0, 1] | None = None,
 ) -> Scores:
@@ -360,7 +378,8 @@ def _lines(path: Path, experts: int, top_k: int) -> Iterator[tuple[int, int, Ten
                 start = [int(named[1]), number - 1] if named else []
                 layer, sample, *ids = (*start, *map(int, head.split("\t")))
                 gates = torch.tensor([*map(float, tail.split("\t"))], dtype=torch.float64)
-                if len(ids) != len(gates) or len(ids) % top_k or not {*ids} <= {*range(experts)}:
+                known = all(0 <= expert < experts for expert in ids)
+                if len(ids) != len(gates) or len(ids) % top_k or not known:
                     raise ValueError(f"{len(ids)} experts and {len(gates)} gates")
                 chosen = torch.tensor(ids).view(1, -1, top_k)
                 twice = (chosen.sort().values.diff() == 0).any()

@@ -18,6 +18,7 @@ from moebook.methods.esft.scoring import Selection
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
 from moebook.nn import SplitExperts
+from moebook.nn.batch import check_batch
 from moebook.settings import settings
 
 EXPERTS = "experts.json"
@@ -133,7 +134,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
             restore(model)
         return trained(install(model, made.selection, fitting(model, made.selection), made.base))
 
-    selection = Selection.load(Path(folder) / EXPERTS)
+    selection = Selection.load(checkpoint.place(folder) / EXPERTS)
     return checkpoint.load(model, folder, Origin, swap, selection=selection, options={})
 
 
@@ -145,6 +146,7 @@ def round_trip(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float
     after ``loading`` and ``merging``; ``base unchanged``: 1 after `restore`; ``bytes`` saved.
     """
     base = checkpoint.origin(model, Origin).base
+    check_batch("round_trip", model, batch)
     inputs = {key: part.to(next(model.parameters()).device) for key, part in batch.items()}
     want = model.eval()(**inputs).logits
     with TemporaryDirectory() as scratch:

@@ -202,11 +202,14 @@ def shares():
         ("b", "y"): [6, 0, 0],
     }
     return pd.DataFrame(
-        [(layer, router, domain, expert, count, count / sum(counts))
-         for (router, domain), counts in slots.items() for layer in [router == "b"]
-         for expert, count in enumerate(counts)],
+        [
+            (layer, router, domain, expert, count, count / sum(counts))
+            for (router, domain), counts in slots.items()
+            for layer in [router == "b"]
+            for expert, count in enumerate(counts)
+        ],
         columns=["layer", "router", "domain", "expert", "slots", "share"],
-    ).astype({"layer": int})  # fmt: skip
+    ).astype({"layer": int})
 
 
 def by_router(frame):
@@ -250,15 +253,22 @@ def true_specialisation(frame):
 
 
 def true_contrast(shares, one, other):
-    gaps = np.array([[domains[one][e][1] - domains[other][e][1] for e in range(3)]
-                     for domains in by_router(shares).values()])  # fmt: skip
+    gaps = np.array(
+        [
+            [domains[one][e][1] - domains[other][e][1] for e in range(3)]
+            for domains in by_router(shares).values()
+        ]
+    )
     return np.abs(gaps.mean(0)).sum() / 2, (np.abs(gaps).sum(1) / 2).mean()
 
 
 def true_summary(shares):
     load, apart = true_load(shares), true_specialisation(shares)
-    return {"load_entropy": load.entropy.mean(), "largest_share": load.largest.mean(),
-            "specialisation": apart.distance.mean()}  # fmt: skip
+    return {
+        "load_entropy": load.entropy.mean(),
+        "largest_share": load.largest.mean(),
+        "specialisation": apart.distance.mean(),
+    }
 
 
 def true_panels(shares, most):
@@ -266,9 +276,14 @@ def true_panels(shares, most):
         raise ValueError(most)
     layers = [0, 1] if most > 1 else [0]
     found = by_router(shares)
-    return {f"layer {n}": np.array([[experts[e][1] for e in range(3)] for _, experts in
-            sorted(domains.items())]).T for (layer, _), domains in found.items()
-            for n in layers if n == layer}  # fmt: skip
+    return {
+        f"layer {n}": np.array(
+            [[experts[e][1] for e in range(3)] for _, experts in sorted(domains.items())]
+        ).T
+        for (layer, _), domains in found.items()
+        for n in layers
+        if n == layer
+    }
 
 
 def drawn_panels(shares, most):
@@ -289,59 +304,99 @@ def true_stacks(shares, most):
 
 ROWS = {
     "analysis.clusters.purity": Row(
-        clusters.purity, lambda: {"points": points(), "labels": labels(), "seed": 0}, true_purity,
-        fine={"labels": "negative | out of range"}),
+        clusters.purity,
+        lambda: {"points": points(), "labels": labels(), "seed": 0},
+        true_purity,
+        fine={"labels": "negative | out of range"},
+    ),
     "analysis.clusters.project": Row(
-        sizes, lambda: {"points": points(), "method": "pca", "seed": 0}, true_project,
-        tolerance=1e-3),
+        sizes,
+        lambda: {"points": points(), "method": "pca", "seed": 0},
+        true_project,
+        tolerance=1e-3,
+    ),
     "analysis.clusters.panels": Row(
         clusters.panels,
-        lambda: {"points": points(), "labels": labels(), "names": ["a", "b"], "method": "pca",
-                 "seed": 0},
-        fine={"seed": SEEDS, "names[0]": EVERY, "points": "zero | huge | long | short",
-              "labels": "zero"}),
+        lambda: {
+            "points": points(),
+            "labels": labels(),
+            "names": ["a", "b"],
+            "method": "pca",
+            "seed": 0,
+        },
+        fine={
+            "seed": SEEDS,
+            "names[0]": EVERY,
+            "points": "zero | huge | long | short",
+            "labels": "zero",
+        },
+    ),
     "analysis.routers.logit_scale": Row(
-        routers.logit_scale, lambda: {"logits": draw(5, 4)}, true_scale),
+        routers.logit_scale, lambda: {"logits": draw(5, 4)}, true_scale
+    ),
     "analysis.routers.statistics": Row(
-        routers.statistics, lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]},
-        true_statistics),
+        routers.statistics,
+        lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]},
+        true_statistics,
+    ),
     "analysis.routers.gradients": Row(
-        routers.gradients, lambda: {"model": hosts.sparse(), "batch": hosts.batch()},
-        true_gradients, tolerance=1e-3),
+        routers.gradients,
+        lambda: {"model": hosts.sparse(), "batch": hosts.batch()},
+        true_gradients,
+        tolerance=1e-3,
+    ),
     "analysis.routers.reach": Row(
-        routers.reach, lambda: {"model": model(), "batch": hosts.batch()},
-        true_reach, tolerance=1e-3),
+        routers.reach,
+        lambda: {"model": model(), "batch": hosts.batch()},
+        true_reach,
+        tolerance=1e-3,
+    ),
     "analysis.routers.summary": Row(
-        routers.summary, lambda: {"model": hosts.sparse(), "batches": [hosts.seen()],
-                                  "batch": hosts.batch()}, true_state, tolerance=1e-3),
+        routers.summary,
+        lambda: {"model": hosts.sparse(), "batches": [hosts.seen()], "batch": hosts.batch()},
+        true_state,
+        tolerance=1e-3,
+    ),
     "analysis.routers.activated": Row(
-        routers.activated, lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]},
-        true_activated),
+        routers.activated,
+        lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]},
+        true_activated,
+    ),
     "analysis.routers.consistency": Row(
-        routers.consistency, lambda: {"checkpoints": [sets(0), sets(1), sets(2)]},
-        true_consistency),
+        routers.consistency, lambda: {"checkpoints": [sets(0), sets(1), sets(2)]}, true_consistency
+    ),
     "analysis.routers.overall": Row(
-        routers.overall, lambda: {"watched": {0: sets(0), 5: sets(1)}, "steps": [0, 5]},
-        lambda watched, steps: true_consistency([watched[n] for n in steps]).consistency.mean()),
+        routers.overall,
+        lambda: {"watched": {0: sets(0), 5: sets(1)}, "steps": [0, 5]},
+        lambda watched, steps: true_consistency([watched[n] for n in steps]).consistency.mean(),
+    ),
     "analysis.routers.real_decisions": Row(
         lambda model, batch: [part[:3] for part in routers.real_decisions(model, batch)],
         lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
-        lambda model, batch: [part[:3] for part in true_decided(model, batch).values()]),
+        lambda model, batch: [part[:3] for part in true_decided(model, batch).values()],
+    ),
     "analysis.routers.decisions": Row(
         lambda model, batch: {n: d.real()[:4] for n, d in routers.decisions(model, batch).items()},
-        lambda: {"model": hosts.sparse(), "batch": hosts.seen()}, true_decided),
+        lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
+        true_decided,
+    ),
     "analysis.routing.shares": Row(
-        routing.shares, lambda: {"model": model(), "batches": {"x": [hosts.seen()],
-                                                               "y": [hosts.seen()]}}, true_shares),
+        routing.shares,
+        lambda: {"model": model(), "batches": {"x": [hosts.seen()], "y": [hosts.seen()]}},
+        true_shares,
+    ),
     "analysis.routing.load": Row(routing.load, lambda: {"frame": shares()}, true_load),
     "analysis.routing.specialisation": Row(
-        routing.specialisation, lambda: {"frame": shares()}, true_specialisation),
+        routing.specialisation, lambda: {"frame": shares()}, true_specialisation
+    ),
     "analysis.routing.contrast": Row(
-        routing.contrast, lambda: {"shares": shares(), "one": "x", "other": "y"}, true_contrast),
+        routing.contrast, lambda: {"shares": shares(), "one": "x", "other": "y"}, true_contrast
+    ),
     "analysis.routing.panels": Row(
-        drawn_panels, lambda: {"shares": shares(), "most": 2}, true_panels),
+        drawn_panels, lambda: {"shares": shares(), "most": 2}, true_panels
+    ),
     "analysis.routing.stacks": Row(
-        routing.stacks, lambda: {"shares": shares(), "most": 2}, true_stacks),
-    "analysis.routing.summary": Row(
-        routing.summary, lambda: {"shares": shares()}, true_summary),
-}  # fmt: skip
+        routing.stacks, lambda: {"shares": shares(), "most": 2}, true_stacks
+    ),
+    "analysis.routing.summary": Row(routing.summary, lambda: {"shares": shares()}, true_summary),
+}

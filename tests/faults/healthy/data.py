@@ -34,9 +34,11 @@ def file():
 
 
 def rows():
-    return [{"prompt": "1 + 1?", "answer": "2", "domain": "a"},
-            {"prompt": "2 + 2?", "answer": "4", "domain": "b"},
-            {"prompt": "3 + 3?", "answer": "6", "domain": "a"}]  # fmt: skip
+    return [
+        {"prompt": "1 + 1?", "answer": "2", "domain": "a"},
+        {"prompt": "2 + 2?", "answer": "4", "domain": "b"},
+        {"prompt": "3 + 3?", "answer": "6", "domain": "a"},
+    ]
 
 
 def encode(rows, format, max_length):
@@ -66,8 +68,10 @@ def true_padded(rows, fill, left=False):
     longest = max(len(row) for row in rows)
     if not longest or not isinstance(fill, int):
         raise ValueError("empty")
-    return ([[*row, *[fill] * (longest - len(row))] for row in rows],
-            [[1] * len(row) + [0] * (longest - len(row)) for row in rows])  # fmt: skip
+    return (
+        [[*row, *[fill] * (longest - len(row))] for row in rows],
+        [[1] * len(row) + [0] * (longest - len(row)) for row in rows],
+    )
 
 
 def listed(pair):
@@ -137,71 +141,103 @@ TEXT = "empty | nul | long | unknown"  # of a text: any will do
 SEEDS = "negative | zero | huge"  # of a seed that is hashed: any will do
 ROWS = {
     "data.encode": Row(
-        encode, lambda: {"rows": rows(), "format": "camel", "max_length": 200}, true_encode),
+        encode, lambda: {"rows": rows(), "format": "camel", "max_length": 200}, true_encode
+    ),
     "data.padded": Row(
         lambda rows, fill: listed(data.padded(rows, fill)),
-        lambda: {"rows": [[1, 2, 3], [4]], "fill": 0}, true_padded),
+        lambda: {"rows": [[1, 2, 3], [4]], "fill": 0},
+        true_padded,
+    ),
     "data.mixture": Row(
-        data.mixture, lambda: {"sizes": {"gcd": 3, "sums": 2}, "split": "test", "seed": 0},
-        fine={"seed": SEEDS, "sizes": "missing"}),
+        data.mixture,
+        lambda: {"sizes": {"gcd": 3, "sums": 2}, "split": "test", "seed": 0},
+        fine={"seed": SEEDS, "sizes": "missing"},
+    ),
     "data.draw": Row(
-        data.draw, lambda: {"names": ["gcd", "sums"], "split": "test", "most": 3, "seed": 0},
-        fine={"seed": SEEDS, "names": "short | long", "most": "huge"}),
-    "data.grouped": Row(
-        data.grouped, lambda: {"rows": rows(), "field": "domain"}, true_grouped),
+        data.draw,
+        lambda: {"names": ["gcd", "sums"], "split": "test", "most": 3, "seed": 0},
+        fine={"seed": SEEDS, "names": "short | long", "most": "huge"},
+    ),
+    "data.grouped": Row(data.grouped, lambda: {"rows": rows(), "field": "domain"}, true_grouped),
     "data.hashes": Row(data.hashes, lambda: {"rows": rows()}, true_hashes),
     "data.hold_out": Row(data.hold_out, lambda: {"rows": rows(), "size": 1}, true_hold_out),
-    "data.passages": Row(
-        data.passages, lambda: {"size": 2, "seed": 0}, fine={"seed": SEEDS}),
+    "data.passages": Row(data.passages, lambda: {"size": 2, "seed": 0}, fine={"seed": SEEDS}),
     "data.refuse_leak": Row(
-        data.refuse_leak, lambda: {"train": rows()[:2], "evaluation": rows()[2:]}, true_leak),
+        data.refuse_leak, lambda: {"train": rows()[:2], "evaluation": rows()[2:]}, true_leak
+    ),
     "data.hub.load": Row(
-        hub.load, lambda: {"name": "gsm8k", "path": file(), "size": 3, "seed": 0},
-        fine={"seed": SEEDS}),
+        hub.load,
+        lambda: {"name": "gsm8k", "path": file(), "size": 3, "seed": 0},
+        fine={"seed": SEEDS},
+    ),
     "data.hub.pins": Row(
         lambda text, data: dict(hub.pins(text, data)),
         lambda: {"text": f"gsm8k={'a1' * 20}", "data": str(folder())},
         lambda text, data: dict([text.split("=")] if text else []),
-        more={"text": {"twice": "a=1,a=2", "no commit": "a"}}),
+        more={"text": {"twice": "a=1,a=2", "no commit": "a"}},
+    ),
     "data.hub.mixture": Row(
-        hub.mixture, lambda: {"sizes": {"gsm8k": 3}, "origins": {"gsm8k": folder()}, "seed": 0},
-        fine={"seed": SEEDS}),
+        hub.mixture,
+        lambda: {"sizes": {"gsm8k": 3}, "origins": {"gsm8k": folder()}, "seed": 0},
+        fine={"seed": SEEDS},
+    ),
     "data.hub.pinned": Row(
-        pinned, lambda: {"source": hub.CATALOGUE["gsm8k"], "revision": folder(), "split": "train"},
-        settings=("source",), fine={"split": "empty"},
-        more={"split": {"odd part": "train[a:b]", "no end": "train[50%"}}),
+        pinned,
+        lambda: {"source": hub.CATALOGUE["gsm8k"], "revision": folder(), "split": "train"},
+        settings=("source",),
+        fine={"split": "empty"},
+        more={"split": {"odd part": "train[a:b]", "no end": "train[50%"}},
+    ),
     "data.hub.folder": Row(
-        hub.folder, lambda: {"data": str(folder())}, lambda data: Path(data) if data else None),
+        hub.folder, lambda: {"data": str(folder())}, lambda data: Path(data) if data else None
+    ),
     "data.hub.contents": Row(
-        hub.contents, lambda: {"data": str(folder())},
-        lambda data: {"openai/gsm8k/main/train.jsonl": file()} if data else {}),
+        hub.contents,
+        lambda: {"data": str(folder())},
+        lambda data: {"openai/gsm8k/main/train.jsonl": file()} if data else {},
+    ),
     "data.hub.shards": Row(
-        hub.shards, lambda: {"place": folder(), "repository": "openai/gsm8k", "name": "main",
-                             "split": "train"}, ),
+        hub.shards,
+        lambda: {"place": folder(), "repository": "openai/gsm8k", "name": "main", "split": "train"},
+    ),
     "data.hub.local": Row(hub.local, lambda: {"path": file()}, true_local),
     "data.tasks.find": Row(lambda name: tasks.find(name).name, lambda: {"name": "gcd"}),
     "data.tasks.rows": Row(
-        tasks.rows, lambda: {"name": "gcd", "split": "test", "size": 2, "seed": 0},
-        fine={"seed": SEEDS}),
+        tasks.rows,
+        lambda: {"name": "gcd", "split": "test", "size": 2, "seed": 0},
+        fine={"seed": SEEDS},
+    ),
     "data.tasks.majority": Row(tasks.majority, lambda: {"name": "isa"}),
     "data.templates.field": Row(
-        templates.field, lambda: {"row": {"a": "text"}, "name": "a", "where": WHERE},
-        lambda row, name, where: row[name], fine={"where": EVERY}),
+        templates.field,
+        lambda: {"row": {"a": "text"}, "name": "a", "where": WHERE},
+        lambda row, name, where: row[name],
+        fine={"where": EVERY},
+    ),
     "data.templates.clean": Row(
-        templates.clean, lambda: {"value": "text", "name": "a", "where": WHERE},
-        lambda value, name, where: value.encode().decode()),
+        templates.clean,
+        lambda: {"value": "text", "name": "a", "where": WHERE},
+        lambda value, name, where: value.encode().decode(),
+    ),
     "data.templates.exchange": Row(
-        templates.exchange, lambda: {"messages": messages(), "where": WHERE}, true_exchange),
+        templates.exchange, lambda: {"messages": messages(), "where": WHERE}, true_exchange
+    ),
     "data.templates.final_number": Row(
-        templates.final_number, lambda: {"text": "so it is 1,080.50."},
-        lambda text: "1080.5" if "1,080.50" in text else ""),
+        templates.final_number,
+        lambda: {"text": "so it is 1,080.50."},
+        lambda text: "1080.5" if "1,080.50" in text else "",
+    ),
     "data.templates.gsm8k": Row(
-        templates.gsm8k, lambda: {"raw": GSM[3], "where": WHERE}, true_gsm8k),
+        templates.gsm8k, lambda: {"raw": GSM[3], "where": WHERE}, true_gsm8k
+    ),
     "data.templates.conversation": Row(
-        templates.conversation, lambda: {"raw": {"conversations": messages()}, "where": WHERE},
-        lambda raw, where: true_exchange(raw["conversations"], where)),
+        templates.conversation,
+        lambda: {"raw": {"conversations": messages()}, "where": WHERE},
+        lambda raw, where: true_exchange(raw["conversations"], where),
+    ),
     "data.templates.instruction": Row(
         templates.instruction,
         lambda: {"raw": {"instruction": "Add.", "input": "1 1", "output": "2"}, "where": WHERE},
-        true_instruction),
-}  # fmt: skip
+        true_instruction,
+    ),
+}

@@ -100,7 +100,8 @@ def true_by_benchmark(table, domains):
     count = {domain: sum(d == domain for d in found.domain) for domain in inside}
     found["domain_score"] = [
         line.correct * count[d] / len(inside[d]) / size[line.task]
-        for line, d in zip(lines, found.domain, strict=True)]  # fmt: skip
+        for line, d in zip(lines, found.domain, strict=True)
+    ]
     return found
 
 
@@ -199,35 +200,57 @@ ROWS = {
     "evaluation.model.InMemory": Row(
         lambda model, contexts, limits, batch: lm(model, batch).answer(contexts, limits),
         lambda: {"model": host(), "contexts": CONTEXTS, "limits": [(3, ()), (2, ())], "batch": 4},
-        true_answer, more={"model": {"nan": spoilt()}}, own={"limits[0]": "empty | short | long"}),
+        true_answer,
+        more={"model": {"nan": spoilt()}},
+        own={"limits[0]": "empty | short | long"},
+    ),
     "evaluation.model.InMemory that scores": Row(
         lambda model, pairs, batch: lm(model, batch).score(pairs),
         lambda: {"model": host(), "pairs": [([0, 40, 50], [60, 1]), ([0, 70], [5])], "batch": 4},
-        true_score, more={"model": {"nan": spoilt()}}, own={"pairs[0]": "empty | short | long"}),
+        true_score,
+        more={"model": {"nan": spoilt()}},
+        own={"pairs[0]": "empty | short | long"},
+    ),
     "evaluation.evaluate": Row(
         evaluate,
-        lambda: {"model": host(), "tasks": ["gcd"], "limit": 2, "split": "test", "format": "camel",
-                 "batch_size": 4, "data": ""},
+        lambda: {
+            "model": host(),
+            "tasks": ["gcd"],
+            "limit": 2,
+            "split": "test",
+            "format": "camel",
+            "batch_size": 4,
+            "data": "",
+        },
         fine={"limit": "huge", "batch_size": "huge", "data": "empty"},
-        more={"model": {"nan": spoilt()}}, settings=("tasks",)),
+        more={"model": {"nan": spoilt()}},
+        settings=("tasks",),
+    ),
     "evaluation.by_benchmark": Row(
-        evaluation.by_benchmark, lambda: {"table": table(), "domains": {"gcd": "numbers"}},
-        true_by_benchmark),
+        evaluation.by_benchmark,
+        lambda: {"table": table(), "domains": {"gcd": "numbers"}},
+        true_by_benchmark,
+    ),
     "evaluation.summary": Row(
-        evaluation.summary, lambda: {"table": table(), "base": "no such"}, true_summary),
+        evaluation.summary, lambda: {"table": table(), "base": "no such"}, true_summary
+    ),
     "evaluation.paired": Row(
         lambda tables, pairs, columns: evaluation.paired(tables, pairs, columns)["difference"],
         lambda: {"tables": arms(), "pairs": [("one", "other")], "columns": ["score", "nll"]},
         lambda tables, pairs, columns: np.array(true_paired(tables, pairs, columns)),
-        own={"pairs[0]": "empty | short | long"}),
+        own={"pairs[0]": "empty | short | long"},
+    ),
     "evaluation.code.pass_at": Row(
-        code.pass_at, lambda: {"k": 2, "samples": 5, "passed": 3}, true_pass_at),
+        code.pass_at, lambda: {"k": 2, "samples": 5, "passed": 3}, true_pass_at
+    ),
     "evaluation.judge.graded": Row(
         judge.graded,
-        lambda: {"judge": generous(), "table": pd.DataFrame(
-            {"task": ["sums_fr", "numbers_fr"], "output": ["deux", "trois"]})},
+        lambda: {
+            "judge": generous(),
+            "table": pd.DataFrame({"task": ["sums_fr", "numbers_fr"], "output": ["deux", "trois"]}),
+        },
         lambda judge, table: table.assign(grade=1.0),
-        settings=("judge",)),
-    "evaluation.judge.agreement": Row(
-        judge.agreement, lambda: {"table": graded()}, true_agreement),
-}  # fmt: skip
+        settings=("judge",),
+    ),
+    "evaluation.judge.agreement": Row(judge.agreement, lambda: {"table": graded()}, true_agreement),
+}

@@ -8,10 +8,19 @@ import transformers as tr
 from datasets import Dataset
 
 SIZE = {
-    "vocab_size": 48, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 2,
-    "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "pad_token_id": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
 
 
 @cache

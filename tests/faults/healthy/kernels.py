@@ -240,69 +240,152 @@ def bank(seed=3):
 
 def wrong_acts():
     """What is no elementwise activation."""
-    return {"another shape": lambda x: x[..., :1], "one number": lambda x: x.sum(),
-            "another dtype": lambda x: x.double(), "in place": lambda x: x.mul_(2),
-            "no tensor": lambda x: 1.0, "rows": lambda x: x[:1]}  # fmt: skip
+    return {
+        "another shape": lambda x: x[..., :1],
+        "one number": lambda x: x.sum(),
+        "another dtype": lambda x: x.double(),
+        "in place": lambda x: x.mul_(2),
+        "no tensor": lambda x: 1.0,
+        "rows": lambda x: x[:1],
+    }
 
 
 SCALES = {"several": torch.ones(2), "tensor": torch.tensor(0.5)}
 IMPL = {"impl": {"none": "cuda"}}
 ROWS = {
     "kernels.route": Row(
-        kernels.route, lambda: {"logits": draw(T, E), "top_k": K, "combine": "probability",
-                                "impl": "torch"}, true_route),
+        kernels.route,
+        lambda: {"logits": draw(T, E), "top_k": K, "combine": "probability", "impl": "torch"},
+        true_route,
+    ),
     "kernels.grouped": Row(
-        kernels.grouped, lambda: {"ids": routing().ids, "weights": routing().weights,
-                                  "experts": E}, true_grouped),
+        kernels.grouped,
+        lambda: {"ids": routing().ids, "weights": routing().weights, "experts": E},
+        true_grouped,
+    ),
     "kernels.Routing": Row(
         lambda **parts: kernels.experts(draw(T, D), Routing(**parts), bank(), F.silu),
         lambda: routing()._asdict(),
         lambda **parts: true_experts(draw(T, D), SimpleNamespace(**parts), bank(), F.silu),
-        more={"order": {"another": torch.arange(T * K), "less one": routing().order - 1},
-              "counts": {"another": routing().counts.flip(0)},
-              "ids": {"another": routing().ids.flip(0)}}),
+        more={
+            "order": {"another": torch.arange(T * K), "less one": routing().order - 1},
+            "counts": {"another": routing().counts.flip(0)},
+            "ids": {"another": routing().ids.flip(0)},
+        },
+    ),
     "kernels.experts": Row(
-        kernels.experts, lambda: {"x": draw(T, D), "routing": routing(), "bank": bank(),
-                                  "act": F.silu, "impl": "torch"}, true_experts,
-        more={"act": wrong_acts()}),
+        kernels.experts,
+        lambda: {
+            "x": draw(T, D),
+            "routing": routing(),
+            "bank": bank(),
+            "act": F.silu,
+            "impl": "torch",
+        },
+        true_experts,
+        more={"act": wrong_acts()},
+    ),
     "kernels.split_experts": Row(
         kernels.split_experts,
-        lambda: {"x": draw(T, D), "routing": routing(), "frozen": bank(), "trained": Bank(
-            *(part[:2] for part in bank(7))), "slots": torch.tensor([1, -1, 0]), "act": F.silu,
-            "impl": "torch"}, true_split, more={"act": wrong_acts()}),
+        lambda: {
+            "x": draw(T, D),
+            "routing": routing(),
+            "frozen": bank(),
+            "trained": Bank(*(part[:2] for part in bank(7))),
+            "slots": torch.tensor([1, -1, 0]),
+            "act": F.silu,
+            "impl": "torch",
+        },
+        true_split,
+        more={"act": wrong_acts()},
+    ),
     "kernels.adapters": Row(
         kernels.adapters,
-        lambda: {"h": draw(T, D), "routing": routing(), "down": draw(E, D, R), "up": draw(E, R, D),
-                 "scale": 0.7, "source": draw(T, D, seed=5), "impl": "torch"}, true_adapters,
-        more={"scale": SCALES}),
+        lambda: {
+            "h": draw(T, D),
+            "routing": routing(),
+            "down": draw(E, D, R),
+            "up": draw(E, R, D),
+            "scale": 0.7,
+            "source": draw(T, D, seed=5),
+            "impl": "torch",
+        },
+        true_adapters,
+        more={"scale": SCALES},
+    ),
     "kernels.lora_mixture": Row(
         lora_mixture,
-        lambda: {"x": draw(T, D), "base": draw(T, OUT), "gates": draw(T, N), "down": draw(N, R, D),
-                 "up": draw(N, OUT, R), "scale": 0.7, "impl": "torch"}, true_lora_mixture,
-        more={"scale": SCALES}),
+        lambda: {
+            "x": draw(T, D),
+            "base": draw(T, OUT),
+            "gates": draw(T, N),
+            "down": draw(N, R, D),
+            "up": draw(N, OUT, R),
+            "scale": 0.7,
+            "impl": "torch",
+        },
+        true_lora_mixture,
+        more={"scale": SCALES},
+    ),
     "kernels.balance_loss": Row(
         kernels.balance_loss,
-        lambda: {"logits": draw(T, E), "ids": routing().ids,
-                 "mask": torch.tensor([1.0, 1, 0, 1, 1]), "form": "live", "impl": "torch"},
-        true_balance),
+        lambda: {
+            "logits": draw(T, E),
+            "ids": routing().ids,
+            "mask": torch.tensor([1.0, 1, 0, 1, 1]),
+            "form": "live",
+            "impl": "torch",
+        },
+        true_balance,
+    ),
     "kernels.bank_scoring": Row(
         bank_scoring,
-        lambda: {"hidden": draw(N, T, D), "head": draw(V, D), "answers": Answers(
-            torch.tensor([0, 1, 3]), torch.tensor([4, 0, 8]), torch.tensor([2, 1])),
-            "impl": "torch"}, true_scoring),
+        lambda: {
+            "hidden": draw(N, T, D),
+            "head": draw(V, D),
+            "answers": Answers(
+                torch.tensor([0, 1, 3]), torch.tensor([4, 0, 8]), torch.tensor([2, 1])
+            ),
+            "impl": "torch",
+        },
+        true_scoring,
+    ),
     "kernels.token_nats": Row(
-        token_nats, lambda: {"logits": draw(T, V), "targets": torch.tensor([1, -100, 0, 8, 2])},
-        true_token_nats),
+        token_nats,
+        lambda: {"logits": draw(T, V), "targets": torch.tensor([1, -100, 0, 8, 2])},
+        true_token_nats,
+    ),
     "kernels.nearest_rows": Row(
-        nearest_rows, lambda: {"pool": draw(8, D), "shots": draw(3, D, seed=1), "count": 4,
-                               "impl": "torch"}, true_nearest),
+        nearest_rows,
+        lambda: {"pool": draw(8, D), "shots": draw(3, D, seed=1), "count": 4, "impl": "torch"},
+        true_nearest,
+    ),
     "kernels.duplicates": Row(
-        duplicates, lambda: {"vectors": draw(6, 3), "key": draw(6), "threshold": 0.5,
-                             "rule": "standing", "impl": "torch"}, true_duplicates),
+        duplicates,
+        lambda: {
+            "vectors": draw(6, 3),
+            "key": draw(6),
+            "threshold": 0.5,
+            "rule": "standing",
+            "impl": "torch",
+        },
+        true_duplicates,
+    ),
     "kernels.groups": Row(
-        groups, lambda: {"similarity": draw(5, 5), "worth": torch.arange(5.0), "size": 2,
-                         "best": 4, "diversity": "ordered", "impl": "reference"}, true_groups),
+        groups,
+        lambda: {
+            "similarity": draw(5, 5),
+            "worth": torch.arange(5.0),
+            "size": 2,
+            "best": 4,
+            "diversity": "ordered",
+            "impl": "reference",
+        },
+        true_groups,
+    ),
     "kernels.clusters": Row(
-        clusters, lambda: {"points": draw(2, 8, D), "centres": draw(2, E, D), "impl": "torch"},
-        true_clusters),
-}  # fmt: skip
+        clusters,
+        lambda: {"points": draw(2, 8, D), "centres": draw(2, E, D), "impl": "torch"},
+        true_clusters,
+    ),
+}

@@ -61,8 +61,17 @@ def routed(x, **how):
     return gates.scatter(1, routing.ids, routing.weights)
 
 
-def true_routed(x, width, experts, top_k, layer, combine="renormalised", trace=None, device=None,
-                dtype=torch.float32):  # fmt: skip
+def true_routed(
+    x,
+    width,
+    experts,
+    top_k,
+    layer,
+    combine="renormalised",
+    trace=None,
+    device=None,
+    dtype=torch.float32,
+):
     if layer < 0 or x.dim() < 2 or not dtype.is_floating_point or top_k > experts:
         raise ValueError("router")
     made = router(width=width, experts=experts, top_k=top_k, layer=layer, combine=combine)
@@ -220,48 +229,99 @@ def true_watched(model, batch):
 ROUTER = {"width": D, "experts": E, "top_k": K, "layer": 0}
 ROWS = {
     "nn.Router": Row(
-        routed, lambda: {"x": draw(B, T, D), **ROUTER, "combine": "renormalised",
-                         "dtype": torch.float32}, true_routed,
-        more={"dtype": {"whole": torch.int64, "complex": torch.complex64, "bool": torch.bool}}),
-    "nn.Experts": Row(
-        experts, lambda: {"x": draw(T, D), "mlp": mlp(), "experts": E}, true_experts),
+        routed,
+        lambda: {"x": draw(B, T, D), **ROUTER, "combine": "renormalised", "dtype": torch.float32},
+        true_routed,
+        more={"dtype": {"whole": torch.int64, "complex": torch.complex64, "bool": torch.bool}},
+    ),
+    "nn.Experts": Row(experts, lambda: {"x": draw(T, D), "mlp": mlp(), "experts": E}, true_experts),
     "nn.ExpertMoE": Row(
-        expert_moe, lambda: {"x": draw(B, T, D), "router": router(),
-                             "experts": nn.Experts(mlp(), E)},
-        lambda x, router, experts: mlp().double()(x.double()) if router.weight.shape == (E, D)
-        and len(experts.down_proj) == E else None,
-        more={"router": {"fewer": router(experts=E - 1), "narrow": router(width=D - 1)},
-              "experts": {"fewer": nn.Experts(mlp(), E - 1)}}),
+        expert_moe,
+        lambda: {"x": draw(B, T, D), "router": router(), "experts": nn.Experts(mlp(), E)},
+        lambda x, router, experts: (
+            mlp().double()(x.double())
+            if router.weight.shape == (E, D) and len(experts.down_proj) == E
+            else None
+        ),
+        more={
+            "router": {"fewer": router(experts=E - 1), "narrow": router(width=D - 1)},
+            "experts": {"fewer": nn.Experts(mlp(), E - 1)},
+        },
+    ),
     "nn.SplitExperts": Row(
-        split_experts, lambda: {"x": draw(T, D), "frozen": nn.Experts(mlp(), E), "chosen": [2, 0]},
+        split_experts,
+        lambda: {"x": draw(T, D), "frozen": nn.Experts(mlp(), E), "chosen": [2, 0]},
         true_split,
-        more={"chosen": {"out of range": [E], "twice": [1, 1], "negative": [-1]}}),
+        more={"chosen": {"out of range": [E], "twice": [1, 1], "negative": [-1]}},
+    ),
     "nn.Adapters": Row(
-        adapters, lambda: {"h": draw(T, D), "width": D, "experts": E, "adapter_width": R,
-                           "scale": 2.0, "served_scale": 0.5, "dropout": 0.1,
-                           "down_init": "kaiming", "dtype": torch.float32}, true_adapters,
-        more={"dtype": {"whole": torch.int64, "complex": torch.complex64}}),
+        adapters,
+        lambda: {
+            "h": draw(T, D),
+            "width": D,
+            "experts": E,
+            "adapter_width": R,
+            "scale": 2.0,
+            "served_scale": 0.5,
+            "dropout": 0.1,
+            "down_init": "kaiming",
+            "dtype": torch.float32,
+        },
+        true_adapters,
+        more={"dtype": {"whole": torch.int64, "complex": torch.complex64}},
+    ),
     "nn.AdapterMoE": Row(
-        adapter_moe, lambda: {"x": draw(B, T, D), "shared": mlp(), "router": router(),
-                              "adapters": filled_adapters()}, true_adapter_moe,
-        more={"router": {"fewer": router(experts=E - 1), "narrow": router(width=D - 1)},
-              "adapters": {"fewer": filled_adapters(experts=E - 1)}}, own={"x": "dtype"}),
+        adapter_moe,
+        lambda: {
+            "x": draw(B, T, D),
+            "shared": mlp(),
+            "router": router(),
+            "adapters": filled_adapters(),
+        },
+        true_adapter_moe,
+        more={
+            "router": {"fewer": router(experts=E - 1), "narrow": router(width=D - 1)},
+            "adapters": {"fewer": filled_adapters(experts=E - 1)},
+        },
+        own={"x": "dtype"},
+    ),
     "nn.lora_mixture.LoraMixture": Row(
         lora_mixture,
-        lambda: {"x": draw(B, T, D), "base_layer": layer(), "router": router(experts=N),
-                 "down": draw(N, R, D), "up": draw(N, OUT, R), "scales": [0.5, 1.0, 2.0],
-                 "reads": "layer", "dropout": 0.1}, true_lora_mixture,
+        lambda: {
+            "x": draw(B, T, D),
+            "base_layer": layer(),
+            "router": router(experts=N),
+            "down": draw(N, R, D),
+            "up": draw(N, OUT, R),
+            "scales": [0.5, 1.0, 2.0],
+            "reads": "layer",
+            "dropout": 0.1,
+        },
+        true_lora_mixture,
         more={"router": {"fewer": router(experts=N - 1), "narrow": router(width=D - 1)}},
-        own={"x": "dtype"}),
+        own={"x": "dtype"},
+    ),
     "nn.balance": Row(
-        nn.balance, lambda: {"routers": traced(), "attention_mask": torch.tensor(
-            [[1, 1, 1], [0, 1, 1]]), "form": "live"}, true_balance,
-        more={"routers": {"never ran": [router(trace=nn.Trace())], "no trace": [router()]}}),
-    "nn.observe": Row(watched, lambda: {"model": hosts.sparse(), "batch": hosts.seen()},
-                      true_watched),
-    "nn.routers": Row(lambda model: [r.layer for r in nn.routers(model)],
-                      lambda: {"model": tnn.ModuleList(traced())}),
+        nn.balance,
+        lambda: {
+            "routers": traced(),
+            "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+            "form": "live",
+        },
+        true_balance,
+        more={"routers": {"never ran": [router(trace=nn.Trace())], "no trace": [router()]}},
+    ),
+    "nn.observe": Row(
+        watched, lambda: {"model": hosts.sparse(), "batch": hosts.seen()}, true_watched
+    ),
+    "nn.routers": Row(
+        lambda model: [r.layer for r in nn.routers(model)],
+        lambda: {"model": tnn.ModuleList(traced())},
+    ),
     "nn.evaluating": Row(lambda model: nn.evaluating(model).__enter__(), lambda: {"model": mlp()}),
-    "nn.hooked": Row(lambda modules: nn.hooked(modules, print).__enter__(),
-                     lambda: {"modules": {"a": mlp()}}, fine={"modules": EVERY}),
-}  # fmt: skip
+    "nn.hooked": Row(
+        lambda modules: nn.hooked(modules, print).__enter__(),
+        lambda: {"modules": {"a": mlp()}},
+        fine={"modules": EVERY},
+    ),
+}

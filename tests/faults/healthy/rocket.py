@@ -30,8 +30,8 @@ from moebook.methods.rocket import (
 from tests import tokens
 from tests.faults.healthy import hosts
 from tests.faults.healthy.evaluation import spoilt, table, true_answer
-from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
 from tests.faults.healthy.loras import bank as made
+from tests.faults.healthy.loras import host, logits, lora, merged, nats, right
 from tests.faults.healthy.pesc import folder
 from tests.faults.hostile import EVERY, Row
 

@@ -67,24 +67,49 @@ PENALTIES = {
 }
 ROWS = {
     "training.nats": Row(
-        training.nats, lambda: {"model": hosts.host(), "rows": hosts.rows(), "pad_id": 2,
-                                "batch": 4}, true_nats, more={"model": {"nan": spoilt()}}),
+        training.nats,
+        lambda: {"model": hosts.host(), "rows": hosts.rows(), "pad_id": 2, "batch": 4},
+        true_nats,
+        more={"model": {"nan": spoilt()}},
+    ),
     "training.fit": Row(
         fit,
-        lambda: {"train": hosts.rows(), "penalty": lambda model: model.lm_head.weight.mean(),
-                 "milestones": [([1, 2], lambda model: 1.0)], "label": "", "pad_id": 2, **RECIPE},
-        fine={"label": EVERY, "train.length": EVERY, "batch": "huge", "penalty": "one",
-              "milestones": "empty | short | long | zero", "pad_id": "zero"},
-        more={"penalty": PENALTIES, "milestones": {"negative": [([-1], print)],
-                                                   "out of range": [([3], print)]}},
-        own={"milestones[0]": "empty | short | long"}),
+        lambda: {
+            "train": hosts.rows(),
+            "penalty": lambda model: model.lm_head.weight.mean(),
+            "milestones": [([1, 2], lambda model: 1.0)],
+            "label": "",
+            "pad_id": 2,
+            **RECIPE,
+        },
+        fine={
+            "label": EVERY,
+            "train.length": EVERY,
+            "batch": "huge",
+            "penalty": "one",
+            "milestones": "empty | short | long | zero",
+            "pad_id": "zero",
+        },
+        more={
+            "penalty": PENALTIES,
+            "milestones": {"negative": [([-1], print)], "out of range": [([3], print)]},
+        },
+        own={"milestones[0]": "empty | short | long"},
+    ),
     "training.fit with checkpoints": Row(
-        fit, lambda: {"train": hosts.rows(), "output": folder(), "every": 2, **RECIPE},
-        fine={"every": "huge", "output": "missing"}, settings=("train", *RECIPE)),
+        fit,
+        lambda: {"train": hosts.rows(), "output": folder(), "every": 2, **RECIPE},
+        fine={"every": "huge", "output": "missing"},
+        settings=("train", *RECIPE),
+    ),
     "training.step_memory": Row(
         lambda model, batch: vars(training.step_memory(model, batch)),
         lambda: {"model": hosts.host(), "batch": hosts.batch()},
-        fine={"batch[input_ids]": "zero", "batch[labels]": "zero | negative",
-              "batch[attention_mask]": "zero"}),
+        fine={
+            "batch[input_ids]": "zero",
+            "batch[labels]": "zero | negative",
+            "batch[attention_mask]": "zero",
+        },
+    ),
     "training.checkpoints.size": Row(checkpoints.size, lambda: {"model": hosts.host()}),
-}  # fmt: skip
+}
