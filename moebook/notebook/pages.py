@@ -63,6 +63,7 @@ QUESTIONS = (  # what a practitioner asks, and the measure that answers it: leas
 )
 FAULTS = {
     "values": "Generated values",
+    "calls": "Calls with hostile values",
     "mutations": "Changed files",
     "disk": "Calls at which the disk failed",
     "kills": "Killed runs and studies",

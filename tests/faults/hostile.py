@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from moebook.errors import Refusal
 Arguments = dict[str, Any]
 Flaw = tuple[str, str, Callable[[], Any]]  # which argument, what kind, and what makes the bad value
 EVERY = "*"
+FORM = "another form"  # a kind that is no fault: the result must be that of the healthy call
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Row:
     # By argument, kinds that may end in the library's own error: what is of a wrong type.
     own: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ()  # arguments that stay as they are: checked by another test
+    # Arguments of several values, which may come in any form that can be gone through.
+    several: tuple[str, ...] = ()
     tolerance: float = 1e-4
 
 
@@ -216,19 +221,50 @@ class Outcome:
         return f"{self.name}({self.argument}: {self.kind}) is {self.what}: {self.told}"
 
 
-def outcomes(name: str, row: Row) -> Iterator[Outcome]:
-    """Make every hostile call of a row."""
-    healthy = row.healthy()
+def outcomes(name: str, row: Row, share: float = 1.0) -> Iterator[Outcome]:
+    """Make a row's healthy call and all hostile ones, or a share of them drawn by its name."""
     whole = row.call(**row.healthy())
     if row.truth is not None:
         truth = row.truth(**row.healthy())
         assert not differs(whole, truth, row.tolerance), f"{name}: the healthy call is not right"
-    for argument, value in healthy.items():
-        extra = row.more.get(argument, {}).items()
-        made = [(argument, kind, lambda bad=bad: bad) for kind, bad in extra]
-        own = () if argument in row.settings else flaws(value, argument)
-        for place, kind, make in (*own, *made):
-            yield _outcome(name, row, whole, argument, (place, kind, make))
+    calls = list(_calls(row))
+    if share < 1:
+        calls = random.Random(name).sample(calls, math.ceil(share * len(calls)))
+    for argument, flaw in (*calls, *_forms(row)):
+        yield _outcome(name, row, whole, argument, flaw)
+
+
+def _forms(row: Row) -> Iterator[tuple[str, Flaw]]:
+    """Yield the arguments of several values as a view and as a generator of the same."""
+    for argument in row.several:
+        value = row.healthy()[argument]
+        for form in (_view, _generator):
+            if isinstance(value, Mapping):
+                yield argument, (argument, FORM, partial(_each, form, value))
+            else:
+                yield argument, (argument, FORM, partial(form, value))
+
+
+def _view(values: Sequence[Any]) -> Any:
+    return dict(enumerate(values)).values()
+
+
+def _generator(values: Sequence[Any]) -> Any:
+    return (value for value in values)
+
+
+def _each(form: Callable[..., Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: form(part) for name, part in values.items()}
+
+
+def _calls(row: Row) -> Iterator[tuple[str, Flaw]]:
+    """Yield each argument of a row with each of its hostile values."""
+    for argument, value in row.healthy().items():
+        if argument not in row.settings:
+            for flaw in flaws(value, argument):
+                yield argument, flaw
+        for kind, bad in row.more.get(argument, {}).items():
+            yield argument, (argument, kind, lambda bad=bad: bad)
 
 
 def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outcome:
@@ -239,7 +275,7 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
         kept[argument] = make()
         result = row.call(**{**row.healthy(), argument: make()})
     except Refusal as refusal:
-        one = "\n" not in str(refusal) and len(str(refusal)) < 2500
+        one = "\n" not in str(refusal) and len(str(refusal)) < 2500 and kind != FORM
         return Outcome(*about, REFUSED if one else FOREIGN, str(refusal))
     except Exception as error:  # whatever is no refusal of ours
         if _is_among(row.own, place, kind):
@@ -251,6 +287,8 @@ def _outcome(name: str, row: Row, whole: Any, argument: str, flaw: Flaw) -> Outc
 
 def _problem(row: Row, given: Arguments, whole: Any, result: Any, place: str, kind: str) -> str:
     """Say why an accepted call is not right; "" where it is."""
+    if kind == FORM:
+        return differs(result, whole, row.tolerance)
     if _is_among(row.fine, place, kind):
         same = form(result) == form(whole)
         return "" if same else f"another form: {form(result)}, healthy {form(whole)}"

@@ -330,6 +330,7 @@ ROWS = {
             "points": "zero | huge | long | short",
             "labels": "zero",
         },
+        several=("names",),
     ),
     "analysis.routers.logit_scale": Row(
         routers.logit_scale, lambda: {"logits": draw(5, 4)}, true_scale
@@ -363,7 +364,10 @@ ROWS = {
         true_activated,
     ),
     "analysis.routers.consistency": Row(
-        routers.consistency, lambda: {"checkpoints": [sets(0), sets(1), sets(2)]}, true_consistency
+        routers.consistency,
+        lambda: {"checkpoints": [sets(0), sets(1), sets(2)]},
+        true_consistency,
+        several=("checkpoints",),
     ),
     "analysis.routers.overall": Row(
         routers.overall,

@@ -409,7 +409,12 @@ ROWS = {
         settings=("tried", "usual"),
         more={"tried": {"empty": {}, "missing": {"gate": [0.1]}}, "usual": {"empty": {}}},
     ),
-    "methods.esft.budget": Row(esft.budget, lambda: {"tried": TRIED, "usual": USUAL}, true_budget),
+    "methods.esft.budget": Row(
+        esft.budget,
+        lambda: {"tried": TRIED, "usual": USUAL},
+        true_budget,
+        several=("tried",),
+    ),
     "methods.esft.plan": Row(
         planned,
         lambda: {
@@ -464,6 +469,7 @@ ROWS = {
             "size": "huge",
             "revisions": "empty",
         },
+        several=("targets", "alignment"),
     ),
     "methods.esft.mix": Row(
         mixed,
@@ -624,12 +630,14 @@ ROWS = {
         lambda: {"tables": tables(), "tests": ["gcd", "sums"]},
         settings=("tables",),
         fine={"tests": EVERY},
+        several=("tests",),
         more={"tables": {"empty": {}, "no rows": {("gate", "law"): table()[:0]}}},
     ),
     "methods.esft.front": Row(
         esft.front,
         lambda: {"tables": [table(), table()], "target": "gcd"},
         lambda tables, target: true_front(tables, target),
+        several=("tables",),
     ),
     "methods.esft.at_equal_accuracy": Row(
         esft.at_equal_accuracy,

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from moebook import evaluation
+from moebook.data.tasks import KNOWN
 from moebook.evaluation import code, judge
 from moebook.evaluation.model import InMemory
 from tests import tokens
@@ -234,11 +235,20 @@ ROWS = {
     "evaluation.summary": Row(
         evaluation.summary, lambda: {"table": table(), "base": "no such"}, true_summary
     ),
+    "evaluation.load": Row(
+        lambda names, data: sorted(evaluation.load(names, data)),
+        lambda: {"names": ["gcd", "sums"], "data": ""},
+        lambda names, data: [] if {*names} <= {*KNOWN} else 1 / 0,
+        settings=("names", "data"),  # an unknown name is looked for in all of lm-eval's: seconds
+        more={"data": {"nul": "a\0b", "long": "x" * 5000, "missing": "no such"}},
+        several=("names",),
+    ),
     "evaluation.paired": Row(
         lambda tables, pairs, columns: evaluation.paired(tables, pairs, columns)["difference"],
         lambda: {"tables": arms(), "pairs": [("one", "other")], "columns": ["score", "nll"]},
         lambda tables, pairs, columns: np.array(true_paired(tables, pairs, columns)),
         own={"pairs[0]": "empty | short | long"},
+        several=("pairs", "columns"),
     ),
     "evaluation.code.pass_at": Row(
         code.pass_at, lambda: {"k": 2, "samples": 5, "passed": 3}, true_pass_at
