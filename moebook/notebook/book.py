@@ -67,6 +67,8 @@ def renew(names: Sequence[str], folder: Path) -> None:
 
 def _make(protocols: Mapping[str, str], tier: str, folder: Path) -> None:
     """Execute notebooks at protocols, where they have changed, and render the book."""
+    if importlib.util.find_spec("jupyter_book") is None:
+        refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     jobs = list(_todo(protocols, folder))
     with _forking(folder, bool(jobs) or not _pages_are_current(folder)) as places:
         execute(jobs, folder, places)
@@ -167,14 +169,12 @@ def build(tier: str, folder: Path, places: Places = Places()) -> Path:
     A notebook's page shows the live run that is there; a refusal names the command that makes one.
     The caller holds the book (`rendering.alone`).
     """
-    if importlib.util.find_spec("jupyter_book") is None:
-        refuse("E-DEP", "Jupyter Book is not installed; pip install 'moebook[book]'")
     for page in notebook_pages(folder):
         _check(folder, page, tier)
     if not _pages_are_current(folder):
         with children.lifeline() as (waiting, _):
             children.run(GENERATE, folder=folder, waiting=waiting, place=places.read)
-    rendering.render(folder)
+    rendering.render(folder, place=places.read)
     first = folder / "_build" / "html" / "index.html"
     print(f"book: {first}")
     return first

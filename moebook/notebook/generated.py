@@ -5,18 +5,27 @@ They lie in ``book/_generated`` and are made anew when anything has changed that
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from moebook import papers, plotting, results
 from moebook.notebook import findings, freshness, moving, pages, plans, sources, verdicts
 from moebook.results import store
 
+RENDERER = """
+jupyter_book.sphinx myst_nb.sphinx_ext sphinx_book_theme sphinxcontrib.bibtex sphinx.builders.html
+sphinx_design sphinx_exercise sphinx_proof sphinx_thebe
+""".split()
+
 
 def prepare() -> None:
     """Read all runs of the project in the working directory, and hash all code that is loaded.
 
-    Forks of this process, which make pages and findings, find that done.
+    Forks of this process, which make findings and pages and render them, find that done, and what
+    they import.
     """
+    for name in RENDERER:
+        import_module(name)
     for name in sources.notebooks(Path.cwd()):
         store.pools(name)
     results.files.loaded()

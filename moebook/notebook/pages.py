@@ -387,5 +387,5 @@ def badge(run: Run, folder: Path) -> str:
     }
     pages = sorted((folder / "notebooks").glob(f"*_{run.notebook}_findings.ipynb"))
     where = f"[the findings]({pages[0].name})" if pages else "[the records](../records.md)"
-    pools = store.pools(run.notebook, folder)
+    pools = store.pools(run.notebook, folder, read=results.runs.read_head)
     return "\n" + page("badge", run=run, facts=facts, pools=pools, where=where)

@@ -32,15 +32,15 @@ def alone(folder: Path, *, wait: bool = False) -> AbstractContextManager[None]:
     return results.locked(folder / "_build" / "book.lock", wait=wait)
 
 
-def render(folder: Path, builder: str = "html") -> None:
+def render(folder: Path, builder: str = "html", place: str | None = None) -> None:
     """Run Jupyter Book, every warning an error; the whole log stays in ``_build/book.log``.
 
     The pages come to lie in ``_build/html``, or in the folder of another builder. The caller holds
-    the book (`alone`).
+    the book (`alone`); with a ``place`` of `warm` the renderer is a fork.
     """
     with children.lifeline() as (waiting, _), tempfile.TemporaryFile("w+") as output:
         files = (waiting, output.fileno(), output.fileno())
-        status = children.start(RENDER, builder, folder=folder, files=files).wait()
+        status = children.start(RENDER, builder, folder=folder, files=files, place=place).wait()
         output.seek(0)
         text = _COLOUR.sub("", output.read())
     log = folder / "_build" / "book.log"
