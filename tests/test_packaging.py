@@ -166,6 +166,7 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path):
     assert not any(name.startswith(("recipes", "tests", "workshop")) for name in held)
     runs = (ROOT / "results").rglob("*.parquet")
     shown = {*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "notebooks").glob("*.yaml"), *runs}
+    shown |= {*(ROOT / "results").glob("times.json")}
     ships = {f"moebook/shipped/{path.relative_to(ROOT)}" for path in shown}
     ships.add("moebook/shipped/requirements.lock")
     assert {name for name in held if "/shipped/" in name} == ships

@@ -1,15 +1,19 @@
 """What a notebook says that it will take here; and the record that README and pages read."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import moebook
 from moebook import results
 from moebook.notebook import book, pace, sources
 from moebook.results import Run, write_run
+from tests.refusals import refused
+from workshop import times
 
 ROOT = Path(__file__).parents[2]
 RECORD = {"version": "1", "pace": 1000.0, "commands": {}, "machine": {},
@@ -85,3 +89,54 @@ def test_the_longest_begins_by_its_last_time_here_else_by_the_record_and_finding
     protocols = dict.fromkeys(("unknown", "toy_findings", "toy", "here", "long"), "cpu")
     begun = [job.notebook for job in book._todo(protocols, fresh)]
     assert begun == ["here", "long", "toy", "unknown", "toy_findings"]
+
+
+def test_the_times_that_we_tell_are_of_this_release_and_of_every_notebook():
+    record = pace.times(ROOT)
+    if not record:  # then none are told
+        assert "\nNot measured yet: " in (ROOT / "README.md").read_text("utf-8")
+        return
+    assert record["version"] == moebook.__version__
+    assert record["machine"]["cpu"] and record["machine"]["cores"] >= 1 and record["pace"] > 0
+    assert record["commands"].keys() == pace.COMMANDS.keys()
+    for command in record["commands"].values():
+        assert command["wall"] > 0 and command["cpu"] > 0 and command["commit"]["id"]
+    known = set(sources.notebooks(ROOT))
+    assert record["notebooks"].keys() == {"smoke", "cpu"}
+    assert all(taken.keys() == known for taken in record["notebooks"].values())
+
+
+@pytest.fixture
+def quiet(fresh, monkeypatch):
+    """A project in git, on a machine where nothing else is at work; its commands are short."""
+    run = Run("toy", "smoke", "smoke", 0, (), manifest={"cpu_seconds": 3.0})
+    write_run(fresh / "book" / "notebooks" / "01_toy.parquet", run)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "toy")):
+        subprocess.run(["git", *words], cwd=fresh, check=True)
+    commands = {"smoke": "sleep 0.2", "test": "ls notebooks/01_toy.ipynb", "soak": "false"}
+    monkeypatch.setattr(pace, "COMMANDS", commands)
+    monkeypatch.setattr(times, "measured_pace", lambda folder: 500.0)
+    monkeypatch.setattr(times.os, "getloadavg", lambda: (0.1, 2.0, 2.0))
+    return fresh
+
+
+def test_commands_are_measured_in_clones_and_another_releases_times_are_dropped(quiet):
+    old = RECORD | {"commands": {"book": {"wall": 1.0}}}
+    results.write(quiet / "results" / pace.RECORD, json.dumps(old))
+    assert times.main(["smoke", "test"], quiet) == quiet / "results" / pace.RECORD
+    record = pace.times(quiet)
+    assert (record["version"], record["pace"]) == (moebook.__version__, 500.0)
+    assert record["commands"].keys() == {"smoke", "test"}
+    measured = record["commands"]["smoke"]
+    assert 0.2 <= measured["wall"] < 60 and measured["cpu"] < measured["wall"]
+    assert measured["commit"] == results.commit(quiet)
+    assert record["notebooks"] == {"smoke": {"toy": 3.0}}
+    refused("E-TIMES: false ended with status 1", times.main, ["soak"], quiet)
+    assert pace.times(quiet) == record, "what was measured before stays"
+
+
+def test_beside_other_programs_nothing_is_measured(quiet, monkeypatch):
+    monkeypatch.setattr(times.os, "getloadavg", lambda: (0.4, 0.0, 0.0))
+    refused("E-TIMES: 0.4 programs are at work here", times.main, ["test"], quiet)
+    assert pace.times(quiet) == {}
