@@ -1,4 +1,12 @@
-"""How fast the ops are, in turns with what a user would pick instead and the hardware's floor."""
+"""How fast the ops are, in turns with what a user would pick and with a floor."""
 
 from moebook.bench.report import curves, judge, reached, recorded, regrown, remeasured
-from moebook.bench.running import OPS, ceilings, errors, growth, installed, measure, roles
+from moebook.bench.running import (
+    OPS,
+    ceilings,
+    errors,
+    growth,
+    installed,
+    measure,
+    roles,
+)

@@ -1,4 +1,4 @@
-"""What the planner predicts beside what a training takes here: peak bytes and seconds of a step."""
+"""What the planner predicts of a step and what one takes here: bytes, seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from moebook.models.anatomy import NAME
 from moebook.planning import Training, methods
 from moebook.training import fit
 
-STEPS, PARTS = 2, 2  # of a training, whose second step has moments; of a step, that accumulate
+STEPS = 2  # of a training: at the second the optimiser has moments
+PARTS = 2  # of a step: micro-batches whose gradients add up
 
 
 class Case(NamedTuple):
@@ -31,8 +32,8 @@ class Case(NamedTuple):
     name: str
     base: str
     method: methods.Method
-    rows: int
-    length: int
+    rows: int = 8
+    length: int = 256
     checkpointing: bool = False
 
 
@@ -41,25 +42,33 @@ def cases() -> list[Case]:
     adapters = methods.pesc(pesc.Config(host="lora", lora_rank=16, adapter_width=32))
     mixed = methods.mixture(rocket.Config(), 16)
     return [
-        Case("all parameters", "nano", methods.full(), 8, 256),
-        Case("ESFT, a tenth of the experts", "nano-moe", methods.esft(0.1), 8, 256),
-        Case("PESC with LoRA", "nano", adapters, 8, 256),
-        Case("all parameters", "nano-moe", methods.full(), 8, 256),
-        Case("four upcycled experts", "nano", methods.upcycling(upcycling.Config()), 8, 256),
-        Case("all parameters, checkpointing", "nano", methods.full(), 8, 256, True),
-        Case("mixture of four LoRAs", "nano", mixed, 8, 256),
-        Case("LoRA", "nano-moe", methods.lora(8, 2.0), 8, 256),
-        Case("PESC with LoRA, checkpointing", "smollm2", adapters, 1, 128, True),
+        Case("all parameters", "nano", methods.full()),
+        Case("ESFT, a tenth of the experts", "nano-moe", methods.esft(0.1)),
+        Case("PESC with LoRA", "nano", adapters),
+        Case("all parameters", "nano-moe", methods.full()),
+        Case("four upcycled experts", "nano", methods.upcycling(upcycling.Config())),
+        Case("all parameters, checkpointing", "nano", methods.full(), checkpointing=True),
+        Case("mixture of four LoRAs", "nano", mixed),
+        Case("LoRA", "nano-moe", methods.lora(8, 2.0)),
+        Case(
+            "PESC with LoRA, checkpointing",
+            "smollm2",
+            adapters,
+            1,
+            128,
+            checkpointing=True,
+        ),
         Case("all parameters", "smollm2", methods.full(), 1, 128),
     ]
 
 
 def calibrate(device: str, folder: Path) -> Path:
-    """Measure every case on a device; each is in the record below ``results/plan/`` at once."""
+    """Measure every case on a device; ``results/plan/`` has each as soon as it ran."""
     place = runtime.resolve_device(device)
-    roof, machine = ceilings(device), runtime.environment()
+    roof = ceilings(device)
+    machine = runtime.environment()
     name = machine["accelerator"] if place.type == "cuda" else machine["cpu"]
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "machine": name,
         "torch": machine["versions"]["torch"],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -70,20 +79,25 @@ def calibrate(device: str, folder: Path) -> Path:
     file = "cpu" if place.type == "cpu" else slug(name).lower()
     path = folder / planning.RECORDS / f"{file}.json"
     for case in runtime.progress(cases(), "plan", len(cases())):
-        told["cases"].append(_measured(case, place, roof))
-        results.write(path, json.dumps(told, indent=1) + "\n")
+        record["cases"].append(_measured(case, place, roof))
+        results.write(path, json.dumps(record, indent=1) + "\n")
     return path
 
 
 def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[str, Any]:
-    """Train a case for a few steps; return prediction and measurement, or why it did not run.
+    """Train a case for a few steps; return what was predicted and measured, or why not.
 
-    ``bytes`` are those of all tensors that were alive at once, ``resident`` what the process took
-    from the system, or torch from a GPU, above what it had before.
+    ``bytes`` are those of all tensors that were alive at once, ``resident`` what the
+    process took from the system, or torch from a GPU, above what it had before.
     """
-    head = {"case": case.name, "base": case.base, "rows": case.rows, "length": case.length}
+    head = {
+        "case": case.name,
+        "base": case.base,
+        "rows": case.rows,
+        "length": case.length,
+    }
     try:
-        model = models.load(case.base, device=place)[0]
+        model, _ = models.load(case.base, device=place)
     except Refusal as refusal:
         return head | {"absent": refusal.message}
     register_experts()
@@ -91,17 +105,23 @@ def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[s
     model = case.method.make(model)
     if case.checkpointing:
         planning.recompute(model)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(3, 1000, (case.rows * PARTS, case.length)).tolist()
-    train, brief = (Dataset.from_dict({"input_ids": rows, "labels": rows})
-                    for rows in (ids, [ids[0][:8]]))  # fmt: skip
-    fit(model, brief, steps=1)  # loads what is loaded at the first use
-    runs = [partial(fit, model, train, steps=steps, batch=case.rows * PARTS, accumulate=PARTS)
-            for steps in (STEPS, 2 * STEPS)]  # fmt: skip
-    first, second = (timed(Contender("ours", run), place, watched=True) for run in runs)
+
+    batch = case.rows * PARTS
+    ids = np.random.default_rng(0).integers(3, 1000, (batch, case.length)).tolist()
+    train = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    brief = [ids[0][:8]]
+    warm_up = Dataset.from_dict({"input_ids": brief, "labels": brief})
+    fit(model, warm_up, steps=1)  # loads what is loaded at the first use
+
+    # The longer run less the shorter one: a step without what a training begins with.
+    run = partial(fit, model, train, batch=batch, accumulate=PARTS)
+    short = partial(run, steps=STEPS)
+    long = partial(run, steps=2 * STEPS)
+    first = timed(Contender("ours", short), place, watched=True)
+    second = timed(Contender("ours", long), place, watched=True)
     with planning.Tally([*model.parameters(), *model.buffers()]) as tally:
-        runs[0]()
-    weights = sum(part.nbytes for part in model.parameters())
+        short()
+    weights = sum(weight.nbytes for weight in model.parameters())
     return head | {
         "predicted": _predicted(case, roof),
         "bytes": tally.peak,
@@ -111,17 +131,23 @@ def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[s
 
 
 def _predicted(case: Case, roof: dict[str, float]) -> dict[str, float]:
-    """Return what the planner says of a step: bytes by part, FLOPs, seconds at the roofline."""
-    training = Training(host=case.base, method=case.method, length=case.length,
-                        batch=case.rows * PARTS, steps=1)  # fmt: skip
-    found = planning.size(training, case.rows, case.checkpointing)
-    seconds = found.seconds({torch.float32: roof["flops"]}, roof["bytes"])
-    state = planning.state(found, 2 * found.gradients) / roof["bytes"]
+    """What the planner says of a step: bytes by part, FLOPs, roofline seconds."""
+    training = Training(
+        host=case.base,
+        method=case.method,
+        length=case.length,
+        batch=case.rows * PARTS,
+        steps=1,
+    )
+    size = planning.size(training, case.rows, case.checkpointing)
+    moments = 2 * size.gradients  # AdamW's
+    seconds = size.seconds({torch.float32: roof["flops"]}, roof["bytes"])
+    update = planning.state(size, moments) / roof["bytes"]
     return {
-        "weights": found.weights,
-        "gradients": found.gradients,
-        "moments": 2 * found.gradients,
-        "activations": found.activations,
-        "flops": PARTS * found.flops,
-        "seconds": PARTS * seconds + state,
+        "weights": size.weights,
+        "gradients": size.gradients,
+        "moments": moments,
+        "activations": size.activations,
+        "flops": PARTS * size.flops,
+        "seconds": PARTS * seconds + update,
     }

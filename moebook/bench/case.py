@@ -1,4 +1,4 @@
-"""A case: one op on inputs of given sizes, the floor of its work, and all who can do it."""
+"""A case: one op on inputs of given sizes, its floor, and all who can do it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moebook.bench.timing import Contender, why
 from moebook.errors import refuse
 from moebook.kernels.matmul import product
 
-BLOCK = 2**22  # numbers that a floor writes at once: more would be new memory in every call
+BLOCK = 2**22  # numbers a floor writes at once: more would be new memory in every call
 Run = Callable[[], Any]
 
 
@@ -47,39 +47,43 @@ class Product(NamedTuple):
 def expert_step(slots: int, trained: int, width: int, expert: int) -> list[Product]:
     """Forward and backward pass of gated experts: ``6 S D F (2 + p)`` FLOPs.
 
-    S = T K ``slots``, p S of them ``trained`` with weight gradients; D ``width``, F ``expert``.
+    S = T K ``slots``, p S of them ``trained`` with weight gradients; D ``width``, F
+    ``expert``.
     """
     return [Product(slots, width, expert, 6), Product(trained, width, expert, 3)]
 
 
 def dense(products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> Contender:
-    """Return the floor as a contender: the products, each by the fastest library that is there."""
-    ways = [(shape.times, _fastest(shape, device, dtype)) for shape in products]
+    """Return the floor as a contender: the products, each by the fastest library."""
+    fastest = [_fastest(shape, device, dtype) for shape in products]
 
     def run() -> None:
-        for times, multiply in ways:
-            for _ in range(times):
+        for shape, multiply in zip(products, fastest, strict=True):
+            for _ in range(shape.times):
                 multiply()
 
     return Contender("floor", run)
 
 
 def _fastest(shape: Product, device: torch.device, dtype: torch.dtype) -> Run:
-    """Draw two matrices; return `torch.mm` or, if it is faster on a CPU, the ops' own product."""
+    """Return `torch.mm` of two matrices or, if faster on a CPU, our product."""
     left = torch.randn(shape.rows, shape.inner, device=device).to(dtype)
     right = torch.randn(shape.inner, shape.columns, device=device).to(dtype)
     out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
-    parts = left.split(max(1, BLOCK // shape.columns))
+    blocks = left.split(max(1, BLOCK // shape.columns))
 
     def blocked() -> None:
-        for part in parts:
-            product(part, right)
+        for block in blocks:
+            product(block, right)
 
-    ways: list[Run] = [partial(torch.mm, left, right, out=out), blocked]
-    return ways[0] if device.type == "cuda" else min(ways, key=_seconds)
+    whole = partial(torch.mm, left, right, out=out)
+    if device.type == "cuda":
+        return whole
+    return min(whole, blocked, key=_seconds)
 
 
 def _seconds(run: Run) -> float:
+    """CPU time of the fastest of four runs."""
     return min(timeit.repeat(run, timer=time.process_time, repeat=4, number=1))
 
 
@@ -88,16 +92,19 @@ class Case:
     """One op on inputs of given sizes."""
 
     traffic: int  # bytes that must be read and written at least once
-    cotangent: Tensor | None = None  # gradient of the output; without it, forward only, no graph
+    # The gradient of the output; without it, forward only and no graph.
+    cotangent: Tensor | None = None
     leaves: list[Tensor] = field(default_factory=list)  # what has a gradient
     flops: int = 0  # of the floor's products; 0 where the floor moves bytes only
-    contenders: list[Contender] = field(default_factory=list)  # ours, the floor if any, the peers
-    absent: dict[str, str] = field(default_factory=dict)  # who could not take part, and why
+    # Ours first, then the floor if there is one, then the peers.
+    contenders: list[Contender] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)  # who is not in it, and why
 
     def add(self, name: str, forward: Run, *, host: bool = False, after: Run = tuple) -> None:
-        """Add who computes by ``forward``, on the CPU if ``host``; ``after`` follows backward."""
+        """Add who computes by ``forward``, on the CPU if ``host``; ``after`` ends."""
         if self.cotangent is None:
-            self.contenders.append(Contender(name, torch.no_grad()(forward), host=host))
+            without_graph = torch.no_grad()(forward)
+            self.contenders.append(Contender(name, without_graph, host=host))
             return
 
         def step() -> None:
@@ -107,7 +114,7 @@ class Case:
         self.contenders.append(Contender(name, step, self.leaves, forward))
 
     def invite(self, name: str, make: Callable[[], Run], **how: Any) -> None:
-        """Add what ``make`` returns, or note why it fails (E-PEER when it is not installed)."""
+        """Add what ``make`` returns, or note why it fails (E-PEER: not installed)."""
         try:
             self.add(name, make(), **how)
         except Exception as error:  # a peer may fail in any way
@@ -115,13 +122,14 @@ class Case:
 
     def floor(self, products: Sequence[Product], device: torch.device, dtype: torch.dtype) -> None:
         """Add dense products as the floor."""
-        self.flops = sum(each.flops for each in products)
+        self.flops = sum(product.flops for product in products)
         self.contenders.append(dense(products, device, dtype))
 
 
 def number_format(device: torch.device, bits: int = 0) -> torch.dtype:
-    """Return what a device is measured in: bfloat16 on a GPU or for 16 ``bits``, else float32."""
-    return torch.bfloat16 if bits == 16 or device.type == "cuda" else torch.float32
+    """Return bfloat16 on a GPU or for 16 ``bits``, else float32."""
+    half = bits == 16 or device.type == "cuda"
+    return torch.bfloat16 if half else torch.float32
 
 
 def size_of(*tensors: Any) -> int:

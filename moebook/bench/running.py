@@ -1,4 +1,4 @@
-"""Every op by name: its contenders in turns, a row each, and whether its own answer is right."""
+"""Every op by name: its contenders in turns, and whether its answer is right."""
 
 from __future__ import annotations
 
@@ -29,21 +29,29 @@ from moebook.results import formed
 
 with formed(Path(__file__).with_name("cases.yaml")) as _FILE:
     OPS, PEERS = _FILE["ops"], _FILE["peers"]
-"""What is known of each op, and what each peer's distribution is compared on: see there."""
-STATED, ROUNDS = {"cpu": "full", "cuda": "model"}, 5  # scale and fewest rounds of the goals
+"""What is known of each op, and what each peer is compared on: see there."""
+STATED = {"cpu": "full", "cuda": "model"}  # the scale of the goals
+ROUNDS = 5  # the fewest of the goals
 SCALES = ("tiny", "small", "full", "model")
 KEYS = "op", "case", "contender", "key"
 COLUMNS = (*KEYS, *Cost._fields, "flops", "traffic", "note", "profile")
-SLACK = 2  # an op may err so many times as the reference in its number format, or a unit roundoff
+TOLERANCE = 2
+"""An op may err so many times as the reference in its number format."""
 _chosen = partial(kernels.route, top_k=2, impl="reference")
 Names = Iterable[str] | None
+Letters = Mapping[str, int]
 
 
 def installed() -> pd.DataFrame:
-    """List the peers: version (None where not installed) and what each is compared on."""
-    there = {each.name: each.version for each in importlib.metadata.distributions()}
-    versions = [there.get(name) for name in PEERS]
-    return pd.DataFrame({"version": versions, "compared on": list(PEERS.values())}, index=PEERS)
+    """List the peers: version (None: not installed), what each is compared on."""
+    versions = {}
+    for distribution in importlib.metadata.distributions():
+        versions[distribution.name] = distribution.version
+    columns = {
+        "version": [versions.get(name) for name in PEERS],
+        "compared on": list(PEERS.values()),
+    }
+    return pd.DataFrame(columns, index=PEERS)
 
 
 def find(name: str) -> dict[str, Any]:
@@ -53,56 +61,68 @@ def find(name: str) -> dict[str, Any]:
 
 
 def build(name: str, device: torch.device, **letters: int) -> Case:
-    """Make a case of an op; its module is imported now, since some of them take long to import."""
+    """Make a case of an op; its module is imported now, as some take long."""
     make: Callable[..., Case] = pkgutil.resolve_name(f"moebook.bench.{find(name)['build']}")
     return make(device, **letters)
 
 
 def roles(names: Names = None) -> pd.DataFrame:
-    """List which letter of each op plays the part of T, E and N, and what it counts there."""
-    sweeps = {name: find(name)["sweep"] for name in names or OPS}
-    rows = [{role: f"{axis[0]}: {axis[1]}" for role, axis in s.items()} for s in sweeps.values()]
-    return pd.DataFrame(rows, index=list(sweeps))
+    """List which letter of each op plays the part of T, E and N, and what it counts."""
+    rows = {}
+    for name in names or OPS:
+        axes = find(name)["sweep"].items()
+        rows[name] = {role: f"{letter}: {what}" for role, (letter, what, _) in axes}
+    return pd.DataFrame(rows.values(), index=list(rows))
 
 
 def measure(
-    names: Names = None, *, scale: str | None = None, device: str = "auto", rounds: int = ROUNDS
+    names: Names = None,
+    *,
+    scale: str | None = None,
+    device: str = "auto",
+    rounds: int = ROUNDS,
 ) -> pd.DataFrame:
     """Time every case of some ops (by default all) against its floor and its peers.
 
-    The scale is one of `SCALES`, by default the one that the device's goals are stated for.
-    Returns one row a contender, `COLUMNS`: those of `timing.Cost`; ``key``, the name of its values
-    in a record; ``flops`` and ``traffic`` of the case; ``note``, why it took no part; ``profile``,
-    where the time of ours goes. ``attrs`` has ``device``, ``scale``, ``rounds`` and ``threads``.
+    The scale is one of `SCALES`, by default the one that the device's goals are stated
+    for. Returns one row a contender, `COLUMNS`: those of `timing.Cost`; ``key``, the
+    name of its values in a record; ``flops`` and ``traffic`` of the case; ``note``, why
+    it took no part; ``profile``, where the time of ours goes. ``attrs`` has ``device``,
+    ``scale``, ``rounds`` and ``threads``.
     """
     place = runtime.resolve_device(device)
-    chosen = STATED[place.type] if scale is None else scale
-    refuse_unknown(chosen, SCALES, "E-CHOICE", f"unknown scale '{chosen}';")
+    if scale is None:
+        scale = STATED[place.type]
+    refuse_unknown(scale, SCALES, "E-CHOICE", f"unknown scale '{scale}';")
     if rounds < 1:
         refuse("E-RANGE", f"rounds is {rounds}, expected at least 1")
-    frame = _run("bench", names, lambda op: op[chosen], place, rounds, 3.0)
+    frame = _run("bench", names, lambda op: op[scale], place, rounds, 3.0)
     threads = torch.get_num_threads()
-    frame.attrs.update(device=place.type, scale=chosen, rounds=rounds, threads=threads)
+    frame.attrs.update(device=place.type, scale=scale, rounds=rounds, threads=threads)
     return frame
 
 
 def growth(
-    names: Names = None, *, scale: str = "small", device: str = "auto", rounds: int = 1,
+    names: Names = None,
+    *,
+    scale: str = "small",
+    device: str = "auto",
+    rounds: int = 1,
     points: int | None = None,
-) -> pd.DataFrame:  # fmt: skip
-    """Measure each op at ``points`` sizes a letter; the others are as in the scale's first case.
+) -> pd.DataFrame:
+    """Measure each op at ``points`` sizes a letter, else as in its first case.
 
-    Returns the columns of `measure`, and ``letter``, ``value`` and ``exponent``: of the power law
-    through a contender's first and last point (1 is linear).
+    Returns the columns of `measure`, and ``letter``, ``value`` and ``exponent``: of the
+    power law through a contender's first and last point (1 is linear).
     """
 
-    def swept(op: dict[str, Any]) -> dict[str, dict[str, int]]:
-        letters = next(iter(op[scale].values()))
-        return {
-            f"{letter}={value}": {**letters, letter: value}
-            for letter, _, values in op["sweep"].values()
-            for value in values[:points]
-        }
+    def swept(op: dict[str, Any]) -> Mapping[str, Letters]:
+        first_case = next(iter(op[scale].values()))
+        cases = {}
+        for letter, _, values in op["sweep"].values():
+            for value in values[:points]:
+                cases[f"{letter}={value}"] = {**first_case, letter: value}
+        return cases
 
     place = runtime.resolve_device(device)
     frame = _run("sweep", names, swept, place, rounds, 0.5)
@@ -110,27 +130,40 @@ def growth(
     frame[["letter", "value"]] = frame["case"].str.extract(r"(\w+)=(\d+)")
     frame = frame.astype({"value": int})
     curves = frame.sort_values("value").groupby(["op", "letter", "contender"])
-    over, span = (
-        np.log(curves[name].transform("last") / curves[name].transform("first"))
-        for name in ("value", "seconds")
-    )
-    return frame.assign(exponent=span / over)
+    ends = curves[["value", "seconds"]]
+    logs = np.log(ends.transform("last") / ends.transform("first"))
+    return frame.assign(exponent=logs["seconds"] / logs["value"])
 
 
-def _run(task: str, names: Names, cases: Callable[[Any], Any], *how: Any) -> pd.DataFrame:
-    """Time some cases of each op; ``how`` are the place, rounds and budget of `measured`."""
-    chosen = OPS if names is None else names
-    todo = [(name, *case) for name in chosen for case in cases(find(name)).items()]
+def _run(
+    task: str,
+    names: Names,
+    cases: Callable[[dict[str, Any]], Mapping[str, Letters]],
+    place: torch.device,
+    rounds: int,
+    budget: float,
+) -> pd.DataFrame:
+    """Time some cases of each op."""
+    todo = []
+    for name in OPS if names is None else names:
+        for label, letters in cases(find(name)).items():
+            todo.append((name, label, letters))
     lines: list[dict[str, Any]] = []
-    for name, label, letters in runtime.progress(todo, task, len(todo)):
-        lines += measured(name, label, letters, *how, profiled=task == "bench")
+    for case in runtime.progress(todo, task, len(todo)):
+        lines += measured(*case, place, rounds, budget, profiled=task == "bench")
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
 
 def measured(
-    name: str, label: str, letters: Mapping[str, int], place: torch.device, rounds: int,
-    budget: float, *, profiled: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    name: str,
+    label: str,
+    letters: Letters,
+    place: torch.device,
+    rounds: int,
+    budget: float,
+    *,
+    profiled: bool = False,
+) -> list[dict[str, Any]]:
     """Time one case; its inputs are freed at the end."""
     head: dict[str, Any] = {"op": name, "case": label}
     try:
@@ -138,15 +171,17 @@ def measured(
         costs, failed = interleave(case.contenders, place, rounds=rounds, budget=budget)
     except Refusal as refusal:  # of our own op: a case that it cannot do is a result too
         return [{**head, "contender": "ours", "note": refusal.message}]
-    head |= {"flops": case.flops, "traffic": case.traffic, "note": ""}
-    lines = [
-        {**head, "contender": who, "key": f"{name}/{label}/{slug(who)}", **cost._asdict()}
-        for who, cost in costs.items()
-    ]
+    head |= {"flops": case.flops, "traffic": case.traffic}
+    lines = []
+    for who, cost in costs.items():
+        key = f"{name}/{label}/{slug(who)}"
+        lines.append({**head, "contender": who, "key": key, "note": "", **cost._asdict()})
     if profiled:
-        lines[0]["profile"] = shares(case.contenders[0], place, lines[0]["seconds"])
-    absent = {**failed, **case.absent}
-    return lines + [{**head, "contender": who, "note": note} for who, note in absent.items()]
+        ours = case.contenders[0]
+        lines[0]["profile"] = shares(ours, place, costs[ours.name].seconds)
+    for who, note in {**failed, **case.absent}.items():
+        lines.append({**head, "contender": who, "note": note})
+    return lines
 
 
 def slug(name: str) -> str:
@@ -155,96 +190,133 @@ def slug(name: str) -> str:
 
 
 def ceilings(device: str = "auto") -> dict[str, float]:
-    """Measure the roof: FLOPs a second of a square product, bytes a second of a large copy."""
+    """Measure the roof: FLOPs a second of a product, bytes a second of a copy."""
     place = runtime.resolve_device(device)
-    dtype, gpu = number_format(place), place.type == "cuda"
-    side = 8192 if gpu else 1024
-    square = Product(side, side, side)
-    source = torch.zeros((8 if gpu else 64) * side * side, device=place, dtype=dtype)
+    dtype = number_format(place)
+    side, squares = (8192, 8) if place.type == "cuda" else (1024, 64)
+    product = Product(side, side, side)
+    source = torch.zeros(squares * side * side, device=place, dtype=dtype)
     target = torch.empty_like(source)
-    parties = [dense([square], place, dtype), Contender("copy", lambda: target.copy_(source))]
-    costs, _ = interleave(parties, place, rounds=5, budget=60.0)
+    copy = Contender("copy", lambda: target.copy_(source))
+    contenders = [dense([product], place, dtype), copy]
+    costs, _ = interleave(contenders, place, rounds=5, budget=60.0)
     return {
-        "flops": square.flops / costs["floor"].seconds,
+        "flops": product.flops / costs["floor"].seconds,
         "bytes": 2 * source.nbytes / costs["copy"].seconds,
     }
 
 
-def errors(names: Iterable[str] | None = None, *, device: str = "auto") -> pd.DataFrame:
-    """Check ops (by default all), one row a check: ``error`` to float64, or how many differ."""
+def errors(names: Names = None, *, device: str = "auto") -> pd.DataFrame:
+    """Check ops (by default all): ``error`` to float64, or how many differ."""
     place = runtime.resolve_device(device)
-    chosen = [name for name in (OPS if names is None else names) if find(name)]
-    lines = [[name, *check] for name in chosen for check in _checks(name, place)]
+    lines = []
+    for name in OPS if names is None else names:
+        find(name)
+        for check in _checks(name, place):
+            lines.append([name, *check])
     frame = pd.DataFrame(lines, columns=["op", "what", "error", "allowed"])
     return frame.assign(right=frame["error"] <= frame["allowed"])
 
 
-def _checks(name: str, place: torch.device) -> Iterator[tuple[str, float, float]]:
-    """Compare every output and gradient with the reference's in float64, and two runs."""
-    if name == "bank":  # against PEFT's loop in float64, in which no shot is padded
-        case = build("bank", place, N=3, S=5, R=4, bits=64)
-        nats = {contender.name: contender.run for contender in case.contenders}
-        apart = np.asarray(nats["ours"]()) - nats["set_adapter, shot by shot"]()
-        yield "perplexities", float(np.abs(np.expm1(apart)).max()), 1e-5
+Check = tuple[str, float, float]  # what, its error, and how large that may be
+
+
+def _checks(name: str, place: torch.device) -> Iterator[Check]:
+    """Compare outputs and gradients with the reference in float64, and two runs."""
+    if name == "bank":
+        yield _bank_check(place)
         return
     op, *shapes = FORWARD[name]
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, device=place) for shape in shapes]
-    truth = _results(op, "reference", [part.double() for part in inputs])
+    exact = _results(op, "reference", [x.double() for x in inputs])
     plain = _results(op, "reference", inputs)
-    ours, again = (_results(op, "auto", inputs) for _ in range(2))
+    ours = _results(op, "auto", inputs)
+    again = _results(op, "auto", inputs)
+    unit = torch.finfo(inputs[0].dtype).eps  # the reference may be exact by chance
+    differing = 0
     for what, mine in ours.items():
-        right = truth[what]
+        right = exact[what]
+        differing += int((mine != again[what]).sum())
         if mine.is_floating_point():
-            scale = right.norm().clamp(min=1e-300)
-            error, same = (float((e.double() - right).norm() / scale) for e in (mine, plain[what]))
-            unit = torch.finfo(inputs[0].dtype).eps  # the reference may be exact by chance
-            yield what, error, SLACK * max(same, unit)
+            reference_error = _relative(plain[what], right)
+            allowed = TOLERANCE * max(reference_error, unit)
+            yield what, _relative(mine, right), allowed
+        elif mine.shape == right.shape:
+            yield f"{what} that differ", int((mine != right).sum()), 0
         else:
-            wrong = (mine != right).sum() if mine.shape == right.shape else mine.numel() + 1
-            yield f"{what} that differ", int(wrong), 0
-    differing = sum(int((mine != again[what]).sum()) for what, mine in ours.items())
+            yield f"{what} that differ", mine.numel() + 1, 0
     yield "numbers in which two runs differ", differing, 0
+
+
+def _relative(result: Tensor, right: Tensor) -> float:
+    """Norm of the error over the norm of what is right, in float64."""
+    scale = right.norm().clamp(min=1e-300)
+    return float((result.double() - right).norm() / scale)
+
+
+def _bank_check(place: torch.device) -> Check:
+    """Compare with PEFT's loop in float64, in which no shot is padded."""
+    case = build("bank", place, N=3, S=5, R=4, bits=64)
+    nats = {contender.name: contender.run for contender in case.contenders}
+    difference = np.asarray(nats["ours"]()) - nats["set_adapter, shot by shot"]()
+    return "perplexities", float(np.abs(np.expm1(difference)).max()), 1e-5
 
 
 def _results(op: Callable[..., Any], impl: str, inputs: list[Tensor]) -> dict[str, Tensor]:
     """Return an op's outputs, and the gradients where it has any."""
-    leaves = [part.detach().requires_grad_() for part in inputs]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     result = op(*leaves, impl=impl)
-    named = {"output": result} if isinstance(result, Tensor) else result._asdict()
-    outputs = {name: part for name, part in named.items() if isinstance(part, Tensor)}
-    graded = [part for part in outputs.values() if part.requires_grad]
-    waves = [torch.arange(part.numel()).cos().view_as(part).to(part) for part in graded]
-    gradients = torch.autograd.grad(graded, leaves, waves) if graded else ()
-    outputs |= {f"gradient {number}": part for number, part in enumerate(gradients, start=1)}
-    return {name: part.detach() for name, part in outputs.items()}
+    fields = {"output": result} if isinstance(result, Tensor) else result._asdict()
+    outputs = {k: x for k, x in fields.items() if isinstance(x, Tensor)}
+    graded = [x for x in outputs.values() if x.requires_grad]
+    if graded:
+        # Any fixed cotangent does; a wave has no two places alike.
+        waves = [torch.arange(x.numel()).cos().view_as(x).to(x) for x in graded]
+        gradients = torch.autograd.grad(graded, leaves, waves)
+        for number, gradient in enumerate(gradients, start=1):
+            outputs[f"gradient {number}"] = gradient
+    return {name: x.detach() for name, x in outputs.items()}
+
+
+def _experts(x: Tensor, logits: Tensor, *bank: Tensor, impl: str) -> Tensor:
+    return kernels.experts(x, _chosen(logits), Bank(*bank), silu, impl=impl)
 
 
 def _split(x: Tensor, logits: Tensor, *trained: Tensor, impl: str) -> Tensor:
-    frozen = Bank(*(part.detach().repeat(3, 1, 1)[:8] for part in trained))
+    """Of eight experts the second, fourth and seventh train."""
+    frozen = Bank(*(weight.detach().repeat(3, 1, 1)[:8] for weight in trained))
     slots = torch.tensor([-1, 0, -1, 1, -1, -1, 2, -1], device=x.device)
     routing = _chosen(logits)
-    return kernels.split_experts(x, routing, frozen, Bank(*trained), slots, silu, impl=impl)
+    bank = Bank(*trained)
+    return kernels.split_experts(x, routing, frozen, bank, slots, silu, impl=impl)
+
+
+def _adapters(h: Tensor, logits: Tensor, *factors: Tensor, impl: str) -> Tensor:
+    return kernels.adapters(h, _chosen(logits), *factors, impl=impl)
+
+
+def _balance(logits: Tensor, impl: str) -> Tensor:
+    return kernels.balance_loss(logits, logits.topk(4).indices, impl=impl)
 
 
 FORWARD: Mapping[str, tuple[Any, ...]] = {
     "route": (partial(kernels.route, top_k=4), (257, 16)),
-    "experts": (
-        lambda x, by, *bank, impl: kernels.experts(x, _chosen(by), Bank(*bank), silu, impl=impl),
-        (97, 32), (97, 8), (8, 48, 32), (8, 32, 24),
-    ),
+    "experts": (_experts, (97, 32), (97, 8), (8, 48, 32), (8, 32, 24)),
     "split_experts": (_split, (97, 32), (97, 8), (3, 48, 32), (3, 32, 24)),
-    "adapters": (
-        lambda h, by, *both, impl: kernels.adapters(h, _chosen(by), *both, impl=impl),
-        (300, 32), (300, 2), (2, 32, 16), (2, 16, 32),
+    "adapters": (_adapters, (300, 32), (300, 2), (2, 32, 16), (2, 16, 32)),
+    "lora_mixture": (
+        lora_mixture,
+        (97, 32),
+        (97, 48),
+        (97, 4),
+        (4, 16, 32),
+        (4, 48, 16),
     ),
-    "lora_mixture": (lora_mixture, (97, 32), (97, 48), (97, 4), (4, 16, 32), (4, 48, 16)),
-    "balance_loss": (
-        lambda by, impl: kernels.balance_loss(by, by.topk(4).indices, impl=impl), (257, 16),
-    ),
+    "balance_loss": (_balance, (257, 16)),
     "nearest": (partial(nearest_rows, count=100), (20_000, 16), (5, 16)),
     "duplicates": (partial(duplicates, threshold=0.8), (100, 4), (100,)),
     "groups": (partial(groups, size=4), (9, 9), (9,)),
     "clusters": (clusters, (2, 300, 16), (2, 5, 16)),
-}  # fmt: skip
+}
 """Each op, called with its inputs and ``impl``, and the shapes of its inputs."""
