@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from moebook import papers
-from moebook.papers.printed import FROZEN, WRITTEN, frozen_hash
+from moebook.papers.printed import FROZEN, SIZED, WRITTEN, frozen_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = {"under": {}, "exact": False}  # of a claim's fields; None else
@@ -62,7 +62,8 @@ def _history(folder: Path, path: str) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def _hash(entry: dict[str, Any]) -> str:
-    return frozen_hash({name: entry.get(name, DEFAULTS.get(name)) for name in FROZEN})
+    names = (*FROZEN, *SIZED)
+    return frozen_hash({name: entry.get(name, DEFAULTS.get(name)) for name in names})
 
 
 def main() -> int:

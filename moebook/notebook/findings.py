@@ -35,8 +35,9 @@ ARMS = ["measure", "arm", "value", "low", "high", "seeds"]  # columns of a table
 
 
 def mains(rows: Iterable[Row]) -> list[Row]:
-    """The main claim of each paper: the first in its file."""
-    return [next(of) for _, of in groupby(rows, key=lambda row: row.claim.paper)]
+    """The main claim of each paper: the first in its file that has not ended."""
+    standing = [row for row in rows if not row.claim.ended]
+    return [next(of) for _, of in groupby(standing, key=lambda row: row.claim.paper)]
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
@@ -57,6 +58,8 @@ def sentence(row: Row) -> str:
 
 def said(row: Row) -> str:
     """Say what was found about a claim, scale by scale, in Markdown."""
+    if row.claim.ended:
+        return f"{_strong('withdrawn')}: {row.claim.ended} {_before(row)}".strip()
     if not row.verdicts:
         why = (
             f": {row.claim.untestable}" if row.claim.untestable else " at a scale that can test it."
@@ -65,6 +68,14 @@ def said(row: Row) -> str:
     if len({*row.labels}) == 1 and all(verdict.shown.exact for verdict in row.verdicts):
         return told(row.verdicts[-1], where="")  # computed, and alike at all scales
     return " ".join(told(verdict) for verdict in row.verdicts)
+
+
+def _before(row: Row) -> str:
+    """Say which verdicts a claim had that has ended, and what stands in its place."""
+    had = [f"{LABELS[one.label]} at {one.scale}" for one in row.verdicts if one.deciding]
+    before = f"It had been: {', '.join(had)}." if had else ""
+    names = ", ".join(row.claim.instead)
+    return f"{before} In its place: {names}." if names else before
 
 
 def told(verdict: Verdict, where: str | None = None) -> str:
@@ -94,9 +105,19 @@ def notes(measured: Measurement) -> list[str]:
         said = SO_FAR[side(claim, measured.effect, measured.effect)]
     elif measured.smallest and not measured.side:
         said = f"less than {amount(claim, measured.smallest).lstrip('+')} was not detectable"
-    names = [claim.value, claim.reference] if claim.arms is None else [claim.arms]
+    names = claim.values if claim.arms is None else [claim.arms]
     held = measured.pool.at_end(*names)
-    return [*filter(None, [said, *_tasks(measured), held])]
+    return [*filter(None, [said, _sizes(measured), *_tasks(measured), held])]
+
+
+def _sizes(measured: Measurement) -> str:
+    """Say how much each arm trained, by the recorded values that the claim names for it."""
+    said = []
+    for name in measured.claim.sizes:
+        arm, size = name.split("/")[-2], measured.pool.average(name)
+        if size is not None:
+            said.append(f"{arm} {size:.2%}" if size <= 1 else f"{arm} {size:,.0f}")
+    return f"trained weights: {', '.join(said)}" if said else ""
 
 
 def _tasks(measured: Measurement) -> Iterator[str]:
@@ -139,7 +160,7 @@ def numbers(best: Measurement) -> str:
 def summary(rows: Iterable[Row]) -> pd.DataFrame:
     """Put sampled claims into a table, a line a scale; a star: it survives the correction."""
     names, lines = [], []
-    sampled = [row for row in ordered(rows) if not row.claim.exact]
+    sampled = [row for row in ordered(rows) if not (row.claim.exact or row.claim.ended)]
     for verdict in (verdict for row in sampled for verdict in row.verdicts):
         shown, claim = verdict.shown, verdict.claim
         names.append(claim.id.partition(".")[2])
@@ -169,6 +190,8 @@ def forest(rows: Iterable[Row], title: str) -> Any:
 
 def intervals(row: Row, several: bool = True) -> list[list[object]]:
     """A claim's lines of a forest plot, one a scale; with ``several`` papers its id names its."""
+    if row.claim.ended:
+        return []
     line = row.claim.id if several else row.claim.id.partition(".")[2]
     return [_point(verdict, line) for verdict in row.verdicts if verdict.shown.smallest]
 
@@ -215,7 +238,7 @@ def between_scales(rows: Iterable[Row]) -> pd.DataFrame:
     """Put effects of claims at several scales side by side; a trend exceeds both half widths."""
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        if len(row.verdicts) < 2 or row.claim.exact:
+        if len(row.verdicts) < 2 or row.claim.exact or row.claim.ended:
             continue
         effects = {one.scale: amount(row.claim, one.shown.effect) for one in row.verdicts}
         trend = _trend(row.verdicts[0].shown, row.verdicts[-1].shown)
@@ -247,7 +270,7 @@ def pools(name: str) -> dict[str, Pool]:
     The others are exploratory: the ledger shows what they measured.
     """
     every, deciders = store.pools(name), sources.deciders(results.root())
-    mine = {protocol for claim in papers.claims() if claim.run == name
+    mine = {protocol for claim in papers.claims() if claim.run == name and not claim.ended
             for protocol in deciders.get(claim.id, ())}  # fmt: skip
     return {one: pool for one, pool in every.items() if one in mine} or every
 

@@ -50,6 +50,7 @@ KINDS = {  # label to the badge's class in _static/moebook.css; others are incon
     "direction fails": "fails",
     "not testable here": "notrun",
     "not run": "notrun",
+    "withdrawn": "notrun",
 }
 QUESTIONS = (  # what a practitioner asks, and the measure that answers it: least is best
     ("I have one GPU and one mixture of tasks: what learns most from equal tokens?", "nll"),
@@ -132,14 +133,17 @@ class Sorted(NamedTuple):
     smaller: list[Row]  # undecided, but not of the paper's size
     open: list[Row]
     closed: list[Row]  # not run, or not testable
+    ended: list[Row]
 
 
 def sorted_out(rows: Iterable[Row]) -> Sorted:
     """Sort claims by what is known of them, each into one of the groups."""
-    groups = Sorted([], [], [], [], [])
+    groups = Sorted([], [], [], [], [], [])
     for row in rows:
         labels = {*row.labels}
-        if labels <= {"not run", "not testable here"}:
+        if row.claim.ended:
+            groups.ended.append(row)
+        elif labels <= {"not run", "not testable here"}:
             groups.closed.append(row)
         elif row.claim.exact and labels == {"direction holds"}:
             groups.computed.append(row)

@@ -34,6 +34,7 @@ LABELS = {  # as a reader should meet them: what each is called where there is l
     "exploratory": "exploratory only",
     "not testable here": "not testable",
     "not run": "not run",
+    "withdrawn": "withdrawn",
 }
 OPEN = ("too small to see here", "inconclusive")
 """Labels of measurements that decided nothing, not even the paper's size."""
@@ -160,18 +161,27 @@ class Measurement:
 def measure(claim: Claim, pool: Pool) -> Measurement | None:
     """Find a claim's effect in a pool; None without evidence, and another unit is refused.
 
-    No evidence are runs at another tier, or under other parameters, arms never run together, and
-    arms that differ on no test item: neither can do the task.
+    No evidence are runs at another tier, or under other parameters, arms never run together, arms
+    of other sizes than the claim's, and arms that differ on no test item: neither can do the task.
     """
     if pool.tier not in claim.scales or not claim.under.items() <= pool.runs[0].settings.items():
         return None
-    for name in (claim.value, claim.reference):
-        for value in pool.values(name).values() if isinstance(name, str) else ():
+    for name in claim.values:
+        for value in pool.values(name).values():
             if value.unit != claim.unit:
                 refuse("E-VERDICT", f"{name} is recorded in {value.unit}; {claim.id}: {claim.unit}")
+    if claim.times and not _sized(claim, pool):
+        return None
     effects = pool.effects(claim.value, claim.reference)
     apart = claim.direction == "equal" or effects.shape[1] == 1 or effects.any()
     return Measurement(claim, pool, effects) if len(effects) and apart else None
+
+
+def _sized(claim: Claim, pool: Pool) -> bool:
+    """Whether one arm trained as many times the weights of the other as the claim is about."""
+    one, other = map(pool.average, claim.sizes)
+    low, high = claim.times or (0.0, 0.0)
+    return bool(one and other and low <= one / other <= high)
 
 
 def side(claim: Claim, low: float, high: float) -> int:
@@ -204,13 +214,15 @@ class Verdict:
     @property
     def late(self) -> bool:
         """Whether the claim came to say what it says after the first run that decides it."""
-        since, measured = self.claim.since, self.deciding
-        if since is None or measured is None or measured.exact:
+        claim, measured = self.claim, self.deciding
+        if measured is None or measured.exact:
             return False
-        names = [self.claim.value, self.claim.reference]
-        seeds = measured.pool.having(*names)
-        dates = [run.manifest.get("date") for run in measured.pool.runs if run.seed in seeds]
-        return any(date is not None and date < since for date in dates)
+        seeds = measured.pool.having(*claim.values)
+        runs = [run.manifest for run in measured.pool.runs if run.seed in seeds]
+        if any(claim.id not in run["claims"] for run in runs if "claims" in run):
+            return True
+        dates = [run.get("date") for run in runs]
+        return any(date and claim.since and date < claim.since for date in dates)
 
     @property
     def label(self) -> str:
@@ -261,14 +273,21 @@ class Row:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Its verdicts, a scale each; one that says why not where it was measured at none."""
+        """Its verdicts, a scale each; one that says why not where it has none.
+
+        A claim that has ended is withdrawn, whatever it measured: that stands in `verdicts`.
+        """
+        if self.claim.ended:
+            return ("withdrawn",)
         if self.verdicts:
             return tuple(verdict.label for verdict in self.verdicts)
         return ("not testable here" if self.claim.untestable else "not run",)
 
     @property
     def decided(self) -> tuple[Verdict, ...]:
-        """Its verdicts at scales that a pool decides."""
+        """Its verdicts at scales that a pool decides; none where it has ended."""
+        if self.claim.ended:
+            return ()
         return tuple(verdict for verdict in self.verdicts if verdict.deciding)
 
     def at(self, scale: str) -> Verdict | None:
@@ -351,7 +370,7 @@ def repeated(pool: Pool, other: Collection[int]) -> list[tuple[Verdict, Verdict]
         return []
     pairs = []
     for claim in papers.claims():
-        if claim.run != pool.notebook or claim.exact:
+        if claim.run != pool.notebook or claim.exact or claim.ended:
             continue
         one, two = measure(claim, before), measure(claim, after)
         if one and two and one.enough and two.enough:

@@ -42,6 +42,8 @@ FROZEN = (
     "exact", "arms", "untestable",
 )  # fmt: skip
 """Fields of a claim that its verdict depends on."""
+SIZED = ("sizes", "times")
+"""Such fields of a claim that asks how many times the weights of another arm one trains."""
 WRITTEN = "written.json"
 """Record of when each claim was written as it stands, by `recipes.claims` from git's history."""
 NUMBER = re.compile(
@@ -180,7 +182,8 @@ class Claim:
     quantity: Text
     kind: Literal["direction", "number"]  # the sign of the effect, or its size
     direction: Literal["greater", "less", "equal"] | None  # of the effect, to 0
-    reference: str | int | float | None  # another recorded value's name, or a number
+    reference: str | int | float | tuple[Text, ...] | None
+    # another recorded value's name, several whose mean is meant, or a number
     claimed: int | float | None  # effect that the paper prints
     unit: str
     printed: Text  # as the paper has it
@@ -191,9 +194,17 @@ class Claim:
     value: Text
     function: Text  # dotted path of the code that implements what is claimed
     arms: str | None = None  # that trained, as ``a/b``, where the values' names do not tell
-    under: dict[str, str | int] = Field(default_factory=dict)  # parameters that its runs must have
+    under: dict[str, str | int | float] = Field(default_factory=dict)
+    # parameters that its runs must have
     exact: bool = False  # computed, not sampled: needs no seeds and has no interval
     untestable: Text | None = None  # why our runs below the paper's scale cannot decide it
+    sizes: tuple[Text, ...] = ()  # recorded values that stand beside it: how much each arm trained
+    times: tuple[float, float] | None = None
+    # limits of the first of these sizes over the second: other runs are no evidence
+    ended: Text | None = (
+        None  # why it decides nothing any more; what it says stays, and its verdict
+    )
+    instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
 
     def __post_init__(self) -> None:
         """Refuse what disagrees between the fields."""
@@ -204,11 +215,23 @@ class Claim:
             refuse("E-CHOICE", "a claim of kind number needs a claimed number")
         if self.tolerance is None and (self.claimed is not None or self.direction == "equal"):
             refuse("E-CHOICE", "a claimed number, or a claim of equality, needs a tolerance")
+        if self.instead and not self.ended:
+            refuse("E-CHOICE", "only a claim that has ended has others in its place")
+        if self.times and len(self.sizes) != 2:
+            refuse("E-CHOICE", "times are limits of one size over another; give two sizes")
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the recorded values that it compares, its own first."""
+        reference = self.reference
+        if isinstance(reference, tuple):
+            return self.value, *reference
+        return (self.value, reference) if isinstance(reference, str) else (self.value,)
 
     @property
     def frozen(self) -> str:
         """Hash of all that decides its verdict; a run's manifest keeps it (`verdicts.ledger`)."""
-        return frozen_hash({name: getattr(self, name) for name in FROZEN})
+        return frozen_hash({name: getattr(self, name) for name in (*FROZEN, *SIZED)})
 
     @property
     def since(self) -> str | None:
@@ -237,8 +260,9 @@ def claims(paper: str | None = None) -> list[Claim]:
 
 
 def frozen_hash(parts: Mapping[str, Any]) -> str:
-    """Hash the `FROZEN` fields of a claim."""
-    text = json.dumps(parts, sort_keys=True)
+    """Hash the `FROZEN` fields of a claim, and `SIZED` where it has limits."""
+    kept = {name: part for name, part in parts.items() if name not in SIZED or parts["times"]}
+    text = json.dumps(kept, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -252,7 +276,8 @@ def _written() -> dict[str, dict[str, str]]:
 
 def frozen(notebook: str) -> dict[str, str]:
     """Hashes of the claims that a notebook's runs may decide, by id (`Claim.frozen`)."""
-    return {claim.id: claim.frozen for claim in claims() if claim.run == notebook}
+    mine = [claim for claim in claims() if claim.run == notebook and not claim.ended]
+    return {claim.id: claim.frozen for claim in mine}
 
 
 def claim(name: str) -> Claim:
@@ -271,7 +296,7 @@ def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
     by_id: dict[str, Claim] = {}
     for place, entry in zip(places, entries, strict=True):
         try:
-            one = Claim(**{**entry, "scales": tuple(entry.get("scales", ()))})
+            one = Claim(**_tuples(entry))
         except Refusal as refusal:
             refuse("E-FORMAT", f"{place}: {refusal.message}")
         except TypeError:
@@ -281,4 +306,14 @@ def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
             odd = "stands twice" if named else f"expected {paper}.words-with-hyphens"
             refuse("E-FORMAT", f"{place}: claim '{one.id}': {odd}")
         by_id[one.id] = one
+    for one in by_id.values():
+        for other in one.instead:
+            refuse_unknown(
+                other, by_id, "E-FORMAT", f"{paper}/{path.name}: {one.id} names '{other}';"
+            )
     return tuple(by_id.values())
+
+
+def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn the lists of an entry into tuples, as a `Claim` has them."""
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in {**entry}.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ CLASS = "class"  # protocol of a course: its pool stands beside a student's run 
 LIVE = "this build"  # the protocol's name in the pool of the one run that a page shows
 DOMAINS = {"code", "common_sense", "language", "mathematics", "text", "translation"}
 Reader = Callable[[Path], Run]  # of a run's file
+Reference = str | float | tuple[str, ...] | None  # what a value is less: see `Pool.effects`
 BASES = ("nano", "nano-moe", "small", "mid-moe", "smollm2")  # smallest first; others are larger
 SCALES = {"nano": "1 M", "nano-moe": "1 M", "small": "11 M", "mid-moe": "41 M", "smollm2": "135 M"}
 """Base to its scale, by the size of its weights; a larger base is a scale of its own."""
@@ -119,14 +120,21 @@ class Pool:
         every = dict.fromkeys(value for values in self.seeds.values() for value in values)
         return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
 
-    def parts(self, name: str, reference: str | float | None) -> dict[str, np.ndarray]:
+    def average(self, name: str) -> float | None:
+        """Mean over seeds of a value, or of those by task that stand for it; None without any."""
+        names = [name] if self.values(name) else [*self.tasks(name).values()]
+        every = [value.value for one in names for value in self.values(one).values()]
+        return sum(every) / len(every) if every else None
+
+    def parts(self, name: str, reference: Reference) -> dict[str, np.ndarray]:
         """Effects, as `effects` gives them, by the tasks or domains whose mean a value is."""
-        values, other = self.tasks(name), {}
-        if isinstance(reference, str):
-            other = self.tasks(reference)
-            values = {task: value for task, value in values.items() if task in other}
-        return {task: self.effects(value, other.get(task, reference))
-                for task, value in values.items()}  # fmt: skip
+        others = [self.tasks(other) for other in _names(reference)]
+        found = {}
+        for task, value in self.tasks(name).items():
+            if all(task in other for other in others):
+                less = tuple(other[task] for other in others)
+                found[task] = self.effects(value, less or reference)
+        return found
 
     @cached_property
     def rates(self) -> dict[str, dict[int, dict[float, float]]]:
@@ -157,17 +165,23 @@ class Pool:
                     found.append(f"{arm} took its {end} rate in {number} of {len(grids)} seeds")
         return ", ".join(found)
 
-    def effects(self, name: str, reference: str | float | None = None) -> np.ndarray:
-        """A value less a reference (another's name, or a number), ``[S, I]`` by seed and item.
+    def effects(self, name: str, reference: Reference = None) -> np.ndarray:
+        """A value less a reference, ``[S, I]`` by seed and item.
 
-        S are the seeds that have both, if any; I is 1 where not all carry the same items.
+        The reference is a number, another value's name, or several names whose mean is meant. S are
+        the seeds that have all, if any; I is 1 where not all carry the same items.
         """
         values = self.values(name)
-        if isinstance(reference, str):
-            others = self.values(reference)
-            rows = [_minus(values[s], others[s]) for s in values if s in others]
+        if names := _names(reference):
+            others = [self.values(other) for other in names]
+            rows = [
+                _minus(value, [other[seed] for other in others])
+                for seed, value in values.items()
+                if all(seed in other for other in others)
+            ]
         else:
-            rows = [_items(value) - (reference or 0.0) for value in values.values()]
+            number = reference if isinstance(reference, int | float) else 0.0
+            rows = [_items(value) - number for value in values.values()]
         if len({len(row) for row in rows}) > 1:
             rows = [row.mean(keepdims=True) for row in rows]
         effects = np.array(rows) if rows else np.empty((0, 1))
@@ -202,10 +216,19 @@ def _items(value: Value) -> np.ndarray:
     return np.array(value.items if value.items else (value.value,), float)
 
 
-def _minus(value: Value, other: Value) -> np.ndarray:
-    """Subtract item by item where both carry as many, else the means."""
-    one, two = _items(value), _items(other)
-    return one - two if len(one) == len(two) else np.array([value.value - other.value])
+def _names(reference: Reference) -> tuple[str, ...]:
+    """Names of the recorded values in a reference: none where it is a number."""
+    if isinstance(reference, tuple):
+        return reference
+    return (reference,) if isinstance(reference, str) else ()
+
+
+def _minus(value: Value, others: Sequence[Value]) -> np.ndarray:
+    """Subtract the mean of others, item by item where all carry as many, else that of the means."""
+    one, two = _items(value), [_items(other) for other in others]
+    if {len(items) for items in two} == {len(one)}:
+        return one - np.mean(two, axis=0)
+    return np.array([value.value - np.mean([other.value for other in others])])
 
 
 def _clashes(one: Run, other: Run) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moebook import papers
-from moebook.notebook import pages, verdicts
+from moebook.notebook import findings, pages, verdicts
 from moebook.papers.arithmetic import Finding
 from moebook.results import Run, Value, write, write_run
 from moebook.results.store import LIVE, Pool
@@ -74,6 +74,22 @@ def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(fold
     assert "One &lt;knows&gt; it all." in page
 
 
+def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(folder):
+    over = replace(CLAIM, ended="Its bound <could> not fail.", instead=("pesc.new",))
+    row = _row("pesc.old", _pool(0.8), claim=over)
+    assert row.labels == ("withdrawn",) and row.decided == ()
+    page = pages.page("ledger", rows=[row], places=pages.Places(folder))
+    assert 'data-verdict="withdrawn"' in page and "Its bound &lt;could&gt; not fail." in page
+    assert '<span class="verdict notrun">had been: holds</span>' in page
+    assert 'in its place: <a href="#pesc.new">pesc.new</a>' in page
+    found = pages.page("found", rows=[row], pictures={"pesc": None})
+    assert ":::{dropdown} Withdrawn: 1 claim" in found
+    assert "It had been: holds at 1 M. In its place: pesc.new." in found
+    assert verdicts.chance([row]).tested == () and findings.intervals(row) == []
+    assert findings.mains([row, _row("pesc.new")])[0].claim.id == "pesc.new"
+    assert len(findings.summary([row])) == 0
+
+
 def test_every_scale_has_its_column_smallest_first_and_folds_what_decides_nothing(folder):
     live, nano = _pool(0.3, tier="cpu"), _pool(0.6)
     rows = [_row("pesc.all", _pool(0.7, base="smollm2"), live, nano), _row("pesc.one", nano)]
@@ -106,8 +122,11 @@ def test_a_row_links_to_the_findings_to_the_cell_and_to_the_code(folder):
 def test_the_summary_counts_every_claim_once(folder):
     page = pages.page("summary", rows=[verdicts.row(claim, []) for claim in papers.claims()])
     for paper in papers.PAPERS:
-        hopeless = sum(claim.untestable is not None for claim in papers.claims(paper))
-        assert f'verdict=not+run">{len(papers.claims(paper)) - hopeless}</a>' in page
+        claims = papers.claims(paper)
+        ended = sum(claim.ended is not None for claim in claims)
+        hopeless = sum(claim.untestable is not None for claim in claims)
+        assert f'verdict=not+run">{len(claims) - hopeless - ended}</a>' in page
+        assert not ended or f'verdict=withdrawn">{ended}</a>' in page
         assert not hopeless or f'verdict=not+testable+here">{hopeless}</a>' in page
     assert set(pages.KINDS) < set(verdicts.LABELS)
 

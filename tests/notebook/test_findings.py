@@ -15,8 +15,7 @@ from moebook.results.store import Pool
 from tests.refusals import refused
 
 CLAIM = papers.claim("pesc.sparse-beats-dense")
-FULL = papers.claim("pesc.approximates-full-experts")
-BOUND = replace(FULL, direction="less", reference=1.0)
+BOUND = papers.claim("pesc.outputs-near-full-experts")
 EXACT = replace(CLAIM, id="pesc.size", exact=True, reference=None, unit="count", kind="number",
                 direction=None, claimed=7e9, tolerance=1e9)  # fmt: skip
 HOLDS, FAILS, OPEN = (0.02, 0.025, 0.015), (-0.02, -0.025, -0.015), (0.02, -0.02, 0.01)
@@ -142,7 +141,7 @@ def test_a_forest_plot_has_a_panel_a_unit_and_hollow_points_where_nothing_is_dec
     labels = [axes.get_xlabel().partition("(")[2] for axes in figure.axes]
     assert labels == ["points)", "nats)", f"{BOUND.unit})"]
     names = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes]
-    assert names == [["sparse-beats-dense"], ["nats"], ["approximates-full-experts"]]
+    assert names == [["sparse-beats-dense"], ["nats"], ["outputs-near-full-experts"]]
     faces = [point.get_markerfacecolor() for point in figure.axes[0].lines[1:4:2]]
     assert faces[0] != "white" and faces[1] == "white"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -275,7 +274,7 @@ def test_a_pool_is_judged_twice_without_its_other_seeds_and_by_them():
 
 
 @pytest.mark.parametrize(("name", "protocol", "number"), [
-    ("routing", "nano", 3), ("esft", "budgets", 6), ("pesc", "higher", 1)])  # fmt: skip
+    ("routing", "nano", 3), ("esft", "budgets", 7), ("pesc", "higher", 1)])  # fmt: skip
 def test_ten_other_seeds_change_no_label_that_survives_the_correction(name, protocol, number):
     other = seeds(sources.find(results.root(), name).facts(protocol)["Ten other seeds"])
     pairs = repeated(store.pool(name, protocol), other)

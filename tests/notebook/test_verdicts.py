@@ -151,6 +151,54 @@ def test_a_claim_that_our_designs_cannot_decide_says_so_below_the_papers_scale()
     assert chance([decided(claim, against("study", STUDY))]).tested == ()
 
 
+def nats(name, *items):
+    return Value(f"pesc/{name}", float(np.mean(items)), "nats", items)
+
+
+HALF = replace(
+    DIRECTION, direction="less", claimed=None, unit="nats", value="pesc/a/nll",
+    reference=("pesc/b/nll", "pesc/c/nll"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "label"), [
+    (1.0, "direction holds"), (1.4, "direction holds"),  # the middle of 2 and 1 is 1.5
+    (1.6, "direction fails"), (2.0, "direction fails"),
+])  # fmt: skip
+def test_a_claim_may_ask_for_more_than_half_of_a_lead(loss, label):
+    assert HALF.values == ("pesc/a/nll", "pesc/b/nll", "pesc/c/nll")
+    seeds = [[nats("a/nll", loss + spread), nats("b/nll", 2.0), nats("c/nll", 1.0)]
+             for spread in (-0.01, 0.0, 0.01)]  # fmt: skip
+    assert judge(HALF, pool("study", *seeds)) == label
+    assert judge(HALF, pool("study", *(values[:2] for values in seeds))) == "not run"  # no C
+
+
+def test_the_middle_of_two_arms_is_paired_by_item_and_by_task():
+    by_item = pool("study", [nats("a/nll", 1, 3), nats("b/nll", 2, 4), nats("c/nll", 1, 1)])
+    assert by_item.effects("pesc/a/nll", HALF.reference).tolist() == [[-0.5, 0.5]]
+    other = pool("study", [nats("a/nll", 1, 3), nats("b/nll", 2, 4), nats("c/nll", 1)])
+    assert other.effects("pesc/a/nll", HALF.reference).tolist() == [[0.0]]  # their means
+    values = [nats(f"{arm}/nll/{task}", loss) for arm, loss in (("a", 1), ("b", 2), ("c", 3))
+              for task in "xy"]  # fmt: skip
+    parts = pool("study", values).parts("pesc/a/nll", HALF.reference)
+    assert {task: part.tolist() for task, part in parts.items()} == {"x": [[-1.5]], "y": [[-1.5]]}
+
+
+@pytest.mark.parametrize(("share", "label"), [(0.3, "direction holds"), (0.1, "not run"),
+                                             (0.5, "not run")])  # fmt: skip
+def test_a_claim_about_sizes_counts_runs_whose_arms_have_them_and_says_both(share, label):
+    sized = replace(DIRECTION, sizes=("pesc/a/trained", "pesc/b/trained"), times=(20, 40))
+    trained = [("a/x", share - 0.1), ("a/y", share + 0.1), ("b", 0.01)]  # by task: their mean
+    sizes = [Value(f"pesc/{arm}/trained", size, "ratio") for arm, size in trained]
+    scores = [[accuracy("a", a), accuracy("b", 0.4), *sizes] for a in STUDY]
+    assert judge(sized, pool("study", *scores)) == label
+    assert sized.frozen != replace(sized, times=(1, 40)).frozen != DIRECTION.frozen
+    beside = replace(sized, times=None)
+    assert beside.frozen == DIRECTION.frozen  # sizes alone change no verdict
+    (verdict,) = decided(beside, pool("study", *scores)).verdicts
+    assert f"trained weights: a {share:.2%}, b 1.00%" in findings.notes(verdict.deciding)
+
+
 def test_the_sign_by_task_stands_beside_a_mean_and_what_is_computed_must_agree_on_all():
     tasks = {"x": (0.5, 0.4), "y": (0.3, 0.4), "z": (0.46, 0.4)}  # their mean: .42 against .4
     values = [Value(f"pesc/{arm}/{name}", score, "share") for task, pair in tasks.items()
@@ -346,3 +394,6 @@ def test_a_verdict_says_when_its_claim_was_written_after_the_first_of_its_runs(p
         (verdict,) = main_claim(project).verdicts
         assert verdict.late == late
         assert ("written after these runs" in findings.told(verdict)) == late
+    for known, late in (({}, True), ({MAIN: claim.frozen}, False)):
+        committed(project, "main", 0.5, 0.51, 0.52, date="2027-01-01T00:00:00+00:00", claims=known)
+        assert main_claim(project).verdicts[0].late == late  # a run lists the claims of its time
