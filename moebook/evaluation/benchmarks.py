@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pandas as pd
 from datasets import Dataset
+from jinja2 import UndefinedError
 from lm_eval import evaluator, utils
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
@@ -119,7 +120,7 @@ class _Local(ConfigurableTask):
             examples = self.fewshot_docs() if config.get("num_fewshot") else []
             for number, item in enumerate(chain(self.eval_docs, examples), start=1):
                 self.at = f"item {number}"
-                self._check({key: value for key, value in item.items() if not _missing(value)})
+                self._check(item)
         except (Refusal, ImportError):
             raise
         except Exception as error:  # whatever a template or a function makes of damaged rows
@@ -133,7 +134,26 @@ class _Local(ConfigurableTask):
         return super().doc_to_target(read, doc_to_target)
 
     def _check(self, item: Mapping[str, Any]) -> None:
-        """Fill a task's templates in; a field that is missing raises, as does an odd answer."""
+        """Fill a task's templates in; an empty field in a text raises, as does an odd answer.
+
+        A template may ask whether a field is null: the worked answers of MGSM's test rows are.
+        """
+        given = {name: value for name, value in item.items() if not _missing(value)}
+        nulls = dict.fromkeys(item.keys() - given)
+        try:
+            self._check_filled(given)
+        except UndefinedError:
+            if self._prints_null({**given, **nulls}):
+                raise
+            self._check_filled({**given, **nulls})
+
+    def _prints_null(self, item: Mapping[str, Any]) -> bool:
+        """Whether the question or the answer holds a null, which a template writes as None."""
+        filled = f"{self.doc_to_text(item)} {self.doc_to_target(item)}"
+        known = " ".join(str(value) for value in item.values() if value is not None)
+        return filled.count("None") > known.count("None")
+
+    def _check_filled(self, item: Mapping[str, Any]) -> None:
         asked = self.doc_to_text(item)
         answer = self.doc_to_target(item)
         if self.config.doc_to_choice is not None:

@@ -138,6 +138,28 @@ def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
     refused(words, benchmarks.load, ["piqa"], tmp_path)
 
 
+WORKED = {
+    "question": "Two dogs and a cat?",
+    "answer": None,
+    "answer_number": 3,
+    "equation_solution": None,
+}
+
+
+def test_a_null_that_a_template_asks_for_is_as_on_the_hub(tmp_path):
+    """MGSM's test rows have no worked answer; their number is the answer then."""
+    put(tmp_path, "juletxara/mgsm/en/test.jsonl", [WORKED])
+    task = benchmarks.load(["mgsm_en_cot_en"], tmp_path)["mgsm_en_cot_en"]["mgsm_en_cot_en"]
+    (row,) = task.eval_docs
+    assert task.doc_to_target(row) == "3"
+    assert task.doc_to_text(row).startswith("Question: Two dogs")
+
+
+def test_a_null_that_a_template_prints_is_refused(tmp_path):
+    put(tmp_path, "juletxara/mgsm/en/test.jsonl", [WORKED, WORKED | {"answer_number": None}])
+    refused("E-DATA: .*item 2 of juletxara", benchmarks.load, ["mgsm_en_cot_en"], tmp_path)
+
+
 WINOGRANDE = {"sentence": "It _ barks.", "option1": "x", "option2": "y", "answer": "2"}
 SIQA = {"context": "c", "question": "q?", "answerA": "x", "answerB": "y", "answerC": "z",
         "label": "3"}  # fmt: skip
