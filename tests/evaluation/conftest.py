@@ -11,8 +11,19 @@ from lm_eval.tasks import TaskManager
 from moebook.errors import Refusal
 from moebook.evaluation import benchmarks, sandbox
 
-FOLDERS = ("arc", "gsm8k", "hellaswag", "mbpp", "mgsm/en_cot", "mmlu/default", "openbookqa", "piqa", "siqa",
-           "super_glue/boolq", "winogrande")  # fmt: skip
+FOLDERS = (
+    "arc",
+    "gsm8k",
+    "hellaswag",
+    "mbpp",
+    "mgsm/en_cot",
+    "mmlu/default",
+    "openbookqa",
+    "piqa",
+    "siqa",
+    "super_glue/boolq",
+    "winogrande",
+)
 
 
 @cache
