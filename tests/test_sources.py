@@ -22,7 +22,7 @@ MODULES = sorted(
 )
 FRAME = 3  # imports, parameters and `notebook.begin` come first, one after the other
 # Calls that teach, as methods do.
-SHOWN = {"bench", "fit", "together", "training.fit", "evaluation.evaluate"}
+SHOWN = {"bench", "experiment", "fit", "together", "training.fit", "evaluation.evaluate"}
 
 Cell = dict[str, Any]
 

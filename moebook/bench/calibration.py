@@ -20,7 +20,7 @@ from moebook.methods import pesc, rocket, upcycling
 from moebook.models import register_experts
 from moebook.models.anatomy import NAME
 from moebook.planning import Training, methods
-from moebook.training import fit
+from moebook.training import fit, recompute
 
 STEPS = 2  # of a training: at the second the optimiser has moments
 PARTS = 2  # of a step: micro-batches whose gradients add up
@@ -104,7 +104,7 @@ def _measured(case: Case, place: torch.device, roof: dict[str, float]) -> dict[s
     model.set_experts_implementation(NAME)
     model = case.method.make(model)
     if case.checkpointing:
-        planning.recompute(model)
+        recompute(model)
 
     batch = case.rows * PARTS
     ids = np.random.default_rng(0).integers(3, 1000, (batch, case.length)).tolist()

@@ -6,5 +6,5 @@ Inside a notebook only this is needed::
     run.record("pesc/dense/accuracy", 0.43, "share")
 """
 
-from moebook.notebook.parameters import listed
+from moebook.lists import listed
 from moebook.notebook.session import Run, begin

@@ -25,7 +25,6 @@ from typing import Any
 from moebook.errors import nearest, printable, refuse, refuse_unknown, shown
 
 Scalar = bool | int | float | str
-ALL = "all"  # what the parameter ``arms`` says for all arms of a notebook
 TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 _NUMBER = r"([-+]?(?:inf|(?:\d[\d_]*)?\.?\d+(?:[eE][-+]?\d+)?))"
@@ -84,6 +83,8 @@ class Parameter:
         word = str(value).lower()
         if self.type is float and isinstance(value, str) and "e" in word:
             return f"{text} (YAML reads 1e-5 as text: write 1.0e-5)"
+        if self.type is str and type(value) in (int, float):
+            return f"{text} (papermill's -p gives a number: use -r {self.name} {value})"
         if self.type is bool and word in ("true", "false"):
             return f"{text} (papermill's -p gives text: use -y '{{{self.name}: {word}}}')"
         return text
@@ -159,21 +160,6 @@ def _number(text: str, kind: type) -> Any:
         return kind(text)
     except ValueError:
         return text
-
-
-def listed(name: str, text: str, known: Iterable[str]) -> list[str]:
-    """Split a parameter that lists known names with commas, each once; empty for none."""
-    names, choices = [part for part in text.split(",") if part], list(known)
-    for place, one in enumerate(names):
-        refuse_unknown(one, choices, "E-RANGE", f"{name} lists '{one}':")
-        if one in names[:place]:
-            refuse("E-RANGE", f"{name} lists '{one}' twice")
-    return names
-
-
-def arms(text: str, known: Iterable[str]) -> list[str]:
-    """Return the arms that the parameter ``arms`` names: some known ones, or `ALL`."""
-    return list(known) if text == ALL else listed("arms", text, known)
 
 
 def check(declared: Mapping[str, Parameter], values: Mapping[str, object], where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from moebook import papers, planning, results, together
+from moebook import experiments, lists, papers, planning, results, together
 from moebook.data import tasks
 from moebook.errors import refuse_unknown
-from moebook.methods import esft, pesc, rocket, upcycling
+from moebook.methods import esft, rocket, upcycling
 from moebook.methods.rivals import table
 from moebook.methods.rocket import bank
 from moebook.models.anatomy import anatomy, sparse_layers
@@ -71,29 +71,9 @@ def _bases(given: Given) -> Arms:
 
 
 def _pesc(given: Given) -> Arms:
-    names = "experts top_k adapter_width adapter_scale balance_weight host lora_rank lora_alpha"
-    main = pesc.Config.preset(given["preset"], **{name: given[name] for name in names.split()})
-    dense = skeleton(configuration(given["base"]))
-    wide: dict[str, Any] = {
-        "experts": 1,
-        "top_k": 1,
-        "adapter_width": main.experts * main.adapter_width,
-    }
-    frozen = replace(main, host="frozen")
-    known: dict[str, Callable[[], Method]] = {
-        "dense": partial(methods.pesc, main, sparse=False),
-        "matched": lambda: methods.pesc(pesc.matched(dense, main), sparse=False),
-        "wide": lambda: methods.pesc(replace(main, **wide)),
-        "sparse": partial(methods.pesc, main),
-        "experts4": lambda: methods.pesc(replace(main, experts=4)),
-        "experts16": lambda: methods.pesc(replace(main, experts=16)),
-        **dict.fromkeys(("unbalanced", "paper", "released"), partial(methods.pesc, main)),
-        "adapters": partial(methods.pesc, frozen),
-        "upcycled": partial(methods.full_experts, frozen),
-    }
-    tries = len(_listed(given["rates"])) * given["rate_steps"]
-    for name in _arms(given, known):
-        yield name, known[name](), {"steps": given["steps"] + tries}
+    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    for name, arm in experiments.pesc.check(given).items():
+        yield name, methods.of_arm(arm, given), {"steps": given["steps"] + tries}
 
 
 def _router_init(given: Given) -> Arms:
@@ -194,8 +174,14 @@ TRAINED: dict[str, Callable[[Given], Arms]] = {
 
 
 def check_arms(notebook: str, given: Given) -> None:
-    """Refuse arms that a notebook does not have with these parameters, before it runs (E-RANGE)."""
-    next(TRAINED[notebook](given), None)
+    """Refuse arms that a notebook does not have, or that cannot run with these parameters.
+
+    It is what the notebook refuses, before any run of it starts (E-RANGE).
+    """
+    if notebook in experiments.CHECKS:
+        experiments.check(notebook, given)
+    else:
+        next(TRAINED[notebook](given), None)
 
 
 def _listed(text: str) -> list[str]:
@@ -203,7 +189,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _arms(given: Given, known: Mapping[str, Any]) -> list[str]:
-    return parameters.arms(given["arms"], known)
+    return lists.arms(given["arms"], known)
 
 
 def plans(notebook: str, given: Given, gpu: str, **how: Any) -> list[Plan]:

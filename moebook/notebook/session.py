@@ -19,7 +19,7 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moebook import results, runtime
+from moebook import lists, results, runtime
 from moebook.errors import nearest, refuse, shown
 from moebook.notebook import parameters
 from moebook.notebook.parameters import Parameter, Scalar
@@ -87,11 +87,16 @@ class Run:
     tier: str
     witness: Witness = field(default_factory=lambda: Witness({}, {}, ()))
 
+    @property
+    def settings(self) -> Mapping[str, Scalar]:
+        """The notebook's parameters by name, as `begin` checked them."""
+        return self.witness.parameters
+
     def arms(self, text: str, known: Mapping[str, Arm]) -> dict[str, Arm]:
         """Return the known arms that ``text``, the parameter ``arms``, names, and note them."""
-        names = parameters.arms(text, known)
+        names = lists.arms(text, known)
         if not names:
-            refuse("E-RANGE", f"arms is empty; {nearest('', [parameters.ALL, *known])}")
+            refuse("E-RANGE", f"arms is empty; {nearest('', [lists.ALL, *known])}")
         chosen = {name: known[name] for name in known if name in names}
         _note(arms=list(chosen), known=list(known))
         return chosen

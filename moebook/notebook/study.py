@@ -24,8 +24,9 @@ from typing import Any
 
 from moebook import cluster, results, runtime
 from moebook.errors import Refusal, placed, refuse, told
+from moebook.lists import ALL
 from moebook.notebook import children, parameters, sources
-from moebook.notebook.parameters import ALL, Scalar
+from moebook.notebook.parameters import Scalar
 from moebook.notebook.publish import read_notebook
 from moebook.notebook.runner import check_device, run_notebook
 from moebook.notebook.sources import Notebook
@@ -138,24 +139,23 @@ def study(
     asked = None if default is None else arms or str(default)
     every = [_lacking(seed, asked, pool) for seed in wanted]
     todo = [Job(name, protocol, overrides) for overrides in every if overrides]
-    _check(notebook, protocol, todo, arms, engine)
+    _check(notebook, protocol, todo, engine)
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
     return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
 
 
-def _check(
-    notebook: Notebook, protocol: str, todo: Sequence[Job], arms: str | None, engine: str
-) -> None:  # fmt: skip
+def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) -> None:
     """Refuse at once, before a commit is frozen, what every run would be refused for."""
     for job in todo:
         parameters.check(notebook.parameters, job.overrides, f"{notebook.name} at {protocol}")
     settings = notebook.defaults | notebook.settings(protocol)
     if engine == "local":  # a cluster's nodes may have other devices
         check_device(settings)
-    if arms and arms != ALL and notebook.name in PLANNED:
+    if notebook.name in PLANNED:
         from moebook.notebook import plans  # with torch and all methods
 
-        plans.check_arms(notebook.name, settings | {"arms": arms})
+        for asked in {str(job.overrides["arms"]) for job in todo}:
+            plans.check_arms(notebook.name, settings | {"arms": asked})
 
 
 def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from moebook.planning import methods
 from moebook.planning.cost import EFFICIENCY, GPUS, Machine, Plan, machine, plan, state
-from moebook.planning.dry import Size, Training, dry_run, recompute, size
+from moebook.planning.dry import Size, Training, dry_run, size
 from moebook.planning.tally import Tally
 
 RECORDS = "results/plan"

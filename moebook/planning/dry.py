@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from moebook.models.anatomy import NAME, anatomy, register_experts
 from moebook.models.skeleton import autocast, configuration, on_meta, skeleton
 from moebook.planning.methods import Method
 from moebook.planning.tally import Op, Tally
-from moebook.training import widen
+from moebook.training import recompute, widen
 
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes a weight in 4 bits: a scale of 8 bits for 64 of them, and one of 32 bits for 256 scales."""
@@ -137,12 +136,6 @@ def _without_values(host: str) -> Iterator[None]:
     except Exception as error:
         problem = f"{type(error).__name__}: {error!s:.300}"
         refuse("E-MODEL", f"{host}: its layers cannot run without values ({problem}): no plan")
-
-
-def recompute(model: Any) -> None:
-    """Switch gradient checkpointing on."""
-    with warnings.catch_warnings(action="ignore"):  # of the name, which transformers is changing
-        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _linears(block: nn.Module) -> list[Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from moebook import papers
+from moebook.experiments import Arm
 from moebook.methods import esft as specialised
 from moebook.methods import pesc as crafted
 from moebook.methods import rocket
@@ -29,6 +31,17 @@ class Method:
     quantised: bool = False  # it keeps its frozen linear layers in 4 bits; on meta they are not
 
 
+def of_arm(arm: Arm, settings: Mapping[str, Any]) -> Method:
+    """Take an arm of an experiment, as the notebook makes it with these parameters.
+
+    What would be packed in 4 bits is not on meta, where nothing has a value; a plan allows for it.
+    """
+    packed = getattr(arm.configure(settings), "host", "") == "qlora"
+    values = {**settings, "host": "lora"} if packed else settings
+    made_by = (arm.build, arm.configure(values))
+    return Method(made_by, partial(arm.make, settings=values), packed)
+
+
 def full() -> Method:
     """Train all parameters, of a dense host or a mixture."""
     return Method("full", lambda host: host.requires_grad_(True))
@@ -40,11 +53,6 @@ def pesc(config: crafted.Config, *, sparse: bool = True) -> Method:
     config = replace(config, host="lora") if packed else config
     made = partial(crafted.prepare, config=config, sparse=sparse)
     return Method(("pesc", config, sparse), made, packed)
-
-
-def full_experts(config: crafted.Config) -> Method:
-    """Craft with copies of the whole MLP, which train alone."""
-    return Method(("full_experts", config), partial(crafted.full_experts, config=config))
 
 
 def upcycling(config: upcycled.Config) -> Method:

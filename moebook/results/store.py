@@ -151,12 +151,15 @@ class Pool:
     def at_end(self, *names: str | float | None) -> str:
         """Say which arms in values' names had most seeds at one end of their rates, or no choice.
 
-        With another rate such an arm may do better.
+        With another rate such an arm may do better. Rates that the protocol fixes for each arm were
+        chosen in runs of their own.
         """
         several = dict.fromkeys("/".join(map(str, names)).split("/"))
-        fixed = [arm for arm in several if arm in self.arms and arm not in self.rates]
-        told = f"{' and '.join(fixed)} had no choice of rate"
-        found = [told] if fixed and self.tier in COMMITTED else []
+        untried = [arm for arm in several if arm in self.arms and arm not in self.rates]
+        chosen_before = any(run.settings.get("fixed_rates") for run in self.runs)
+        found = []
+        if untried and self.tier in COMMITTED and not chosen_before:
+            found.append(f"{' and '.join(untried)} had no choice of rate")
         for arm in several:
             grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
             for end, which in (("lowest", min), ("highest", max)):

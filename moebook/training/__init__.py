@@ -5,6 +5,7 @@ from accelerate.utils import parse_flag_from_env
 from moebook.training.batches import nats
 from moebook.training.loop import History, Recipe, fit, step_memory
 from moebook.training.precision import widen
+from moebook.training.recomputing import recompute
 
 if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # accelerate's launcher was told of FSDP
     from moebook.training.sharding import fit

@@ -255,6 +255,9 @@ def test_a_point_is_the_rate_of_least_loss_and_what_it_reached_and_an_end_of_the
     assert points == {"a": [(0.01, 0.1), (1e-05, 0.2)]}
     told = several.at_end("pesc/b/accuracy", "pesc/a/accuracy")
     assert told == "b had no choice of rate, a took its highest rate in 1 of 1 seeds"
+    by_others = replace(runs[0], settings={"fixed_rates": "a=0.01,b=0.01"})
+    told = Pool("pesc", "nano", (by_others,)).at_end("pesc/b/accuracy", "pesc/a/accuracy")
+    assert told == "a took its highest rate in 1 of 1 seeds"
     inside = run(3, **{"0.1/one": 2.0, "0.1/two": 2.0, "1/one": 1.0, "1/two": 1.0, "9/one": 3.0})
     runs += inside, run(4, **{"0.1": 2.0, "1": 1.0, "9": 3.0})
     assert not Pool("pesc", "nano", runs).at_end("pesc/a/accuracy", None, 0.5)

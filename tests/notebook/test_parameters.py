@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from papermill.translators import PythonTranslator
 
+from moebook import lists
 from moebook.errors import Refusal
 from moebook.notebook import Run, begin, parameters, publish, sources
 from tests.refusals import refused
@@ -139,7 +140,7 @@ def test_the_arms_of_a_run_are_the_named_ones_in_the_notebooks_order():
     known, run = {"wide": 1, "dense": 2, "kaiming": 3}, Run("cpu")
     assert run.arms("all", known) == known
     assert list(run.arms("kaiming,wide", known)) == ["wide", "kaiming"]
-    assert parameters.listed("laboratory", "", known) == []
+    assert lists.listed("laboratory", "", known) == []
     wrong = {"wid": "lists 'wid': did you mean 'wide'", "wide,wide": "lists 'wide' twice",
              "": "is empty; one of: all, dense, kaiming, wide"}  # fmt: skip
     for text, message in wrong.items():

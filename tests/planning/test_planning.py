@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from moebook import models, planning, results
+from moebook import experiments, models, planning, results
 from moebook.methods import pesc, rocket, upcycling
 from moebook.models import anatomy, skeleton
 from moebook.planning import Training, machine, methods, plan
@@ -79,6 +79,13 @@ def test_a_host_that_cannot_be_planned_is_refused(kind, message, tmp_path):
         assert method != methods.full() or re.search(message, str(refusal))
 
 
+def arm(name, host="lora"):
+    """An arm of PESC's notebook, with the settings of LORA."""
+    sizes = {"experts": 4, "top_k": 2, "adapter_width": 8, "adapter_scale": 1.0}
+    tuned = {"host": host, "lora_rank": 2, "lora_alpha": 16.0, "balance_weight": 0.01}
+    return methods.of_arm(experiments.pesc.ARMS[name], {"preset": "fixed", **sizes, **tuned})
+
+
 D, F, L = 128, 352, 4  # of nano
 LINEARS = 4 * 2 * D + 3 * (D + F)  # inputs and outputs of a layer's linear layers
 
@@ -86,7 +93,8 @@ LINEARS = 4 * 2 * D + 3 * (D + F)  # inputs and outputs of a layer's linear laye
 @pytest.mark.parametrize(("host", "method", "trained"), [
     ("nano", methods.pesc(LORA(), sparse=False), L * 2 * LINEARS),
     ("nano", methods.pesc(LORA()), L * (2 * LINEARS + 4 * 2 * D * 8 + 4 * D)),
-    ("nano", methods.full_experts(LORA(host="frozen")), L * (4 * 3 * D * F + 4 * D)),
+    ("nano", arm("upcycled"), L * (4 * 3 * D * F + 4 * D)),
+    ("nano", arm("sparse", host="qlora"), L * (2 * LINEARS + 4 * 2 * D * 8 + 4 * D)),
     ("nano", methods.upcycling(upcycling.Config(experts=3)),
      llama(2048, D, F, L, 4, 4, True) + L * (2 * 3 * D * F + 3 * D)),
     ("nano", methods.mixture(rocket.Config(), 16), L * 2 * 4 * (2 * 16 * D + D)),
@@ -223,7 +231,7 @@ def test_a_configuration_of_another_version_is_refused_with_both(tmp_path, chang
 @pytest.mark.parametrize(("host", "method"), [
     ("nano", methods.full()),
     ("nano", methods.pesc(LORA())),
-    ("nano", methods.full_experts(LORA(host="frozen"))),
+    ("nano", arm("upcycled")),
     ("nano-moe", methods.lora(2, 1.0)),
     ("nano-moe", methods.esft(0.1)),
 ])  # fmt: skip

@@ -154,8 +154,12 @@ def counts(config: Config, host: str | PreTrainedConfig) -> Counts:
 
 
 def matched(dense: nn.Module, config: Config) -> Config:
-    """Widen LoRA, at its scale, until the dense arm trains as many parameters as the sparse one."""
-    linears = (m for name, m in dense.named_modules() if name.endswith(config.lora_targets))
+    """Widen LoRA, at its scale, until the dense arm trains as many parameters as the sparse one.
+
+    Counted is the host that ``dense.config`` describes, whole, even where some layers are cut off.
+    """
+    host = skeleton(dense.config)
+    linears = (m for name, m in host.named_modules() if name.endswith(config.lora_targets))
     per_rank = sum(linear.in_features + linear.out_features for linear in linears)
     sparse = counts(config, dense.config)
     rank = config.lora_rank + round((sparse.adapters + sparse.routers) / per_rank)

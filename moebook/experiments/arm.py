@@ -1,0 +1,73 @@
+"""An arm: one way to treat the base, as data, with what it needs of the notebook's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from moebook import lists
+from moebook.errors import Refusal, nearest, refuse
+
+Settings = Mapping[str, Any]  # a notebook's parameters, by name
+Complaints = Iterable[str]  # each names a parameter, its value, and what would do
+
+
+def no_needs(settings: Settings) -> Complaints:
+    """Complain about nothing."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to treat the base: what a row of the table compares.
+
+    Equal ``build`` and equal results of ``configure`` make equal models.
+    """
+
+    name: str
+    # The notebook's parameters -> the settings of a method.
+    configure: Callable[[Settings], Hashable]
+    # A fresh base and these settings -> a model ready to train. Works on meta, too.
+    build: Callable[[nn.Module, Any], nn.Module]
+    needs: Callable[[Settings], Complaints] = no_needs
+    # What training adds to the loss, from the model after a forward pass.
+    penalty: Callable[[Any], Tensor] | None = None
+    # The parameter that holds its learning rate where none is tried and none is fixed.
+    rate: str = "lr"
+
+    def make(self, base: nn.Module, settings: Settings) -> nn.Module:
+        """Make a fresh base into this arm's model, ready to train."""
+        return self.build(base, self.configure(settings))
+
+
+def asked(settings: Settings, known: Mapping[str, Arm]) -> dict[str, Arm]:
+    """Return the arms that the parameter ``arms`` names, in the order of the known ones."""
+    names = lists.arms(settings["arms"], known)
+    if not names:
+        refuse("E-RANGE", f"arms is empty; {nearest('', [lists.ALL, *known])}")
+    return {name: arm for name, arm in known.items() if name in names}
+
+
+def check(arms: Mapping[str, Arm], settings: Settings, shared: Complaints = ()) -> None:
+    """Refuse parameters with which an arm cannot run: all complaints at once, in one line.
+
+    ``shared`` complaints come first; they are about what all arms have in common.
+    """
+    complaints = [*shared]
+    for arm in arms.values():
+        of_arm = [*arm.needs(settings)]
+        # What an arm does not say itself, its method's settings may.
+        complaints += of_arm or [*complaint(f"arm {arm.name}", arm.configure, settings)]
+    if complaints:
+        refuse("E-RANGE", "; and ".join(dict.fromkeys(complaints)))
+
+
+def complaint(where: str, call: Callable[..., Any], *given: Any) -> Iterator[str]:
+    """Make a complaint of what a call refuses, after ``where`` it comes from, if anywhere."""
+    try:
+        call(*given)
+    except Refusal as refusal:
+        yield f"{where}: {refusal.message}" if where else refusal.message

@@ -1,0 +1,260 @@
+"""PESC's arms: dense beside sparse on one base, and what changes one thing in ``sparse``.
+
+``rows`` and ``experiment`` bring what all arms share, ``record`` keeps what became of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import nn
+
+from moebook import data, evaluation
+from moebook.analysis import routing
+from moebook.data import hub, tasks
+from moebook.errors import nearest
+from moebook.experiments import arm, rates
+from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.experiment import Experiment, Recorder, Result
+from moebook.methods import pesc
+from moebook.methods.pesc import Config
+from moebook.nn import routers
+from moebook.settings import SIZE
+
+FIELDS = (
+    "experts",
+    "top_k",
+    "adapter_width",
+    "adapter_scale",
+    "balance_weight",
+    "host",
+    "lora_rank",
+    "lora_alpha",
+)
+HELD_OUT = 256  # rows of a mixture of the hub that are not trained on
+GAINING = ("code", "mathematics")  # domains in which the paper reports the largest gains
+
+
+def main(settings: Settings, **changes: Any) -> Config:
+    """Return the settings of the arm ``sparse``, or of one that changes something in it."""
+    given = {name: settings[name] for name in FIELDS}
+    return Config.preset(settings["preset"], **given | changes)
+
+
+def wide(settings: Settings) -> Config:
+    """Return one adapter as wide as all of ``sparse``'s together, which every token uses."""
+    width = settings["experts"] * settings["adapter_width"]
+    return main(settings, experts=1, top_k=1, adapter_width=width, balance="none")
+
+
+def reading(name: str, settings: Settings) -> Config:
+    """Return the settings as ``paper`` or ``released`` reads what the text leaves open."""
+    return main(settings, **pesc.reading(name))
+
+
+def dense(base: nn.Module, config: Config) -> nn.Module:
+    """Tune the base without adapters, as the paper's Camel."""
+    return pesc.prepare(base, config, sparse=False)
+
+
+def matched(base: nn.Module, config: Config) -> nn.Module:
+    """Tune the base by a LoRA so wide that it trains as many parameters as ``sparse``."""
+    return pesc.prepare(base, pesc.matched(base, config), sparse=False)
+
+
+def _dense_needs(settings: Settings) -> Complaints:
+    if settings["host"] == "frozen":
+        why = "dense tunes the host alone, and would train nothing"
+        yield f"host = 'frozen': {why}; take lora, qlora or full, or leave dense out of arms"
+
+
+def _matched_needs(settings: Settings) -> Complaints:
+    if settings["host"] not in ("lora", "qlora"):
+        why = "matched widens the host's LoRA, and there is none"
+        remedy = "take lora or qlora, or leave matched out of arms"
+        yield f"host = {settings['host']!r}: {why}; {remedy}"
+
+
+def _wide_needs(settings: Settings) -> Complaints:
+    width = settings["experts"] * settings["adapter_width"]
+    if width > SIZE:
+        sizes = f"experts = {settings['experts']} and adapter_width = {settings['adapter_width']}"
+        remedy = f"take a product of at most {SIZE:,}, or leave wide out of arms"
+        yield f"{sizes}: wide would have one adapter of width {width:,}; {remedy}"
+
+
+def _with_experts(name: str, count: int) -> Arm:
+    """Return the arm that is ``sparse`` with so many experts."""
+
+    def needs(settings: Settings) -> Complaints:
+        if settings["top_k"] > count:
+            why = f"{name} has {count} experts"
+            remedy = f"take 1 to {count}, or leave {name} out of arms"
+            yield f"top_k = {settings['top_k']}: {why}; {remedy}"
+
+    return _arm(name, partial(main, experts=count), needs=needs)
+
+
+def _arm(
+    name: str,
+    configure: Callable[[Settings], Config],
+    build: Callable[[nn.Module, Config], nn.Module] = pesc.prepare,
+    **how: Any,
+) -> Arm:
+    return Arm(name, configure, build, penalty=pesc.balance_loss, **how)
+
+
+_EVERY = (
+    _arm("dense", main, dense, needs=_dense_needs),
+    _arm("matched", main, matched, needs=_matched_needs),
+    _arm("wide", wide, needs=_wide_needs),
+    _arm("sparse", main),
+    _with_experts("experts4", 4),
+    _with_experts("experts16", 16),
+    _arm("unbalanced", partial(main, balance="none")),
+    _arm("paper", partial(reading, "paper")),
+    _arm("released", partial(reading, "released")),
+    # Eq. 6: the host is frozen while adapters, or full experts, train.
+    _arm("adapters", partial(main, host="frozen")),
+    _arm("upcycled", partial(main, host="frozen"), pesc.full_experts, rate="lr_full"),
+)
+ARMS: dict[str, Arm] = {each.name: each for each in _EVERY}
+
+
+def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
+    """
+    arms = arm.asked(settings, ARMS)
+    arm.check(arms, settings, _shared_needs(settings, arms, device))
+    return arms
+
+
+def _shared_needs(
+    settings: Settings, arms: Mapping[str, Arm], device: torch.device | None
+) -> Iterator[str]:
+    """Complain about what concerns all arms: sizes, rates, tasks, the device."""
+    experts = settings["experts"]
+    if settings["top_k"] > experts:
+        yield f"top_k = {settings['top_k']}: expected 1 to {experts}, since experts = {experts}"
+    yield from rates.needs(settings, arms, ARMS)
+    names = settings["tasks"].split(",")
+    for place, name in enumerate(names):
+        if settings["mix"] == "embedded" and name not in tasks.KNOWN:
+            why = "mix = 'embedded' trains on embedded tasks alone"
+            yield f"tasks lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
+        if name in names[:place]:
+            yield f"tasks lists {name!r} twice: name each task once"
+    optimizer = settings["optimizer"]
+    if optimizer != "adamw" and device is not None and device.type == "cpu":
+        yield f"optimizer = {optimizer!r}: it needs a GPU, and this run is on the CPU; take adamw"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What arms are trained and tested on, and how their rates are chosen."""
+
+    train: Sequence[data.mixtures.Row]
+    held_out: Sequence[data.mixtures.Row]  # on which routing and Eq. 6 are measured
+    valid: Sequence[data.mixtures.Row]  # by which learning rates are chosen
+    tested: Sequence[Any]  # of the test: its rows, or its tasks' names and their number of rows
+
+
+def rows(settings: Settings) -> Rows:
+    """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
+    names = settings["tasks"].split(",")
+    if settings["mix"] == "embedded":
+        split = "train" if settings["test_split"] == "test" else "rest"
+        train = data.draw(names, split, settings["rows_per_task"])
+        held_out = data.draw(names, settings["test_split"], settings["test_rows"])
+        valid = data.draw(names, "validation", settings["valid_rows"])
+        tested: Sequence[Any] = held_out
+    else:
+        pins = hub.pins(settings["revisions"], settings["data_folder"])
+        mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
+        train, held_out = data.hold_out(mixed, HELD_OUT)
+        valid = held_out[: settings["valid_rows"]]
+        tested = [*names, settings["test_rows"]]
+    data.refuse_leak(train, held_out)
+    return Rows(train, held_out, valid, tested)
+
+
+def experiment(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    rows: Rows,
+    load: Callable[[], nn.Module],
+    tokenizer: Any,
+) -> Experiment:
+    """Bring together what all arms share; ``load`` returns a fresh base at each call."""
+    length = settings["max_length"]
+    by_task = data.grouped(rows.valid, "task").values()
+
+    def test(model: nn.Module) -> pd.DataFrame:
+        answers = evaluation.evaluate(
+            model,
+            tokenizer,
+            settings["tasks"].split(","),
+            limit=settings["test_rows"],
+            split=settings["test_split"],
+            data=settings["data_folder"],
+            chat=settings["chat"],
+        )
+        return evaluation.by_benchmark(answers, pesc.GROUPS)
+
+    return Experiment(
+        settings=settings,
+        arms=arms,
+        load=load,
+        train_rows=data.encode(rows.train, tokenizer, max_length=length),
+        valid_rows=[data.encode(part, tokenizer, max_length=length) for part in by_task],
+        recipe=recipe(settings, tokenizer.pad_token_id),
+        test=test,
+    )
+
+
+def recipe(settings: Settings, pad_id: int) -> dict[str, Any]:
+    """Return how every arm is trained, but for its rate: keywords of `training.fit`."""
+    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
+    return {name: settings[name] for name in names} | {"pad_id": pad_id}
+
+
+def record(run: Recorder, root: str, result: Result) -> None:
+    """Keep what became of an arm, below ``root``: its scores, its loss, its size, its adapters."""
+    name = f"{root}/{result.arm.name}"
+    answers = result.answers
+    run.scores(name, answers)
+    run.curve(f"{name}/loss", result.history.loss, "nats")
+    for task, items in answers[answers.task == "gsm8k"].groupby("task").correct:
+        run.record(f"{name}/accuracy/{task}", items.mean(), "share", items)
+    run.record(f"{name}/trained", result.trained, "count")
+    if result.arm.build is pesc.prepare:  # it has adapters
+        run.record(f"{name}/adapter_norm", pesc.adapter_norm(result.model), "number")
+
+
+def gains(sparse: Result, dense: Result) -> dict[str, float]:
+    """Return the sparse model's mean gain over the dense one, in code and mathematics and others.
+
+    In points of accuracy, each domain counts equally.
+    """
+    of_sparse, of_dense = (
+        result.answers.groupby("domain").domain_score.mean() for result in (sparse, dense)
+    )
+    points = 100 * (of_sparse - of_dense)
+    means = points.groupby(points.index.isin(GAINING)).mean()
+    return means.rename({False: "others", True: "code_and_mathematics"}).to_dict()
+
+
+def shares(results: Mapping[str, Result], batches: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """Measure by domain which expert serves which tokens, of arms with several experts."""
+    return {
+        name: routing.shares(result.model, batches)
+        for name, result in results.items()
+        if any(len(router.weight) > 1 for router in routers(result.model))
+    }
