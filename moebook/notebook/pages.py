@@ -78,9 +78,13 @@ def commit(known: Mapping[str, Any] | None) -> str:
 
 
 def bound(claim: Claim) -> str:
-    """Say which number is subtracted from a claim's quantity, if any."""
+    """Say which number is subtracted from a claim's quantity, if any, and for whom it must fail."""
     number = isinstance(claim.reference, (int, float)) and claim.reference
-    return f", less {number:g}" if number else ""
+    less = f", less {number:g}" if number else ""
+    if claim.trivial is None:
+        return less
+    who = claim.trivial if isinstance(claim.trivial, str) else f"{claim.trivial:g}"
+    return f"{less}; it must fail for {who}"
 
 
 ENVIRONMENT = jinja2.Environment(

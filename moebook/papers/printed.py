@@ -201,9 +201,9 @@ class Claim:
     sizes: tuple[Text, ...] = ()  # recorded values that stand beside it: how much each arm trained
     times: tuple[float, float] | None = None
     # limits of the first of these sizes over the second: other runs are no evidence
-    ended: Text | None = (
-        None  # why it decides nothing any more; what it says stays, and its verdict
-    )
+    trivial: Text | int | float | None = None
+    # a recorded value of an arm for which a bound must fail, in the place of `value`, or a number
+    ended: Text | None = None  # why it decides nothing any more; its words and its verdict stay
     instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
 
     def __post_init__(self) -> None:
@@ -219,6 +219,15 @@ class Claim:
             refuse("E-CHOICE", "only a claim that has ended has others in its place")
         if self.times and len(self.sizes) != 2:
             refuse("E-CHOICE", "times are limits of one size over another; give two sizes")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a bound decides it that somebody chose: a number, or how near two must be."""
+        if self.kind == "number":  # the paper's own
+            return False
+        middle = isinstance(self.reference, tuple)
+        chosen = isinstance(self.reference, int | float) and self.reference != 0
+        return self.direction == "equal" or middle or chosen
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -305,6 +314,8 @@ def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
         if not named or one.id in by_id:
             odd = "stands twice" if named else f"expected {paper}.words-with-hyphens"
             refuse("E-FORMAT", f"{place}: claim '{one.id}': {odd}")
+        if one.bounded and one.trivial is None and not one.ended:
+            refuse("E-FORMAT", f"{place}: a bound needs a trivial arm for which it fails (trivial)")
         by_id[one.id] = one
     for one in by_id.values():
         for other in one.instead:

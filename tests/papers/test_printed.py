@@ -226,6 +226,8 @@ def second(old, new):  # a good claim, and another with one line changed
     (second("why: noise", "why: noise\n  instead: [pesc.one]"), "17:3: only a claim that has en"),
     (second("why: noise", "why: noise\n  ended: old\n  instead: [pesc.onee]"),
      " pesc.two names 'pesc.onee'; did you mean 'pesc.one'"),
+    (second("reference: 0", "reference: 0.5"), "17:3: .*needs a trivial arm"),
+    (second("direction: greater", "direction: equal"), "17:3: .*needs a trivial arm"),
     (second("why: noise", "why: noise\n  sizes: [a]\n  times: [1, 2]"), "17:3: .*give two sizes"),
     (second("[study, paper]", "[studio]"), "17:3: scales.0 is 'studio', expected 'smoke'"),
     (second("01_pesc", "pesc"), "17:3: notebook is 'pesc', "),
