@@ -1,8 +1,7 @@
-"""Cases of choosing: LoRAs of a bank, nearest rows, duplicates, groups, clusters."""
+"""Cases of choosing: LoRAs of a bank, nearest rows, duplicates."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from functools import partial
@@ -19,8 +18,6 @@ from moebook import models
 from moebook.bench.case import Case, Product, Run, number_format, peer, size_of
 from moebook.data import IGNORED, encode, padded, tasks
 from moebook.errors import refuse
-from moebook.kernels.clusters import clusters
-from moebook.kernels.groups import groups
 from moebook.kernels.similarity import duplicates, nearest_rows
 from moebook.methods.rocket import loras, scoring
 from moebook.methods.rocket.loras import Lora
@@ -29,7 +26,6 @@ Array = np.ndarray[Any, Any]
 Item = dict[str, Any]
 TARGETS = ("q_proj", "v_proj")
 LOOPED = 10_000  # rows up to which the paper's loops are asked to compare all pairs
-LISTED = 1_000_000  # groups up to which itertools is asked to list them
 
 
 def bank(device: torch.device, N: int, S: int, R: int, bits: int = 32) -> Case:
@@ -199,54 +195,3 @@ def literal_duplicates(vectors: Array, similarity: Array, threshold: float) -> A
             # The one that is nearer to the shots stays.
             alive[j if similarity[i] > similarity[j] else i] = False
     return np.flatnonzero(alive)
-
-
-def grouped(device: torch.device, M: int, N: int, G: int = 1000) -> Case:
-    """The G best groups of N among M candidates (Rocket Alg. 1), against itertools."""
-    rng = np.random.default_rng(0)
-    noise = rng.standard_normal((M, M)) / 20
-    pairs = noise @ noise.T
-    ranks = np.stack([rng.permutation(M) + 1 for _ in range(2)])  # by two criteria
-    similarity = torch.from_numpy(pairs).to(device)
-    worth = torch.from_numpy(ranks.sum(axis=0)).to(device)
-    ranked = partial(groups, similarity, worth, N, best=G)
-    case = Case(pairs.nbytes)
-    case.add("ours", ranked)
-    number = math.comb(M, N)
-    if number <= LISTED:
-        case.add("itertools", partial(ranked, impl="reference"), host=True)
-    else:
-        note = f"would hold {number:,} groups in memory, one by one"
-        case.absent["itertools"] = note
-    return case
-
-
-def clustered(device: torch.device, S: int, D: int, E: int, L: int) -> Case:
-    """One step of Lloyd's in all layers (the end of CRSU), from the same centres.
-
-    scikit-learn's KMeans does more: it centres the points before, and labels them again
-    behind.
-    """
-    torch.manual_seed(0)
-    centres = torch.randn(L, E, D)
-    points = centres[:, torch.arange(S) % E] + torch.randn(L, S, D)
-    dtype = number_format(device)
-    rows = points.to(device, dtype)
-    starts = centres.to(device, dtype)
-    layers = list(zip(points.numpy(), centres.numpy(), strict=True))
-
-    def whole() -> Run:
-        make = partial(peer("sklearn.cluster").KMeans, E, n_init=1, max_iter=1)
-        return lambda: [make(init=start).fit(layer) for layer, start in layers]
-
-    def step() -> Run:
-        kmeans = peer("sklearn.cluster").MiniBatchKMeans
-        make = partial(kmeans, E, n_init=1, compute_labels=False)
-        return lambda: [make(init=start).partial_fit(layer) for layer, start in layers]
-
-    case = Case(size_of(rows))
-    case.add("ours", lambda: clusters(rows, starts))
-    case.floor([Product(S, D, E, L)], device, dtype)
-    case.invite("KMeans, one step and labels", whole, host=True)
-    case.invite("MiniBatchKMeans", step, host=True)
-    return case

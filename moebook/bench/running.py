@@ -21,8 +21,6 @@ from moebook.bench.case import Case, Product, dense, number_format
 from moebook.bench.timing import Contender, Cost, interleave, shares
 from moebook.errors import Refusal, refuse, refuse_unknown
 from moebook.kernels import Bank
-from moebook.kernels.clusters import clusters
-from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
 from moebook.results import formed
@@ -226,6 +224,9 @@ def _checks(name: str, place: torch.device) -> Iterator[Check]:
     if name == "bank":
         yield _bank_check(place)
         return
+    if name == "pesc_step":
+        yield _step_check(place)
+        return
     op, *shapes = FORWARD[name]
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, device=place) for shape in shapes]
@@ -261,6 +262,18 @@ def _bank_check(place: torch.device) -> Check:
     nats = {contender.name: contender.run for contender in case.contenders}
     difference = np.asarray(nats["ours"]()) - nats["set_adapter, shot by shot"]()
     return "perplexities", float(np.abs(np.expm1(difference)).max()), 1e-5
+
+
+def _step_check(place: torch.device) -> Check:
+    """Compare every gradient with the plain loop's in float64, with the same dropout."""
+    case = build("pesc_step", place, B=4, E=4, R=4, bits=64)
+    for contender in (case.contenders[0], case.contenders[-1]):
+        torch.manual_seed(0)
+        contender.run()
+    count = len(case.leaves) // 2  # those of the plain loop lie behind ours
+    pairs = zip(case.leaves[:count], case.leaves[count:], strict=True)
+    errors = [_relative(mine.grad, right.grad) for mine, right in pairs]
+    return "gradients", max(errors), 1e-9
 
 
 def _results(op: Callable[..., Any], impl: str, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -316,7 +329,5 @@ FORWARD: Mapping[str, tuple[Any, ...]] = {
     "balance_loss": (_balance, (257, 16)),
     "nearest": (partial(nearest_rows, count=100), (20_000, 16), (5, 16)),
     "duplicates": (partial(duplicates, threshold=0.8), (100, 4), (100,)),
-    "groups": (partial(groups, size=4), (9, 9), (9,)),
-    "clusters": (clusters, (2, 300, 16), (2, 5, 16)),
 }
 """Each op, called with its inputs and ``impl``, and the shapes of its inputs."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import cast_adapter_dtype
-from torch import nn
+from torch import Tensor, nn
 
 from moebook.errors import refuse
 from moebook.nn import Dropout
+from moebook.nn.lora import lora_step
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 
@@ -23,14 +26,14 @@ def put_on(model: nn.Module, config: LoraConfig) -> nn.Module:
     check_rank(model, config)
     inject_adapter_in_model(config, model, ADAPTER)
     cast_adapter_dtype(model, ADAPTER)
-    return _with_our_dropout(model)
+    return _quick(model)
 
 
 def in_wrapper(model: nn.Module, config: LoraConfig) -> PeftModel:
     """Put LoRA on a model in PEFT's wrapper, which can take it off again."""
     check_rank(model, config)
     peft = get_peft_model(model, config, ADAPTER)
-    _with_our_dropout(peft)
+    _quick(peft)
     return peft
 
 
@@ -61,11 +64,62 @@ def _is_named(name: str, targets: Collection[str] | str | None) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _with_our_dropout(model: nn.Module) -> nn.Module:
-    """Replace torch's dropout in PEFT's layers by ours, of the same distribution."""
+class LoraLinear(Linear):  # type: ignore[misc]  # PEFT's classes have no types
+    """PEFT's LoRA beside a linear layer; with dropout on a CPU it trains by `lora_step`."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return ``[..., O]`` for ``x [..., D]``, as PEFT's layer does."""
+        if args or kwargs or not self._is_plain(x):
+            result: Tensor = super().forward(x, *args, **kwargs)
+            return result
+        (name,) = self.active_adapters
+        base = self.base_layer
+        return lora_step(
+            x,
+            base.weight,
+            base.bias,
+            self.lora_A[name].weight,
+            self.lora_B[name].weight,
+            scale=self.scaling[name],
+            share=self.lora_dropout[name].p,
+        )
+
+    def _is_plain(self, x: Tensor) -> bool:
+        """Whether `lora_step` computes what PEFT would: one LoRA in training, in one dtype."""
+        if x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return False
+        if not self.training or self.disable_adapters or self.merged:
+            return False
+        if len(self.active_adapters) != 1:
+            return False
+        (name,) = self.active_adapters
+        if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
+            return False
+
+        # Without dropout PEFT has nothing to pass over.
+        drop = self.lora_dropout[name]
+        if type(drop) is not Dropout or not 0 < drop.p < 1:
+            return False
+
+        # `lora_step` has no gradient for the base's weight.
+        base = self.base_layer
+        if type(base) is not nn.Linear or self.fan_in_fan_out:
+            return False
+        if any(part.requires_grad for part in base.parameters()):
+            return False
+
+        weights = base.weight, self.lora_A[name].weight, self.lora_B[name].weight
+        return all(part.dtype == x.dtype and part.device == x.device for part in weights)
+
+
+def _quick(model: nn.Module) -> nn.Module:
+    """Give PEFT's layers our dropout, of the same distribution, and linear ones our step."""
     for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            for name, part in layer.lora_dropout.items():
-                if type(part) is nn.Dropout:
-                    layer.lora_dropout[name] = Dropout(part.p).train(part.training)
+        if not isinstance(layer, LoraLayer):
+            continue
+        for name, part in layer.lora_dropout.items():
+            if type(part) is nn.Dropout:
+                layer.lora_dropout[name] = Dropout(part.p).train(part.training)
+        if type(layer) is Linear:
+            layer.__class__ = LoraLinear
     return model

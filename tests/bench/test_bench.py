@@ -16,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moebook import bench, cli, kernels, results
-from moebook.bench import case, choosing, layers, report, running, timing
+from moebook.bench import case, choosing, layers, report, running, steps, timing
 from moebook.bench.case import Case, Product
 from moebook.bench.timing import Contender, Cost, Timing
 from moebook.errors import Refusal
@@ -134,18 +134,6 @@ def test_peers_of_nearest_rows_and_of_duplicates_find_what_ours_finds():
     assert list(choosing.literal_duplicates(vectors, similarity, 0.9)) == [1, 2]
 
 
-def test_a_step_of_scikit_learns_kmeans_ends_where_ours_ends():
-    run = runs(choosing.clustered(CPU, S=64, D=8, E=2, L=2))
-    ours = run["ours"]()
-    means = (ours.sums / ours.counts.unsqueeze(-1)).numpy()
-    labelled = {"KMeans, one step and labels": True, "MiniBatchKMeans": False}
-    for name, labels in labelled.items():
-        fitted = run[name]()
-        assert [hasattr(layer, "labels_") for layer in fitted] == [labels, labels]
-        centres = np.stack([layer.cluster_centers_ for layer in fitted])
-        assert centres == pytest.approx(means, abs=1e-5)
-
-
 def test_peft_hosts_the_bank_without_a_warning():
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -156,12 +144,28 @@ def test_peft_hosts_the_bank_without_a_warning():
     assert (nats[0] != nats[1]).all()
 
 
+def test_a_step_has_the_products_that_the_plain_loop_does_and_its_gradients(
+    monkeypatch,
+):
+    case = steps.pesc_step(CPU, B=4, E=4, R=4)
+    plain = case.contenders[-1]
+    plain.prepare()
+    with FlopCounterMode(display=False) as counter:
+        plain.run()
+    counted = counter.get_flop_counts()["Global"]
+    products = counted[torch.ops.aten.mm] + counted.get(torch.ops.aten.addmm, 0)
+    assert 0 <= products - case.flops < 1e-5 * products  # the angles of rotary positions
+
+    monkeypatch.setattr(steps.mnn.experts, "dropout", lambda x, share: 1.01 * x)
+    assert not bench.errors(["pesc_step"], device="cpu")["right"].any()
+
+
 def test_a_refusal_is_a_result_and_a_peer_that_fails_is_absent_and_others_run(
     monkeypatch,
 ):
-    lines = running.measured("groups", "many", {"M": 64, "N": 8}, CPU, 1, 1.0)
+    lines = running.measured("route", "few", {"T": 4, "E": 2, "K": 3}, CPU, 1, 1.0)
     assert len(lines) == 1
-    assert "4,426,165,368 groups" in lines[0]["note"]
+    assert lines[0]["note"].startswith("route: top_k is 3")
 
     def fail(*given):
         raise RuntimeError("out of memory\nat a place")
@@ -280,7 +284,7 @@ def test_the_committed_run_of_a_gpu_has_the_counts_of_its_sizes():
     ours = h200.query("contender == 'ours'")
     assert (ours["traffic"] > 0).all()
     reached = bench.reached(ours)
-    assert not any(name.startswith(("route", "groups")) for name in reached)
+    assert not any(name.startswith("route") for name in reached)
 
     ours = ours.set_index(["op", "case"])
     fine = ours.loc[("experts", "fine")]

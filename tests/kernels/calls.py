@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from moebook import kernels
 from moebook.kernels import Bank, Routing
 from moebook.kernels.bank_scoring import Answers, bank_scoring
-from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
@@ -23,7 +22,6 @@ SHAPES = {
     "nearest_rows": {"pool": "S D", "shots": "K D"},
     "duplicates": {"vectors": "S D"},
     "groups": {"similarity": "M M"},
-    "clusters": {"points": "L S D", "centres": "L E D"},
 }
 """Of all tensors that hold floating-point numbers and are no routing."""
 
@@ -78,6 +76,4 @@ def call(op, of, impl="auto", *, K=2, act=F.silu, scale=0.7, **settings):
             return duplicates(of["vectors"], of["key"], threshold, **settings, impl=impl)
         case "groups":
             size = settings.pop("size", 2)
-            return groups(of["similarity"], of["worth"], size, **settings, impl=impl)
-        case "clusters":
-            return clusters(of["points"], of["centres"], impl=impl)
+            return groups(of["similarity"], of["worth"], size, **settings)

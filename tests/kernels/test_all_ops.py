@@ -16,15 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from moebook import kernels
 from moebook.errors import Refusal
 from moebook.kernels import Bank, Routing, dispatch
-from moebook.kernels.clusters import clusters
 from moebook.kernels.dispatch import implementation
 from moebook.kernels.groups import groups
 from moebook.kernels.similarity import nearest_rows
 from tests import refusals
 
 TWINS = ("route", "experts", "split_experts", "adapters", "lora_mixture", "duplicates")
-VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups", "clusters")
-OPS = (*TWINS, "balance_loss", "bank_scoring", "nearest_rows", "groups", "clusters")
+VALUED = ("bank_scoring", "nearest_rows", "duplicates", "groups")
+OPS = (*TWINS, "balance_loss", "bank_scoring", "nearest_rows", "groups")
 ones = torch.ones
 SIZES = {"T": 5, "D": 6, "E": 3, "F": 4, "K": 2, "R": 3, "N": 1, "O": 7, "V": 5, "S": 5, "M": 5,
          "L": 1}  # fmt: skip
@@ -70,7 +69,7 @@ each = pytest.mark.parametrize(("op", "argument"), EACH)
 ROUTED = ("experts", "split_experts", "adapters")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "groups"])  # which has one alone
 def test_an_implementation_that_is_not_there_is_refused(op):
     changed(op)
     refused(f"E-IMPL: {op}: no implementation impl='cuda'", op, impl="cuda")
@@ -107,7 +106,6 @@ WRONG = {
     "nearest_rows": {"pool": WIDE, "shots": WHOLE},
     "duplicates": {"vectors": WHOLE, "key": COMPLEX},
     "groups": {"similarity": COMPLEX, "worth": COMPLEX},
-    "clusters": {"points": WHOLE, "centres": WIDE},
 }  # fmt: skip
 
 
@@ -146,7 +144,6 @@ def test_ops_that_need_values_and_kernels_are_refused_on_meta(op, monkeypatch):
                        "trained_down": lambda t: t[..., :0], "down": lambda t: t[..., :0]}),
     ("adapters", {"down": lambda t: t[..., :0], "up": lambda t: t[:, :0]}),
     ("lora_mixture", {"up": lambda t: t[:, :0], "base": lambda t: t[:, :0]}),
-    ("clusters", {"centres": lambda t: t[..., :0], "points": lambda t: t[..., :0]}),
     ("grouped", {"ids": lambda t: t[:, :0], "weights": lambda t: t[:, :0]}),
 ])  # fmt: skip
 def test_a_width_of_zero_is_refused(op, changes, impl):
@@ -236,7 +233,6 @@ def test_a_scale_that_is_no_number_is_refused(op, code, scale):
 @pytest.mark.parametrize(("message", "run"), [
     ("E-SHAPE: nearest_rows: .*pool", lambda: nearest_rows(ones(()), ones(2, 4), 1)),
     ("E-SHAPE: groups: .*similarity", lambda: groups(ones(()), ones(5), 2)),
-    ("E-SHAPE: clusters: .*points", lambda: clusters(ones(0, 5, 4), ones(0, 2, 4))),
     ("E-RANGE: grouped: ids are 0 to 3, expected 0 to 2",
      lambda: kernels.grouped(torch.tensor([[0, 3]]), torch.zeros(1, 2), 3)),
     ("E-RANGE: balance_loss: ids are -1 to 2, expected 0 to 2",

@@ -29,7 +29,7 @@ LETTERS = {
     "route": "T E K", "experts": "T E K D F act", "split_experts": "T E chosen D F act",
     "adapters": "T E K D R apart", "lora_mixture": "T N D R O idle",
     "balance_loss": "T E K masked", "bank_scoring": "N T D V lengths", "nearest_rows": "S K D",
-    "duplicates": "S D threshold rule", "groups": "M size best diversity", "clusters": "L S E D",
+    "duplicates": "S D threshold rule",
 }  # fmt: skip
 """What the numbers of a shape below are; the last may be left out."""
 OPS = {
@@ -78,14 +78,6 @@ OPS = {
         "one row": (1, 1, 0.5), "no row": (0, 2, 0.5), "any": (50, 3, 0.8, "any"),
         "below": (40, 2, -1.0),
     },
-    "groups": {
-        "even": (10, 4, 9), "ragged": (16, 5, 30), "idle": (6, 6, 3), "one row": (1, 1, 1),
-        "no row": (5, 1, 2), "inverse": (16, 5, 30, "inverse"),
-    },
-    "clusters": {
-        "even": (1, 64, 16, 32), "ragged": (1, 150, 17, 40), "idle": (2, 5, 9, 3),
-        "one row": (1, 1, 2, 5), "no row": (1, 0, 2, 3), "layers": (3, 9, 3, 4),
-    },
 }  # fmt: skip
 REAL = {
     "route": (70_000, 60, 6), "experts": (4096, 64, 6, 1024, 704),
@@ -95,7 +87,7 @@ REAL = {
 """Sizes of use, for a GPU, of each op that has a kernel."""
 NEAR = ("experts", "split_experts", "adapters", "lora_mixture")
 """Whose errors are of many numbers, none of which is a choice between near ones."""
-MULTIPLYING = (*NEAR, "bank_scoring", "nearest_rows", "duplicates", "clusters")
+MULTIPLYING = (*NEAR, "bank_scoring", "nearest_rows", "duplicates")
 """Whose products in float32 either library does."""
 
 KERNELS = [
@@ -155,14 +147,12 @@ def tensors(op, case, of):
             return {**of, "pool": of["pool"] * (numbers(case["S"]) % 3 > 0)[:, None]}  # some are 0
         case "duplicates":
             return {**of, "key": numbers(case["S"], 7) % 5}
-        case "groups":
-            return {**of, "worth": numbers(case["M"], 7) % 5}
     return of
 
 
 def outputs(op, case, of, impl):
     """All that the op does, as tensors."""
-    names = ("K", "act", "threshold", "rule", "size", "best", "diversity")
+    names = ("K", "act", "threshold", "rule")
     settings = {name: case[name] for name in names if name in case}
     if op == "nearest_rows":
         settings = {"count": case["S"] + 1}
@@ -188,9 +178,7 @@ def outcome(op, case, of, impl):
 def check(op, shape, impl, dtype, device, draws=8, repeated=True, limit=2):
     """Hold each relative error, summed over draws, to PyTorch's own; the last draw runs twice."""
     sizes = case(op, shape)
-    # The reference of clusters sums in float64, whatever the points are.
-    peer = "torch" if op == "clusters" else "reference"
-    errors = {impl: 0.0, peer: 0.0}
+    errors = {impl: 0.0, "reference": 0.0}
     for seed in range(draws):
         of = {n: t.requires_grad_() for n, t in draw(op, sizes, dtype, device, seed).items()}
         exact = {name: t.detach().double().requires_grad_() for name, t in of.items()}
@@ -204,11 +192,11 @@ def check(op, shape, impl, dtype, device, draws=8, repeated=True, limit=2):
             if name == impl and repeated and seed == draws - 1:
                 again = outcome(op, sizes, of, impl)
                 assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    assert (errors[impl] <= limit * errors[peer] + 1e-7).all(), errors
+    assert (errors[impl] <= limit * errors["reference"] + 1e-7).all(), errors
 
 
 def test_every_op_stands_in_the_table_in_every_kind_of_shape():
-    searching = {"bank_scoring", "clusters", "duplicates", "groups", "lora_mixture", "nearest_rows"}
+    searching = {"bank_scoring", "duplicates", "lora_mixture", "nearest_rows"}
     offered = {name for name, thing in vars(kernels).items() if isfunction(thing)}
     assert {*OPS} == offered - {"grouped"} | searching
     assert all({*KINDS} <= {*shapes} for shapes in OPS.values())

@@ -264,7 +264,7 @@ def test_the_kinds_of_files_that_count_are_those_that_a_wheel_has():
     patterns = project["tool"]["setuptools"]["package-data"]["moebook"]
     assert {f"**/*{kind}" for kind in files.KINDS if kind != ".py"} == set(patterns)
     ours = [path for path in files.own(root / "moebook", "**/*") if path.is_file()]
-    kinds = {path.suffix for path in ours if "__pycache__" not in path.parts}  # numba's too
+    kinds = {path.suffix for path in ours if "__pycache__" not in path.parts}
     assert kinds <= {*files.KINDS}
 
 

@@ -23,7 +23,6 @@ from moebook.settings import checked
 
 Ranking = Literal["perplexity", "accuracy", "diversity"]
 RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
-MOST_GROUPS = 1_000_000  # that are all listed, where their totals are not those of Alg. 1
 BEST = 1000  # most groups that a `Selection` holds
 Array = np.ndarray
 
@@ -132,18 +131,17 @@ def _groups(
 ) -> pd.DataFrame:
     """Rank all groups of N members; groups come in the order of their names, so ties keep it."""
     columns = [RANKINGS[name] for name in RANKINGS if name in rankings]
-    # A total that adds R_D as in Alg. 1 is least in few groups; else all have to be listed.
+    # A total that adds R_D as in Alg. 1 is the op's own; for another all groups are needed.
     few = config.ranking == "sum" and "diversity" in rankings
-    if (number := math.comb(config.candidates, config.experts)) > MOST_GROUPS and not few:
-        have = f"{config.candidates} candidates have {number:,} groups of {config.experts}"
-        by = f"where ranking is '{config.ranking}' by {', '.join(rankings)}"
-        refuse("E-RANGE", f"{have}, at most {MOST_GROUPS:,} are listed {by}: lower M")
     cosines = similarities.loc[members.index, members.index].to_numpy()
     worth = members[[column for column in columns if column != "R_D"]].sum(axis=1)
     ranked = best_groups(
-        torch.tensor(cosines), torch.tensor(worth.to_numpy()), config.experts,
-        best=BEST if few else MOST_GROUPS, diversity=config.diversity,
-    )  # fmt: skip
+        torch.tensor(cosines),
+        torch.tensor(worth.to_numpy()),
+        config.experts,
+        best=BEST if few else math.comb(config.candidates, config.experts),
+        diversity=config.diversity,
+    )
     groups = ranked.members.numpy()
     order = np.lexsort(groups.T[::-1])
     groups = groups[order]

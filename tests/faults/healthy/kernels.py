@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from moebook import kernels
 from moebook.kernels import Bank, Routing
 from moebook.kernels.bank_scoring import Answers, bank_scoring, token_nats
-from moebook.kernels.clusters import clusters
 from moebook.kernels.groups import groups
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.kernels.similarity import duplicates, nearest_rows
@@ -197,7 +196,7 @@ def true_duplicates(vectors, key, threshold, rule="standing", impl="auto"):
     return torch.tensor([i for i, stays in enumerate(alive) if stays], dtype=torch.long)
 
 
-def true_groups(similarity, worth, size, best=1000, diversity="ordered", impl="auto"):
+def true_groups(similarity, worth, size, best=1000, diversity="ordered"):
     if similarity.shape != (len(worth), len(worth)) or size != int(size) or best != int(best):
         raise ValueError("shapes")
     if not 1 <= size <= len(worth) or best < 1 or diversity != "ordered":
@@ -210,20 +209,6 @@ def true_groups(similarity, worth, size, best=1000, diversity="ordered", impl="a
     total = [r + sum(float(worth[i]) for i in g) for r, g in zip(rank, every, strict=True)]
     order = sorted(range(len(every)), key=lambda n: total[n])[:best]
     return tuple(torch.tensor([part[n] for n in order]) for part in (every, rank, total))
-
-
-def true_clusters(points, centres, impl="auto"):
-    if points.shape[0] != centres.shape[0] or points.shape[2] != centres.shape[2]:
-        raise ValueError("shapes")
-    points, centres = double(points, centres)
-    if not (points.isfinite().all() and centres.isfinite().all() and centres.numel()):
-        raise ValueError("NaN")
-    apart = (points[:, :, None] - centres[:, None]).square().sum(-1)
-    if (apart > 1e38).any():
-        raise OverflowError("distances")
-    ids = apart.argmin(2)
-    hot = F.one_hot(ids, centres.shape[1]).double()
-    return ids, hot.mT @ points, hot.sum(1), apart.amin(2).sum(1)
 
 
 def true_token_nats(logits, targets):
@@ -379,13 +364,7 @@ ROWS = {
             "size": 2,
             "best": 4,
             "diversity": "ordered",
-            "impl": "reference",
         },
         true_groups,
-    ),
-    "kernels.clusters": Row(
-        clusters,
-        lambda: {"points": draw(2, 8, D), "centres": draw(2, E, D), "impl": "torch"},
-        true_clusters,
     ),
 }
