@@ -55,16 +55,17 @@ def cell_problems(number: int, cell: Cell) -> Iterator[str]:
 
 
 def folding_problems(notebook: dict[str, Any]) -> Iterator[str]:
-    """A page shows the code that calls a method and folds the rest: what prepares and draws."""
+    """A page shows the code that calls or builds a method and folds what prepares and draws."""
     codes = code_cells(notebook)
     first = ast.walk(ast.parse(code(codes[0])))
     methods = [node for node in first if "moebook.methods" in (getattr(node, "module", "") or "")]
     shown = SHOWN | {name.asname or name.name for node in methods for name in node.names}
     for number, cell in enumerate(codes):
-        nodes = ast.walk(ast.parse(code(cell)))
+        nodes = list(ast.walk(ast.parse(code(cell))))
         calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
         draws = any(call.startswith(("plotting.", "speed.")) for call in calls - {"plotting.style"})
-        teaches = bool({*calls, *(call.partition(".")[0] for call in calls)} & shown)
+        builds = any(isinstance(node, ast.ClassDef) for node in nodes)
+        teaches = builds or bool({*calls, *(call.partition(".")[0] for call in calls)} & shown)
         folded = "hide-input" in cell["metadata"].get("tags", [])
         if folded == (teaches and not draws and number >= FRAME):
             yield f"code cell {number} is {'folded' if folded else 'open'}"
@@ -150,10 +151,13 @@ def test_a_fault_in_a_cell_is_found(source, problem):
 
 
 def test_plumbing_that_is_open_and_a_method_that_is_folded_are_found():
-    notebook = behind_the_frame("training.fit(model)", "training.fit(model)", "x = 1")
-    notebook["cells"][7]["metadata"] = {"tags": ["hide-input"]}
-    open_cells = [f"code cell {number} is open" for number in (0, 1, 2, 5)]
-    assert sorted(folding_problems(notebook)) == sorted([*open_cells, "code cell 3 is folded"])
+    layer = "class Layer:\n    pass"
+    notebook = behind_the_frame("training.fit(model)", layer, "training.fit(model)", layer, "x = 1")
+    for place in (7, 9):
+        notebook["cells"][place]["metadata"] = {"tags": ["hide-input"]}
+    found = [f"code cell {number} is open" for number in (0, 1, 2, 7)]
+    found += ["code cell 3 is folded", "code cell 4 is folded"]
+    assert sorted(folding_problems(notebook)) == sorted(found)
 
 
 def test_outputs_missing_text_and_a_missing_frame_are_found():

@@ -88,6 +88,9 @@ def needs(settings: Settings, arms: Mapping[str, Arm], known: Mapping[str, Arm])
     if lacking := [name for name in arms if fixed and name not in fixed]:
         more = ", ".join(f"{name}=..." for name in lacking)
         yield f"fixed_rates = {fixed_rates!r} has no rate for {', '.join(lacking)}: add {more}"
-    if len(grid) > 1 and settings["rate_steps"] == 1:
+    if len(grid) > 1 and settings["rate_steps"] == 1 and settings["warmup"] > 0:
         why = "the only step of a trial is that of the warm-up, at rate 0, so all rates tie"
         yield f"rate_steps = 1: {why}; take 2 or more"
+    if settings["steps"] == 1 and settings["warmup"] > 0:
+        why = "the only step is that of the warm-up, at rate 0, so nothing is trained"
+        yield f"steps = 1: {why}; take 2 or more, or warmup = 0"

@@ -54,6 +54,7 @@ CANNOT = {
     "rates lists 0.001 twice: give": {"rates": "0.001,1e-3"},
     "rates lists 0.00123457 twice, to the six digits": {"rates": "0.001234567,0.001234568"},
     "rate_steps = 1: the only step of a trial": {"rates": "0.001,0.002", "rate_steps": 1},
+    "steps = 1: the only step is that of the warm-up": {"steps": 1},
     "rates = '0.004' and fixed_rates = 'dense=0.1': give rates to choose from": {
         "arms": "dense",
         "rates": "0.004",
