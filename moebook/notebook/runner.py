@@ -1,7 +1,8 @@
 """Execute a notebook through papermill and keep what it left: all of it or nothing.
 
 Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook (``.ipynb``) and its
-run (``.parquet``). One that is there already and that nothing has changed since is not repeated.
+run (``.parquet``). One that is there already is not repeated while its parameters, its cells'
+statements, the lock and the code stay; what else changes in the notebook is put into the copy.
 A failed copy goes to ``runs/failed/<name>/`` and nowhere else.
 
 Meanwhile each `training.fit` keeps checkpoints below ``runs/resume/<name>/<protocol>-<key>``. A run
@@ -24,7 +25,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +48,7 @@ from moebook.notebook.publish import code_cells, harvest, seconds
 from moebook.notebook.sources import Notebook
 from moebook.results import Run
 
+LEFT = ("id", "execution_count", "outputs")  # of a cell, by its execution
 CELL_SECONDS = {"smoke": 600, "cpu": 1800}  # longest time for one cell; other tiers have none
 ROOM = 2**24  # bytes that a run's files may take
 LONGEST = 80  # bytes in the name of the sockets' folder: a Unix socket's whole name holds about 100
@@ -101,9 +103,10 @@ class Request:
 
     @cached_property
     def store(self) -> Path:
-        """Where its executed copy is kept: named by its parameters, notebook and lock."""
-        files = (self.notebook.path, results.part(self.folder, "requirements.lock"))
-        parts = [self.notebook.defaults | self.settings, *map(results.digest, files)]
+        """Where its executed copy is kept: named by its parameters, cells' statements and lock."""
+        cells = results.files.cell_digests(results.read_ipynb(self.notebook.path)["cells"])
+        lock = results.digest(results.part(self.folder, "requirements.lock"))
+        parts = [self.notebook.defaults | self.settings, cells, lock]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
         mine = self.folder / "runs" / "mine"
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
@@ -148,15 +151,52 @@ def run_notebook(
 
 
 def kept(request: Request) -> Run | None:
-    """Return the run in the store if it is whole and nothing has changed since, else None."""
+    """Return the run in the store if it is whole and nothing has changed since, else None.
+
+    Its copy gets the text cells, remarks and captions that the notebook has now.
+    """
     try:
         run = results.read_run(request.store.with_suffix(".parquet"))
     except Refusal:
         return None
     if run.manifest.get("executed") != results.digest(request.store):
         return None
-    same = run.manifest.get("evidence") == request.evidence
-    return run if same and not results.runs.changed(run, request.folder) else None
+    if run.manifest.get("evidence") != request.evidence:
+        return None
+    if results.runs.changed(run, request.folder):
+        return None
+    return _reworded(request, run)
+
+
+def _reworded(request: Request, run: Run) -> Run:
+    """Put what a notebook says now around what its cells left; return the run of that copy."""
+    page = results.read_ipynb(request.store)
+    left = iter([cell for cell in page["cells"] if _is_code(cell) and not _injected(cell)])
+    texts = {cell["source"]: cell for cell in page["cells"] if not _is_code(cell)}
+    cells = []
+    for cell in results.read_ipynb(request.notebook.path)["cells"]:
+        before = next(left) if _is_code(cell) else texts.get(cell["source"], cell)
+        cells.append({**cell, **{part: before[part] for part in LEFT if part in before}})
+        if "parameters" in cell["metadata"].get("tags", []):
+            cells += filter(_injected, page["cells"])
+    clean, _ = publish.clean({**page, "cells": cells}, request.folder)
+    text = json.dumps(clean, indent=1) + "\n"
+    if json.loads(text) == page:
+        return run
+    executed = hashlib.sha256(text.encode()).hexdigest()
+    run = replace(run, manifest={**run.manifest, "executed": executed})
+    with results.locked(request.store.with_suffix(".lock"), wait=True):
+        put(request.store, text, run)
+    return run
+
+
+def _is_code(cell: Any) -> bool:
+    return bool(cell["cell_type"] == "code")
+
+
+def _injected(cell: Any) -> bool:
+    """Whether papermill put a cell there: it holds the parameters."""
+    return "injected-parameters" in cell["metadata"].get("tags", [])
 
 
 def _execute(request: Request) -> Run | None:

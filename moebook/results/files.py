@@ -171,6 +171,11 @@ def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
     return hashlib.sha256("\n".join(statements).encode()).hexdigest()
 
 
+def cell_digests(cells: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Hash the statements of each code cell, whatever its tags, empty ones too."""
+    return [cell_digest(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 def cell_digest(text: str) -> str:
     """Hash what one cell does, given as it was written or as IPython keeps it (``In[3]``)."""
     return hashlib.sha256("\n".join(_cell_statements(text)).encode()).hexdigest()

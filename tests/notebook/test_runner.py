@@ -18,6 +18,7 @@ import pytest
 from moebook import results, runtime
 from moebook.errors import Refusal
 from moebook.notebook import runner, study
+from moebook.notebook.publish import code_cells
 from moebook.notebook.runner import run_notebook
 from moebook.notebook.session import GLUE, NOTE
 from moebook.notebook.verifying import verify
@@ -96,7 +97,7 @@ def test_the_page_shows_text_and_tables_and_the_manifest_what_ran_where_at_what_
 
 
 @pytest.mark.parametrize(("file", "old", "new"), [
-    ("notebooks/01_toy.ipynb", b"A toy", b"Another"), ("requirements.lock", b"13", b"14"),
+    ("notebooks/01_toy.ipynb", b"0.125 *", b"0.25 *"), ("requirements.lock", b"13", b"14"),
     ("moebook/notebook/session.py", b"gc.freeze()", b"gc.collect()"),
     ("PAGE.ipynb", b"{", b" {"), ("PAGE.parquet", b"PAR1", b""), ("parameter", b"", b""),
     ("protocol", b"", b""), ("force", b"", b""), ("nothing", b"", b""),
@@ -112,6 +113,43 @@ def test_a_run_is_repeated_when_what_it_is_made_of_changes(book, ran, monkeypatc
     again = run_notebook("toy", protocol, overrides, folder=book, force=file == "force")
     assert bool(executed) == (file != "nothing")
     assert again is None if executed else again.run == ran.run
+
+
+def _told(notebook):
+    """What a notebook's page shows besides what ran: texts, sources and captions."""
+    cells = results.read_ipynb(notebook)["cells"]
+    injected = [cell for cell in cells if "injected-parameters" in cell["metadata"].get("tags", [])]
+    return [(cell["source"], cell["metadata"]) for cell in cells if cell not in injected]
+
+
+def test_other_words_remarks_and_captions_are_put_into_the_copy_and_nothing_runs(
+    book, ran, monkeypatch
+):
+    monkeypatch.setattr(runner, "_execute", None)
+    monkeypatch.setattr("moebook.results.files.PACKAGE", book / "moebook")
+    path = book / "notebooks" / "01_toy.ipynb"
+    written = nbformat.read(path, as_version=4)
+    written.cells[0].source = "# Another title"
+    written.cells.insert(1, nbformat.v4.new_markdown_cell("One more text."))
+    written.cells[-1].source += "  # a remark"
+    written.cells[-1].metadata["mystnb"] = {"figure": {"caption": "A figure."}}
+    nbformat.write(written, path)
+    again = run_notebook("toy", "smoke", OURS, folder=book)
+    assert not again.fresh and _told(again.notebook) == _told(path)
+    assert again.run == results.read_run(again.path)
+    assert again.run.manifest["executed"] == results.digest(again.notebook)
+    manifest = again.run.manifest | {"executed": ran.run.manifest["executed"]}
+    assert replace(again.run, manifest=manifest) == ran.run
+    left = [[cell["outputs"] for _, cell in code_cells(json.loads(page.read_text()))]
+            for page in (again.notebook, ran.notebook)]  # fmt: skip
+    assert left[0] == left[1] and any(left[0])
+    before = again.notebook.stat().st_mtime_ns
+    assert run_notebook("toy", "smoke", OURS, folder=book).run == again.run
+    assert again.notebook.stat().st_mtime_ns == before
+    written.cells.append(written.cells.pop(-2))
+    nbformat.write(written, path)
+    with pytest.raises(TypeError):  # cells in another order run
+        run_notebook("toy", "smoke", OURS, folder=book)
 
 
 @pytest.mark.parametrize(("fate", "message"), [
