@@ -1,1 +1,1 @@
-"""What a model does: where its routers send tokens, and whether representations form clusters."""
+"""What a model does: where its routers send tokens, whether representations cluster."""

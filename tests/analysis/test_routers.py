@@ -1,4 +1,4 @@
-"""Routers against scipy and autograd; shares, indices, purity by hand; projections keep apart."""
+"""Routers against scipy and autograd; shares, indices and purity by hand."""
 
 import math
 
@@ -18,7 +18,8 @@ from moebook.training import step_memory
 from tests.families import of_family
 from tests.refusals import refused
 
-each_family = pytest.mark.parametrize("family", ["upcycled", "Mixtral", "Olmoe", "Qwen3Moe"])
+FAMILIES = ["upcycled", "Mixtral", "Olmoe", "Qwen3Moe"]
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture
@@ -26,30 +27,45 @@ def model_of(host, mixture):
     """A builder of models with two experts a token, by family."""
 
     def make(family):
-        if family in ("upcycled", "dense"):
-            dense, config = host(), upcycling.Config(top_k=2)
+        if family == "dense":
+            return host()
+        if family == "upcycled":
+            dense = host()
             start = upcycling.su(dense, 4, kind="wide")
-            return dense if family == "dense" else upcycling.upcycle(dense, config, start)
+            return upcycling.upcycle(dense, upcycling.Config(top_k=2), start)
         return mixture(family)
 
     return make
 
 
 def routers_of(model):
-    return [getattr(layer.mlp, "router", None) or layer.mlp.gate for layer in model.model.layers]
+    mlps = [layer.mlp for layer in model.model.layers]
+    return [mlp.router if hasattr(mlp, "router") else mlp.gate for mlp in mlps]
 
 
 def by_hand(model, batch):
-    """By layer the logits of real tokens, the two experts that each takes, the slots of each."""
+    """By layer the logits of real tokens, the two experts each takes, slots of each."""
     inputs = {}
     for i, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda m, args, out, i=i: inputs.update({i: args[0]}))
+
+        def keep(module, args, output, i=i):
+            inputs[i] = args[0]
+
+        layer.mlp.register_forward_hook(keep)
     model.eval()(**batch)
+    places = batch["attention_mask"].nonzero().tolist()
     for i, router in enumerate(routers_of(model)):
-        places = batch["attention_mask"].nonzero().tolist()
-        logits = [(router.weight @ inputs[i][row, column]).tolist() for row, column in places]
-        pairs = [sorted(range(len(z)), key=lambda e, z=z: -z[e])[:2] for z in logits]
-        yield logits, pairs, [sum(e in pair for pair in pairs) for e in range(len(router.weight))]
+        logits = []
+        pairs = []
+        slots = [0] * len(router.weight)
+        for row, column in places:
+            z = (router.weight @ inputs[i][row, column]).tolist()
+            first, second, *_ = sorted(range(len(z)), key=lambda e, z=z: -z[e])
+            slots[first] += 1
+            slots[second] += 1
+            logits.append(z)
+            pairs.append([first, second])
+        yield logits, pairs, slots
 
 
 @each_family
@@ -58,26 +74,35 @@ def test_statistics_are_those_of_numpy_and_scipy_over_real_tokens(family, model_
     frame = routers.statistics(model, [batch, batch])
     assert model.training
     for i, (logits, _, slots) in enumerate(by_hand(model, batch)):
-        limit, nats = math.log(len(slots)), entropy(softmax(logits, axis=1), axis=1)
-        assert frame.scale[i] == pytest.approx(math.sqrt(np.var(logits, axis=1).mean()), rel=1e-4)
-        assert frame.entropy[i] == pytest.approx(nats.mean() / limit, rel=1e-4)
-        assert frame.load_entropy[i] == pytest.approx(entropy(slots) / limit, rel=1e-4)
+        even = math.log(len(slots))
+        scale = math.sqrt(np.var(logits, axis=1).mean())
+        nats = entropy(softmax(logits, axis=1), axis=1).mean()
+        assert frame.scale[i] == pytest.approx(scale, rel=1e-4)
+        assert frame.entropy[i] == pytest.approx(nats / even, rel=1e-4)
+        assert frame.load_entropy[i] == pytest.approx(entropy(slots) / even, rel=1e-4)
         assert frame.largest[i] == pytest.approx(max(slots) / (2 * 19))
+
+
+def norms(parameters):
+    return [p.grad.norm().item() for p in parameters if p.grad is not None]
 
 
 @each_family
 def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model_of, batch):
     model = model_of(family)
-    frame, means = routers.gradients(model, batch), routers.summary(model, [batch], batch)
+    frame = routers.gradients(model, batch)
+    means = routers.summary(model, [batch], batch)
+    reach = routers.reach(model, batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     model(**batch).loss.backward()
-    norms = [router.weight.grad.norm().item() for router in routers_of(model)]
-    assert min(norms) > 0
-    assert frame.gradient.tolist() == pytest.approx(norms, rel=1e-5)
-    assert means.pop("gradient") == pytest.approx(math.hypot(*norms), rel=1e-5)
-    banks = [p.grad.norm().item() for n, p in model.named_parameters() if ".experts." in n]
-    share = math.hypot(*norms) / math.hypot(*banks)
-    assert routers.reach(model, batch) == pytest.approx(share, rel=1e-5)
+    of_routers = norms(router.weight for router in routers_of(model))
+    assert min(of_routers) > 0
+    assert frame.gradient.tolist() == pytest.approx(of_routers, rel=1e-5)
+    assert means.pop("gradient") == pytest.approx(math.hypot(*of_routers), rel=1e-5)
+    named = model.named_parameters()
+    of_experts = norms(bank for name, bank in named if ".experts." in name)
+    ratio = math.hypot(*of_routers) / math.hypot(*of_experts)
+    assert reach == pytest.approx(ratio, rel=1e-5)
     assert list(means) == ["scale", "entropy", "load_entropy"]
     layers = routers.statistics(model, [batch])
     for name, mean in means.items():
@@ -86,60 +111,76 @@ def test_gradients_are_those_of_backward_and_a_summary_takes_means(family, model
 
 @pytest.mark.parametrize("kind", ["hunyuan_v1_moe", "afmoe", "gpt_oss", "laguna"])
 def test_gradients_take_in_all_that_trains_of_a_router(kind, batch):
-    """Of a layer inside it, and of a bias, but not of one that the family keeps from training."""
+    """Of a layer inside it, and of a bias, but not of one the family never trains."""
     model = of_family(kind)
     frame = routers.gradients(model, batch)
+    assert routers.reach(model, batch) > 0
     model(**batch).loss.backward()
     layers = sparse_layers(model)
     assert frame.layer.tolist() == [layer.index for layer in layers]
     for norm, layer in zip(frame.gradient, layers, strict=True):
-        grads = [p.grad.norm() for p in layer.router.parameters() if p.grad is not None]
-        assert norm == pytest.approx(math.hypot(*grads), rel=1e-5) and norm > 0
-    assert routers.reach(model, batch) > 0
-    for layer in layers:
+        assert norm > 0
+        expected = math.hypot(*norms(layer.router.parameters()))
+        assert norm == pytest.approx(expected, rel=1e-5)
         layer.router.requires_grad_(False)
-    refused("E-MODEL: a router does not require a gradient", routers.gradients, model, batch)
+    message = "E-MODEL: a router does not require a gradient"
+    refused(message, routers.gradients, model, batch)
+
+
+@pytest.fixture
+def short(batch):
+    """Five more tokens."""
+    return {"input_ids": batch["input_ids"][:1, :5]}
 
 
 @each_family
-def test_decisions_are_the_largest_logits_of_real_tokens(family, model_of, batch):
-    model, short = model_of(family), {"input_ids": batch["input_ids"][:1, :5]}
-    sets, chosen = routers.activated(model, [batch, short]), routers.real_decisions(model, batch)
-    assert sets.shape[:2] == (2, 19 + 5)
-    for i, (tokens, pairs, _) in enumerate(by_hand(model, batch)):
-        torch.testing.assert_close(chosen[i].logits, torch.tensor(tokens), rtol=1e-4, atol=1e-4)
-        assert chosen[i].ids.tolist() == pairs
-        for token, pair in zip(sets[i], pairs, strict=False):
-            assert token.nonzero().flatten().tolist() == sorted(pair)
+def test_decisions_are_the_largest_logits_of_real_tokens(family, model_of, batch, short):
+    model = model_of(family)
+    activated = routers.activated(model, [batch, short])
+    assert activated.shape[:2] == (2, 19 + 5)
+    decisions = routers.real_decisions(model, batch)
+    for i, (logits, pairs, _) in enumerate(by_hand(model, batch)):
+        expected = torch.tensor(logits)
+        torch.testing.assert_close(decisions[i].logits, expected, rtol=1e-4, atol=1e-4)
+        assert decisions[i].ids.tolist() == pairs
+        for experts, pair in zip(activated[i, :19], pairs, strict=True):
+            assert experts.nonzero().flatten().tolist() == sorted(pair)
 
 
-def test_shares_count_the_chosen_experts_of_real_tokens(model_of, batch):
-    model, short = model_of("upcycled").train(), {"input_ids": batch["input_ids"][:1, :5]}
+def test_shares_count_the_chosen_experts_of_real_tokens(model_of, batch, short):
+    model = model_of("upcycled").train()
     shares = routing.shares(model, {"code": [batch, short], "law": [batch]})
     assert model.training
     sums = shares.groupby(["domain", "layer"])[["slots", "share"]].sum()
     assert sums.loc["code", "slots"].tolist() == [(19 + 5) * 2] * 2
     assert sums["share"].tolist() == pytest.approx([1.0] * 4)
+    law = shares[shares.domain == "law"]
     for i, (_, _, slots) in enumerate(by_hand(model, batch)):
-        assert shares[(shares.domain == "law") & (shares.layer == i)].slots.tolist() == slots
+        assert law[law.layer == i].slots.tolist() == slots
 
 
 def frame(shares, router="q", **columns):
-    cells = [(domain, *cell) for domain, row in shares.items() for cell in enumerate(row)]
-    rows = [(0, router, domain, expert, 100 * share, share) for domain, expert, share in cells]
+    """A router's shares by domain as a frame; each domain has 100 slots."""
+    rows = []
+    for domain, of_experts in shares.items():
+        for expert, share in enumerate(of_experts):
+            rows.append((0, router, domain, expert, 100 * share, share))
     names = [*routing.KEYS, "domain", "expert", "slots", "share"]
     return pd.DataFrame(rows, columns=names).assign(**columns)
 
 
-@pytest.mark.parametrize(("shares", "load_entropy", "largest", "distance"), [
-    ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # uniform together
+WORKED = [  # shares by domain; entropy of the load, largest share, distance of a domain
+    ({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]}, 1, 1 / 4, 1 / 2),  # even together
     ({"a": [1, 0, 0, 0]}, 0, 1, 0),
     ({"a": [0.7, 0.3], "b": [0.7, 0.3]}, 0.8813, 0.7, 0),
-    # What a token with two of four experts can show at least: one that serves all tokens has
-    # half of the slots, and the entropy is still near 0.9.
+    # The least that a token with two of four experts can show: one that serves all
+    # tokens has half of the slots, and the entropy is still near 0.9.
     ({"a": [1 / 2, 1 / 2, 0, 0]}, 0.5, 1 / 2, 0),
     ({"a": [1 / 2, 1 / 6, 1 / 6, 1 / 6]}, 0.8962, 1 / 2, 0),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("shares", "load_entropy", "largest", "distance"), WORKED)
 def test_load_and_specialisation_of_shares_worked_by_hand(shares, load_entropy, largest, distance):
     load = routing.load(frame(shares))
     assert load.entropy.tolist() == pytest.approx([load_entropy], abs=1e-4)
@@ -150,71 +191,92 @@ def test_load_and_specialisation_of_shares_worked_by_hand(shares, load_entropy, 
 
 def test_routers_of_one_layer_are_summarised_one_by_one_and_then_averaged():
     """One on experts 0 and 1, one on 2 and 3: together they would look even."""
-    both = pd.concat([frame({"a": [0.5, 0.5, 0, 0]}), frame({"a": [0, 0, 0.5, 0.5]}, "v")])
+    left = frame({"a": [0.5, 0.5, 0, 0]})
+    right = frame({"a": [0, 0, 0.5, 0.5]}, "v")
+    both = pd.concat([left, right])
     assert routing.load(both).entropy.tolist() == pytest.approx([0.5, 0.5])
     assert routing.specialisation(both).distance.tolist() == pytest.approx([0.0, 0.0])
+
     even = frame({"a": [0.5, 0.5, 0, 0], "b": [0, 0, 0.5, 0.5]})
     collapsed = frame({"a": [1.0, 0, 0, 0], "b": [1.0, 0, 0, 0]}, "v")
-    want = {"load_entropy": 0.5, "largest_share": (0.25 + 1) / 2, "specialisation": 0.25}
-    assert routing.summary(pd.concat([even, collapsed])) == pytest.approx(want)
-    one = frame({"code": [0.9, 0.1], "law": [0.1, 0.9]})
-    other = frame({"code": [0.2, 0.8], "law": [0.8, 0.2]}, "v")
-    averaged, by_layer = routing.contrast(pd.concat([one, other]), "code", "law")
-    assert (averaged, by_layer) == pytest.approx((0.1, 0.7))  # opposites cancel in the first
+    assert routing.summary(pd.concat([even, collapsed])) == pytest.approx(
+        {
+            "load_entropy": 0.5,
+            "largest_share": (0.25 + 1) / 2,
+            "specialisation": 0.25,
+        }
+    )
+    # Preferences that are opposite in two routers cancel in the mean over them.
+    first = frame({"code": [0.9, 0.1], "law": [0.1, 0.9]})
+    second = frame({"code": [0.2, 0.8], "law": [0.8, 0.2]}, "v")
+    contrast = routing.contrast(pd.concat([first, second]), "code", "law")
+    assert contrast == pytest.approx((0.1, 0.7))
 
 
 def test_stacks_and_panels_show_the_same_layers():
-    several = [frame({"a": [0.9, 0.1], "b": [0.3, 0.7]}, layer=layer) for layer in range(9)]
-    several[8].loc[several[8].domain == "b", "slots"] = [0, 300]
-    shares = pd.concat(several)
-    panels, stacks = routing.panels(shares), routing.stacks(shares)
-    assert list(panels) == list(stacks) == [f"layer {layer}" for layer in (0, 2, 5, 8)]
+    shares = {"a": [0.9, 0.1], "b": [0.3, 0.7]}
+    layers = [frame(shares, layer=layer) for layer in range(9)]
+    layers[8].loc[layers[8].domain == "b", "slots"] = [0, 300]
+    shares = pd.concat(layers)
+    panels = routing.panels(shares)
+    stacks = routing.stacks(shares)
+    assert list(panels) == [f"layer {layer}" for layer in (0, 2, 5, 8)]
+    assert list(stacks) == list(panels)
     assert panels["layer 0"].loc["b"].tolist() == [0.3, 0.7]
     assert stacks["layer 0"].tolist() == pytest.approx([0.6, 0.4])
-    assert stacks["layer 8"].tolist() == pytest.approx([90 / 400, 310 / 400])  # by slots
+    assert stacks["layer 8"].tolist() == pytest.approx([90 / 400, 310 / 400])  # slots
 
 
 def sets(*tokens):
-    """One layer of activated experts out of 4 for each token."""
-    return torch.tensor([[[e in token for e in range(4)] for token in tokens]])
+    """One layer of activated experts out of 4 for each token, ``[1, T, 4]``."""
+    activated = torch.zeros(1, len(tokens), 4, dtype=torch.bool)
+    for row, experts in zip(activated[0], tokens, strict=True):
+        row[list(experts)] = True
+    return activated
 
 
-FIRST, SECOND, THIRD = sets({0, 1}, {2, 3}), sets({0, 1}, {1, 2}), sets({2, 3}, {1, 2})
-THREE, TOP_1 = [FIRST, SECOND, THIRD], [sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})]
+FIRST = sets({0, 1}, {2, 3})
+SECOND = sets({0, 1}, {1, 2})
+THIRD = sets({2, 3}, {1, 2})
 
 
 def test_consistency_is_the_mean_jaccard_index_of_the_tokens():
-    three = routers.consistency(THREE).consistency
+    three = routers.consistency([FIRST, SECOND, THIRD]).consistency
     assert three.tolist() == pytest.approx([(1 + 1 / 3 + 0 + 1 / 3 + 0 + 1) / 6])
-    kept = routers.consistency(TOP_1).consistency  # with one expert a token: the share
-    assert kept.tolist() == pytest.approx([0.75])
-    watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
+    # With one expert a token it is the share of tokens that kept theirs.
+    top_1 = [sets({0}, {1}, {2}, {3}), sets({0}, {1}, {2}, {0})]
+    assert routers.consistency(top_1).consistency.tolist() == pytest.approx([0.75])
     # The overall one is the mean over layers at the chosen steps.
-    assert routers.overall(watched, (0, 9)) == pytest.approx((1 + (1 + 1 / 3) / 2) / 2)
+    watched = {0: torch.cat([FIRST, FIRST]), 5: THIRD, 9: torch.cat([FIRST, SECOND])}
+    mean = (1 + (1 + 1 / 3) / 2) / 2
+    assert routers.overall(watched, (0, 9)) == pytest.approx(mean)
+    refused("E-DATA: .* after step 7; after", routers.overall, watched, (0, 7))
 
 
 def test_models_texts_and_checkpoints_that_cannot_be_measured_are_refused(model_of):
-    dense, mixtral, frozen = model_of("dense"), model_of("Mixtral"), model_of("Olmoe")
-    frozen.requires_grad_(False)
-    for measure, given, code in (
-        (routers.statistics, (dense, [{}]), "E-MODEL: .* it has no routers"),
-        (routers.statistics, (mixtral, []), "E-DATA: no tokens"),
-        (routers.activated, (mixtral, []), "E-DATA: no tokens"),
-        (routers.gradients, (frozen, {}), "does not require a gradient"),
-        (routing.shares, (dense, {"law": []}), "E-MODEL"),
-        (routing.shares, (model_of("upcycled"), {}), "E-RANGE: batches"),
-        (routing.shares, (model_of("upcycled"), {"law": []}), "E-DATA: domain 'law'"),
-        (routers.consistency, ([FIRST],), "E-DATA"),
-        (routers.consistency, ([FIRST, FIRST[:, :1]],), "E-SHAPE"),
+    dense = model_of("dense")
+    mixtral = model_of("Mixtral")
+    upcycled = model_of("upcycled")
+    still = model_of("Olmoe").requires_grad_(False)
+    for message, measure, *given in (
+        ("E-MODEL: .* it has no routers", routers.statistics, dense, [{}]),
+        ("E-DATA: no tokens", routers.statistics, mixtral, []),
+        ("E-DATA: no tokens", routers.activated, mixtral, []),
+        ("does not require a gradient", routers.gradients, still, {}),
+        ("E-MODEL", routing.shares, dense, {"law": []}),
+        ("E-RANGE: batches", routing.shares, upcycled, {}),
+        ("E-DATA: domain 'law'", routing.shares, upcycled, {"law": []}),
+        ("E-DATA", routers.consistency, [FIRST]),
+        ("E-SHAPE", routers.consistency, [FIRST, FIRST[:, :1]]),
     ):
-        refused(code, measure, *given)
+        refused(message, measure, *given)
 
 
 def test_purity_counts_the_most_frequent_domain_of_each_cluster():
     layer = [[0.0], [0.1], [0.2], [9.0], [9.1], [9.2]]
     mixed = [[0.0], [9.0], [0.1], [9.1], [0.2], [9.2]]
-    points, labels = torch.tensor([layer, mixed]), torch.tensor([4, 4, 4, 7, 7, 7])
-    frame = purity(points, labels)
+    points = torch.tensor([layer, mixed])
+    frame = purity(points, torch.tensor([4, 4, 4, 7, 7, 7]))
     assert frame.purity.tolist() == pytest.approx([1.0, (2 + 2) / 6])
     assert frame.largest.tolist() == pytest.approx([0.5, 0.5])
 
@@ -226,22 +288,28 @@ def two_groups():
     return points
 
 
+def uncompiled_umap(monkeypatch):
+    """As plain Python: at 40 points compiling takes 30 s, and running it 20 ms."""
+    clusters._umap(0)  # which imports it without its warning
+    from umap import umap_
+
+    for name in ("fast_knn_indices", "smooth_knn_dist", "compute_membership_strengths"):
+        monkeypatch.setattr(umap_, name, getattr(umap_, name).py_func)
+
+
 @pytest.mark.parametrize("method", ["umap", "pca"])
 def test_distant_groups_stay_apart_and_the_layout_repeats(method, monkeypatch):
     if method == "umap":
-        clusters._umap(0)  # which imports it without its warning
-        from umap import umap_
-
-        # As plain Python: at 40 points compiling takes 30 s, and running it 20 ms.
-        for name in ("fast_knn_indices", "smooth_knn_dist", "compute_membership_strengths"):
-            monkeypatch.setattr(umap_, name, getattr(umap_, name).py_func)
-    plane = project(two_groups(), method, seed=1)
-    assert plane.shape == (1, 40, 2)
-    first, second = plane[0, :20], plane[0, 20:]
+        uncompiled_umap(monkeypatch)
+    layout = project(two_groups(), method, seed=1)
+    assert layout.shape == (1, 40, 2)
+    assert np.abs(layout).max() == pytest.approx(1)
+    first, second = layout[0, :20], layout[0, 20:]
     gap = np.linalg.norm(first[:, None] - second[None], axis=2).min()
-    within = max(np.linalg.norm(g - g.mean(0), axis=1).max() for g in (first, second))
-    assert gap > within and np.abs(plane).max() == pytest.approx(1)
-    np.testing.assert_array_equal(plane, project(two_groups(), method, seed=1))
+    for group in (first, second):
+        radius = np.linalg.norm(group - group.mean(0), axis=1).max()
+        assert radius < gap
+    np.testing.assert_array_equal(layout, project(two_groups(), method, seed=1))
 
 
 def test_torch_keeps_its_number_of_threads_even_when_a_projection_fails(monkeypatch):
@@ -258,7 +326,8 @@ def test_torch_keeps_its_number_of_threads_even_when_a_projection_fails(monkeypa
 
 def test_panels_show_first_middle_and_last_layer_by_group():
     torch.manual_seed(0)
-    points, labels = torch.randn(6, 9, 4), torch.tensor([0, 1, 1] * 3)
+    points = torch.randn(6, 9, 4)
+    labels = torch.tensor([0, 1, 1] * 3)
     shown = panels(points, labels, ["code", "law"], "pca")
     assert list(shown) == ["layer 0", "layer 3", "layer 5"]
     plane = project(points, "pca")[3]
@@ -267,31 +336,44 @@ def test_panels_show_first_middle_and_last_layer_by_group():
     assert list(panels(points[:1], labels, ["code", "law"], "pca")) == ["layer 0"]
 
 
-@pytest.mark.parametrize(("measure", "changes", "code"), [
+REFUSALS = [
     (purity, {"labels": torch.zeros(2)}, "E-SHAPE"),
     (purity, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
+    (
+        purity,
+        {"points": two_groups() * 1e30},
+        "E-NONFINITE: purity: points are too far",
+    ),
     (project, {"method": "umapp"}, "E-CHOICE: method is 'umapp'"),
     (project, {"points": two_groups()[:, :15]}, "E-SHAPE"),
     (project, {"points": two_groups() * torch.nan}, "E-NONFINITE"),
-])  # fmt: skip
-def test_what_cannot_be_clustered_or_projected_is_refused(measure, changes, code):
-    given = {"points": two_groups()} | ({"labels": torch.zeros(40)} if measure is purity else {})
-    refused(code, measure, **given | changes)
+]
+
+
+@pytest.mark.parametrize(("measure", "changes", "message"), REFUSALS)
+def test_what_cannot_be_clustered_or_projected_is_refused(measure, changes, message):
+    given = {"points": two_groups()}
+    if measure is purity:
+        given["labels"] = torch.zeros(40)
+    refused(message, measure, **given | changes)
 
 
 def test_bytes_of_a_training_step_are_those_counted_by_hand():
-    linear = [nn.Linear(*size, bias=False) for size in ((4, 8), (8, 2))]
-    model, batch = nn.Sequential(linear[0], nn.Tanh(), linear[1]), {"input": torch.randn(5, 4)}
-    linear[0].requires_grad_(False)
+    first = nn.Linear(4, 8, bias=False).requires_grad_(False)
+    second = nn.Linear(8, 2, bias=False)
+    model = nn.Sequential(first, nn.Tanh(), second)
+    batch = {"input": torch.randn(5, 4)}
     half = step_memory(model, batch)
     assert half.parameters == 4 * (4 * 8 + 8 * 2)
     assert half.trained == 3 * 4 * 8 * 2
-    assert half.kept == 4 * 5 * 8  # what the second layer reads; the frozen part keeps nothing
+    # What the second layer reads; the frozen part keeps nothing.
+    assert half.kept == 4 * 5 * 8
     model.requires_grad_(True)
-    more = step_memory(model, batch)
-    assert more.kept == 4 * (5 * 4 + 5 * 8)  # and the input; tanh's output is the same tensor
-    assert more.trained == 3 * more.parameters
-    assert more.total == more.parameters + more.kept + more.trained
+    whole = step_memory(model, batch)
+    # The input too; tanh's output is the same tensor.
+    assert whole.kept == 4 * (5 * 4 + 5 * 8)
+    assert whole.trained == 3 * whole.parameters
+    assert whole.total == whole.parameters + whole.kept + whole.trained
 
 
 def test_counting_changes_neither_gradients_nor_random_numbers():
