@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,10 +12,11 @@ from datasets import Dataset
 from torch import nn
 
 from moebook import lists, runtime
+from moebook.errors import refuse
 from moebook.experiments import rates
 from moebook.experiments.arm import Arm, Settings
 from moebook.experiments.rates import Rates
-from moebook.training import History, fit, nats, recompute
+from moebook.training import History, fit, nats, recompute, widen
 
 
 class Recorder(Protocol):
@@ -60,6 +61,8 @@ class Experiment:
     valid_rows: Sequence[Dataset]  # encoded, a set a task, by which rates are chosen
     recipe: Mapping[str, Any]  # of `fit`, but for the rate
     test: Callable[[nn.Module], pd.DataFrame]  # a trained model -> a row a test item
+    # By arm that has trained: the dtypes of what it trained, which are those of all others.
+    precisions: dict[str, str] = field(default_factory=dict)
 
     def train(
         self, arm: Arm, rate: float, *, steps: int | None = None, label: str = ""
@@ -73,9 +76,28 @@ class Experiment:
         model = arm.make(self.load(), self.settings)
         if self.settings["checkpointing"]:
             recompute(model)
+        self._check_precision(arm.name, model)
         label = label or arm.name
         history = fit(model, self.train_rows, lr=rate, penalty=arm.penalty, label=label, **recipe)
         return model, history
+
+    def _check_precision(self, name: str, model: nn.Module) -> None:
+        """Refuse an arm whose weights train in another precision than those before it (E-DTYPE).
+
+        Arms in 16 and 32 bits differ by how many of their small steps are lost. `fit` makes what
+        trains float32 or wider; so only an arm that brings a wider dtype of its own is refused.
+        """
+        widen(model)
+        trained = {str(part.dtype) for part in model.parameters() if part.requires_grad}
+        precision = " and ".join(sorted(dtype.removeprefix("torch.") for dtype in trained))
+        for other, before in self.precisions.items():
+            if before != precision:
+                refuse(
+                    "E-DTYPE",
+                    f"{name} trains in {precision}, {other} in {before}: what trains is in one "
+                    "precision in all arms that are compared",
+                )
+        self.precisions[name] = precision
 
     def validate(self, model: nn.Module) -> float:
         """Return nats per answer token on the validation rows, the mean over tasks."""

@@ -311,3 +311,25 @@ def test_what_an_arm_gives_does_not_depend_on_what_was_drawn_before_it(calls):
         model = tried.run(arm, 0.1).model
         weights.append(torch.cat([p.flatten() for p in pesc.trained(model, LORA).values()]))
     assert torch.equal(*weights)
+
+
+def test_on_a_base_in_16_bits_every_arm_trains_in_float32(calls):
+    """Full experts too, of which AdamW would move few weights in bfloat16."""
+    settings = given(arms="dense,sparse,adapters,upcycled", rates="")
+    tried = started(rates="")
+    narrow = lambda: models.load("nano")[0].to(torch.bfloat16)  # noqa: E731
+    tried = replace(tried, arms=experiments.pesc.check(settings), load=narrow)
+    for arm in tried.arms.values():
+        model = tried.run(arm, 0.1).model
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert tried.precisions == dict.fromkeys(tried.arms, "float32")
+
+
+def test_arms_that_train_in_different_precision_are_not_compared(calls):
+    tried = started(rates="")
+    doubled = replace(tried.arms["dense"], name="doubled", build=lambda base, _: base.double())
+    tried.run(tried.arms["dense"], 0.1)
+    trained = len(calls)
+    refused("E-DTYPE: doubled trains in float64, dense in float32", tried.run, doubled, 0.1)
+    assert len(calls) == trained  # refused before it trains
+    started(rates="").run(doubled, 0.1)  # alone it may
