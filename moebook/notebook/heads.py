@@ -23,7 +23,7 @@ PRIMARY, SMALLEST, SEEDS = "Primary measure", "Smallest effect of interest", "Se
 SPREAD, ROWS, OTHERS = "Spread on record", "Test rows", "Ten other seeds"
 DECIDED = (PRIMARY, SMALLEST, SEEDS, SPREAD, ROWS, OTHERS)
 """What the head of a protocol decides before these runs, a line each; the last two if any."""
-_EFFECT = re.compile(r"\{(\S+?)(?: less (\S+?))?(?: in (\w+))?(?: of ([\d,-]+))?\}")
+_EFFECT = re.compile(r"\{(\S+?)(?: less (\S+?(?: and \S+?)*))?(?: in (\w+))?(?: of ([\d,-]+))?\}")
 
 
 class Design(NamedTuple):
@@ -119,8 +119,9 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
     """Write effects into a text of a protocol, in the place of what names them between braces.
 
     ``{a less b}`` is value a less value b, or a number, in its pool, with an interval at 95 %;
-    ``{a}`` one value; ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What a
-    pool does not have is refused (E-POOL); where there is no pool, that is said.
+    ``{a less b and c}`` is that less the mean of two; ``{a}`` one value;
+    ``{a less b in nano of 3-5}`` names another pool, and seeds of it. What a pool does not have is
+    refused (E-POOL); where there is no pool, that is said.
     """
 
     def written(match: re.Match[str]) -> str:
@@ -141,7 +142,10 @@ def filled(prose: str, pools: Mapping[str, Pool], protocol: str) -> str:
     return _EFFECT.sub(written, prose)
 
 
-def _reference(text: str) -> str | float:
+def _reference(text: str) -> store.Reference:
+    """Read what stands behind "less": a value's name, several whose mean is meant, or a number."""
+    if " and " in text:
+        return tuple(text.split(" and "))
     return text if "/" in text else float(text)
 
 
@@ -161,7 +165,7 @@ def _computed(facts: Mapping[str, str], pools: Mapping[str, Pool], protocol: str
         found["Chance to see it"] = said
     if ran is None:
         return found
-    if re.fullmatch(r"\S+/\S+ less \S+", measure):
+    if re.fullmatch(r"\S+/\S+ less \S+( and \S+)*", measure):
         found["Found"] = filled(f"{{{measure}}}", pools, protocol)
     if held := ran.at_end(*ran.rates):
         found["At an end of its rates"] = held

@@ -321,6 +321,7 @@ def test_what_a_head_names_between_braces_is_written_from_the_pools():
     for text, written in {
         f"it is {{{pair}}}.": "it is +2.0 points (+0.8 to +3.2).",
         f"{{{pair} of 0-1}}": "+2.3 points (-0.9 to +5.4)",
+        f"{{{pair} and {CLAIM.value} in nano of 0}}": "+1.0 points",  # the mean of both
         f"{{{pair} in more}}": "+10.0 points (+10.0 to +10.0)",
         f"{{{CLAIM.value} of 0}}": "52.0 %",
         f"{{{CLAIM.value} less 0.5 in more of 1}}": "+10.0 points",
