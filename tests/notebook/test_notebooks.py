@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sources.notebooks(ROOT)
 RUN = [name for name, notebook in NOTEBOOKS.items() if not notebook.findings]
 ARMED = [name for name in RUN if "arms" in NOTEBOOKS[name].parameters]
+LONG = (
+    "rocket",
+    "rivals",
+    "together",
+)  # with a single arm: in `make soak`, the others in `make test`
 FINDINGS = [name for name in NOTEBOOKS if name not in RUN]
 
 
@@ -80,7 +85,10 @@ def test_a_notebook_runs_at_smoke_and_its_values_are_in_the_page(name, run):
     assert run.manifest["known_arms"] == list(run.arms), "at smoke every cell is run"
 
 
-@pytest.mark.parametrize("name", ARMED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in ARMED],
+)
 def test_every_cell_of_a_notebook_runs_with_a_single_arm(name, here):
     first = str(NOTEBOOKS[name].parameters["arms"].default).split(",")[0]
     arm = "pems_untuned" if name == "rivals" else first  # an arm that tries no rate
