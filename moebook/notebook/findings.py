@@ -143,6 +143,17 @@ def scatter(measured: Measurement) -> str:
     return f"mean over spread of seeds {measured.effect / spread:.1f}" if over else ""
 
 
+def power(measured: Measurement) -> str:
+    """Say which effect four in five such studies would decide, and which the paper prints."""
+    claim = measured.claim
+    if measured.visible is None:
+        return ""
+    said = f"four in five such studies see {amount(claim, measured.visible).lstrip('+')}"
+    if claim.claimed is None or claim.direction not in ("greater", "less"):
+        return said
+    return f"{said}; the paper's effect is {amount(claim, abs(claim.claimed)).lstrip('+')}"
+
+
 def numbers(best: Measurement) -> str:
     """The effect with its interval and seeds; where the paper gives a bound, what was measured."""
     claim, effect, ends, bound = best.claim, best.effect, best.interval, ""

@@ -170,7 +170,7 @@ def counted(things: Iterable[Any], paper: str, label: str) -> dict[str, Counter[
 for thing in (
     amount, bound, commit, cost, counted, duration, judged, labels_by_scale, scales_of, seeds,
     since, sorted_out, span, surviving, verdicts.chance, findings.intervals, findings.mains,
-    findings.notes, findings.ordered, findings.scatter, findings.sentence,
+    findings.notes, findings.ordered, findings.power, findings.scatter, findings.sentence,
 ):  # fmt: skip
     ENVIRONMENT.globals[thing.__name__] = thing
 ENVIRONMENT.globals.update(

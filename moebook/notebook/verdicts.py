@@ -21,7 +21,7 @@ from moebook.errors import refuse
 from moebook.notebook import sources
 from moebook.papers import Claim
 from moebook.results import store
-from moebook.results.intervals import CONFIDENCE, interval, p_value
+from moebook.results.intervals import CONFIDENCE, interval, p_value, visible
 from moebook.results.store import COMMITTED, MARKED, SEEDS, Pool
 
 LABELS = {  # as a reader should meet them: what each is called where there is little room
@@ -151,6 +151,13 @@ class Measurement:
     def smallest(self) -> float | None:
         """The smallest effect that this pool could have seen: half the interval's length."""
         return (self.interval[1] - self.interval[0]) / 2 if self.interval else None
+
+    @cached_property
+    def visible(self) -> float | None:
+        """The true effect that four in five studies like it would decide; None where it cannot."""
+        if self.interval is None or self.seeds < SEEDS or not self.smallest:
+            return None
+        return visible(self.effects)
 
     @property
     def strength(self) -> float:

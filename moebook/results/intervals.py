@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 CONFIDENCE = 0.95
+POWER = 0.8  # of studies that are to show an effect
 DRAWS = 20_000  # of a simulated study: the error of a chance is then below 0.4 points
 SMALLEST_P = 1e-15  # what is smaller counts as this
 
@@ -85,45 +86,33 @@ def p_value(effects: np.ndarray) -> float:
 
 
 def sees(effects: np.ndarray, size: float, seeds: int, items: int = 0) -> float:
-    """Simulate how often a study of so many seeds and items would show a true effect.
+    """Simulate how often a study of so many seeds and test items would show a true effect.
 
-    Its spreads are those of the `[S, I]` ``effects`` on record, and so is I if
-    ``items`` is 0. What is drawn, alike at every call, are the mean (normal) and the
-    two variances (chi-squares).
+    Its spreads are those of the `[S, I]` ``effects`` on record, and so is I if ``items`` is 0.
     """
-    recorded_seeds, recorded_items = effects.shape
-    items = items or recorded_items
-    seed_means = effects.mean(axis=1)  # [S]
-    item_means = effects.mean(axis=0)  # [I]
+    return float(np.mean(size > _needed(effects, seeds, items)))
 
-    # Crossed random effects: noise is the variance of neither seeds nor items.
-    residuals = effects - seed_means[:, None] - item_means + effects.mean()
-    degrees = max((recorded_seeds - 1) * (recorded_items - 1), 1)
-    noise = float((residuals**2).sum()) / degrees
 
-    # A mean holds a share of the noise: the record's goes, the new study's comes.
-    between_seeds = float(seed_means.var(ddof=1)) - noise / recorded_items
-    seed_variance = max(between_seeds, 0) + noise / items
-    between_items = float(item_means.var(ddof=min(recorded_items - 1, 1)))
-    between_items -= noise / recorded_seeds
-    item_variance = max(between_items, 0) + noise / seeds
+def visible(effects: np.ndarray) -> float:
+    """The true effect that such a study, of as many seeds and items, shows in `POWER` of cases."""
+    return float(np.quantile(_needed(effects, len(effects)), POWER))
 
-    variances = [seed_variance]
-    counts = [seeds]
-    if items > 1:
-        variances.append(item_variance)
-        counts.append(items)
 
-    # Both variances hold the noise of a cell; the mean has it once.
-    variance_of_mean = 0.0
-    for variance, count in zip(variances, counts, strict=True):
-        variance_of_mean += variance / count
-    variance_of_mean -= noise / (seeds * items)
+def _needed(effects: np.ndarray, seeds: int, items: int = 0) -> np.ndarray:
+    """How large an effect must be to be shown, in each of `DRAWS` simulated studies.
 
-    rng = np.random.default_rng(0)
-    means = size + math.sqrt(variance_of_mean) * rng.normal(size=DRAWS)
-    estimates = []
-    for variance, count in zip(variances, counts, strict=True):
-        squares = rng.chisquare(count - 1, DRAWS)
-        estimates.append(variance * squares / (count - 1))
-    return float(np.mean(means > combined(estimates, counts, 1 - CONFIDENCE)))
+    What is drawn, alike at every call, are the mean (normal) and the two variances (chi-squares).
+    """
+    (count, before), of_seeds, of_items = effects.shape, effects.mean(axis=1), effects.mean(axis=0)
+    rest = effects - of_seeds[:, None] - of_items + effects.mean()
+    noise = float((rest**2).sum()) / max((count - 1) * (before - 1), 1)  # of neither seed nor item
+    items = items or before
+    rows = max(float(of_seeds.var(ddof=1)) - noise / before, 0) + noise / items
+    columns = max(float(of_items.var(ddof=min(before - 1, 1))) - noise / count, 0) + noise / seeds
+    parts = [(rows, seeds), (columns, items)][: 1 + (items > 1)]
+    draw, sizes = np.random.default_rng(0), [number for _, number in parts]
+    spread = math.sqrt(sum(v / n for v, n in parts) - noise / (seeds * items))
+    errors = spread * draw.normal(size=DRAWS)
+    variances = [v * draw.chisquare(n - 1, DRAWS) / (n - 1) for v, n in parts]
+    half_widths: np.ndarray = combined(variances, sizes, 1 - CONFIDENCE)
+    return half_widths - errors  # it is shown where effect and error exceed the half width

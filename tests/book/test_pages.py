@@ -74,6 +74,16 @@ def test_the_ledger_marks_what_survives_and_says_why_a_design_cannot_decide(fold
     assert "One &lt;knows&gt; it all." in page
 
 
+def test_the_smallest_effect_that_a_pool_sees_stands_beside_the_papers(folder):
+    row = _row(CLAIM.id, _pool(0.8, step=4))
+    (verdict,) = row.verdicts
+    seen = verdicts.amount(CLAIM, verdict.deciding.visible).lstrip("+")
+    assert verdict.deciding.visible > verdict.deciding.smallest  # half an interval: seen by luck
+    page = pages.page("ledger", rows=[row, _row("pesc.none")], places=pages.Places(folder))
+    assert f"four in five such studies see {seen}; the paper&#39;s effect is 0.9 points" in page
+    assert page.count("four in five") == 1 and page.count("what it would cost") == 1
+
+
 def test_a_claim_that_ended_is_shown_as_withdrawn_with_the_verdict_that_it_had(folder):
     over = replace(CLAIM, ended="Its bound <could> not fail.", instead=("pesc.new",))
     row = _row("pesc.old", _pool(0.8), claim=over)
@@ -221,7 +231,7 @@ def test_each_design_names_values_on_record_and_its_chance_to_see_the_smallest_e
     assert len(chances) >= 4
     assert len(re.findall(r"- Found: `[+-][\d.]+ points \([^)]+\)`\n- At an end of", page)) >= 3
     decided = page.partition("ESFT: `budgets`")[2].partition("\n## ")[0]
-    assert decided.count('href="ledger.html#esft.') == 4 and "Exploratory" not in decided
+    assert decided.count('href="ledger.html#esft.') == 6 and "Exploratory" not in decided
     assert ":::{dropdown} Exploratory: it" in page.partition("PESC: `tuned`")[2][:60]
     assert "## PESC: `decay`" in page and "`pesc/sparse/accuracy less pesc/dense/accuracy`" in page
     heads = [path.read_text() for path in (ROOT / "notebooks").glob("*.yaml")]

@@ -11,7 +11,7 @@ from scipy import stats
 from moebook.notebook import verdicts
 from moebook.notebook.verifying import verify
 from moebook.results import store
-from moebook.results.intervals import combined, half_width, interval, p_value, sees
+from moebook.results.intervals import combined, half_width, interval, p_value, sees, visible
 
 ROOT = Path(__file__).parents[2]
 DRAWS = 200_000  # the error of a coverage near 95 % is then 0.05 points
@@ -193,6 +193,11 @@ def test_the_chance_to_see_an_effect_is_the_power_of_students_test_and_rises_wit
     crossed = effects + 3 * np.random.default_rng(2).normal(size=(6, 400))
     assert sees(crossed, 0.0, 8) < 0.03 < sees(crossed, 2.0, 8)
     assert sees(crossed, 2.0, 8) <= sees(crossed, 2.0, 8, items=4000)
+    for given in (effects, crossed):
+        assert sees(given, visible(given), seeds=6) == pytest.approx(0.8, abs=0.001)
+    noncentral = visible(effects) * 6**0.5 / spread
+    power = stats.nct.sf(stats.t.isf(0.025, 5), 5, noncentral)
+    assert power == pytest.approx(0.8, abs=0.02)
 
 
 def test_every_committed_run_is_small_and_sealed_as_it_was():
