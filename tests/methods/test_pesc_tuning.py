@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -14,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from moebook import evaluation, papers
+from moebook import evaluation, experiments, papers
 from moebook.analysis import routing
 from moebook.data.tasks import KNOWN
 from moebook.errors import Refusal
 from moebook.methods import pesc
 from moebook.models.anatomy import anatomy
 from moebook.nn import ExpertMoE, routers
-from moebook.notebook import Run, sources
+from moebook.notebook import sources
 from moebook.training import step_memory
 from tests.refusals import refused
 
@@ -213,7 +214,6 @@ def test_bytes_are_those_of_a_step_and_every_turn_has_a_ratio(host, batch, rows)
 NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "pesc")
 ALL = json.loads(NOTEBOOK.path.read_text(encoding="utf-8"))["cells"]
 CELLS = ["".join(cell["source"]) for cell in ALL if cell["cell_type"] == "code"]
-ARMS = next(cell for cell in CELLS if cell.startswith("main = pesc.Config.preset("))
 BASES = {"13B": "meta-llama/Llama-2-13b-hf", "34B": "01-ai/Yi-34B"}
 ROUTED = {"layer": 0, "router": "r", "domain": "code", "expert": [0, 1], "slots": 1, "share": 0.5}
 ROUTED = pd.DataFrame(ROUTED)
@@ -233,28 +233,30 @@ def settings(scale, said):
 
 @cache
 def written(*parameters):
-    """A pattern of all names that the notebook's cells record under these parameters."""
-    source, chosen = "\n".join(CELLS), dict(parameters)
+    """A pattern of all names that the notebook and its experiment record with these parameters."""
+    chosen = dict(parameters)
+    arms = experiments.pesc.check(chosen)
+    kept = inspect.getsource(experiments.pesc.record).replace("{name}", "{root}/{arm}")
+    source = "\n".join(CELLS).replace("{root}/{name}/", "{root}/{arm}/") + kept
     names = re.findall(r'run\.record\(f?"([^"]+)"', source)
-    for path in re.findall(r'run\.scores\(f"([^"]+)"', source):
-        parts = ("accuracy", "nll", "accuracy/{domain}", "nll/{domain}")
-        names += [f"{path}/{part}" for part in parts]
-    space = {"pesc": pesc, "replace": replace, "pd": pd, "run": Run("cpu"), **chosen}
-    exec(ARMS, space)  # the notebook's own cell makes arms of the parameters
+    assert "run.scores(name, answers)" in kept  # accuracy and likelihood of each arm
+    parts = ("accuracy", "nll", "accuracy/{domain}", "nll/{domain}")
+    names += ["{root}/{arm}/" + part for part in parts]
     tasks = chosen["tasks"].split(",")
     kinds = [KNOWN[name].domain if name in KNOWN else "benchmark" for name in tasks]
     table = pd.DataFrame({"task": tasks, "domain": kinds, "correct": 1})
     filled = {
-        "root": [pesc.root(chosen["base"], chosen["mix"])], "arm": space["configs"],
-        "arm}/{name": [f"{a}/{n}" for a in space["configs"] for n in routing.summary(ROUTED)],
+        "root": [pesc.root(chosen["base"], chosen["mix"])],
+        "arm": arms,
+        "arm}/{what": [f"{arm}/{what}" for arm in arms for what in routing.summary(ROUTED)],
         "domain": evaluation.by_benchmark(table, pesc.GROUPS).domain.unique(),
         "task": {"gsm8k"} & {*tasks},
-    }  # fmt: skip
+    }
 
     def choices(place):
         return f"(?:{'|'.join(filled[place[1]])})" if place[1] in filled else r"[\w-]+"
 
-    return "|".join(re.sub(r"\{(arm\}/\{name|\w+)[^}]*\}", choices, name) for name in names)
+    return "|".join(re.sub(r"\{(arm\}/\{what|\w+)[^}]*\}", choices, name) for name in names)
 
 
 @pytest.mark.parametrize(("claim", "scale"), CASES, ids=[f"{c.id}-{s}" for c, s in CASES])
