@@ -5,6 +5,9 @@ import json
 import pytest
 from chromium import Chromium, installed
 
+from moebook.notebook import publish, warm
+from moebook.notebook.generated import RENDERER
+
 
 @pytest.fixture
 def browser(tmp_path):
@@ -15,6 +18,14 @@ def browser(tmp_path):
     chromium = Chromium(executable, tmp_path)
     yield chromium
     chromium.close()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Where renderers are forks of a process that has imported them; None where nothing forks."""
+    directory = tmp_path_factory.mktemp("w")
+    with warm.warm(directory, publish.environment(), RENDERER) as place:
+        yield place
 
 
 PAGES = 30

@@ -14,7 +14,7 @@ import pytest
 
 from moebook import papers, plotting, results
 from moebook.errors import Refusal
-from moebook.notebook import book
+from moebook.notebook import book, generated
 from moebook.notebook.session import GLUE
 from moebook.results import Run, Value, write_run
 from tests.refusals import refused
@@ -89,6 +89,7 @@ def _render(folder):
     pool = folder / "results" / "pesc" / "nano"
     for seed in range(3):
         write_run(pool / f"{seed}.parquet", _run("pesc", "study", seed))
+    generated.write(folder)  # here, where all is imported; else the build starts a process
     book.build("smoke", folder)
     return folder
 

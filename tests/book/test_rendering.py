@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from tests.refusals import refused
 TIMES = int(os.environ.get("MOEBOOK_FAULTS", "1"))  # as many kills more
 ROOT = Path(__file__).parents[2]
 RENDER = """
+import sys
 from pathlib import Path
 from moebook.notebook import rendering
-rendering.render(Path.cwd())"""
+rendering.render(Path.cwd(), place=sys.argv[1] or None)"""
 
 
 def editions(project):
@@ -35,9 +37,9 @@ def editions(project):
     return found
 
 
-def start(project):
-    """Start a build as a process of its own."""
-    command = [sys.executable, "-c", RENDER]
+def start(project, place):
+    """Start a build as a process of its own, whose renderer is a fork if there is a place."""
+    command = [sys.executable, "-c", RENDER, place or ""]
     return subprocess.Popen(command, cwd=project, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -52,15 +54,21 @@ def renderers(project):
 
 
 @pytest.mark.timeout(300 * TIMES)
-@pytest.mark.parametrize("kills", [2, pytest.param(10 * TIMES, marks=pytest.mark.soak)])
-def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(project, kills):
+@pytest.mark.parametrize(("kills", "forked"), [
+    (2, True), *(pytest.param(5 * TIMES, forked, marks=pytest.mark.soak)
+                 for forked in (True, False)),
+])  # fmt: skip
+def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(
+    project, place, kills, forked
+):
+    place = place if forked else None
     begun = time.monotonic()
-    assert start(project).wait() == 0
+    assert start(project, place).wait() == 0
     took, draw, shown = time.monotonic() - begun, random.Random(0), 0
     assert editions(project) == {0}
     for number in range(1, kills + 1):
         write_edition(project, number)
-        process = start(project)
+        process = start(project, place)
         time.sleep(draw.uniform(0.3, 1.1) * took)  # from the first page that is read on
         victims = [process.pid, *(renderers(project) if draw.random() < 0.5 else ())]
         for pid in dict.fromkeys(victims):
@@ -71,25 +79,26 @@ def test_a_killed_build_leaves_the_old_book_whole_and_nobody_who_writes_on(proje
         (edition,) = editions(project)
         assert edition in (shown, number)
         shown = edition
-    assert start(project).wait() == 0
+    assert start(project, place).wait() == 0
     assert editions(project) == {kills}
     left = sorted(path.name for path in (project / "_build").iterdir())
     assert left == ["book.log", "html", "work"]
 
 
-def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(project):
-    rendering.render(project)
+def test_a_build_that_was_refused_is_refused_again_and_the_old_book_stands(project, place):
+    render = partial(rendering.render, project, place=place)
+    render()
     page = project / "book" / "page_3.md"
     whole = page.read_text()
     page.write_text(whole + "\n{ref}`no-such-place`\n")
     for _ in range(2):
-        refused("the book has warnings: .*page_3.*no-such-place", rendering.render, project)
+        refused("the book has warnings: .*page_3.*no-such-place", render)
         assert editions(project) == {0}
         assert "no-such-place" not in (project / "_build/html/page_3.html").read_text()
     page.write_text(whole)
     other = project / "_build" / "html" / "page_4.html"
     before = other.stat().st_mtime_ns
-    rendering.render(project)
+    render()
     assert other.stat().st_mtime_ns == before, "what has not changed is not rendered again"
 
 
