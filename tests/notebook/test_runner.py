@@ -258,6 +258,16 @@ print(json.dumps([sum(p.sum().item() for p in each.parameters()) for each in (mo
 run.record("toy/loss", history.loss[-1], "nats")"""
 
 
+def test_of_several_processes_the_first_alone_keeps_what_was_run(ran, project, monkeypatch):
+    monkeypatch.setattr(runner.runtime, "processes", lambda: (1, 2))
+    monkeypatch.setattr(runner, "_papermill", lambda request, staged: staged.write_text("{}"))
+    before = _files(project)
+    assert run_notebook("toy", "smoke", OURS, folder=project, force=True) is None
+    assert run_notebook("toy", "smoke", OURS, folder=project) is None
+    assert _files(project) == before
+
+
+@pytest.mark.soak
 def test_two_processes_with_two_parts_each_train_as_one_and_one_publishes(tmp_path, make):
     imports = "from moebook import notebook, runtime\nfrom moebook.training import fit"
     parameters = 'tier: str = "cpu"  # scale {smoke, cpu}\nparts: int = 1  # accumulated [1, 4]'

@@ -120,6 +120,15 @@ def test_a_checkpoint_comes_back_on_other_processes(launched, tmp_path, before, 
 
 
 @on_cpu
+def test_two_processes_that_hold_the_whole_model_train_as_one(launched, tmp_path):
+    expected, folder = course("esft"), tmp_path / "run"
+    for found in launched(2, shards=False, output=folder, every=4):
+        alike(found, expected)
+        assert not found["sharded"]
+    assert steps(folder) == ["step-4", "step-6"]
+
+
+@on_cpu
 def test_a_shard_that_is_missing_or_damaged_is_named(launched, tmp_path):
     folder = tmp_path / "run"
     launched(2, output=folder, every=4)
