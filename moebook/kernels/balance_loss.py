@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import one_hot
 
 from moebook.errors import refuse_unknown
 from moebook.kernels.dispatch import implementation, indices, shapes
@@ -23,69 +24,84 @@ def balance_loss(
     form: str = "live",
     impl: str = "auto",
 ) -> Tensor:
-    """Return ``E * sum_i f_i p_i`` (Eq. 10 without alpha): 1 for uniform routing, E / K collapsed.
+    """Return ``E * sum_i f_i p_i`` (Eq. 10 without alpha): 1 uniform, E / K collapsed.
 
-    f_i is the share of the ``T * K`` routed slots, ``ids [T, K]``, that go to expert i (it sums to
-    1; "both vectors should ideally have values of 1/n"), and has no gradient. p_i is the mean over
-    tokens of the softmax over ALL E of ``logits [T, E]``, taken before the top-k. ``mask [T]`` is
-    true (or 1) for tokens that count in both; with no token left the loss is 0.
+    f_i is the share of the ``T * K`` routed slots, ``ids [T, K]``, that go to expert i (it
+    sums to 1; "both vectors should ideally have values of 1/n"), and has no gradient. p_i is
+    the mean over tokens of the softmax over ALL E of ``logits [T, E]``, taken before the
+    top-k. ``mask [T]`` is true (or 1) for tokens that count in both; with no token left the
+    loss is 0.
 
-    ``form`` is ``"live"`` as above; ``"kept"``, Eq. 9 and 10 literally: p_i is the mean of the
-    gates, the softmax over the K kept logits; or ``"constant"``, the released code's, which
-    averages the same gates by token: p is 1/K, so the value is ``E / K`` and the gradient zero but
-    for rounding. ``impl`` is ``"auto"``, ``"torch"`` (counts) or ``"reference"``.
+    ``form`` is ``"live"`` as above; ``"kept"``, Eq. 9 and 10 literally: p_i is the mean of
+    the gates, the softmax over the K kept logits; or ``"constant"``, the released code's,
+    which averages the same gates by token: p is 1/K, so the value is ``E / K`` and the
+    gradient zero but for rounding. ``impl`` is ``"auto"``, ``"torch"`` (counts) or
+    ``"reference"``.
     """
     named = {"logits": (logits, "T E"), "ids": (ids, "T K", "int")}
-    sizes = shapes("balance_loss", named if mask is None else named | {"mask": (mask, "T", "real")})
+    if mask is not None:
+        named["mask"] = (mask, "T", "real")
+    sizes = shapes("balance_loss", named)
     indices("balance_loss", "ids", ids, sizes["E"])
     refuse_unknown(form, FORMS, "E-CHOICE", f"balance_loss: unknown form '{form}';")
     wide = torch.promote_types(logits.dtype, torch.float32)  # in 16 bits a count ends early
-    keep = torch.ones_like(logits[:, 0], dtype=wide) if mask is None else mask.to(wide)
+    counted = torch.ones_like(logits[:, 0]) if mask is None else mask
+    real = counted.to(wide)
     table = {"torch": _counted, "reference": reference}
     run = implementation("balance_loss", impl, table, logits)
-    value: Tensor = run(logits, ids, keep, form)
+    value: Tensor = run(logits, ids, real, form)
     return value.to(logits.dtype)
 
 
-def reference(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
-    """Take f from one-hot vectors."""
-    tokens = keep.sum().clamp(min=1)
-    hot = torch.nn.functional.one_hot(ids.long(), logits.shape[1]).to(keep.dtype)
-    load = torch.einsum("tke,t->e", hot, keep) / (tokens * ids.shape[1])
-    gates = logits.gather(1, ids.long()).softmax(-1, keep.dtype)
+def reference(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:
+    """Take f from one-hot vectors; ``real [T]`` is 1 for a token that counts, else 0."""
+    experts = logits.shape[1]
+    tokens = real.sum().clamp(min=1)
+    slots = tokens * ids.shape[1]
+    hot = one_hot(ids.long(), experts).to(real.dtype)  # [T, K, E]
+    load = torch.einsum("tke,t->e", hot, real) / slots  # f
+    gates = logits.gather(1, ids.long()).softmax(-1, real.dtype)  # [T, K]
     if form == "constant":
-        return logits.shape[1] * load.sum() * (gates.mean(-1) @ keep) / tokens
-    kept = torch.einsum("tke,tk->te", hot, gates)
-    share = kept if form == "kept" else logits.softmax(-1, keep.dtype)
-    return logits.shape[1] * (load * (keep @ share)).sum() / tokens
+        return experts * load.sum() * (gates.mean(-1) @ real) / tokens
+    if form == "kept":
+        share = torch.einsum("tke,tk->te", hot, gates)
+    else:
+        share = logits.softmax(-1, real.dtype)
+    return experts * (load * (real @ share)).sum() / tokens  # real @ share / tokens is p
 
 
-def _counted(logits: Tensor, ids: Tensor, keep: Tensor, form: str) -> Tensor:
+def _counted(logits: Tensor, ids: Tensor, real: Tensor, form: str) -> Tensor:
     """Take f by counting; the forms that few train by, as the reference does."""
     if form != "live":
-        return reference(logits, ids, keep, form)
-    value: Tensor = _Balance.apply(logits, ids, keep)
+        return reference(logits, ids, real, form)
+    value: Tensor = _Balance.apply(logits, ids, real)
     return value
 
 
 class _Balance(torch.autograd.Function):
-    """No ``[T, K, E]`` tensor is made; the softmax ``[T, E]`` is kept for the backward pass."""
+    """No ``[T, K, E]`` tensor is made; the softmax ``[T, E]`` is kept for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, keep: Tensor) -> Tensor:
-        share = torch.softmax(logits, -1, keep.dtype, out=empty(logits.shape, keep))  # [T, E]
-        weights = keep.unsqueeze(1).expand(ids.shape).flatten()
-        load = keep.new_zeros(logits.shape[1]).scatter_add_(0, ids.flatten().long(), weights)  # [E]
-        tokens = keep.sum().clamp(min=1)
-        factor = logits.shape[1] * (load / (tokens * ids.shape[1])) / tokens
-        ctx.save_for_backward(share, keep, factor)
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, real: Tensor) -> Tensor:
+        experts = logits.shape[1]
+        tokens = real.sum().clamp(min=1)
+        slots = tokens * ids.shape[1]
+        share = empty(logits.shape, real)  # [T, E]
+        torch.softmax(logits, -1, real.dtype, out=share)
+        counted = real.unsqueeze(1).expand(ids.shape).flatten()  # [T * K]
+        load = real.new_zeros(experts).scatter_add_(0, ids.flatten().long(), counted)
+        # The loss is linear in p: E f / tokens, times the sum of the softmax over tokens.
+        factor = experts * (load / slots) / tokens  # [E]
+        ctx.save_for_backward(share, real, factor)
         ctx.dtype = logits.dtype
-        return factor @ (keep @ share)
+        return factor @ (real @ share)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        share, keep, factor = ctx.saved_tensors
-        d = torch.outer(keep, factor * grad, out=empty(share.shape, share))  # [T] x [E]
-        torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
-        return d.to(ctx.dtype), None, None
+        share, real, factor = ctx.saved_tensors
+        d_share = empty(share.shape, share)
+        torch.outer(real, factor * grad, out=d_share)  # [T] x [E]
+        # In place: the gradient of the logits takes the memory of that of the softmax.
+        torch._softmax_backward_data(d_share, share, -1, share.dtype, grad_input=d_share)
+        return d_share.to(ctx.dtype), None, None

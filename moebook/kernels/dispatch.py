@@ -19,8 +19,9 @@ from torch import Tensor
 
 from moebook.errors import refuse, refuse_unknown, shown
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what the Triton kernels compute in
-CAPABILITY = (8, 0)  # the oldest GPUs that the kernels are compiled for in tests: Ampere's, of 2020
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # the Triton kernels compute in
+# The oldest GPUs that the kernels are compiled for in tests: Ampere's, of 2020.
+CAPABILITY = (8, 0)
 
 
 def implementation(
@@ -39,10 +40,12 @@ def implementation(
     refuse_unknown(impl, ["auto", *table], "E-IMPL", f"{op}: no implementation impl='{impl}';")
     run = table[impl]
     if isinstance(run, str):
-        if problem := unless or obstacle(on):
+        problem = unless or obstacle(on)
+        if problem:
             refuse("E-IMPL", f"{op}: impl='triton' cannot run here: {problem}; use impl='auto'")
-        module, name = run.split(".")
-        run = _launched(getattr(importlib.import_module(f"{__package__}._triton.{module}"), name))
+        file, name = run.split(".")
+        module = importlib.import_module(f"{__package__}._triton.{file}")
+        run = _launched(getattr(module, name))
     return _untouched(run, on)
 
 
@@ -58,7 +61,7 @@ def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _untouched(run: Callable[..., Any], on: Tensor | None) -> Callable[..., Any]:
-    """Keep autocast out of an op: it would change the dtype of some products and of others not."""
+    """Keep autocast out of an op: it would change the dtype of some products alone."""
     kind = "cpu" if on is None else on.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return run
@@ -74,8 +77,9 @@ def obstacle(on: Tensor | None) -> str | None:
     if on.dtype not in DTYPES:
         return f"it computes in {', '.join(map(str, DTYPES))}, the input is {on.dtype}"
     if _interpreted() and not on.is_meta:
-        wrong = on.dtype == torch.bfloat16
-        return "Triton's interpreter computes bfloat16 wrongly" if wrong else None
+        if on.dtype == torch.bfloat16:
+            return "Triton's interpreter computes bfloat16 wrongly"
+        return None
     if not on.is_cuda:
         return f"the input is on {on.device}, expected an NVIDIA GPU"
     return _lacking(on.device)
@@ -84,16 +88,19 @@ def obstacle(on: Tensor | None) -> str | None:
 @cache
 def _lacking(gpu: torch.device) -> str | None:
     """Say what a GPU, or the system around it, lacks for kernels that are compiled for it."""
-    if (capability := torch.cuda.get_device_capability(gpu)) < CAPABILITY:
-        got, expected = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+    capability = torch.cuda.get_device_capability(gpu)
+    if capability < CAPABILITY:
+        got = ".".join(map(str, capability))
+        expected = ".".join(map(str, CAPABILITY))
         return f"{gpu} has compute capability {got}, expected at least {expected}"
-    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+    named = bool(os.environ.get("CC"))
+    if not (named or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler: install gcc or clang, or name one in CC"
     return None
 
 
 def _interpreted() -> bool:
-    """Whether Triton interprets its kernels in Python, on any device, instead of compiling them."""
+    """Whether Triton interprets its kernels in Python, on any device, and compiles none."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
@@ -127,38 +134,57 @@ def shapes(
 ) -> dict[str, int]:
     """Refuse tensors that do not fit one another; return the size of each letter.
 
-    ``shapes("adapters", {"h": (h, "T D"), "ids": (ids, "T K", "int"), "order": (order, "TK")})``
-    binds T, D and K: a letter has one size wherever it stands. ``2F`` is an even size, ``TK`` the
-    product of letters bound before, a leading ``...`` any dimensions, the same in all tensors. All
-    lie on one device, and each is of one of `KINDS`, ``"float"`` by default. NumPy's arrays count
-    as tensors on the CPU.
+    ``shapes("adapters", {"h": (h, "T D"), "ids": (ids, "T K", "int")})`` binds T, D and K: a
+    letter has one size wherever it stands. ``2F`` is an even size, ``TK`` the product of
+    letters bound before, a leading ``...`` any dimensions, the same in all tensors. All lie
+    on one device, and each is of one of `KINDS`, ``"float"`` by default. NumPy's arrays
+    count as tensors on the CPU.
 
     Letters in ``empty`` may be 0. Those in ``alike`` have one dtype. ``valued`` ops refuse meta.
     """
-    tensors = {name: (_seen(tensor), *rest) for name, (tensor, *rest) in tensors.items()}
+    held = {}
+    dims = {}
+    kinds = {}
+    for name, (tensor, letters, *kind) in tensors.items():
+        held[name] = _seen(tensor)
+        dims[name] = letters
+        kinds[name] = kind[0] if kind else "float"
+
     sizes: dict[str, Any] = {}
-    fits = True
-    for tensor, dims, *_ in tensors.values():
-        fits = fits and _bind(tensor.shape, dims, sizes)
-    if not fits or any(size == 0 and letter not in empty for letter, size in sizes.items()):
-        expected = (f"{name} [{', '.join(of[1].split())}]" for name, of in tensors.items())
-        got = ", ".join(str(tuple(tensor.shape)) for tensor, *_ in tensors.values())
-        zero = f"(only {', '.join(empty.split())} may be 0)" if empty else "(none of them 0)"
-        refuse("E-SHAPE", f"{op}: expected {', '.join(expected)} {zero}; got {got}")
-    (one, (on, *_)), *_ = tensors.items()
-    device = on.device
-    for name, (tensor, _, *kind) in tensors.items():
-        dtypes, wanted = KINDS[kind[0] if kind else "float"]
+    fits = all(_bind(tensor.shape, dims[name], sizes) for name, tensor in held.items())
+    zeros = [letter for letter, size in sizes.items() if size == 0 and letter not in empty]
+    if not fits or zeros:
+        refuse("E-SHAPE", f"{op}: {_misfit(held, dims, empty)}")
+
+    first = next(iter(held))
+    device = held[first].device
+    for name, tensor in held.items():
+        dtypes, wanted = KINDS[kinds[name]]
         if tensor.dtype not in dtypes:
             refuse("E-DTYPE", f"{op}: {name} is {tensor.dtype}, expected {wanted}")
         if tensor.device != device:
-            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {one} on {device}")
+            refuse("E-DEVICE", f"{op}: {name} lies on {tensor.device}, {first} on {device}")
     for name in alike:
-        if (dtype := tensors[name][0].dtype) != (first := tensors[alike[0]][0].dtype):
-            refuse("E-DTYPE", f"{op}: {name} is {dtype}, {alike[0]} is {first}: cast one")
-    if valued and on.is_meta:
-        refuse("E-DEVICE", f"{op}: {one} lies on meta, which holds no values")
+        model = alike[0]
+        dtype = held[name].dtype
+        wanted_dtype = held[model].dtype
+        if dtype != wanted_dtype:
+            refuse("E-DTYPE", f"{op}: {name} is {dtype}, {model} is {wanted_dtype}: cast one")
+    if valued and held[first].is_meta:
+        refuse("E-DEVICE", f"{op}: {first} lies on meta, which holds no values")
     return sizes
+
+
+def _misfit(held: Mapping[str, Any], dims: Mapping[str, str], empty: str) -> str:
+    """Say what shapes were expected, and which there are."""
+    expected = []
+    for name, letters in dims.items():
+        expected.append(f"{name} [{', '.join(letters.split())}]")
+    got = ", ".join(str(tuple(tensor.shape)) for tensor in held.values())
+    zero = "(none of them 0)"
+    if empty:
+        zero = f"(only {', '.join(empty.split())} may be 0)"
+    return f"expected {', '.join(expected)} {zero}; got {got}"
 
 
 class _Array(NamedTuple):
@@ -179,11 +205,13 @@ def _seen(tensor: Any) -> Any:
 
 @cache
 def _layout(dims: str) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Parse dimensions: whether others lead, and each one's factor and letters, (2, "F") of 2F."""
-    names = dims.removeprefix("...").split()
-    letters = [name.lstrip("0123456789") for name in names]
-    factors = [int(name.removesuffix(own) or 1) for name, own in zip(names, letters, strict=True)]
-    return dims.startswith("..."), tuple(zip(factors, letters, strict=True))
+    """Parse dimensions: whether others lead; of each its factor and letters, (2, "F") of 2F."""
+    parsed = []
+    for name in dims.removeprefix("...").split():
+        letters = name.lstrip("0123456789")
+        digits = name.removesuffix(letters)
+        parsed.append((int(digits or 1), letters))
+    return dims.startswith("..."), tuple(parsed)
 
 
 def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
@@ -197,23 +225,28 @@ def _bind(shape: torch.Size, dims: str, sizes: dict[str, Any]) -> bool:
     if len(shape) != len(layout):
         return False
     for size, (factor, letters) in zip(shape, layout, strict=True):
+        known = factor  # what the bound letters make of it
         unbound = ""
         for letter in letters:
             if letter in sizes:
-                factor *= sizes[letter]
+                known *= sizes[letter]
             else:
                 unbound = letter
-        if unbound and factor and size % factor == 0:
-            sizes[unbound] = size // factor
-        elif unbound or size != factor:
+        if not unbound:
+            if size != known:
+                return False
+        elif known and size % known == 0:
+            sizes[unbound] = size // known
+        else:
             return False
     return True
 
 
 def factor(op: str, name: str, value: float | Tensor) -> None:
-    """Refuse, with E-TYPE, E-SHAPE or E-NONFINITE, what is no finite number and no ``[]`` tensor.
+    """Refuse what is no finite number and no ``[]`` tensor.
 
-    Whether a tensor is finite is not looked at, which on a GPU would wait for it.
+    Whether a tensor is finite is not looked at, which on a GPU would wait for it. By E-TYPE,
+    E-SHAPE or E-NONFINITE.
     """
     if isinstance(value, Tensor):
         if value.dim() or value.dtype not in FLOATS:
@@ -234,17 +267,21 @@ def _is_finite(value: Real) -> bool:
 
 
 def natural(op: str, name: str, value: int, most: int | None = None, what: str = "") -> None:
-    """Refuse, with E-TYPE or E-RANGE, what is no whole number from 1 to ``most``, of ``what``."""
+    """Refuse what is no whole number from 1 to ``most``, of ``what`` (E-TYPE, E-RANGE)."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         refuse("E-TYPE", f"{op}: {name} is {shown(value)}, expected a whole number")
     if value < 1 or (most is not None and value > most):
-        expected = "at least 1" if most is None else f"1 to {most}" + f" ({what})" * bool(what)
+        expected = "at least 1" if most is None else f"1 to {most}"
+        if most is not None and what:
+            expected += f" ({what})"
         refuse("E-RANGE", f"{op}: {name} is {shown(value)}, expected {expected}")
 
 
 def indices(op: str, name: str, places: Tensor, end: int) -> None:
-    """Refuse, with E-RANGE, numbers outside [0, end); on a GPU a look would wait for it."""
-    if places.device.type == "cpu" and places.numel():
-        least, most = (int(number) for number in places.aminmax())
-        if least < 0 or most >= end:
-            refuse("E-RANGE", f"{op}: {name} are {least} to {most}, expected 0 to {end - 1}")
+    """Refuse numbers outside [0, end) (E-RANGE); on a GPU a look would wait for it."""
+    if places.device.type != "cpu" or not places.numel():
+        return
+    least = int(places.min())
+    most = int(places.max())
+    if least < 0 or most >= end:
+        refuse("E-RANGE", f"{op}: {name} are {least} to {most}, expected 0 to {end - 1}")

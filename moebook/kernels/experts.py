@@ -15,8 +15,10 @@ from moebook.kernels.matmul import empty, product
 from moebook.kernels.route import Layout, Part, Routing, lay_out
 
 Activation = Callable[[Tensor], Tensor]
-SILU = ("silu", "SiLU", "SiLUActivation")  # torch's function and module, and transformers' module
-PART = 2**18  # numbers of the pre-activation up to which experts are computed side by side
+# Names of torch's function and module, and of transformers' module.
+SILU = ("silu", "SiLU", "SiLUActivation")
+# Numbers of the pre-activation up to which experts are computed side by side.
+PART = 2**18
 
 
 class Bank(NamedTuple):
@@ -46,17 +48,20 @@ def experts(
     weights = {"gate_up": (bank.gate_up, "E 2F D"), "down": (bank.down, "E D F")}
     shapes("experts", {"x": (x, "T D"), **weights, **routing.named()})
     table = {"torch": gated_ffn, "reference": reference, "triton": "experts.run"}
-    run = implementation("experts", impl, table, x, unless=_check_act("experts", act))
+    unless = _check_act("experts", act)
+    run = implementation("experts", impl, table, x, unless=unless)
     y: Tensor = run(x, routing, bank.to(x.dtype), act)
     return y
 
 
 def reference(x: Tensor, routing: Routing, bank: Bank, act: Activation) -> Tensor:
     """Run every expert on every token and weight it by its gate, 0 where it was not chosen."""
-    gates = x.new_zeros(x.shape[0], len(bank.down))
+    gates = x.new_zeros(x.shape[0], len(bank.down))  # [T, E]
     gates = gates.scatter_add(1, routing.ids, routing.weights.to(x.dtype))
-    gate, up = torch.einsum("td,efd->tef", x, bank.gate_up).chunk(2, dim=-1)
-    outputs = torch.einsum("tef,edf->ted", activated(gate, act) * up, bank.down)
+    pre = torch.einsum("td,efd->tef", x, bank.gate_up)  # [T, E, 2F]
+    gate, up = pre.chunk(2, dim=-1)
+    hidden = activated(gate, act) * up
+    outputs = torch.einsum("tef,edf->ted", hidden, bank.down)
     return torch.einsum("te,ted->td", gates, outputs)
 
 
@@ -79,19 +84,25 @@ def split_experts(
     [E]`` int64 say where an expert lies in the latter, -1 for a frozen one.
     """
     named = {
-        "x": (x, "T D"), "frozen gate_up": (frozen.gate_up, "E 2F D"),
-        "frozen down": (frozen.down, "E D F"), "trained gate_up": (trained.gate_up, "N 2F D"),
-        "trained down": (trained.down, "N D F"), "slots": (slots, "E", "int"),
-    }  # fmt: skip
-    number = shapes("split_experts", {**named, **routing.named()}, empty="T N")["N"]
+        "x": (x, "T D"),
+        "frozen gate_up": (frozen.gate_up, "E 2F D"),
+        "frozen down": (frozen.down, "E D F"),
+        "trained gate_up": (trained.gate_up, "N 2F D"),
+        "trained down": (trained.down, "N D F"),
+        "slots": (slots, "E", "int"),
+        **routing.named(),
+    }
+    number = shapes("split_experts", named, empty="T N")["N"]
     if slots.device.type == "cpu":
         places = [slot for slot in slots.tolist() if slot != -1]
-        if len({*places}) < len(places) or not {*places} <= {*range(number)}:
+        distinct = set(places)
+        if len(distinct) < len(places) or not distinct <= set(range(number)):
             expected = f"-1 or a place in [0, {number}) each, none twice"
             refuse("E-RANGE", f"split_experts: slots are {slots.tolist()}, expected {expected}")
     table = {"torch": gated_ffn, "reference": _split_reference, "triton": "experts.run"}
+    unless = _check_act("split_experts", act)
+    run = implementation("split_experts", impl, table, x, unless=unless)
     still = Bank(frozen.gate_up.detach(), frozen.down.detach()).to(x.dtype)
-    run = implementation("split_experts", impl, table, x, unless=_check_act("split_experts", act))
     y: Tensor = run(x, routing, trained.to(x.dtype), act, still, slots)
     return y
 
@@ -100,12 +111,15 @@ def _split_reference(
     x: Tensor, routing: Routing, trained: Bank, act: Activation, frozen: Bank, slots: Tensor
 ) -> Tensor:
     """Put the trained rows into their places in one bank, and run that."""
-    place, free = slots.clamp(min=0), (slots >= 0)[:, None, None]
-    merged = [
-        torch.where(free, new[place], old) if len(new) else old
-        for new, old in zip(trained, frozen, strict=True)
-    ]
-    return reference(x, routing, Bank(*merged), act)
+    merged = frozen
+    if len(trained.down):
+        place = slots.clamp(min=0)  # [E]; what a frozen expert reads there is not taken
+        trains = (slots >= 0)[:, None, None]
+        merged = Bank(
+            gate_up=torch.where(trains, trained.gate_up[place], frozen.gate_up),
+            down=torch.where(trains, trained.down[place], frozen.down),
+        )
+    return reference(x, routing, merged, act)
 
 
 def _check_act(op: str, act: Activation) -> str:
@@ -147,10 +161,14 @@ def gated_ffn(
 ) -> Tensor:
     """Run sorted segments through experts of one bank, or of a trained and a frozen one."""
     layout = lay_out(routing, x.dtype, bank.gate_up.shape[1:].numel())
-    places = range(len(bank.down)) if slots is None else _places(slots, len(bank.down))
-    where = [(0, slot) if slot >= 0 else (1, expert) for expert, slot in enumerate(places)]
-    weights = [*bank, *(frozen or ())]
-    y: Tensor = _GatedFFN.apply(x, routing.weights.to(x.dtype), layout, where, act, *weights)
+    if slots is None:
+        where = [(0, expert) for expert in range(len(bank.down))]
+    else:
+        places = enumerate(_places(slots, len(bank.down)))
+        where = [(0, slot) if slot >= 0 else (1, expert) for expert, slot in places]
+    weights = [*bank] if frozen is None else [*bank, *frozen]
+    gates = routing.weights.to(x.dtype)
+    y: Tensor = _GatedFFN.apply(x, gates, layout, where, act, *weights)
     return y
 
 
@@ -164,71 +182,104 @@ def _places(slots: Tensor, trained: int) -> list[int]:
 class _GatedFFN(torch.autograd.Function):
     """Slots sorted by expert; all that a part needs is done while its rows are in the cache.
 
-    ``where`` is the number of the bank of each expert, and its place in it; ``weights`` are gate_up
-    and down of each bank. The gate is applied between the two products, on F columns instead of D.
+    ``where`` is the number of the bank of each expert, and its place in it; ``weights`` are
+    gate_up and down of one bank, then of the other. The weight of a slot is applied between
+    the two products, on F columns instead of D.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, layout: Layout, where: list[tuple[int, int]],
-        act: Activation, *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
-        gate = layout.spread(gates)  # [P, 1]
-        pre = empty((len(gate), weights[0].shape[1]), x)  # [P, 2F]
+        ctx: Any,
+        x: Tensor,
+        gates: Tensor,
+        layout: Layout,
+        where: list[tuple[int, int]],
+        act: Activation,
+        *weights: Tensor,
+    ) -> Tensor:
+        gate_ups = weights[0::2]  # one a bank
+        downs = weights[1::2]
+        gate = layout.spread(gates)  # [P, 1], the weight w of a row
+        pre = empty((len(gate), gate_ups[0].shape[1]), x)  # [P, 2F]
         out = empty((len(gate), x.shape[1]), x)  # [P, D]
         parts = layout.parts(PART // max(pre.shape[1], 1))
         for rows, segments in parts:
             read = x.index_select(0, layout.token[rows])  # [p, D]
-            before, after = pre[rows], out[rows]
+            before = pre[rows]
             for expert, local in segments:  # [p, D] @ [D, 2F]
                 bank, place = where[expert]
-                product(read[local], weights[2 * bank][place].T, out=before[local])
-            first, second = before.chunk(2, dim=1)  # [p, F] both
-            hidden = (activated(first, act) * second).mul_(gate[rows])
+                product(read[local], gate_ups[bank][place].T, out=before[local])
+
+            gated, up = before.chunk(2, dim=1)  # [p, F] both
+            hidden = (activated(gated, act) * up).mul_(gate[rows])
+
+            after = out[rows]
             for expert, local in segments:  # [p, F] @ [F, D]
                 bank, place = where[expert]
-                product(hidden[local], weights[2 * bank + 1][place].T, out=after[local])
+                product(hidden[local], downs[bank][place].T, out=after[local])
         ctx.save_for_backward(x, gate, pre, *weights)
-        ctx.layout, ctx.parts, ctx.where, ctx.act = layout, parts, where, act
+        ctx.layout = layout
+        ctx.parts = parts
+        ctx.where = where
+        ctx.act = act
         return layout.combine(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, pre, *weights = ctx.saved_tensors
-        layout, parts, where = ctx.layout, ctx.parts, ctx.where
-        d_weights = [
-            _unwritten(weight, number // 2, parts, where) if ctx.needs_input_grad[5 + number]
-            else None for number, weight in enumerate(weights)
-        ]  # fmt: skip
+        layout = ctx.layout
+        where = ctx.where
+        gate_ups = weights[0::2]
+        downs = weights[1::2]
+
+        of_x, _, _, _, _, *of_weights = ctx.needs_input_grad
+        d_weights: list[Tensor | None] = []
+        for number, weight in enumerate(weights):
+            wanted = of_weights[number]
+            empty_grad = _unwritten(weight, number // 2, ctx.parts, where) if wanted else None
+            d_weights.append(empty_grad)
+        d_gate_ups = d_weights[0::2]
+        d_downs = d_weights[1::2]
         d_gate = torch.empty_like(gate)  # [P, 1]
-        d_rows = empty((len(pre), x.shape[1]), x) if ctx.needs_input_grad[0] else None  # [P, D]
-        for rows, segments in parts:
-            first, second = pre[rows].chunk(2, dim=1)  # [p, F] both
-            active, derivative = _activated(first, ctx.act)
-            read, d_out = (part.index_select(0, layout.token[rows]) for part in (x, grad))
-            d_hidden = torch.empty_like(active)
+        d_rows = empty((len(pre), x.shape[1]), x) if of_x else None  # [P, D]
+
+        for rows, segments in ctx.parts:
+            token = layout.token[rows]
+            read = x.index_select(0, token)  # [p, D]
+            d_out = grad.index_select(0, token)  # [p, D]
+            gated, up = pre[rows].chunk(2, dim=1)  # [p, F] both
+            active, derivative = _activated(gated, ctx.act)
+
+            d_hidden = torch.empty_like(active)  # of the weighted hidden
             for expert, local in segments:  # [p, D] @ [D, F]
                 bank, place = where[expert]
-                product(d_out[local], weights[2 * bank + 1][place], out=d_hidden[local])
-            hidden = active * second
+                product(d_out[local], downs[bank][place], out=d_hidden[local])
+
+            # hidden = w * act(gated) * up, so each factor's gradient is by the others.
+            hidden = active * up
             torch.sum(d_hidden * hidden, 1, keepdim=True, out=d_gate[rows])
             hidden.mul_(gate[rows])
+            d_hidden.mul_(gate[rows])
             d_pre = torch.empty_like(pre[rows])  # [p, 2F]
-            d_first, d_second = d_pre.chunk(2, dim=1)
-            torch.mul(d_hidden.mul_(gate[rows]), active, out=d_second)
-            d_first.copy_(derivative(d_hidden.mul_(second)))
+            d_gated, d_up = d_pre.chunk(2, dim=1)
+            torch.mul(d_hidden, active, out=d_up)
+            d_gated.copy_(derivative(d_hidden.mul_(up)))
+
             for expert, local in segments:
                 bank, place = where[expert]
-                d_gate_up, d_down = d_weights[2 * bank : 2 * bank + 2]
+                d_gate_up = d_gate_ups[bank]
+                d_down = d_downs[bank]
                 if d_down is not None:  # [D, p] @ [p, F]
                     product(d_out[local].T, hidden[local], out=d_down[place])
                 if d_gate_up is not None:  # [2F, p] @ [p, D]
                     product(d_pre[local].T, read[local], out=d_gate_up[place])
                 if d_rows is not None:  # [p, 2F] @ [2F, D]
-                    product(d_pre[local], weights[2 * bank][place], out=d_rows[rows][local])
+                    product(d_pre[local], gate_ups[bank][place], out=d_rows[rows][local])
+
         d_x = None if d_rows is None else layout.combine(d_rows)
-        return d_x, d_gate[layout.place].squeeze(-1), None, None, None, *d_weights
+        d_gates = d_gate[layout.place].squeeze(-1)  # [T, K]
+        return d_x, d_gates, None, None, None, *d_weights
 
 
 def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -237,17 +288,23 @@ def _activated(rows: Tensor, act: Activation) -> tuple[Tensor, Callable[[Tensor]
     with torch.enable_grad():
         active = activated(leaf, act)
     if not active.requires_grad:
-        refuse("E-GRADIENT", "experts: act returns what has no gradient, expected a function of "
-               "PyTorch")  # fmt: skip
+        have = "experts: act returns what has no gradient"
+        refuse("E-GRADIENT", f"{have}, expected a function of PyTorch")
     return active.detach(), lambda grad: torch.autograd.grad(active, leaf, grad)[0]
 
 
 def _unwritten(
     weight: Tensor, bank: int, parts: list[Part], where: list[tuple[int, int]]
 ) -> Tensor:
-    """Make a weight's gradient, zero only for experts without rows: no byte is written twice."""
+    """Make a weight's gradient, zero only for experts without rows.
+
+    The others are written by their products: no byte is written twice.
+    """
     grad = empty(weight.shape, weight)
-    used = {where[expert] for part in parts for expert, _ in part.segments}
+    used = set()
+    for part in parts:
+        for expert, _ in part.segments:
+            used.add(where[expert])
     for place in range(len(weight)):
         if (bank, place) not in used:
             grad[place].zero_()

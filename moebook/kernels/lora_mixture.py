@@ -37,14 +37,23 @@ def lora_mixture(
     columns: what was not chosen costs fewer FLOPs than moving rows would. ``impl`` is ``"auto"``,
     ``"torch"`` (concatenated), ``"triton"`` or ``"reference"`` (a loop).
     """
-    named = {"x": (x, "... D"), "base": (base, "... O"), "gates": (gates, "... N")}
-    factors = {"down": (down, "N R D"), "up": (up, "N O R")}
-    shapes("lora_mixture", named | factors, empty="", alike=("x", "down", "up"))
+    named = {
+        "x": (x, "... D"),
+        "base": (base, "... O"),
+        "gates": (gates, "... N"),
+        "down": (down, "N R D"),
+        "up": (up, "N O R"),
+    }
+    shapes("lora_mixture", named, empty="", alike=("x", "down", "up"))
     factor("lora_mixture", "scale", scale)
-    if isinstance(scale, Tensor):  # which may want a gradient: autograd knows the gates'
-        gates, scale = wide(gates) * scale, 1.0
+    if isinstance(scale, Tensor):
+        # It may want a gradient, and autograd knows that of the gates.
+        gates = wide(gates) * scale
+        scale = 1.0
     table = {"torch": mixture, "reference": reference, "triton": "lora_mixture.run"}
-    unless = "" if base.dtype == x.dtype else obstacle(base) or ""
+    unless = ""
+    if base.dtype != x.dtype:
+        unless = obstacle(base) or ""
     run = implementation("lora_mixture", impl, table, x, unless=unless)
     y: Tensor = run(x, base, gates, down, up, scale)
     return y
@@ -54,35 +63,56 @@ def reference(
     x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float
 ) -> Tensor:
     """Add one expert after another."""
-    experts = zip(gates.unbind(-1), down, up, strict=True)
-    total = sum(gate.unsqueeze(-1) * F.linear(F.linear(x, a), b) for gate, a, b in experts)
+    total: Tensor | int = 0
+    for gate, a, b in zip(gates.unbind(-1), down, up, strict=True):
+        output = F.linear(F.linear(x, a), b)  # B_n A_n x
+        total = total + gate.unsqueeze(-1) * output
     return (base + scale * total).to(base.dtype)
 
 
 def mixture(
-    x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale: float,
+    x: Tensor,
+    base: Tensor,
+    gates: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
     finish: Finish | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Run the mixture as one step of autograd, which ends in ``finish``, see `_finished`."""
     y: Tensor = _Mixture.apply(finish or _finished, scale, x, base, gates, down, up)
     return y
 
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Add all B in one product to ``base [T, O]``: of ``A_n x [T, N * R]``, gates ``[T, N]``."""
+    """Add all B in one product to ``base [T, O]``.
+
+    ``hidden [T, N * R]`` is A_n x of all experts, ``gates`` are ``[T, N]``.
+    """
     weighted = _weighted(hidden, wide(gates) * scale)
-    delta = _multiply(weighted, _columns(up).T)
-    return delta.add_(base) if delta.dtype == base.dtype else (delta + base).to(base.dtype)
+    delta = _multiply(weighted, _columns(up).T)  # [T, N * R] @ [N * R, O]
+    if delta.dtype == base.dtype:
+        return delta.add_(base)
+    return (delta + base).to(base.dtype)
 
 
 class _Mixture(torch.autograd.Function):
-    """Kept for the backward pass: all but the base, and ``A_n x`` of all experts ``[T, N * R]``."""
+    """``y = base + scale * sum_n g_n B_n A_n x``, with all A and all B in one product each.
+
+    Kept for the backward pass: all but the base, and ``A_n x`` of all experts.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, finish: Finish, scale: float, x: Tensor, base: Tensor, gates: Tensor,
-        down: Tensor, up: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        finish: Finish,
+        scale: float,
+        x: Tensor,
+        base: Tensor,
+        gates: Tensor,
+        down: Tensor,
+        up: Tensor,
+    ) -> Tensor:
         hidden = product(_flat(x), down.flatten(0, 1).T)  # [T, D] @ [D, N * R]
         ctx.save_for_backward(x, hidden, gates, down, up)
         ctx.scale = scale
@@ -93,15 +123,22 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, hidden, gates, down, up = ctx.saved_tensors
         of_x, _, of_gates, of_down, of_up = ctx.needs_input_grad[2:]
-        narrow, factors = _flat(grad).to(x.dtype), wide(_flat(gates)) * ctx.scale
-        d_weighted = product(narrow, _columns(up))  # [T, O] @ [O, N * R]
+        d_y = _flat(grad).to(x.dtype)  # [T, O]
+        factors = wide(_flat(gates)) * ctx.scale  # [T, N], scale * g_n
+        d_weighted = product(d_y, _columns(up))  # [T, O] @ [O, N * R]
         d_hidden = _weighted(d_weighted, factors)  # [T, N * R]
-        d_x = d_gates = d_down = d_up = None
-        if of_gates:  # [T, N, R] to [T, N]
-            by_expert = (wide(d_weighted) * wide(hidden)).unflatten(1, (len(down), -1))
+        d_x = None
+        d_gates = None
+        d_down = None
+        d_up = None
+        if of_gates:
+            terms = wide(d_weighted) * wide(hidden)
+            by_expert = terms.unflatten(1, (len(down), -1))  # [T, N, R]
             d_gates = by_expert.sum(2).mul_(ctx.scale).to(gates.dtype).view(gates.shape)
-        if of_up:  # [N * R, T] @ [T, O] to [N, O, R]
-            d_up = _multiply(_weighted(hidden, factors).T, narrow).view(up.mT.shape).mT
+        if of_up:
+            weighted = _weighted(hidden, factors)
+            stacked = _multiply(weighted.T, d_y)  # [N * R, T] @ [T, O]
+            d_up = stacked.view(up.mT.shape).mT  # [N, R, O] to [N, O, R]
         if of_down:  # [N * R, T] @ [T, D]
             d_down = _multiply(d_hidden.T, _flat(x)).view(down.shape)
         if of_x:  # [T, N * R] @ [N * R, D]

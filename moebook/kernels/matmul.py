@@ -22,6 +22,7 @@ ENOUGH = 2**21  # multiplications from which oneDNN pays, whose call costs more 
 PIECE = 2**20  # numbers that oneDNN writes at once: more would be new memory in every call
 LARGE = 2**20  # bytes from which the system, not the process, gets freed memory back
 FREE = 2**30  # bytes of free blocks that are held at most
+CACHE_LINE = 64  # bytes
 
 Bytes = NDArray[np.uint8]
 _free: dict[int, Bytes] = {}  # by id, the longest free first; each step on it is atomic: no lock
@@ -36,7 +37,7 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     (rows, inner), columns = left.shape, right.shape[1]
     compiled = is_compiled(left.dtype, left.device, rows * inner * columns)
     if left.dtype != torch.float32 or not compiled:
-        return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+        return torch.mm(left, right, out=out)
     if out is None:
         return _by_onednn(left, right)
     step = max(PIECE // columns, 128)
@@ -99,8 +100,9 @@ def _take(size: int) -> Bytes:
     for block in sorted(fitting, key=len):
         if _free.pop(id(block), None) is not None:  # else another thread was faster
             return block
-    block = np.empty(size + 64, dtype=np.uint8)
-    return block[-block.ctypes.data % 64 :][:size]  # where a line of the cache begins
+    block = np.empty(size + CACHE_LINE, dtype=np.uint8)
+    start = -block.ctypes.data % CACHE_LINE  # where a line of the cache begins
+    return block[start : start + size]
 
 
 def _give_back(block: Bytes) -> None:

@@ -18,6 +18,7 @@ from moebook.settings import SIZE
 COMBINE = ("renormalised", "probability")
 PART = 2**18  # logits on a CPU of which the largest are found at once
 FEW = 2**12  # logits below which a sort is faster
+LOW_HALF = 0xFFFFFFFF  # the lower 32 of 64 bits
 
 
 class _Slots(NamedTuple):
@@ -60,14 +61,17 @@ class Routing(_Slots):
         experts = shapes("Routing", self.named())["E"]
         if self.ids.is_meta:
             return
-        least, most = (int(end) for end in self.ids.aminmax()) if self.ids.numel() else (0, 0)
-        if least < 0 or most >= experts:
-            refuse("E-RANGE", f"Routing: ids are {least} to {most}, expected 0 to {experts - 1}")
+        if self.ids.numel():
+            least = int(self.ids.min())
+            most = int(self.ids.max())
+            if least < 0 or most >= experts:
+                have = f"Routing: ids are {least} to {most}"
+                refuse("E-RANGE", f"{have}, expected 0 to {experts - 1}")
         right = grouped(self.ids, self.weights, experts)
-        same = torch.equal(self.order, right.order) and bool((self.counts == right.counts).all())
-        if not same:
-            refuse("E-RANGE", "Routing: order and counts are not those of the ids; make it by "
-                   "kernels.grouped(ids, weights, experts)")  # fmt: skip
+        same_counts = bool((self.counts == right.counts).all())
+        if not (same_counts and torch.equal(self.order, right.order)):
+            have = "Routing: order and counts are not those of the ids"
+            refuse("E-RANGE", f"{have}; make it by kernels.grouped(ids, weights, experts)")
 
     def named(self) -> dict[str, tuple[Any, ...]]:
         """Return what `shapes` asks of the four tensors, beside T rows and E experts."""
@@ -113,8 +117,10 @@ def reference(logits: Tensor, top_k: int, combine: str = "renormalised") -> Rout
     """Take the K largest of each row as a stable sort orders them."""
     ids = _sorted(logits.detach(), top_k)
     if combine == "renormalised":
-        return grouped(ids, logits.gather(1, ids).softmax(-1), logits.shape[1])
-    return grouped(ids, logits.softmax(-1).gather(1, ids), logits.shape[1])
+        weights = logits.gather(1, ids).softmax(-1)
+    else:
+        weights = logits.softmax(-1).gather(1, ids)
+    return grouped(ids, weights, logits.shape[1])
 
 
 def _sorted(logits: Tensor, top_k: int) -> Tensor:
@@ -136,14 +142,21 @@ def _largest(logits: Tensor, top_k: int) -> Tensor:
     """
     if logits.dtype == torch.float64 or logits.numel() < FEW:
         return _sorted(logits, top_k)
-    experts = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
-    positive = torch.where(logits.isnan(), torch.nan, logits.float() + 0.0)  # both, NaN and zero
-    bits = positive.view(torch.int32)
-    bits ^= (bits >> 31) & torch.iinfo(torch.int32).max  # of two negative ones the smaller is more
-    keys, ids = bits.long() << 32 | experts, []
+    # One NaN, above all, and one zero: -0.0 + 0.0 is 0.0.
+    plain = torch.where(logits.isnan(), torch.nan, logits.float() + 0.0)
+    # Of two negative numbers the smaller has the larger bits: turn all but the sign's.
+    bits = plain.view(torch.int32)
+    bits ^= (bits >> 31) & torch.iinfo(torch.int32).max
+    # Of equal logits the first expert is to win, so it gets the largest number.
+    last = logits.shape[1] - 1
+    backwards = torch.arange(last, -1, -1, device=logits.device)
+    keys = bits.long() << 32 | backwards  # [T, E]
+    ids = []
     for _ in range(top_k):
-        ids.append(experts[0] - (keys.amax(1, keepdim=True) & 0xFFFFFFFF))
-        keys.scatter_(1, ids[-1], torch.iinfo(torch.int64).min)
+        largest = keys.amax(1, keepdim=True)
+        chosen = last - (largest & LOW_HALF)  # [T, 1]
+        ids.append(chosen)
+        keys.scatter_(1, chosen, torch.iinfo(torch.int64).min)  # not again
     return torch.cat(ids, 1)
 
 
@@ -158,11 +171,14 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, combine: str) -> Tensor:
-        ctx.renormalised, ctx.shape = combine == "renormalised", logits.shape
+        ctx.renormalised = combine == "renormalised"
+        ctx.shape = logits.shape
         if ctx.renormalised:
-            share = weights = logits.gather(1, ids).softmax(-1)  # [T, K]
+            share = logits.gather(1, ids).softmax(-1)  # [T, K]
+            weights = share
         else:
-            share = torch.softmax(logits, -1, out=empty(logits.shape, logits))  # [T, E]
+            share = empty(logits.shape, logits)  # [T, E]
+            torch.softmax(logits, -1, out=share)
             weights = share.gather(1, ids)
         ctx.save_for_backward(ids, share)
         return weights
@@ -171,13 +187,15 @@ class _Weights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, share = ctx.saved_tensors
-        d = empty(ctx.shape, grad).zero_()  # [T, E]
+        d_logits = empty(ctx.shape, grad).zero_()  # [T, E]
         if ctx.renormalised:
-            d.scatter_(1, ids, torch._softmax_backward_data(grad, share, -1, share.dtype))
+            d_kept = torch._softmax_backward_data(grad, share, -1, share.dtype)  # [T, K]
+            d_logits.scatter_(1, ids, d_kept)
         else:
-            d.scatter_(1, ids, grad)
-            torch._softmax_backward_data(d, share, -1, share.dtype, grad_input=d)
-        return d, None, None
+            # In place: first the gradient of the softmax over all E, then of its logits.
+            d_logits.scatter_(1, ids, grad)
+            torch._softmax_backward_data(d_logits, share, -1, share.dtype, grad_input=d_logits)
+        return d_logits, None, None
 
 
 _IMPLEMENTATIONS = {"torch": _by_maxima, "reference": reference, "triton": "route.run"}
@@ -203,9 +221,9 @@ class Layout(NamedTuple):
 
     def spread(self, gates: Tensor) -> Tensor:
         """Return the gates of each row ``[P, G]`` from those of the slots ``[T, K * G]``."""
-        slots = gates.reshape(self.place.numel(), gates.shape[1] // self.place.shape[1])
-        rows = gates.new_zeros(len(self.token), slots.shape[1])
-        rows[self.place.flatten()] = slots
+        members = gates.shape[1] // self.place.shape[1]  # G
+        rows = gates.new_zeros(len(self.token), members)
+        rows[self.place.flatten()] = gates.reshape(-1, members)
         return rows
 
     def combine(self, rows: Tensor) -> Tensor:
@@ -213,16 +231,18 @@ class Layout(NamedTuple):
         return F.embedding_bag(self.place, rows, mode="sum")
 
     def parts(self, most: int) -> list[Part]:
-        """Join neighbouring segments up to so many rows: then calls cost less than what they do.
+        """Join neighbouring segments up to so many rows: then calls cost less than their work.
 
         On meta, where nothing costs, all of them are one part.
         """
         parts: list[Part] = []
         for expert, rows in self.segments:
-            long = bool(parts) and rows.stop - parts[-1].rows.start > most
-            if not parts or (long and not self.token.is_meta):
+            start = parts[-1].rows.start if parts else 0
+            too_long = rows.stop - start > most and not self.token.is_meta
+            if not parts or too_long:
+                start = rows.start
                 parts.append(Part(rows, []))
-            start, segments = parts[-1].rows.start, parts[-1].segments
+            segments = parts[-1].segments
             segments.append((expert, slice(rows.start - start, rows.stop - start)))
             parts[-1] = Part(slice(start, rows.stop), segments)
         return parts
@@ -236,28 +256,37 @@ def lay_out(routing: Routing, dtype: torch.dtype, numbers: int) -> Layout:
     ``numbers``, are filled up to four significant bits: a twenty-fourth more rows on average.
     A routing on meta has no counts: there each expert gets as many slots, to within one.
     """
-    order, device = routing.order, routing.order.device
+    order = routing.order
+    device = order.device
     counts = _even(routing) if device.type == "meta" else routing.counts.tolist()
-    sizes = [
-        _filled(count) if is_compiled(dtype, device, count * numbers) else count for count in counts
-    ]
-    segments, start = [], 0
+    sizes = []
+    for count in counts:
+        compiled = is_compiled(dtype, device, count * numbers)
+        sizes.append(_filled(count) if compiled else count)
+
+    segments = []
+    start = 0
     for expert, size in enumerate(sizes):
         if size:
             segments.append((expert, slice(start, start + size)))
         start += size
-    token, row = order // routing.ids.shape[1], torch.arange(len(order), device=device)
+
+    token = order // routing.ids.shape[1]  # of each slot in order, [T * K]
+    row = torch.arange(len(order), device=device)
     if sizes != counts:
-        rows = torch.ones_like(order)  # of each slot: the last of a segment fills it up
+        # Each slot has a row, and the last one of a segment those that fill it up.
+        rows = torch.ones_like(order)
         last = (routing.counts.cumsum(0) - 1).clamp(min=0)
         rows.scatter_add_(0, last, torch.tensor(sizes) - routing.counts)
-        token, row = token.repeat_interleave(rows), rows.cumsum(0) - rows
+        token = token.repeat_interleave(rows)  # [P]
+        row = rows.cumsum(0) - rows
     place = torch.empty_like(order)
     place[order] = row
     return Layout(segments, token, place.view(routing.ids.shape))
 
 
 def _even(routing: Routing) -> list[int]:
+    """Return counts of the experts that are equal to within one."""
     least, more = divmod(len(routing.order), len(routing.counts))
     return [least + (expert < more) for expert in range(len(routing.counts))]
 

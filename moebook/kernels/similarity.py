@@ -14,13 +14,24 @@ from moebook.kernels.matmul import empty, product, wide
 
 RULES = ("standing", "any")
 WRONG = "NaN, infinity or numbers too large to be squared"
-ROWS = 4096  # rows of a pool on a CPU that are compared at once: they stay in the cache
-SLACK = 2.0**-7  # more than a cosine is off with factors and result in bfloat16 (3 * 2^-9)
-SIEVED = 32  # fewest shots for which a product in bfloat16 saves more than rounding the rows costs
-HELD = 3  # times C rows are held before those that fell behind go
-BLOCK = {"cpu": 256, "cuda": 2048}  # rows compared at once with all later ones for duplicates
-COSINES = {"cpu": 2**18, "cuda": 2**28}  # most that are held at once: a CPU's cache keeps them
-ROUNDS = 4  # of settling pairs side by side; what they leave is settled one after another
+
+# Rows of a pool on a CPU that are compared at once: they stay in the cache.
+ROWS = 4096
+# More than a cosine is off with factors and result in bfloat16 (3 * 2^-9).
+SLACK = 2.0**-7
+# Fewest shots for which a product in bfloat16 saves more than rounding the rows costs.
+SIEVED = 32
+# So many times C rows are held before those that fell behind go.
+HELD = 3
+
+# Rows compared at once with all later ones for duplicates.
+BLOCK = {"cpu": 256, "cuda": 2048}
+# Cosines that are held at once at most: a CPU's cache keeps them.
+COSINES = {"cpu": 2**18, "cuda": 2**28}
+# Of settling pairs side by side; what they leave is settled one after another.
+ROUNDS = 4
+
+# From rows and the key that is to be exceeded to places and keys, see `largest`.
 Key = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 Pairs = tuple[Tensor, Tensor]
 
@@ -71,25 +82,35 @@ def largest(blocks: Iterable[Tensor], key: Key, count: int) -> Largest:
     """
     natural("largest", "count", count)
     held: list[Largest] = []
-    seen, floor = 0, -torch.inf
-    for block in blocks:
-        for rows in block.split(ROWS if block.device.type == "cpu" else max(len(block), 1)):
-            places, keys = key(rows, floor)
-            if keys.isnan().any():
-                row = seen + int(places[keys.isnan()][0])
-                refuse("E-NONFINITE", f"row {row} of the pool holds {WRONG}")
-            above = keys > floor
-            places, keys = places[above], keys[above]
-            if len(keys) > HELD * count:  # so that no more rows are copied
-                first = keys.sort(descending=True, stable=True).indices[:count].sort().values
-                places, keys = places[first], keys[first]
-            if len(places) or not held:
-                held.append(Largest(seen + places, keys, rows[places], 0))
-                held, floor = _floored(held, count)
-            seen += len(rows)
+    seen = 0
+    floor = -torch.inf  # the key that a row must exceed
+    for rows in _cached(blocks):
+        places, keys = key(rows, floor)
+        wrong = keys.isnan()
+        if wrong.any():
+            row = seen + int(places[wrong][0])
+            refuse("E-NONFINITE", f"row {row} of the pool holds {WRONG}")
+        above = keys > floor
+        places = places[above]
+        keys = keys[above]
+        if len(keys) > HELD * count:
+            # More than can stay: their rows need not be copied. Places stay ascending.
+            first = keys.sort(descending=True, stable=True).indices[:count].sort().values
+            places = places[first]
+            keys = keys[first]
+        if len(places) or not held:
+            held.append(Largest(seen + places, keys, rows[places], 0))
+            held, floor = _floored(held, count)
+        seen += len(rows)
     if not held:
         refuse("E-DATA", "the pool is empty; expected at least one block of rows")
     return _cut(held, count)._replace(seen=seen)
+
+
+def _cached(blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Split the blocks of a stream on a CPU into what its cache holds."""
+    for block in blocks:
+        yield from block.split(ROWS if block.device.type == "cpu" else max(len(block), 1))
 
 
 def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
@@ -105,7 +126,9 @@ def _floored(held: list[Largest], count: int) -> tuple[list[Largest], float]:
 
 def _cut(held: list[Largest], count: int) -> Largest:
     """Take the largest; rows come in order where keys are equal, and a stable sort keeps it."""
-    index, key, vectors = (torch.cat(parts) for parts in list(zip(*held, strict=True))[:3])
+    index = torch.cat([part.index for part in held])
+    key = torch.cat([part.key for part in held])
+    vectors = torch.cat([part.vectors for part in held])
     order = key.sort(descending=True, stable=True).indices[:count]
     return Largest(index[order], key[order], vectors[order], 0)
 
@@ -124,21 +147,27 @@ def lengths(rows: Tensor) -> Tensor:
 
 def _compared(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Compare unit rows with each target and take the largest cosine: the reference."""
-    return _all(rows), (unit(wide(rows)) @ wide(targets).T).amax(1)
+    cosines = unit(wide(rows)) @ wide(targets).T  # [b, K]
+    return _all(rows), cosines.amax(1)
 
 
 def _sieved(rows: Tensor, targets: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Divide the largest product by the row's length; where it pays, only for rows in question."""
-    rows, targets = wide(rows), wide(targets)
-    long = lengths(rows)
+    rows = wide(rows)
+    targets = wide(targets)
+    norms = lengths(rows)
     worthwhile = floor > -torch.inf and len(targets) >= SIEVED
-    worthwhile &= rows.device.type == "cpu" and rows.dtype == torch.float32
-    if not (worthwhile and torch.cpu._is_avx512_bf16_supported()):
-        return _all(rows), product(targets, rows.T).amax(0) / long
-    half = targets.bfloat16()
-    rough = (half @ empty(rows.shape, half).copy_(rows).T).amax(0) / long
-    places = (~(rough <= floor - SLACK)).nonzero().squeeze(1)  # NaN stays
-    return places, (targets @ rows[places].T).amax(0) / long[places]
+    able = rows.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    if not (worthwhile and able and rows.dtype == torch.float32):
+        return _all(rows), product(targets, rows.T).amax(0) / norms
+
+    rough_targets = targets.bfloat16()  # [K, D]
+    rough_rows = empty(rows.shape, rough_targets).copy_(rows)  # [b, D]
+    rough = (rough_targets @ rough_rows.T).amax(0) / norms
+    behind = rough <= floor - SLACK  # false for NaN, which is to be refused
+    places = (~behind).nonzero().squeeze(1)
+    exact = (targets @ rows[places].T).amax(0)
+    return places, exact / norms[places]
 
 
 def _all(rows: Tensor) -> Tensor:
@@ -183,27 +212,34 @@ def _looped(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> T
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for i in range(len(rows)):
         for j in range(0 if standing else i + 1, len(rows)):
-            if i == j or (standing and not (alive[i] and alive[j])):
+            if i == j:
+                continue
+            if standing and not (alive[i] and alive[j]):
                 continue
             if rows[i] @ rows[j] > threshold:
-                alive[j if key[i] > key[j] else i] = False
+                loser = j if key[i] > key[j] else i
+                alive[loser] = False
     return alive
 
 
 def _blocked(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
     rows = unit(wide(vectors))
-    return through(rows, key, threshold, standing, BLOCK[rows.device.type], near)
+    size = BLOCK[rows.device.type]
+    return through(rows, key, threshold, standing, size, near)
 
 
 def near(rows: Tensor, size: int, threshold: float) -> Pairs:
-    """Return the pairs i < j, i among the first ``size`` rows, above the threshold, in order."""
-    upper, found = rows[:size], []
+    """Return the pairs i < j above the threshold, i among the first ``size`` rows, in order."""
+    first_rows = rows[:size]
     columns = max(1, COSINES[rows.device.type] // size)
+    found = []
     for start in range(0, len(rows), columns):
-        close = product(upper, rows[start : start + columns].T) > threshold
+        cosines = product(first_rows, rows[start : start + columns].T)  # [size, columns]
+        close = cosines > threshold
         if start < size:
-            close.triu_(1 - start)
-        found.append(close.nonzero() + torch.tensor([0, start], device=rows.device))
+            close.triu_(1 - start)  # i < j alone
+        pairs = close.nonzero()
+        found.append(pairs + torch.tensor([0, start], device=rows.device))
     first, second = torch.cat(found).T
     order = first.sort(stable=True).indices
     return first[order], second[order]
@@ -223,15 +259,20 @@ def through(
     are ``[S, D]`` as ``pairs`` (such as `near`) wants them; returns ``[S]``, whether a row stays.
     """
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    left = torch.arange(len(rows), device=rows.device)
+    left = torch.arange(len(rows), device=rows.device)  # what is to be compared yet
     while len(left):
-        i, j = (left[place] for place in pairs(rows, size, threshold))
+        first, second = pairs(rows, size, threshold)
+        i = left[first]
+        j = left[second]
         lose = torch.where(key[i] > key[j], j, i)
-        left, rows = left[size:], rows[size:]
-        alive[_losers(i, j, lose) if standing else lose] = False
+        gone = _losers(i, j, lose) if standing else lose
+        alive[gone] = False
+        left = left[size:]
+        rows = rows[size:]
         if standing and len(lose):
             stay = alive[left].nonzero().squeeze(1)
-            left, rows = left[stay], rows[stay]
+            left = left[stay]
+            rows = rows[stay]
     return alive
 
 
@@ -241,21 +282,26 @@ def _losers(first: Tensor, second: Tensor, lose: Tensor) -> Tensor:
     All pairs that are the first open one of both their rows are settled at once, whatever becomes
     of the others. What a few rounds of that leave open is settled one after another.
     """
+    # Rows by their place among those that are in any pair; pairs [2, P], losers [P].
     rows, pairs = torch.unique(torch.stack([first, second]), return_inverse=True)
-    losers = torch.where(lose == first, *pairs)
-    turn = torch.arange(len(first), device=first.device)
+    losers = torch.where(lose == first, pairs[0], pairs[1])
+    turn = torch.arange(len(first), device=first.device)  # when a pair is settled
     gone = torch.zeros_like(rows, dtype=torch.bool)
     for _ in range(ROUNDS):
-        earliest = torch.full_like(rows, len(first))
+        earliest = torch.full_like(rows, len(first))  # of each row, the turn of its first pair
         earliest.scatter_reduce_(0, pairs.flatten(), turn.repeat(2), "amin")
         now = (earliest[pairs] == turn).all(0)
         gone[losers[now]] = True
-        still = ~(now | gone[pairs].any(0))
-        pairs, losers, turn = pairs[:, still], losers[still], turn[still]
-    left = gone.tolist()
+        open_yet = ~(now | gone[pairs].any(0))
+        pairs = pairs[:, open_yet]
+        losers = losers[open_yet]
+        turn = turn[open_yet]
+
+    went = gone.tolist()
     for i, j, loser in zip(*pairs.tolist(), losers.tolist(), strict=True):
-        left[loser] |= not (left[i] or left[j])
-    return rows[torch.tensor(left, dtype=torch.bool, device=rows.device)]
+        if not (went[i] or went[j]):
+            went[loser] = True
+    return rows[torch.tensor(went, dtype=torch.bool, device=rows.device)]
 
 
 _NEAREST = {"torch": _sieved, "reference": _compared}
