@@ -12,13 +12,16 @@ from moebook.errors import refuse
 from moebook.kernels.dispatch import shapes
 
 IGNORED = -100  # label that the loss leaves out
-IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+IDS = "input_ids"
+MASK = "attention_mask"
+LABELS = "labels"
 
 
 def vocabulary(model: nn.Module) -> int:
     """Return V, by the rows of the model's input embeddings, if it has a way to tell them."""
-    tells = hasattr(model, "get_input_embeddings")
-    return len(model.get_input_embeddings().weight) if tells else sys.maxsize
+    if not hasattr(model, "get_input_embeddings"):
+        return sys.maxsize
+    return len(model.get_input_embeddings().weight)
 
 
 def check_batch(
@@ -31,31 +34,41 @@ def check_batch(
     `training.batches`, which go with ``logits_to_keep``, begin later. Values on a GPU are not
     looked at, which would wait for it.
     """
-    if missing := [name for name in (IDS, *needs) if name not in batch]:
-        have = ", ".join(batch) or "nothing"
-        refuse("E-DATA", f"{who}: the batch holds {have}, expected {missing[0]}")
-    kept = "T" if "logits_to_keep" not in batch else "S"
-    dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {kept}", "int64")}
+    for name in (IDS, *needs):
+        if name not in batch:
+            have = ", ".join(batch) or "nothing"
+            refuse("E-DATA", f"{who}: the batch holds {have}, expected {name}")
+
+    length = "T" if "logits_to_keep" not in batch else "S"
+    dims = {IDS: ("B T", "int"), MASK: ("B T", "real"), LABELS: (f"B {length}", "int64")}
     held = {name: batch[name] for name in dims if batch.get(name) is not None}
-    shapes(who, {name: (tensor, *dims[name]) for name, tensor in held.items()}, empty="")
+    named = {name: (tensor, *dims[name]) for name, tensor in held.items()}
+    shapes(who, named, empty="")
+
     if LABELS in needs and batch[LABELS].device.type == "cpu" and not _asks(batch):
         refuse("E-DATA", f"{who}: no token of the batch has a label, so there is no loss")
-    known = vocabulary(model)
     if LABELS in held:
-        held[LABELS] = held[LABELS].masked_fill(held[LABELS] == IGNORED, 0)
-    for name, end in ((IDS, known), (MASK, 2), (LABELS, known)):
-        if name in held and held[name].device.type == "cpu":
-            _check_range(who, name, held[name], end)
+        labels = held[LABELS]
+        held[LABELS] = labels.masked_fill(labels == IGNORED, 0)
+    known = vocabulary(model)
+    ends = {IDS: known, MASK: 2, LABELS: known}
+    for name, tensor in held.items():
+        if tensor.device.type == "cpu":
+            _check_range(who, name, tensor, ends[name])
 
 
 def _asks(batch: Mapping[str, Any]) -> bool:
     """Whether any token is to be foretold; none comes before the first of a row."""
     whole = "logits_to_keep" not in batch or int(batch["logits_to_keep"][0]) == 0
-    return bool((batch[LABELS][:, 1 if whole else 0 :] != IGNORED).any())
+    first = 1 if whole else 0
+    asked = batch[LABELS][:, first:] != IGNORED
+    return bool(asked.any())
 
 
 def _check_range(who: str, name: str, tensor: Tensor, end: int) -> None:
-    lowest, highest = (part.item() for part in tensor.aminmax())
+    """Refuse numbers outside [0, end), by what they are."""
+    lowest = tensor.min().item()
+    highest = tensor.max().item()
     if lowest >= 0 and highest < end:
         return
     have = f"{who}: {name} are {lowest} to {highest}"

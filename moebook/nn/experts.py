@@ -29,17 +29,21 @@ class Experts(nn.Module):
     @checked
     def __init__(self, mlp: nn.Module, experts: Size) -> None:
         super().__init__()
-        projections = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if any(projection.bias is not None for projection in projections):
-            refuse("E-MODEL", f"{type(mlp).__name__} has biases: full experts hold none")
-        gate, up, down = (projection.weight.detach() for projection in projections)
-        self.gate_up_proj = nn.Parameter(torch.cat([gate, up]).repeat(experts, 1, 1))
+        for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            if projection.bias is not None:
+                refuse("E-MODEL", f"{type(mlp).__name__} has biases: full experts hold none")
+        gate = mlp.gate_proj.weight.detach()  # [F, D]
+        up = mlp.up_proj.weight.detach()  # [F, D]
+        down = mlp.down_proj.weight.detach()  # [D, F]
+        gate_up = torch.cat([gate, up])
+        self.gate_up_proj = nn.Parameter(gate_up.repeat(experts, 1, 1))
         self.down_proj = nn.Parameter(down.repeat(experts, 1, 1))
         self.act_fn = mlp.act_fn
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return ``sum_k w_k E_k(x)`` (Eq. 2) for ``x [T, D]``."""
-        return experts(x, routing, Bank(self.gate_up_proj, self.down_proj), self.act_fn)
+        bank = Bank(self.gate_up_proj, self.down_proj)
+        return experts(x, routing, bank, self.act_fn)
 
 
 class ExpertMoE(nn.Module):
@@ -48,11 +52,13 @@ class ExpertMoE(nn.Module):
     def __init__(self, router: Router, experts: Experts) -> None:
         super().__init__()
         _check_pair("ExpertMoE", router, "gate_up_proj", experts.gate_up_proj, "E 2F D")
-        self.router, self.experts = router, experts
+        self.router = router
+        self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the mixture's output in the shape of ``x [B, T, D]``."""
-        return self.experts(x.flatten(0, -2), self.router(x)).view_as(x)
+        routing = self.router(x)
+        return self.experts(x.flatten(0, -2), routing).view_as(x)
 
 
 class SplitExperts(nn.Module):
@@ -60,8 +66,7 @@ class SplitExperts(nn.Module):
 
     The host's module stays whole inside as ``frozen``. Only ``gate_up_proj [N, 2F, D]`` and
     ``down_proj [N, D, F]`` train: copies of the N chosen rows, which may be made wider. Products
-    are in the input's dtype. ``slots [E]`` int64 say where an expert lies, -1 for a frozen
-    one.
+    are in the input's dtype. ``slots [E]`` int64 say where an expert lies, -1 for a frozen one.
     """
 
     slots: Tensor
@@ -69,20 +74,24 @@ class SplitExperts(nn.Module):
     @checked
     def __init__(self, frozen: nn.Module, chosen: Sequence[int]) -> None:
         super().__init__()
-        last = len(frozen.down_proj) - 1
-        if odd := [expert for expert in chosen if not 0 <= expert <= last]:
-            refuse("E-RANGE", f"SplitExperts: chosen names expert {odd[0]}, there are 0 to {last}")
+        experts = len(frozen.down_proj)
+        for expert in chosen:
+            if not 0 <= expert < experts:
+                have = f"chosen names expert {expert}, there are 0 to {experts - 1}"
+                refuse("E-RANGE", f"SplitExperts: {have}")
         if len(set(chosen)) < len(chosen):
             refuse("E-RANGE", f"SplitExperts: chosen names an expert twice: {shown(chosen)}")
         self.frozen = frozen.requires_grad_(False)
+
         device = frozen.down_proj.device
         numbers = torch.tensor(list(chosen), dtype=torch.int64, device=device)
+        slots = torch.full((experts,), -1, device=device)
+        slots[numbers] = torch.arange(len(chosen), device=device)
         self.register_buffer("chosen", numbers, persistent=False)
-        slots = torch.full((len(frozen.down_proj),), -1, device=device)
-        slots[self.chosen] = torch.arange(len(chosen), device=device)
         self.register_buffer("slots", slots, persistent=False)
-        self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[self.chosen])
-        self.down_proj = nn.Parameter(frozen.down_proj.detach()[self.chosen])
+
+        self.gate_up_proj = nn.Parameter(frozen.gate_up_proj.detach()[numbers])
+        self.down_proj = nn.Parameter(frozen.down_proj.detach()[numbers])
 
     def forward(
         self, x: Tensor, routing: Routing | Tensor, weights: Tensor | None = None
@@ -97,9 +106,10 @@ class SplitExperts(nn.Module):
     @torch.no_grad()
     def merged(self) -> nn.Module:
         """Write the trained rows into the host's module and return it."""
-        self.frozen.gate_up_proj[self.chosen] = self.gate_up_proj.to(self.frozen.gate_up_proj.dtype)
-        self.frozen.down_proj[self.chosen] = self.down_proj.to(self.frozen.down_proj.dtype)
-        return self.frozen
+        host = self.frozen
+        host.gate_up_proj[self.chosen] = self.gate_up_proj.to(host.gate_up_proj.dtype)
+        host.down_proj[self.chosen] = self.down_proj.to(host.down_proj.dtype)
+        return host
 
 
 class ChosenRows(nn.Module):
@@ -115,7 +125,8 @@ class ChosenRows(nn.Module):
         mask = torch.zeros(len(weight), 1, 1, dtype=torch.bool, device=weight.device)
         mask[chosen] = True
         self.register_buffer("mask", mask, persistent=False)
-        self.idle = int((~mask).sum()) * weight[0].numel()  # numbers that stay
+        frozen_rows = int((~mask).sum())
+        self.idle = frozen_rows * weight[0].numel()  # numbers that stay
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight."""
@@ -150,17 +161,23 @@ class Adapters(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.scale, self.served_scale, self.dropout = scale, served_scale, dropout
-        at = {"dtype": dtype, "device": device}
-        self.down = nn.Parameter(torch.zeros(experts, width, adapter_width, **at))
-        self.up = nn.Parameter(torch.zeros(experts, adapter_width, width, **at))
+        self.scale = scale
+        self.served_scale = served_scale
+        self.dropout = dropout
+        down = torch.zeros(experts, width, adapter_width, dtype=dtype, device=device)
+        up = torch.zeros(experts, adapter_width, width, dtype=dtype, device=device)
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(up)
         if down_init == "kaiming":
-            bound = 1 / math.sqrt(width)  # what kaiming with a = sqrt 5 gives for D inputs
+            # Kaiming's bound sqrt(6 / ((1 + a^2) D)) with a = sqrt 5.
+            bound = 1 / math.sqrt(width)
             nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, h: Tensor, routing: Routing) -> Tensor:
         """Return ``h [T, D]`` plus the weighted adapters' outputs."""
-        source = dropout(h, self.dropout) if self.training and self.dropout else None
+        source = None  # h itself
+        if self.training and self.dropout:
+            source = dropout(h, self.dropout)
         scale = self.scale if self.training else self.served_scale
         return adapters(h, routing, self.down, self.up, scale=scale, source=source)
 
@@ -174,7 +191,9 @@ class AdapterMoE(nn.Module):
     def __init__(self, shared: nn.Module, router: Router, adapters: Adapters) -> None:
         super().__init__()
         _check_pair("AdapterMoE", router, "down", adapters.down, "E D R")
-        self.shared, self.router, self.adapters = shared, router, adapters
+        self.shared = shared
+        self.router = router
+        self.adapters = adapters
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``h + scale * sum_k w_k A_k(h)``, ``h = shared(x)``, in the shape of ``x``."""
@@ -185,4 +204,5 @@ class AdapterMoE(nn.Module):
 
 def _check_pair(module: str, router: Router, name: str, weight: Tensor, dims: str) -> None:
     """Refuse a router and experts of different numbers E or widths D."""
-    shapes(module, {"the router's weight": (router.weight, "E D"), name: (weight, dims)})
+    named = {"the router's weight": (router.weight, "E D"), name: (weight, dims)}
+    shapes(module, named)

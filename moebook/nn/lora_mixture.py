@@ -40,20 +40,25 @@ class LoraMixture(nn.Module):
         dropout: Share = 0.0,
     ) -> None:
         super().__init__()
-        of_router = {"the router's weight": (router.weight, "N D" if reads == "layer" else "N O")}
-        factors = {"down": (down, "N R D"), "up": (up, "N O R")}
-        sizes = shapes("LoraMixture", factors | of_router, empty="")
-        if (base_layer.out_features, base_layer.in_features) != (sizes["O"], sizes["D"]):
-            layer = f"{base_layer.in_features} to {base_layer.out_features}"
-            own = f"{sizes['D']} to {sizes['O']}"
-            refuse(
-                "E-SHAPE", f"LoraMixture: the LoRAs go from {own} columns, the layer from {layer}"
-            )
+        named = {
+            "down": (down, "N R D"),
+            "up": (up, "N O R"),
+            "the router's weight": (router.weight, "N D" if reads == "layer" else "N O"),
+        }
+        sizes = shapes("LoraMixture", named, empty="")
+        layer = f"{base_layer.in_features} to {base_layer.out_features}"
+        own = f"{sizes['D']} to {sizes['O']}"
+        if layer != own:
+            have = f"the LoRAs go from {own} columns, the layer from {layer}"
+            refuse("E-SHAPE", f"LoraMixture: {have}")
         if len(scales) != len(down):
             refuse("E-SHAPE", f"LoraMixture: {len(scales)} scales for {len(down)} LoRAs")
-        self.base_layer, self.router = base_layer, router
-        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
-        self.reads, self.dropout = reads, dropout
+        self.base_layer = base_layer
+        self.router = router
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(up)
+        self.reads = reads
+        self.dropout = dropout
         self.only: int | None = None  # the one expert to use for every token
         # One factor for all, after B as PEFT has it, and what each expert differs from it by.
         self.scale = scales[0]
@@ -76,16 +81,23 @@ class LoraMixture(nn.Module):
         if self.only is not None:
             gates[..., self.only] = 1
             return gates
-        by_layer = self.reads == "layer"
-        routing = self.router(x) if by_layer else self.router(base, self._own_logits(source))
-        weights = routing.weights.to(gates.dtype)
+        if self.reads == "layer":
+            routing = self.router(x)
+        else:  # Eq. 9: w_n . (W x) by the router, and what the expert adds
+            routing = self.router(base, self._own_logits(source))
+        weights = routing.weights.to(gates.dtype)  # [T, K]
         return gates.flatten(0, -2).scatter(1, routing.ids, weights).view_as(gates)
 
     def _own_logits(self, source: Tensor) -> Tensor:
-        """Return what an expert's output adds to its logit, ``[T, N]``: ``w B h = (B' w) h``."""
-        hidden = F.linear(source, self.down.flatten(0, 1)).unflatten(-1, self.down.shape[:2])
-        weight = self.router.weight
+        """Return what an expert's output adds to its logit, ``[T, N]``.
+
+        ``scale_n w_n . (B_n A_n x)`` is ``scale_n (B_n' w_n) . (A_n x)``: R columns, not O.
+        """
+        hidden = F.linear(source, self.down.flatten(0, 1))  # [..., N * R]
+        hidden = hidden.unflatten(-1, self.down.shape[:2])  # [..., N, R]
+        weight = self.router.weight  # [N, O], float32 or wider
         with torch.autocast(source.device.type, enabled=False):
             read = torch.einsum("no,nor->nr", weight, self.up.to(weight.dtype))
-            rows = hidden.flatten(0, -3).to(read.dtype)
-            return torch.einsum("tnr,nr->tn", rows, read) * (self.ratios * self.scale)
+            rows = hidden.flatten(0, -3).to(read.dtype)  # [T, N, R]
+            logits = torch.einsum("tnr,nr->tn", rows, read)
+            return logits * (self.ratios * self.scale)

@@ -22,7 +22,7 @@ PLAIN = {
 
 def settle(model: nn.Module) -> list[tuple[Any, str, Any]]:
     """Set a model's configurations to `PLAIN`; return each change: where, name, value before."""
-    configurations: dict[int, Any] = {}
+    configurations: dict[int, Any] = {}  # by identity: modules share theirs
     for module in model.modules():
         configuration = getattr(module, "config", None)
         configurations[id(configuration)] = configuration

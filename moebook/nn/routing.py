@@ -22,7 +22,7 @@ from moebook import kernels
 from moebook.errors import refuse
 from moebook.kernels import Routing, route
 from moebook.kernels.dispatch import Floating, shapes
-from moebook.nn.batch import check_batch
+from moebook.nn.batch import IDS, MASK, check_batch
 from moebook.nn.passes import evaluating
 from moebook.settings import Size, checked
 
@@ -43,11 +43,16 @@ class Decision(NamedTuple):
     def real(self) -> Decision:
         """Return the decisions for the real tokens alone, ``[T, ...]``."""
         mask = self.ids[..., 0] >= 0 if self.mask is None else self.mask
-        parts = (self.logits[mask], self.ids[mask], self.weights[mask], mask[mask])
-        return Decision(*parts, self.factor)
+        return Decision(
+            logits=self.logits[mask],
+            ids=self.ids[mask],
+            weights=self.weights[mask],
+            mask=mask[mask],
+            factor=self.factor,
+        )
 
     def gates(self) -> Tensor:
-        """Return the gates ``[..., K]``, each token's at most 1: the weights without the factor."""
+        """Return the gates ``[..., K]``, a token's sum at most 1: weights without the factor."""
         if math.isnan(self.factor):
             what = "neither shares of the chosen experts nor probabilities by its logits"
             refuse("E-MODEL", f"the router's weights are {what}, times a constant: no gates")
@@ -75,14 +80,18 @@ class Trace:
     def follow(self, decoder: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         """Register the two hooks on a model's decoder; what takes them off again is returned."""
         begin = decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
-        return begin, decoder.register_forward_hook(self._end, always_call=True)
+        end = decoder.register_forward_hook(self._end, always_call=True)
+        return begin, end
 
     def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        second = args[1] if len(args) > 1 else None
+        mask = kwargs.get("attention_mask", second)
         self.attention_mask = mask if isinstance(mask, Tensor) else None
-        given = [*args[:1], *(kwargs.get(name) for name in ("input_ids", "inputs_embeds"))]
-        self.batch = next((len(part) for part in given if isinstance(part, Tensor)), None)
-        self.decisions, self.open = {}, True
+        inputs = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+        sizes = [len(part) for part in inputs if isinstance(part, Tensor)]
+        self.batch = sizes[0] if sizes else None
+        self.decisions = {}
+        self.open = True
 
     def _end(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.open = False
@@ -98,11 +107,12 @@ class Trace:
             shapes("balance", {"attention_mask": (attention_mask, "B S", "real")}, empty="")
         if mask is None or mask.dim() != 2:
             return None
-        length = rows // max(len(mask), 1)
-        fits = length * len(mask) == rows and length <= mask.shape[1]
-        if not fits or self.batch not in (None, len(mask)):
+        batch, columns = mask.shape
+        length = rows // max(batch, 1)  # of each row in this pass
+        fits = length * batch == rows and length <= columns
+        if not fits or self.batch not in (None, batch):
             refuse("E-SHAPE", f"attention_mask {tuple(mask.shape)} does not fit the last pass")
-        return mask[:, mask.shape[1] - length :].reshape(-1).bool()
+        return mask[:, columns - length :].reshape(-1).bool()
 
 
 class Router(nn.Module):
@@ -128,7 +138,10 @@ class Router(nn.Module):
         super().__init__()
         if top_k > experts:
             refuse("E-RANGE", f"Router: top_k is {top_k}, expected 1 to {experts} (experts)")
-        self.top_k, self.layer, self.trace, self.combine = top_k, layer, trace, combine
+        self.top_k = top_k
+        self.layer = layer
+        self.trace = trace
+        self.combine = combine
         self.weight = nn.Parameter(torch.empty(experts, width, dtype=dtype, device=device))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -140,16 +153,18 @@ class Router(nn.Module):
         if more is not None:
             shapes("Router", {"x": (rows, "T D"), "more": (more, f"T {len(self.weight)}E")})
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(rows.to(self.weight.dtype), self.weight)
-            return logits if more is None else logits + more
+            logits = F.linear(rows.to(self.weight.dtype), self.weight)  # [T, D] @ [D, E]
+            if more is not None:
+                logits = logits + more
+            return logits
 
     def forward(self, x: Tensor, more: Tensor | None = None) -> Routing:
         """Route the T tokens of ``x [..., D]`` by their `logits`."""
         logits = self.logits(x, more)
         routing = route(logits, self.top_k, combine=self.combine)
         if self.trace is not None and self.trace.open:
-            graph = logits if self.training else logits.detach()
-            decision = Decision(graph, routing.ids, routing.weights.detach())
+            kept = logits if self.training else logits.detach()
+            decision = Decision(kept, routing.ids, routing.weights.detach())
             self.trace.decisions[self.layer] = decision
         return routing
 
@@ -177,20 +192,27 @@ def balance(
     """
     if not routers:
         refuse("E-MODEL", "no routers to balance: the model is dense, or its routers are not ours")
-    total = torch.zeros((), device=routers[0].weight.device, dtype=routers[0].weight.dtype)
+    weight = routers[0].weight
+    total = torch.zeros((), device=weight.device, dtype=weight.dtype)
     for router in routers:
-        decision = None if router.trace is None else router.trace.decisions.get(router.layer)
+        who = f"the router of layer {router.layer}"
+        decision = None
+        if router.trace is not None:
+            decision = router.trace.decisions.get(router.layer)
         if router.trace is None or decision is None:
-            refuse("E-MODEL", f"the router of layer {router.layer} has not run: do a forward pass"
-                   " first")  # fmt: skip
+            refuse("E-MODEL", f"{who} has not run: do a forward pass first")
         wanted = router.training and router.weight.requires_grad and torch.is_grad_enabled()
         if wanted and not decision.logits.requires_grad:
-            refuse("E-GRADIENT", f"the router of layer {router.layer} ran without a graph, so its"
-                   " balance loss would be dead: no torch.no_grad() around the forward pass, and"
-                   " gradient checkpointing with use_reentrant=False")  # fmt: skip
-        mask = router.trace.padding(len(decision.ids), attention_mask)
-        mask = None if mask is None else mask.to(decision.ids.device)
+            refuse(
+                "E-GRADIENT",
+                f"{who} ran without a graph, so its balance loss would be dead: no"
+                " torch.no_grad() around the forward pass, and gradient checkpointing with"
+                " use_reentrant=False",
+            )
         ids = decision.ids[:, :1] if first else decision.ids
+        mask = router.trace.padding(len(decision.ids), attention_mask)
+        if mask is not None:
+            mask = mask.to(ids.device)
         term = kernels.balance_loss(decision.logits, ids, mask=mask, form=form)
         total = total + term.to(total.device)
     return total
@@ -208,16 +230,25 @@ def observe(
     """
     check_batch("observe", model, batch)
     device = next(model.parameters()).device
-    inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask") if key in batch}
-    shape = inputs["input_ids"].shape
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    inputs = {}
+    for name in (IDS, MASK):
+        if name in batch:
+            inputs[name] = batch[name].to(device)
+    shape = inputs[IDS].shape  # [B, S]
+    mask = inputs.get(MASK, torch.ones_like(inputs[IDS])).bool()
     decisions = {}
 
     def see(key: Key, arguments: tuple[Any, ...], output: Any) -> None:
-        parts = _decided(routers[key], arguments, output)
-        logits, ids, weights = (part.view(*shape, -1) for part in parts)
-        factor = 1.0 if isinstance(output, Routing) else _factor(routers[key], arguments)
-        decisions[key] = Decision(logits, ids, weights, mask, factor)
+        router = routers[key]
+        logits, ids, weights = _decided(router, arguments, output)
+        factor = 1.0 if isinstance(output, Routing) else _factor(router, arguments)
+        decisions[key] = Decision(
+            logits=logits.view(*shape, -1),
+            ids=ids.view(*shape, -1),
+            weights=weights.view(*shape, -1),
+            mask=mask,
+            factor=factor,
+        )
 
     with evaluating(model), hooked(routers, see):
         model(**inputs, use_cache=False)
@@ -228,12 +259,12 @@ def _decided(router: nn.Module, arguments: tuple[Any, ...], output: Any) -> tupl
     """Return logits, ids and weights from a router of ours or of transformers."""
     if isinstance(output, Routing):
         return router.logits(*arguments), output.ids, output.weights
-    triple = isinstance(output, tuple) and len(output) == 3
-    if not triple or output[1].shape != output[2].shape or output[2].is_floating_point():
-        wanted = "(logits [T, E], weights [T, K], ids [T, K])"
-        refuse("E-MODEL", f"{type(router).__name__} does not return {wanted}")
-    logits, weights, ids = output
-    return logits.float(), ids, weights
+    if isinstance(output, tuple) and len(output) == 3:
+        logits, weights, ids = output
+        if weights.shape == ids.shape and not ids.is_floating_point():
+            return logits.float(), ids, weights
+    wanted = "(logits [T, E], weights [T, K], ids [T, K])"
+    refuse("E-MODEL", f"{type(router).__name__} does not return {wanted}")
 
 
 def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
@@ -256,13 +287,14 @@ def _factor(router: nn.Module, arguments: tuple[Any, ...]) -> float:
             parameter.normal_(0, spread, generator=generator)
         with torch.autocast(tokens.device.type, enabled=False):
             outputs.append(twin.forward(tokens, *others))  # without the hooks that it has copied
-    logits, weights, ids = (torch.cat(parts).double() for parts in zip(*outputs, strict=True))
-    chosen = ids.long()
-    for gates in (
-        weights / weights.sum(-1, keepdim=True),
-        logits.softmax(-1).gather(-1, chosen),
-        logits.sigmoid().gather(-1, chosen),
-    ):
+    logits = torch.cat([output[0] for output in outputs]).double()  # [PROBES * T, E]
+    weights = torch.cat([output[1] for output in outputs]).double()  # [PROBES * T, K]
+    chosen = torch.cat([output[2] for output in outputs]).long()
+
+    shares = weights / weights.sum(-1, keepdim=True)
+    probabilities = logits.softmax(-1).gather(-1, chosen)
+    sigmoids = logits.sigmoid().gather(-1, chosen)
+    for gates in (shares, probabilities, sigmoids):
         factor = float(weights.sum() / gates.sum())
         misfit = (weights - factor * gates).abs().max() / weights.abs().max()
         if misfit <= MISFIT:
