@@ -132,13 +132,13 @@ class _Segments(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        h: Tensor,
-        other: Tensor | None,
-        gates: Tensor,
-        down: Tensor,
-        up: Tensor,
+        h: Tensor,  # [T, D]
+        other: Tensor | None,  # [T, D], the source if apart
+        gates: Tensor,  # [T, K]
+        down: Tensor,  # [E, D, R]
+        up: Tensor,  # [E, R, D]
         layout: Layout,
-        members: list[list[int]],
+        members: list[list[int]],  # experts of each segment
     ) -> Tensor:
         source = h if other is None else other  # [T, D]
         gate = layout.spread(gates)  # [P, G]

@@ -190,8 +190,8 @@ class _GatedFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        gates: Tensor,
+        x: Tensor,  # [T, D]
+        gates: Tensor,  # [T, K]
         layout: Layout,
         where: list[tuple[int, int]],
         act: Activation,

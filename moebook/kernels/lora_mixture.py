@@ -107,11 +107,11 @@ class _Mixture(torch.autograd.Function):
         ctx: Any,
         finish: Finish,
         scale: float,
-        x: Tensor,
-        base: Tensor,
-        gates: Tensor,
-        down: Tensor,
-        up: Tensor,
+        x: Tensor,  # [..., D]
+        base: Tensor,  # [..., O]
+        gates: Tensor,  # [..., N]
+        down: Tensor,  # [N, R, D]
+        up: Tensor,  # [N, O, R]
     ) -> Tensor:
         hidden = product(_flat(x), down.flatten(0, 1).T)  # [T, D] @ [D, N * R]
         ctx.save_for_backward(x, hidden, gates, down, up)

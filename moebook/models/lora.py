@@ -64,7 +64,7 @@ def _is_named(name: str, targets: Collection[str] | str | None) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-class LoraLinear(Linear):  # type: ignore[misc]  # PEFT's classes have no types
+class LoraLinear(Linear):
     """PEFT's LoRA beside a linear layer; with dropout on a CPU it trains by `lora_step`."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

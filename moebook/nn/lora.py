@@ -46,12 +46,12 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        mask: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
+        x: Tensor,  # [T, D]
+        mask: Tensor,  # [T, D], 1 or 0
+        weight: Tensor,  # [O, D]
+        bias: Tensor | None,  # [O]
+        down: Tensor,  # [R, D]
+        up: Tensor,  # [O, R]
         scale: float,
     ) -> Tensor:
         y = F.linear(x, weight, bias)  # [T, O]

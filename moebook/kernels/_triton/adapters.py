@@ -39,11 +39,15 @@ def blocks(dtype: torch.dtype, rank: int) -> tuple[dict[str, Any], dict[str, Any
     if dtype == torch.float32:
         shared["BM"] = 32
         shared["PRECISION"] = precision()
-        return ({**shared, "BD": 32, "num_warps": 8, "num_stages": 2},
-                {**shared, "BN": 32, "SPAN": 128, "num_warps": 8, "num_stages": 2})  # fmt: skip
+        return (
+            {**shared, "BD": 32, "num_warps": 8, "num_stages": 2},
+            {**shared, "BN": 32, "SPAN": 128, "num_warps": 8, "num_stages": 2},
+        )
     deep = 64 if wide < 64 else 32  # 64 would spill on an A100
-    return ({**shared, "BD": deep, "num_warps": 4, "num_stages": 4},
-            {**shared, "BN": 64, "SPAN": 1024, "num_warps": 4, "num_stages": 3})  # fmt: skip
+    return (
+        {**shared, "BD": deep, "num_warps": 4, "num_stages": 4},
+        {**shared, "BN": 64, "SPAN": 1024, "num_warps": 4, "num_stages": 3},
+    )
 
 
 @triton.jit
@@ -57,7 +61,9 @@ def _gelu(x):
 def _tile_of(token, ids, tiles, tile, E: tl.constexpr, BM: tl.constexpr):
     """Of one tile: tokens, which count, both experts, and the slots of the lower and the higher."""
     tile = tiles + 3 * tile
-    pair, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    pair = tl.load(tile)
+    start = tl.load(tile + 1)
+    end = tl.load(tile + 2)
     live = tl.arange(0, BM) < end - start
     source = tl.load(token + start + tl.arange(0, BM), mask=live, other=0)
     # Which of a token's two choices is the lower expert.
@@ -88,10 +94,26 @@ def _middle(z, slot, r, R, live, pre, weighted, between, gate, d_gate, BACK: tl.
 
 @triton.jit
 def _inward(
-    rows, token, ids, gate, matrices, pre, weighted, between, d_gate, tiles, number,
-    E: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+    rows,  # [T, D], what the adapters read; backward the gradient
+    token,  # [T], sorted by pair
+    ids,  # [T, 2]
+    gate,  # [T, 2]
+    matrices,  # [E, D, R]; backward [E, R, D]
+    pre,  # [T, 2, R], before gelu
+    weighted,  # [T, 2, R], gated gelu, backward alone
+    between,  # [T, 2, R], what the second product takes
+    d_gate,  # [T, 2], backward alone
+    tiles,  # see `tile_table`
+    number,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BACK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
     """between[slot] = rows[t] through the first matrix of its adapter and what follows that."""
     if tl.program_id(0) >= tl.load(number):
         return
@@ -101,8 +123,11 @@ def _inward(
     b = tl.zeros((BM, BR), dtype=tl.float32)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
-        x = tl.load(rows + source[:, None] * D + d[None, :],
-                    mask=live[:, None] & (d < D)[None, :], other=0.0)  # fmt: skip
+        x = tl.load(
+            rows + source[:, None] * D + d[None, :],
+            mask=live[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
         at = r[None, :] * D + d[:, None] if BACK else d[:, None] * R + r[None, :]
         inside = (d < D)[:, None] & (r < R)[None, :]
         w = tl.load(matrices + low * (D * R) + at, mask=inside, other=0.0)
@@ -115,14 +140,29 @@ def _inward(
 
 @triton.jit
 def _outward(
-    between, base, token, ids, matrices, out, tiles, number,
-    E: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr, ADD: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    between,  # [T, 2, R]
+    base,  # [T, D], what is added to
+    token,  # [T], sorted by pair
+    ids,  # [T, 2]
+    matrices,  # [E, R, D]; backward [E, D, R]
+    out,  # [T, D]
+    tiles,  # see `tile_table`
+    number,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BACK: tl.constexpr,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BN: tl.constexpr,
     SPAN: tl.constexpr,
-):  # fmt: skip
+):
     """out[t] = base[t] + both slots of t through the second matrix of their adapters."""
     spans = tl.cdiv(D, SPAN)  # the programs in one row: a grid's second side is short
-    tile, span = tl.program_id(0) // spans, tl.program_id(0) % spans
+    tile = tl.program_id(0) // spans
+    span = tl.program_id(0) % spans
     if tile >= tl.load(number):
         return
     source, live, low, high, slot, other = _tile_of(token, ids, tiles, tile, E, BM)
@@ -155,24 +195,53 @@ class _Order(NamedTuple):
 
 
 def _through(
-    rows: Tensor, base: Tensor | None, by: _Order, gate: Tensor, matrices: tuple[Tensor, Tensor],
-    pre: Tensor, *, back: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Tensor,  # [T, D]
+    base: Tensor | None,  # [T, D]
+    by: _Order,
+    gate: Tensor,  # [T, 2]
+    matrices: tuple[Tensor, Tensor],  # the first and the second of an adapter
+    pre: Tensor,  # [T, 2, R]
+    *,
+    back: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return both adapters' sum on the base, what lay between; for backward weighted, d_gate."""
-    width, rank = rows.shape[1], pre.shape[2]
+    width = rows.shape[1]
+    rank = pre.shape[2]
     sizes = {"E": by.experts, "D": width, "R": rank, "BACK": back}
     inward, outward = blocks(rows.dtype, rank)
-    between, out = torch.empty_like(pre), torch.empty_like(rows)
-    weighted, d_gate = (torch.empty_like(t) if back else t for t in (pre, gate))
+    between = torch.empty_like(pre)
+    out = torch.empty_like(rows)
+    weighted = torch.empty_like(pre) if back else pre  # forward they are not written
+    d_gate = torch.empty_like(gate) if back else gate
     tiles, number = by.tiles
     _inward[(len(tiles),)](
-        rows, by.token, by.ids, gate, matrices[0], pre, weighted, between, d_gate, tiles, number,
-        **sizes, **inward,
-    )  # fmt: skip
+        rows,
+        by.token,
+        by.ids,
+        gate,
+        matrices[0],
+        pre,
+        weighted,
+        between,
+        d_gate,
+        tiles,
+        number,
+        **sizes,
+        **inward,
+    )
     _outward[(triton.cdiv(width, outward["SPAN"]) * len(tiles),)](
-        between, rows if base is None else base, by.token, by.ids, matrices[1], out, tiles, number,
-        ADD=base is not None, **sizes, **outward,
-    )  # fmt: skip
+        between,
+        rows if base is None else base,
+        by.token,
+        by.ids,
+        matrices[1],
+        out,
+        tiles,
+        number,
+        ADD=base is not None,
+        **sizes,
+        **outward,
+    )
     return out, between, weighted, d_gate
 
 
@@ -181,33 +250,45 @@ class _Pairs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, other: Tensor | None, gates: Tensor, down: Tensor, up: Tensor,
+        ctx: Any,
+        h: Tensor,  # [T, D]
+        other: Tensor | None,  # [T, D], the source if apart
+        gates: Tensor,  # [T, 2]
+        down: Tensor,  # [E, D, R]
+        up: Tensor,  # [E, R, D]
         routing: Routing,
-    ) -> Tensor:  # fmt: skip
-        source, (experts, _, rank) = h if other is None else other, down.shape
-        ids, gate = routing.ids.contiguous(), gates.contiguous()
+    ) -> Tensor:
+        source = h if other is None else other
+        experts, _, rank = down.shape
+        ids = routing.ids.contiguous()
+        gate = gates.contiguous()
         token, counts = sort(ids, experts * experts, pairs=experts)
         tiles = tile_table(counts, len(h), blocks(h.dtype, rank)[0]["BM"])
         by = _Order(token, ids, tiles, experts)
         pre = h.new_empty(len(h), 2, rank)
         out, *_ = _through(source, h, by, gate, (down, up), pre, back=False)
         ctx.save_for_backward(source, gate, down, up, pre)
-        ctx.by, ctx.routing, ctx.apart = by, routing, other is not None
+        ctx.by = by
+        ctx.routing = routing
+        ctx.apart = other is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, gate, down, up, pre = ctx.saved_tensors
-        routing, grad = ctx.routing, grad.contiguous()
+        routing = ctx.routing
+        grad = grad.contiguous()
         base = None if ctx.apart else grad
         d_source, d_pre, weighted, d_gate = _through(
             grad, base, ctx.by, gate, (up, down), pre, back=True
         )
-        d_down = d_up = None
+        d_down = None
+        d_up = None
         if any(ctx.needs_input_grad[3:5]):  # [T, 2, R] to [S, R]
             by = sort_rows(routing, grad.dtype)
-            weighted, d_pre = (t.view(-1, pre.shape[2])[routing.order] for t in (weighted, d_pre))
+            weighted = weighted.view(-1, pre.shape[2])[routing.order]
+            d_pre = d_pre.view(-1, pre.shape[2])[routing.order]
         if ctx.needs_input_grad[3]:  # [D, S] @ [S, R] of each expert
             d_down = weight_gradient(source, d_pre, by, down, by_token="left")
         if ctx.needs_input_grad[4]:  # [R, S] @ [S, D]

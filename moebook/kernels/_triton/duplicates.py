@@ -25,10 +25,24 @@ MARKS = 2**32  # most pairs of a block, a bit each; a block costs the host some 
 def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
     """Choose a program's work: BM rows by BN later ones, BK deep, WORD marks; large if `roomy`."""
     if dtype == torch.float32:
-        return {"BM": 32, "BN": 64, "BK": 32, "WORD": 32, "PRECISION": precision(), "num_warps": 4,
-                "num_stages": 2}  # fmt: skip
-    return {"BM": 128 if large else 64, "BN": 256 if large else 64, "BK": 64, "WORD": 32,
-            "PRECISION": "ieee", "num_warps": 8, "num_stages": 3}  # fmt: skip
+        return {
+            "BM": 32,
+            "BN": 64,
+            "BK": 32,
+            "WORD": 32,
+            "PRECISION": precision(),
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    return {
+        "BM": 128 if large else 64,
+        "BN": 256 if large else 64,
+        "BK": 64,
+        "WORD": 32,
+        "PRECISION": "ieee",
+        "num_warps": 8,
+        "num_stages": 3,
+    }
 
 
 def run(vectors: Tensor, key: Tensor, threshold: float, standing: bool) -> Tensor:
@@ -44,7 +58,8 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
     lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
     chosen = blocks(rows.dtype, roomy(rows.device, 200))
-    word, wide = chosen["WORD"], triton.cdiv(many, chosen["BN"])
+    word = chosen["WORD"]
+    wide = triton.cdiv(many, chosen["BN"])
     words = wide * chosen["BN"] // word
     marks = torch.zeros(size, words, dtype=torch.int32, device=rows.device)
     _mark[(triton.cdiv(size, chosen["BM"]) * wide,)](
@@ -58,15 +73,28 @@ def near(rows: Tensor, size: int, threshold: float) -> Pairs:
 
 @triton.jit
 def _mark(
-    rows, inverse, marks, threshold, size, many, words, D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORD: tl.constexpr,
-):  # fmt: skip
+    rows,  # [S, D]
+    inverse,  # [S], of their lengths
+    marks,  # [size, words], a bit a pair
+    threshold,
+    size,
+    many,
+    words,
+    D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    WORD: tl.constexpr,
+):
     """Bit j of marks[i] = whether row i and a later row j are near."""
     tops = tl.cdiv(size, BM)  # the programs in one row: a grid's second side is short
-    top, tile = tl.program_id(0) % tops * BM, tl.program_id(0) // tops
+    top = tl.program_id(0) % tops * BM
+    tile = tl.program_id(0) // tops
     if (tile + 1) * BN <= top + 1:
         return
-    row, column = top + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    row = top + tl.arange(0, BM)
+    column = tile * BN + tl.arange(0, BN)
     upper = rows + top.to(tl.int64) * D  # offsets from here on fit in 32 bits
     lower = rows + (tile * BN).to(tl.int64) * D
     total = tl.zeros((BM, BN), dtype=tl.float32)

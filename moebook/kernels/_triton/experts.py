@@ -27,15 +27,19 @@ from moebook.kernels._triton.grouped import (
     sort_rows,
     view,
     weight_gradient,
-)  # fmt: skip
+)
 from moebook.kernels.experts import Activation, Bank
 from moebook.kernels.route import Routing
 
 
 def run(
-    x: Tensor, routing: Routing, bank: Bank, act: Activation,
-    frozen: Bank | None = None, slots: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    routing: Routing,
+    bank: Bank,
+    act: Activation,
+    frozen: Bank | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
     """Run `moebook.kernels.experts`, or `split_experts`: either bank is read by the slots."""
     weights = [aligned(weight) for weight in bank]
     still = [None, None] if frozen is None else [aligned(weight) for weight in frozen]
@@ -46,10 +50,22 @@ def run(
 
 @triton.jit
 def _gated_up(
-    rows, token, matrices, pre, hidden, tiles, number,
-    D: tl.constexpr, F: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    rows,  # [S, D] sorted, for TMA; else [T, D]
+    token,  # [S], of each sorted row
+    matrices,  # [E, 2F, D]
+    pre,  # [S, 2F]
+    hidden,  # [S, F]
+    tiles,  # see `tile_table`
+    number,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TMA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """pre[r] = rows[r] @ gate_up.T of r's expert; hidden[r] = silu(gate) * up.
 
     By pointers the row of r's token is read.
@@ -57,7 +73,9 @@ def _gated_up(
     columns = tl.cdiv(F, BN)
     for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
         tile = tiles + 3 * (work // columns)
-        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        place = tl.load(tile)
+        start = tl.load(tile + 1)
+        end = tl.load(tile + 2)
         column = (work % columns * BN).to(tl.int32)
         total = tl.zeros((BM, 2 * BN), dtype=tl.float32)  # BN columns of the gate, then of up
         live = start.to(tl.int32) + tl.arange(0, BM) < end
@@ -68,7 +86,8 @@ def _gated_up(
                 b = matrices.load([(2 * place).to(tl.int32), column, first])
                 b = tl.reshape(b, (2 * BN, BK))
             else:
-                row, deep = tl.arange(0, 2 * BN), first + tl.arange(0, BK)
+                row = tl.arange(0, 2 * BN)
+                deep = first + tl.arange(0, BK)
                 inside = live[:, None] & (deep < D)[None, :]
                 a = tl.load(rows + at[:, None] * D + deep[None, :], mask=inside, other=0.0)
                 inside = (column + row % BN < F)[:, None] & (deep < D)[None, :]
@@ -77,7 +96,8 @@ def _gated_up(
             total = tl.dot(a, b.T, total, input_precision=PRECISION)
         total = tl.reshape(total.to(pre.dtype.element_ty), (BM, 2, BN))
         gate, up = tl.split(tl.permute(total, (0, 2, 1)))
-        row, n = start + tl.arange(0, BM), column + tl.arange(0, BN)
+        row = start + tl.arange(0, BM)
+        n = column + tl.arange(0, BN)
         inside = live[:, None] & (n < F)[None, :]
         to = pre + row[:, None] * (2 * F) + n[None, :]
         tl.store(to, gate, mask=inside)
@@ -124,24 +144,34 @@ class _GatedFFN(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-        still_gate_up: Tensor | None, still_down: Tensor | None, slots: Tensor | None,
+        ctx: Any,
+        x: Tensor,  # [T, D]
+        weights: Tensor,  # [T, K]
+        gate_up: Tensor,  # [N, 2F, D], trained
+        down: Tensor,  # [N, D, F]
+        still_gate_up: Tensor | None,  # [E, 2F, D], frozen
+        still_down: Tensor | None,  # [E, D, F]
+        slots: Tensor | None,  # [E]
         routing: Routing,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         by = sort_rows(routing, x.dtype, slots)
         weight = weights.flatten()[routing.order].float()  # [S]
         pre, hidden = _up(x, _both(gate_up, still_gate_up), by)
         out = product(hidden, _both(down, still_down), by, weight)  # [S, F] @ [F, D]
         ctx.save_for_backward(x, weight, gate_up, down, still_gate_up, still_down, slots, pre)
-        ctx.by, ctx.dtype = by, weights.dtype
+        ctx.by = by
+        ctx.dtype = weights.dtype
         return combine(out, by)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate_up, down, still_gate_up, still_down, slots, pre = ctx.saved_tensors
-        by, needed = ctx.by, ctx.needs_input_grad
-        d_gate_up = d_down = d_x = None
+        by = ctx.by
+        needed = ctx.needs_input_grad
+        d_gate_up = None
+        d_down = None
+        d_x = None
         d_out = gather(grad.contiguous(), by)  # [S, D]
         weighted = product(d_out, _both(down, still_down), by)  # [S, D] @ [D, F]
         d_pre, d_weight = _back(weighted, weight, pre)
@@ -150,7 +180,8 @@ class _GatedFFN(torch.autograd.Function):
         del weighted, d_out
         if needed[2]:  # [2F, S] @ [S, D]
             in_order = fetched(x.dtype, x.device, *gate_up.shape[1:])
-            rows, by_token = (gather(x, by), "") if in_order else (x, "right")
+            rows = gather(x, by) if in_order else x
+            by_token = "" if in_order else "right"
             d_gate_up = weight_gradient(d_pre, rows, by, gate_up, slots=slots, by_token=by_token)
         if needed[0]:  # [S, 2F] @ [2F, D]
             d_x = combine(product(d_pre, _both(gate_up, still_gate_up), by), by)
@@ -164,27 +195,40 @@ def _both(first: Tensor, second: Tensor | None) -> list[Tensor]:
 
 def _up(x: Tensor, banks: list[Tensor], by: Sorted) -> tuple[Tensor, Tensor]:
     """Return the pre-activation ``[S, 2F]`` and ``silu(gate) * up``, ``[S, F]``."""
-    count, width, F = len(by.token), x.shape[1], banks[0].shape[1] // 2
-    pre, hidden = x.new_empty(count, 2 * F), x.new_empty(count, F)
+    count = len(by.token)
+    width = x.shape[1]
+    F = banks[0].shape[1] // 2
+    pre = x.new_empty(count, 2 * F)
+    hidden = x.new_empty(count, F)
     chosen = {**by.blocks, "BN": by.blocks["BN"] // 2}  # of the gate, and as many of up
     tma = fetched(x.dtype, x.device, width)
     rows = gather(x, by) if tma else x
-    block, most = (2, chosen["BN"], chosen["BK"]), programs(x.device)
+    block = (2, chosen["BN"], chosen["BK"])
+    most = programs(x.device)
     for bank, share in zip(banks, by.shares, strict=True):
         if count and len(bank):
             work = len(share[0]) * triton.cdiv(F, chosen["BN"])
             _gated_up[(min(most, work),)](
-                view(rows, (chosen["BM"], chosen["BK"]), tma), by.token,
-                view(bank.view(-1, F, width), block, tma), pre, hidden, *share, D=width, F=F,
-                TMA=tma, PROGRAMS=most, **chosen,
-            )  # fmt: skip
+                view(rows, (chosen["BM"], chosen["BK"]), tma),
+                by.token,
+                view(bank.view(-1, F, width), block, tma),
+                pre,
+                hidden,
+                *share,
+                D=width,
+                F=F,
+                TMA=tma,
+                PROGRAMS=most,
+                **chosen,
+            )
     return pre, hidden
 
 
 def _back(d_hidden: Tensor, weight: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of pre-activation and weights; d_hidden becomes weight * hidden."""
     rows, width = d_hidden.shape
-    d_pre, d_weight = torch.empty_like(pre), torch.empty_like(weight)
+    d_pre = torch.empty_like(pre)
+    d_weight = torch.empty_like(weight)
     if rows:
         wide = min(1024, triton.next_power_of_2(width))
         _gated_back[(rows,)](pre, d_hidden, weight, d_pre, d_weight, F=width, BF=wide)

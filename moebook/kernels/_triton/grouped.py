@@ -64,23 +64,32 @@ def blocks(dtype: torch.dtype, large: bool) -> dict[str, Any]:
 def gradient_blocks(dtype: torch.dtype, chosen: dict[str, Any], tma: bool) -> dict[str, Any]:
     """Choose the work of a program of `weight_gradient`, from what `blocks` chose."""
     side = 64 if dtype == torch.float32 else 128
-    warps, stages = (4, 4) if tma else (8, chosen["num_stages"])
-    return {"BI": side, "BJ": side, "BK": 32, "PRECISION": chosen["PRECISION"],
-            "num_warps": warps, "num_stages": stages}  # fmt: skip
+    warps = 4 if tma else 8
+    stages = 4 if tma else chosen["num_stages"]
+    return {
+        "BI": side,
+        "BJ": side,
+        "BK": 32,
+        "PRECISION": chosen["PRECISION"],
+        "num_warps": warps,
+        "num_stages": stages,
+    }
 
 
 def sort_rows(routing: Routing, dtype: torch.dtype, slots: Tensor | None = None) -> Sorted:
     """Make the kernels' tables on the device; ``slots [E]`` are places in the first bank, or -1."""
-    order, counts = routing.order, routing.counts.contiguous()
+    order = routing.order
+    counts = routing.counts.contiguous()
     many = len(order) >= 64 * len(counts)  # rows that an expert can expect
     chosen = blocks(dtype, large=many and roomy(order.device))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    shares = [
-        tile_table(counts, len(order), chosen["BM"], slots=slots, bank=bank)
-        for bank in ((0,) if slots is None else (0, 1))
-    ]
-    token, place = order // routing.ids.shape[1], place.view(routing.ids.shape)
+    shares = []
+    for bank in range(1 if slots is None else 2):
+        share = tile_table(counts, len(order), chosen["BM"], slots=slots, bank=bank)
+        shares.append(share)
+    token = order // routing.ids.shape[1]
+    place = place.view(routing.ids.shape)
     return Sorted(token, place, counts, counts.cumsum(0), shares, chosen)
 
 
@@ -107,14 +116,15 @@ def view(tensor: Tensor, block: Sequence[int], tma: bool) -> Any:
 
 def programs(device: torch.device) -> int:
     """Return how many programs share the work, one a multiprocessor: a kernel's constant."""
-    has = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
-    return 2 if has is None else int(has.multi_processor_count)
+    if device.type == "cpu":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
 def block_of(
     source, row, column, end, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
+):
     """Return a block of a matrix ``[.., wide]``; by pointers it is 0 outside of ``end`` rows."""
     if TMA:
         block = source.load([row.to(tl.int32), column])
@@ -128,16 +138,29 @@ def block_of(
 
 @triton.jit
 def _product(
-    rows, matrices, gate, out, tiles, number,
-    K: tl.constexpr, N: tl.constexpr, FORWARD: tl.constexpr, TMA: tl.constexpr,
-    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    rows,  # [S, K], sorted by expert
+    matrices,  # [E, N, K]; backward [E, K, N]
+    gate,  # [S], forward alone
+    out,  # [S, N]
+    tiles,  # see `tile_table`
+    number,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    FORWARD: tl.constexpr,
+    TMA: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
-):  # fmt: skip
+):
     """out[r] = gate[r] * matrix [N, K] of r's expert @ rows[r]; backward, matrix [K, N].T."""
     columns = tl.cdiv(N, BN)
     for work in tl.range(tl.program_id(0), tl.load(number) * columns, PROGRAMS, flatten=True):
         tile = tiles + 3 * (work // columns)
-        place, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        place = tl.load(tile)
+        start = tl.load(tile + 1)
+        end = tl.load(tile + 2)
         column = (work % columns * BN).to(tl.int32)
         total = tl.zeros((BM, BN), dtype=tl.float32)
         for first in range(0, K, BK):
@@ -160,10 +183,24 @@ def _product(
 
 @triton.jit
 def _weight_gradient(
-    left, right, left_blocks, right_blocks, token, owner, counts, ends, out,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, BY_TOKEN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    left,  # [S, HIGH], or [T, HIGH] by token
+    right,  # [S, WIDE], or [T, WIDE] by token
+    left_blocks,  # the same for TMA
+    right_blocks,  # the same for TMA
+    token,  # [S], of each sorted row
+    owner,  # [N], the expert of a place in the bank, or -1
+    counts,  # [E], rows of each expert
+    ends,  # [E], where they end
+    out,  # [N, HIGH, WIDE]
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BI: tl.constexpr,
+    BJ: tl.constexpr,
+    BK: tl.constexpr,
+):
     """out[n] = sum over the rows of expert owner[n] of left[r] x right[r], one perhaps by token.
 
     It is 0 where the owner is -1.
@@ -186,24 +223,27 @@ def _weight_gradient(
     for first in range(whole, end, BK):
         row = (first + tl.arange(0, BK)).to(tl.int64)
         live = (row < end)[:, None]
-        at_left, at_right = row, row
+        at_left = row
+        at_right = row
         if BY_TOKEN == "left":
             at_left = tl.load(token + row, mask=row < end, other=0)
         if BY_TOKEN == "right":
             at_right = tl.load(token + row, mask=row < end, other=0)
-        a = tl.load(left + at_left[:, None] * HIGH + i[None, :],
-                    mask=live & (i < HIGH)[None, :], other=0.0)  # fmt: skip
-        b = tl.load(right + at_right[:, None] * WIDE + j[None, :],
-                    mask=live & (j < WIDE)[None, :], other=0.0)  # fmt: skip
+        a = tl.load(
+            left + at_left[:, None] * HIGH + i[None, :], mask=live & (i < HIGH)[None, :], other=0.0
+        )
+        b = tl.load(
+            right + at_right[:, None] * WIDE + j[None, :],
+            mask=live & (j < WIDE)[None, :],
+            other=0.0,
+        )
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     to = out + tl.program_id(1).to(tl.int64) * HIGH * WIDE + i[:, None] * WIDE + j[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(i < HIGH)[:, None] & (j < WIDE)[None, :])
 
 
 @triton.jit
-def _combine(
-    rows, place, out, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
+def _combine(rows, place, out, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr):
     """out[t] = the sum of the rows of t's K slots."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -223,27 +263,43 @@ def product(
     the result is ``[S, N]``. ``banks`` are the matrices of each share; the gate is float32.
     """
     forward = gate is not None
-    first, second = banks[0].shape[1:]
-    width, columns = (second, first) if forward else (first, second)
+    columns, width = banks[0].shape[1:]
+    if not forward:
+        width, columns = columns, width
     out = rows.new_empty(len(rows), columns)
-    chosen, tma = by.blocks, fetched(rows.dtype, rows.device, width, columns)
-    deep, wide, most = chosen["BK"], chosen["BN"], programs(rows.device)
+    chosen = by.blocks
+    tma = fetched(rows.dtype, rows.device, width, columns)
+    deep = chosen["BK"]
+    wide = chosen["BN"]
+    most = programs(rows.device)
     for bank, share in zip(banks, by.shares, strict=True):
         if len(rows) and len(bank):
             work = len(share[0]) * triton.cdiv(columns, wide)
             _product[(min(most, work),)](
                 view(rows, (chosen["BM"], deep), tma),
                 view(bank, (wide, deep) if forward else (deep, wide), tma),
-                out if gate is None else gate, out, *share, K=width, N=columns, FORWARD=forward,
-                TMA=tma, PROGRAMS=most, **chosen,
-            )  # fmt: skip
+                out if gate is None else gate,
+                out,
+                *share,
+                K=width,
+                N=columns,
+                FORWARD=forward,
+                TMA=tma,
+                PROGRAMS=most,
+                **chosen,
+            )
     return out
 
 
 def weight_gradient(
-    left: Tensor, right: Tensor, by: Sorted, weight: Tensor, *, slots: Tensor | None = None,
+    left: Tensor,
+    right: Tensor,
+    by: Sorted,
+    weight: Tensor,
+    *,
+    slots: Tensor | None = None,
     by_token: str = "",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the gradient of a bank ``[N, I, J]``: ``left [S, I].T @ right [S, J]`` by expert.
 
     ``slots [E]`` are where an expert lies in the bank, -1 where it does not; None if all do.
@@ -262,10 +318,21 @@ def weight_gradient(
     chosen = gradient_blocks(left.dtype, by.blocks, tma)
     grid = (triton.cdiv(high, chosen["BI"]) * triton.cdiv(wide, chosen["BJ"]), number)
     _weight_gradient[grid](
-        left, right, view(left, (chosen["BK"], chosen["BI"]), tma),
-        view(right, (chosen["BK"], chosen["BJ"]), tma), by.token, owner, by.counts, by.ends, out,
-        HIGH=high, WIDE=wide, BY_TOKEN=by_token, TMA=tma, **chosen,
-    )  # fmt: skip
+        left,
+        right,
+        view(left, (chosen["BK"], chosen["BI"]), tma),
+        view(right, (chosen["BK"], chosen["BJ"]), tma),
+        by.token,
+        owner,
+        by.counts,
+        by.ends,
+        out,
+        HIGH=high,
+        WIDE=wide,
+        BY_TOKEN=by_token,
+        TMA=tma,
+        **chosen,
+    )
     return out
 
 

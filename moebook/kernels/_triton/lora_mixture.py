@@ -34,21 +34,36 @@ def run(x: Tensor, base: Tensor, gates: Tensor, down: Tensor, up: Tensor, scale:
 
 @triton.jit
 def _mix(
-    base, hidden, gates, up, out, scale, T, N: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    base,  # [T, O]
+    hidden,  # [T, N * R], A x of all experts
+    gates,  # [T, N]
+    up,  # [N, O, R]
+    out,  # [T, O]
+    scale,
+    T,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    WIDE: tl.constexpr,  # O
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """out[t] = base[t] + scale * sum over n of gates[t, n] * up[n] hidden[t, n]."""
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
-    live, within = (row < T)[:, None], (column < WIDE)[None, :]
+    live = (row < T)[:, None]
+    within = (column < WIDE)[None, :]
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for first in range(0, N * R, BK):
         deep = first + tl.arange(0, BK)
         inside = deep < N * R
-        a = tl.load(hidden + row[:, None] * (N * R) + deep[None, :],
-                    mask=live & inside[None, :], other=0.0)  # fmt: skip
-        gate = tl.load(gates + row[:, None] * N + (deep // R)[None, :],
-                       mask=live & inside[None, :], other=0.0)  # fmt: skip
+        a = tl.load(
+            hidden + row[:, None] * (N * R) + deep[None, :], mask=live & inside[None, :], other=0.0
+        )
+        gate = tl.load(
+            gates + row[:, None] * N + (deep // R)[None, :], mask=live & inside[None, :], other=0.0
+        )
         a = (a.to(tl.float32) * gate.to(tl.float32)).to(hidden.dtype.element_ty)
         at = (deep // R * WIDE * R + deep % R)[:, None] + column[None, :] * R
         b = tl.load(up + at, mask=inside[:, None] & within, other=0.0)
@@ -59,13 +74,24 @@ def _mix(
 
 
 def _finished(base: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, scale: float) -> Tensor:
-    (tokens, wide), (number, _, rank) = base.shape, up.shape
-    base, hidden, gates, up = (part.contiguous() for part in (base, hidden, gates, up))
+    tokens, wide = base.shape
+    number, _, rank = up.shape
+    base = base.contiguous()
     out = torch.empty_like(base)
     if tokens:
         chosen = blocks(hidden.dtype)
-        _mix[(triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"]))](
-            base, hidden, gates, up, out, float(scale), tokens, N=number, R=rank, WIDE=wide,
+        grid = triton.cdiv(tokens, chosen["BM"]), triton.cdiv(wide, chosen["BN"])
+        _mix[grid](
+            base,
+            hidden.contiguous(),
+            gates.contiguous(),
+            up.contiguous(),
+            out,
+            float(scale),
+            tokens,
+            N=number,
+            R=rank,
+            WIDE=wide,
             **chosen,
-        )  # fmt: skip
+        )
     return out

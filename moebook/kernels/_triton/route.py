@@ -27,17 +27,20 @@ def run(logits: Tensor, top_k: int, combine: str) -> Routing:
     if len(logits):
         experts = logits.shape[1]
         _choose[(triton.cdiv(len(logits), ROWS),)](
-            logits.detach().contiguous(), ids, len(logits), E=experts, K=top_k, BT=ROWS,
+            logits.detach().contiguous(),
+            ids,
+            len(logits),
+            E=experts,
+            K=top_k,
+            BT=ROWS,
             BE=triton.next_power_of_2(experts),
-        )  # fmt: skip
+        )
     order, counts = sort(ids.view(-1), logits.shape[1])
     return Routing.of_ids(ids, weights_of(logits, ids, combine), order, counts)
 
 
 @triton.jit
-def _choose(
-    logits, ids, T, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr
-):  # fmt: skip
+def _choose(logits, ids, T, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr):
     """ids[t] = the experts of the K largest logits of t, of equal ones the lower number first."""
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     expert = tl.arange(0, BE)[None, :]
@@ -58,7 +61,8 @@ def sort(ids: Tensor, bins: int, *, pairs: int = 0) -> tuple[Tensor, Tensor]:
 
     Keys are ids ``[n]``, or with ``pairs`` = E ``min * E + max`` of ids ``[n, 2]``; all is int64.
     """
-    n, blocks = len(ids), triton.cdiv(len(ids), ITEMS)
+    n = len(ids)
+    blocks = triton.cdiv(len(ids), ITEMS)
     order = torch.empty(n, dtype=torch.int64, device=ids.device)
     if not n:
         return order, order.new_zeros(bins)
@@ -96,9 +100,7 @@ def _count(ids, within, counts, n, blocks, E: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _place(
-    ids, within, counts, ends, order, n, blocks, E: tl.constexpr, BT: tl.constexpr
-):  # fmt: skip
+def _place(ids, within, counts, ends, order, n, blocks, E: tl.constexpr, BT: tl.constexpr):
     """order[place of an item] = the item."""
     item = tl.program_id(0) * BT + tl.arange(0, BT)
     live = item < n
@@ -121,17 +123,29 @@ def tile_table(
     tiles = torch.empty(total // rows + groups, 3, dtype=torch.int64, device=counts.device)
     number = torch.empty(1, dtype=torch.int64, device=counts.device)
     _cut[(groups,)](
-        counts, counts if slots is None else slots, tiles, number, G=groups, ROWS=rows,
-        BANK=-1 if slots is None else bank, BG=triton.next_power_of_2(groups),
-    )  # fmt: skip
+        counts,
+        counts if slots is None else slots,
+        tiles,
+        number,
+        G=groups,
+        ROWS=rows,
+        BANK=-1 if slots is None else bank,
+        BG=triton.next_power_of_2(groups),
+    )
     return tiles, number
 
 
 @triton.jit
 def _cut(
-    counts, slots, tiles, number, G: tl.constexpr, ROWS: tl.constexpr, BANK: tl.constexpr,
+    counts,  # [G]
+    slots,  # [G], or whatever where BANK is -1
+    tiles,  # [tiles, 3]: place, first row, end
+    number,  # [1]
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    BANK: tl.constexpr,
     BG: tl.constexpr,
-):  # fmt: skip
+):
     """Write the tiles of one group."""
     mine = tl.program_id(0)
     group = tl.arange(0, BG)
