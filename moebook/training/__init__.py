@@ -3,8 +3,11 @@
 from accelerate.utils import parse_flag_from_env
 
 from moebook.training.batches import nats
-from moebook.training.loop import History, Recipe, fit, step_memory
+from moebook.training.checkpoints import History
+from moebook.training.loop import fit
+from moebook.training.memory import step_memory
 from moebook.training.precision import widen
+from moebook.training.recipe import Recipe
 from moebook.training.recomputing import recompute
 
 if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # accelerate's launcher was told of FSDP

@@ -13,14 +13,15 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moebook import results
-from moebook.errors import located, refuse, told
-from moebook.models import checkpoint
-from moebook.runtime import RESUME, environment, processes, versions
-from moebook.settings import record, settings
+from moebook.errors import Refusal, located, refuse, told
+from moebook.models import checkpoint, fingerprint
+from moebook.runtime import FOUND, RESUME, environment, processes, versions
+from moebook.settings import Place, record, settings
 
 KEPT = 2
 PAUSE, RATE = 300.0, 2**24  # seconds between two checkpoints, and bytes a second that one may cost
@@ -65,6 +66,11 @@ class History:
     seconds: list[float] = field(default_factory=list)  # since training began
     tokens: list[int] = field(default_factory=list)  # since training began, without padding
     milestones: list[dict[int, Any]] = field(default_factory=list)  # each one's, by steps done
+
+    def add(self, **line: float) -> None:
+        """Add what happened at a step: a number a column."""
+        for name, column in self.columns().items():
+            column.append(line[name])
 
     def columns(self) -> dict[str, list[Any]]:
         """Return what has one entry a step, by name."""
@@ -126,6 +132,46 @@ class Store:
         waited = seconds[-1] - (seconds[there[-1] - 1] if there else 0.0)
         return waited > PAUSE + size(model) / RATE
 
+    def resume(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LambdaLR,
+        history: History,
+        measure: Callable[[int, History], None],
+        total: int,
+    ) -> History:
+        """Go to the newest checkpoint, and return its history.
+
+        What was measured before it, at marks, is measured anew from their own checkpoints.
+        """
+        steps = self.steps()
+        newest = max(steps, default=0)
+        check_marks(self.marks - {*steps}, newest, total)
+        for mark in sorted(self.marks):
+            if mark < newest:
+                if mark:
+                    self.restore(model, optimizer, schedule, mark)
+                measure(mark, history)
+        if not newest:
+            return history
+        restored = self.restore(model, optimizer, schedule, newest)
+        if not self.asked:  # what the run's time counts in
+            results.write(self.folder / FOUND, str(restored.seconds[-1]))
+        return replace(restored, milestones=history.milestones)
+
+    def save_if_due(
+        self, model: nn.Module, optimizer: Optimizer, history: History, total: int
+    ) -> None:
+        """Save if the first process says so: it alone, or with FSDP2 all of them."""
+        due = processes()[0] == 0 and self.due(history.seconds, total, model)
+        if self.shards:
+            (due,) = broadcast_object_list([due])
+        if due:
+            # A disk may be full: that ends no training that was not asked to save.
+            with nullcontext() if self.asked else suppress(Refusal):
+                self.save(model, optimizer, history)
+
     def save(self, model: nn.Module, optimizer: Optimizer, history: History) -> None:
         """Commit ``step-N``, drop all but marks and the newest `KEPT`; refused, drop nothing."""
         facts = {"settings": self.run, "history": history.columns()}
@@ -184,6 +230,51 @@ class Store:
         """The steps after which there is a checkpoint, in order."""
         names = (path.name[5:] for path in self.folder.glob("step-*"))
         return sorted(int(name) for name in names if name.isdecimal())
+
+
+def store_of(
+    model: nn.Module,
+    recipe: Any,
+    batches: Any,
+    total: int,
+    *,
+    output: Place | None,
+    every: int,
+    marks: frozenset[int],
+    shards: Any,
+) -> Store | None:
+    """Return the checkpoints of a training: in the folder asked for, or in a notebook's run.
+
+    None where neither is, or where a run's machine has too little memory for them.
+    """
+    if output is None and RESUME not in os.environ:
+        return None
+    settings = json.loads(json.dumps(asdict(recipe)))
+    run = {
+        **settings,
+        "steps": total,
+        "epochs": None,
+        "data": batches.digest(),
+        "model": fingerprint(model),
+    }
+    if output is None:
+        name = run if shards else {**run, "processes": processes()[1]}
+        folder = place(model, name)
+    else:
+        folder = Path(output)
+    (folder,) = broadcast_object_list([folder])  # others may be on another machine
+    if folder is None:
+        return None
+    asked = output is not None
+    return Store(folder=folder, run=run, every=every, marks=marks, asked=asked, shards=shards)
+
+
+def check_marks(marks: Collection[int], newest: int, total: int) -> None:
+    """Refuse marks that a training from its newest checkpoint to the last step does not pass."""
+    for mark in sorted(marks):
+        if mark and not newest <= mark <= total:
+            reason = f"the training goes from step {newest} to {total}"
+            refuse("E-RANGE", f"milestone at step {mark}: {reason}")
 
 
 def _place(torch: str | None, threads: int, processes: int) -> str:

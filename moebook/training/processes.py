@@ -1,0 +1,79 @@
+"""The processes of one training: how they join, and what tells that one of them has ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moebook import runtime
+from moebook.errors import refuse
+from moebook.training.recipe import Recipe
+
+# In what torch says of a broken connection.
+LOST = re.compile("gloo|NCCL", re.IGNORECASE)
+
+
+def join(model: nn.Module, recipe: Recipe, shards: Any) -> tuple[Accelerator, Any]:
+    """Join the other processes; return what shards, if FSDP2 is to shard what they train."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the first device is for good
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[unused])
+
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not shards:
+        late = "ACCELERATE_USE_FSDP was set too late"
+        refuse("E-CHOICE", f"{late}: start with accelerate launch")
+    if shards and not shards.adopt(accelerator):
+        shards = None
+    known = ["NO", "MULTI_GPU", "MULTI_CPU"]
+    if shards:
+        known.append("FSDP")
+    kind = accelerator.distributed_type
+    if kind not in known:
+        remedy = "launch with --multi_gpu, or with FSDP2"
+        refuse("E-CHOICE", f"{kind} is not supported: {remedy}")
+    if shards and recipe.optimizer != "adamw":
+        why = "takes no shards; with FSDP2 use adamw"
+        refuse("E-CHOICE", f"optimizer {recipe.optimizer} {why}")
+    in_parts = recipe.accumulate * accelerator.num_processes > 1
+    if in_parts and not getattr(model, "accepts_loss_kwargs", True):
+        refuse("E-MODEL", f"{type(model).__name__} averages its loss: one process, one part")
+    return accelerator, shards
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Tell in one line that another process has gone, on which torch ends in a long error."""
+    try:
+        yield
+    except RuntimeError as error:
+        alone = runtime.processes()[1] == 1
+        if alone or not LOST.search(str(error)):
+            raise
+        refuse(
+            "E-PROCESS",
+            f"another process of this training has ended ({error!s:.200}): see its output "
+            "and start all again; training goes on from its last checkpoint",
+        )
+
+
+def release(model: nn.Module, trained: nn.Module) -> None:
+    """Free what a model holds whole and its twin in shards."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = own.data.new_empty(0)
+
+
+def gather(model: nn.Module, trained: nn.Module) -> None:
+    """Give a model all values of its twin; where it is its own twin it has them."""
+    for own, part in zip(model.parameters(), trained.parameters(), strict=True):
+        if isinstance(part, DTensor):
+            own.data = part.detach().full_tensor()
