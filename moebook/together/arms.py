@@ -294,7 +294,7 @@ def _sparse_lora(attention: bool, setup: Setup, model: nn.Module, bank: Bank) ->
 
 
 def _specialised(
-    score: esft.scoring.Score, random: bool, setup: Setup, model: nn.Module, bank: Bank
+    score: esft.config.Score, random: bool, setup: Setup, model: nn.Module, bank: Bank
 ) -> nn.Module:
     """Train the best experts: of all thresholds p the one that comes nearest to the budget."""
     layers = sparse_layers(model)

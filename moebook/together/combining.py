@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from moebook import nn as mnn
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import Selection
+from moebook.methods.esft.choose import Selection
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.upcycling.starts import Start
 from moebook.models.anatomy import anatomy, beside, dense_layers, graft, sparse_layers

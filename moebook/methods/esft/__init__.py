@@ -4,8 +4,20 @@
 """
 
 from moebook.methods.esft import grouping
+from moebook.methods.esft.apply import (
+    load,
+    merge,
+    restore,
+    round_trip,
+    save,
+    specialise,
+    trained,
+)
 from moebook.methods.esft.arms import arms, budget, cost, full, lora, mix, plan, rows, start, sweep
-from moebook.methods.esft.comparing import (
+from moebook.methods.esft.choose import Selection, random_selection, select
+from moebook.methods.esft.config import Config
+from moebook.methods.esft.grouping import cooccurrence, group, partition
+from moebook.methods.esft.measure import (
     at_equal_accuracy,
     by_arm,
     concentration,
@@ -17,24 +29,5 @@ from moebook.methods.esft.comparing import (
     spread,
     switches,
 )
-from moebook.methods.esft.grouping import cooccurrence, group, partition
-from moebook.methods.esft.scoring import (
-    Config,
-    Scores,
-    Selection,
-    measure,
-    published,
-    random_selection,
-    replay,
-    samples,
-    select,
-)
-from moebook.methods.esft.specialising import (
-    load,
-    merge,
-    restore,
-    round_trip,
-    save,
-    specialise,
-    trained,
-)
+from moebook.methods.esft.replay import published, replay
+from moebook.methods.esft.score import Scores, measure, samples

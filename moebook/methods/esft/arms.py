@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from moebook.data import hub, tasks
 from moebook.errors import refuse, refuse_unknown
-from moebook.methods.esft import scoring
+from moebook.methods.esft.apply import Origin, specialise
+from moebook.methods.esft.choose import random_selection, select
+from moebook.methods.esft.config import Config, Score
 from moebook.methods.esft.grouping import group
-from moebook.methods.esft.specialising import Origin, specialise
+from moebook.methods.esft.score import Scores, measure
 from moebook.models.anatomy import anatomy, sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.models.lora import put_on
@@ -80,11 +82,11 @@ def _rising(name: str, text: str, kind: type[float], above: float, most: float) 
 @checked
 def arms(tried: Tried, usual: Mapping[str, Amount]) -> dict[str, Arm]:
     """Return the arms by name: main ones of ``usual`` sizes, ``gate-0.3``, grouped ``gate-g2``."""
-    _check_methods("usual", usual, ["lora", *get_args(scoring.Score)])
-    _check_methods("tried", tried, ["lora", "groups", *get_args(scoring.Score)])
+    _check_methods("usual", usual, ["lora", *get_args(Score)])
+    _check_methods("tried", tried, ["lora", "groups", *get_args(Score)])
     known = {"fft": Arm("fft"), "lora": Arm("lora", usual["lora"])}
     known["lora_attention"] = Arm("lora", usual["lora"], attention=True)
-    for score in get_args(scoring.Score):
+    for score in get_args(Score):
         known[score] = Arm(score, usual[score])
         known[f"random_{score}"] = Arm(score, usual[score], random=True)
     for method, names in budget(tried, usual).items():
@@ -117,7 +119,7 @@ def plan(
     arms: Mapping[str, Arm],
     model: nn.Module,
     drawn: SkipValidation[Mapping[str, Iterable[Mapping[str, Any]]]],
-    scores: Mapping[str, scoring.Scores],
+    scores: Mapping[str, Scores],
     together: SkipValidation[Mapping[int, Tensor]],
     *,
     preset: str,
@@ -137,17 +139,17 @@ def plan(
                 sizes = {"rank": int(arm.size), "scale": scale, "attention": arm.attention}
                 calls[name, task] = sizes if arm.method == "lora" else {}
                 continue
-            config = scoring.Config.preset(preset, score=arm.method, threshold=arm.size)
+            config = Config.preset(preset, score=arm.method, threshold=arm.size)
             measured, groups = scores[task], None
             if arm.group > 1:
                 refuse_unknown(task, drawn, "E-DATA", f"no samples are drawn for '{task}';")
                 bound = deepcopy(model)
                 groups = group(bound, together, arm.group)
-                measured = scoring.measure(bound, drawn[task], config)
-            selection = scoring.select(measured, config, groups=groups)
+                measured = measure(bound, drawn[task], config)
+            selection = select(measured, config, groups=groups)
             if arm.random:
                 label = f"{arm.method}/{task}/{seed}"
-                selection = scoring.random_selection(selection, measured.experts, label)
+                selection = random_selection(selection, measured.experts, label)
             calls[name, task] = {"selection": selection}
     return calls
 

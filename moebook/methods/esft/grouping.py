@@ -17,15 +17,17 @@ from torch.nn.utils import parametrize
 from moebook.analysis.routers import decisions
 from moebook.errors import refuse
 from moebook.kernels.dispatch import shapes
-from moebook.methods.esft.scoring import Group
-from moebook.methods.esft.specialising import Origin
+from moebook.methods.esft.apply import Origin
+from moebook.methods.esft.choose import Group
 from moebook.models.anatomy import sparse_layers
 from moebook.models.checkpoint import origin_or_none
 from moebook.nn import Router
 from moebook.settings import FINITE, checked
 
 UNIT = 2**40  # similarities are whole multiples of 1 / UNIT: sums are exact, ties are real ties
-MOST = 2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8
+LARGEST_SEARCH = (
+    2_000_000  # groups that are looked at: there are 635,376 of 4 in 64 experts, 4.4e9 of 8
+)
 
 
 def cooccurrence(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[int, Tensor]:
@@ -57,7 +59,8 @@ def partition(cooccurrence: Annotated[Tensor, FINITE], size: int) -> tuple[Group
 
     Two experts are as alike as the cosine of their rows in the co-occurrence matrix; an unused one
     is like none. Of all groups of the given size among the experts left, that with the largest mean
-    pairwise similarity is taken, of equal ones the first by numbers. More than `MOST` are refused.
+    pairwise similarity is taken, of equal ones the first by numbers. More than `LARGEST_SEARCH`
+    are refused.
     """
     shapes("partition", {"cooccurrence": (cooccurrence, "E E")}, empty="")
     _check_size(size, len(cooccurrence))
@@ -129,8 +132,8 @@ def _check_size(size: int, experts: int, top_k: int = 0) -> None:
     if size < 1 or experts % size or top_k % size:
         whole = f"{experts} experts" + (f" and of {top_k} per token" if top_k else "")
         refuse("E-RANGE", f"the group size is {size}, no divisor of {whole}")
-    if (number := math.comb(experts, size)) > MOST:
-        refuse("E-RANGE", f"{number:,} groups of {size}, at most {MOST:,} are tried")
+    if (number := math.comb(experts, size)) > LARGEST_SEARCH:
+        refuse("E-RANGE", f"{number:,} groups of {size}, at most {LARGEST_SEARCH:,} are tried")
 
 
 class _SharedGate(nn.Module):

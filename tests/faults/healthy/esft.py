@@ -486,7 +486,7 @@ ROWS = {
     "methods.esft.measure": Row(
         measured, lambda: {"model": hosts.sparse(), "batches": [hosts.seen()]}, true_measure
     ),
-    "methods.esft.scoring.Scores": Row(
+    "methods.esft.Scores": Row(
         lambda token, gate: vars(esft.Scores(token, gate)),
         lambda: {"token": scores().token, "gate": scores().gate},
         lambda token, gate: vars(whole(esft.Scores(token, gate))),

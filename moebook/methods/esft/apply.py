@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moebook.errors import refuse
-from moebook.methods.esft.scoring import Selection
+from moebook.methods.esft.choose import Selection
 from moebook.models import checkpoint
 from moebook.models.anatomy import Layer, anatomy, incompatibility, sparse_layers
 from moebook.nn import SplitExperts

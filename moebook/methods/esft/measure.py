@@ -15,7 +15,9 @@ from torch import nn
 from moebook.errors import refuse, refuse_unknown
 from moebook.evaluation import by_benchmark
 from moebook.kernels.dispatch import shapes
-from moebook.methods.esft.scoring import Config, Pooling, Scores, Selection, select
+from moebook.methods.esft.choose import Selection, select
+from moebook.methods.esft.config import Config, Pooling
+from moebook.methods.esft.score import Scores
 from moebook.models.anatomy import anatomy
 from moebook.settings import Each, Size, checked, columns
 
