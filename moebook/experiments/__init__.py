@@ -6,12 +6,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moebook.experiments import pesc
+from moebook.experiments import pesc, router_init
 from moebook.experiments.arm import Arm, asked
-from moebook.experiments.experiment import Experiment, Recorder, Result
+from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.experiments.rates import Rates
 
-CHECKS = {"pesc": pesc.check}
+CHECKS = {"pesc": pesc.check, "router_init": router_init.check}
 """Notebook to what refuses, before any work, parameters with which its arms cannot run."""
 
 

@@ -20,6 +20,11 @@ def no_needs(settings: Settings) -> Complaints:
     return ()
 
 
+def no_changes(settings: Settings) -> Mapping[str, Any]:
+    """Change nothing in the recipe."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Arm:
     """One way to treat the base: what a row of the table compares.
@@ -37,6 +42,8 @@ class Arm:
     penalty: Callable[[Any], Tensor] | None = None
     # The parameter that holds its learning rate where none is tried and none is fixed.
     rate: str = "lr"
+    # The notebook's parameters -> what of the recipe is its own: steps of a shorter training.
+    recipe: Callable[[Settings], Mapping[str, Any]] = no_changes
 
     def make(self, base: nn.Module, settings: Settings) -> nn.Module:
         """Make a fresh base into this arm's model, ready to train."""

@@ -12,11 +12,13 @@ from datasets import Dataset
 from torch import nn
 
 from moebook import lists, runtime
+from moebook.data.mixtures import Row
 from moebook.errors import refuse
 from moebook.experiments import rates
 from moebook.experiments.arm import Arm, Settings
 from moebook.experiments.rates import Rates
 from moebook.training import History, fit, nats, recompute, widen
+from moebook.training.loop import Milestones
 
 
 class Recorder(Protocol):
@@ -32,6 +34,23 @@ class Recorder(Protocol):
 
     def scores(self, name: str, table: pd.DataFrame) -> None:
         """Keep accuracy and likelihood of a table with a row a test item."""
+
+
+class Test(Protocol):
+    """How a trained model is tested: the same way for every arm."""
+
+    def __call__(self, model: nn.Module, limit: int) -> pd.DataFrame:
+        """Return a row a test item, of so many rows a task."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What arms are trained and tested on, and how their rates are chosen."""
+
+    train: list[Row]
+    held_out: list[Row]  # on which routing is measured; never trained on
+    valid: list[Row]  # by which learning rates are chosen
+    tested: Any  # of the test: its rows, or its tasks' names and their number of rows
 
 
 @dataclass(frozen=True)
@@ -60,26 +79,45 @@ class Experiment:
     train_rows: Dataset  # encoded
     valid_rows: Sequence[Dataset]  # encoded, a set a task, by which rates are chosen
     recipe: Mapping[str, Any]  # of `fit`, but for the rate
-    test: Callable[[nn.Module], pd.DataFrame]  # a trained model -> a row a test item
-    # By arm that has trained: the dtypes of what it trained, which are those of all others.
+    test: Test
+    # By arm that was made: the dtypes of what it trains, which are those of all others.
     precisions: dict[str, str] = field(default_factory=dict)
 
-    def train(
-        self, arm: Arm, rate: float, *, steps: int | None = None, label: str = ""
-    ) -> tuple[nn.Module, History]:
-        """Make an arm of a fresh base and train it; so many ``steps``, else the recipe's."""
-        recipe = dict(self.recipe)
-        if steps is not None:
-            recipe["steps"] = steps
-        # All that is drawn for an arm follows from the seed, whichever arms ran before it.
+    def make(self, arm: Arm) -> nn.Module:
+        """Make a fresh base into an arm's model, ready to train.
+
+        All that is drawn for it follows from the seed, whichever arms ran before it.
+        """
         runtime.seed_everything(self.settings["seed"])
         model = arm.make(self.load(), self.settings)
-        if self.settings["checkpointing"]:
+        if self.settings.get("checkpointing"):
             recompute(model)
         self._check_precision(arm.name, model)
-        label = label or arm.name
-        history = fit(model, self.train_rows, lr=rate, penalty=arm.penalty, label=label, **recipe)
-        return model, history
+        return model
+
+    def fit(self, arm: Arm, model: nn.Module, rate: float, milestones: Milestones = ()) -> History:
+        """Train an arm's model by the recipe, at its rate."""
+        recipe = {**self.recipe, **arm.recipe(self.settings)}
+        return self._fit(arm, model, rate, recipe, arm.name, milestones)
+
+    def _fit(
+        self,
+        arm: Arm,
+        model: nn.Module,
+        rate: float,
+        recipe: Mapping[str, Any],
+        label: str,
+        milestones: Milestones = (),
+    ) -> History:
+        return fit(
+            model,
+            self.train_rows,
+            lr=rate,
+            penalty=arm.penalty,
+            milestones=milestones,
+            label=label,
+            **recipe,
+        )
 
     def _check_precision(self, name: str, model: nn.Module) -> None:
         """Refuse an arm whose weights train in another precision than those before it (E-DTYPE).
@@ -115,15 +153,19 @@ class Experiment:
         if not grid:
             return rates.given(self.settings, self.arms)
 
-        def loss(arm: str, rate: float) -> float:
-            steps = self.settings["rate_steps"]
-            label = f"{arm}, {rate}"
-            model, _ = self.train(self.arms[arm], rate, steps=steps, label=label)
+        trial = {**self.recipe, "steps": self.settings["rate_steps"]}
+
+        def loss(name: str, rate: float) -> float:
+            arm = self.arms[name]
+            model = self.make(arm)
+            self._fit(arm, model, rate, trial, f"{name}, {rate}")
             return self.validate(model)
 
         return rates.choose(self.arms, grid, loss)
 
     def run(self, arm: Arm, rate: float) -> Result:
         """Make an arm, train it at its rate, and test it."""
-        model, history = self.train(arm, rate)
-        return Result(arm, rate, model, history, self.test(model))
+        model = self.make(arm)
+        history = self.fit(arm, model, rate)
+        answers = self.test(model, limit=self.settings["test_rows"])
+        return Result(arm, rate, model, history, answers)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch import nn
 
 from moebook import data, evaluation
 from moebook.analysis import routing
-from moebook.data import hub, tasks
-from moebook.errors import nearest
-from moebook.experiments import arm, rates
+from moebook.data import hub
+from moebook.experiments import arm, needs, rates
 from moebook.experiments.arm import Arm, Complaints, Settings
-from moebook.experiments.experiment import Experiment, Recorder, Result
+from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.methods import pesc
 from moebook.methods.pesc import Config
 from moebook.nn import routers
@@ -144,26 +142,11 @@ def _shared_needs(
     if settings["top_k"] > experts:
         yield f"top_k = {settings['top_k']}: expected 1 to {experts}, since experts = {experts}"
     yield from rates.needs(settings, arms, ARMS)
-    names = settings["tasks"].split(",")
-    for place, name in enumerate(names):
-        if settings["mix"] == "embedded" and name not in tasks.KNOWN:
-            why = "mix = 'embedded' trains on embedded tasks alone"
-            yield f"tasks lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
-        if name in names[:place]:
-            yield f"tasks lists {name!r} twice: name each task once"
-    optimizer = settings["optimizer"]
-    if optimizer != "adamw" and device is not None and device.type == "cpu":
-        yield f"optimizer = {optimizer!r}: it needs a GPU, and this run is on the CPU; take adamw"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What arms are trained and tested on, and how their rates are chosen."""
-
-    train: Sequence[data.mixtures.Row]
-    held_out: Sequence[data.mixtures.Row]  # on which routing and Eq. 6 are measured
-    valid: Sequence[data.mixtures.Row]  # by which learning rates are chosen
-    tested: Sequence[Any]  # of the test: its rows, or its tasks' names and their number of rows
+    yield from needs.more_than_a_step(settings)
+    if settings["mix"] == "embedded":
+        yield from needs.embedded_tasks("tasks", settings["tasks"])
+    yield from needs.named_once({"tasks": settings["tasks"]})
+    yield from needs.optimizer(settings, device)
 
 
 def rows(settings: Settings) -> Rows:
@@ -174,7 +157,7 @@ def rows(settings: Settings) -> Rows:
         train = data.draw(names, split, settings["rows_per_task"])
         held_out = data.draw(names, settings["test_split"], settings["test_rows"])
         valid = data.draw(names, "validation", settings["valid_rows"])
-        tested: Sequence[Any] = held_out
+        tested: Any = held_out
     else:
         pins = hub.pins(settings["revisions"], settings["data_folder"])
         mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
@@ -196,12 +179,12 @@ def experiment(
     length = settings["max_length"]
     by_task = data.grouped(rows.valid, "task").values()
 
-    def test(model: nn.Module) -> pd.DataFrame:
+    def test(model: nn.Module, limit: int) -> pd.DataFrame:
         answers = evaluation.evaluate(
             model,
             tokenizer,
             settings["tasks"].split(","),
-            limit=settings["test_rows"],
+            limit=limit,
             split=settings["test_split"],
             data=settings["data_folder"],
             chat=settings["chat"],

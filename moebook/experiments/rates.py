@@ -65,7 +65,7 @@ def given(settings: Settings, arms: Mapping[str, Arm]) -> Rates:
 
     Rates may be fixed for other arms, too, which are not asked for now.
     """
-    fixed = lists.rates_by_name("fixed_rates", settings["fixed_rates"])
+    fixed = lists.rates_by_name("fixed_rates", settings.get("fixed_rates", ""))
     if fixed:
         return Rates({name: fixed[name] for name in arms})
     return Rates({name: settings[arm.rate] for name, arm in arms.items()})
@@ -74,7 +74,7 @@ def given(settings: Settings, arms: Mapping[str, Arm]) -> Rates:
 def needs(settings: Settings, arms: Mapping[str, Arm], known: Mapping[str, Arm]) -> Complaints:
     """Complain about rates that cannot be read, or from which an arm gets none or no choice."""
     rates = settings["rates"]
-    fixed_rates = settings["fixed_rates"]
+    fixed_rates = settings.get("fixed_rates", "")  # which not every notebook has
     unreadable = [*complaint("", lists.rates, "rates", rates)]
     unreadable += complaint("", lists.rates_by_name, "fixed_rates", fixed_rates, known)
     if unreadable:
@@ -91,6 +91,3 @@ def needs(settings: Settings, arms: Mapping[str, Arm], known: Mapping[str, Arm])
     if len(grid) > 1 and settings["rate_steps"] == 1 and settings["warmup"] > 0:
         why = "the only step of a trial is that of the warm-up, at rate 0, so all rates tie"
         yield f"rate_steps = 1: {why}; take 2 or more"
-    if settings["steps"] == 1 and settings["warmup"] > 0:
-        why = "the only step is that of the warm-up, at rate 0, so nothing is trained"
-        yield f"steps = 1: {why}; take 2 or more, or warmup = 0"

@@ -77,14 +77,9 @@ def _pesc(given: Given) -> Arms:
 
 
 def _router_init(given: Given) -> Arms:
-    known = upcycling.arms(given["steps"], combine=given["combine"])
-    tries = len(_listed(given["rates"])) * given["rate_steps"]
-    for name in _arms(given, known):
-        arm, method = known[name], methods.full()
-        if arm.start:
-            top_k = given["top_k"]
-            method = methods.upcycling(upcycling.Config(experts=arm.experts, top_k=top_k))
-        yield name, method, {"steps": arm.steps + tries}
+    tries = len(lists.rates("rates", given["rates"])) * given["rate_steps"]
+    for name, arm in experiments.router_init.check(given).items():
+        yield name, methods.of_arm(arm, given), {"steps": arm.recipe(given)["steps"] + tries}
 
 
 def _rocket(given: Given) -> Arms:

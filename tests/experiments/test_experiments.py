@@ -266,12 +266,12 @@ def started(**changes):
     arms = experiments.pesc.check(settings)
     _, tokenizer = models.load("nano")
     row = {"task": "gcd", "domain": "mathematics", "prompt": "1?", "answer": "1"}
-    rows = experiments.pesc.Rows([row], [row], [row], [row])
+    rows = experiments.Rows([row], [row], [row], [row])
     made = experiments.pesc.experiment(
         settings, arms, rows, lambda: models.load("nano")[0], tokenizer
     )
     table = pd.DataFrame({"task": ["gcd"], "correct": [1], "score": [1.0], "nll": [0.5]})
-    return replace(made, train_rows=Dataset.from_list([]), test=lambda model: table)
+    return replace(made, train_rows=Dataset.from_list([]), test=lambda model, limit: table)
 
 
 def test_rates_are_tried_alike_for_every_arm_and_the_best_is_trained(calls):

@@ -74,7 +74,7 @@ class Arm(NamedTuple):
     experts: int
     start: str
     length: str  # a scale of `scaled`
-    combine: str
+    combine: Rule
     steps: int
     scored: tuple[int, ...]  # steps after which the model is tested
     watched: tuple[int, ...]  # steps after which its routing is recorded

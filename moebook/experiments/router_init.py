@@ -1,0 +1,238 @@
+"""Router initialisation's arms: the dense base, and upcycled ones by how their routers start.
+
+What of an arm follows from the parameters (its steps, when it is tested) `upcycling.arms` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from moebook import data, evaluation
+from moebook.analysis import routers, routing
+from moebook.data import hub
+from moebook.experiments import arm, needs, rates
+from moebook.experiments.arm import Arm, Complaints, Settings
+from moebook.experiments.experiment import Experiment, Rows
+from moebook.methods import upcycling
+from moebook.methods.upcycling.config import LABORATORY, MAIN
+from moebook.methods.upcycling.starts import Start
+from moebook.training import History
+
+AREAS = ("code", "mathematics", "text")  # domains that the paper tests, a list of tasks each
+PAIR = ("code", "mathematics")  # the domains of which TRSU makes an expert each
+
+
+def plan(settings: Settings) -> dict[str, upcycling.config.Arm]:
+    """Return by name how each arm starts, how long it trains and when it is tested."""
+    length, combine = settings["length"], settings["combine"]
+    return upcycling.arms(settings["steps"], length=length, combine=combine)
+
+
+def configure(name: str, settings: Settings) -> upcycling.Config | None:
+    """Return how an arm is upcycled; None for the dense one."""
+    planned = plan(settings)[name]
+    if not planned.start:
+        return None
+    return upcycling.Config(
+        experts=planned.experts,
+        combine=planned.combine,
+        top_k=settings["top_k"],
+        balance_weight=settings["balance_weight"],
+        seed=settings["seed"],
+    )
+
+
+def build(
+    base: nn.Module, config: upcycling.Config | None, start: Start | None = None
+) -> nn.Module:
+    """Upcycle the base, by a start of the routers or SU's; all parameters train."""
+    base.requires_grad_(True)
+    if config is not None:
+        upcycling.upcycle(base, config, start)
+    return base
+
+
+def _recipe(name: str, settings: Settings) -> dict[str, Any]:
+    """Return an arm's steps; the warm-up has the same number of steps in every arm."""
+    steps = plan(settings)[name].steps
+    return {"steps": steps, "warmup": settings["warmup"] * settings["steps"] / steps}
+
+
+def _needs(name: str, settings: Settings) -> Complaints:
+    """Complain where a domain has no rows whose tokens an arm's routers start from."""
+    if settings["mix"] != "embedded":  # whose rows have all domains, whatever is tested
+        return
+    start = plan(settings)[name].start
+    domains = {"trsu": PAIR, "trsu3": AREAS}.get(start, ())
+    for domain in domains:
+        if not settings[f"tasks_{domain}"]:
+            why = f"{name} starts experts from the rows of {', '.join(domains)}"
+            yield f"tasks_{domain} is empty: {why}; name a task, or leave {name} out of arms"
+
+
+def _arm(name: str, start: str) -> Arm:
+    return Arm(
+        name,
+        configure=partial(configure, name),
+        build=build,
+        needs=partial(_needs, name),
+        penalty=upcycling.balance_loss if start else None,
+        recipe=partial(_recipe, name),
+    )
+
+
+ARMS: dict[str, Arm] = {
+    name: _arm(name, start) for name, (_, start, _) in (MAIN | LABORATORY).items()
+}
+
+
+def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE).
+
+    Nothing is loaded for it. Where the training's ``device`` is known, what needs a GPU counts.
+    """
+    arms = arm.asked(settings, ARMS)
+    arm.check(arms, settings, _shared_needs(settings, arms, device))
+    return arms
+
+
+def _shared_needs(
+    settings: Settings, arms: Mapping[str, Arm], device: torch.device | None
+) -> Iterator[str]:
+    """Complain about what concerns all arms: rates, tasks, the device."""
+    yield from rates.needs(settings, arms, ARMS)
+    tested = {f"tasks_{area}": settings[f"tasks_{area}"] for area in AREAS}
+    tested = {parameter: text for parameter, text in tested.items() if text}
+    if not tested:
+        names = ", ".join(f"tasks_{area}" for area in AREAS)
+        yield f"{names} are empty: nothing would be trained on or tested; name a task in one"
+    if settings["mix"] == "embedded":
+        for parameter, text in tested.items():
+            yield from needs.embedded_tasks(parameter, text)
+    yield from needs.named_once(tested)
+    yield from needs.optimizer(settings, device)
+
+
+def areas(settings: Settings) -> dict[str, str]:
+    """Return the tasks that are tested, and the domain of each."""
+    lists = {area: settings[f"tasks_{area}"] for area in AREAS}
+    return {name: area for area, text in lists.items() for name in text.split(",") if name}
+
+
+def rows(settings: Settings) -> Rows:
+    """Draw the rows, the same in all runs, whatever the seed; none held out is trained on."""
+    names = areas(settings)
+    if settings["mix"] == "embedded":
+        split = settings["test_split"]
+        train = data.draw(names, "train" if split == "test" else "rest", settings["rows_per_task"])
+        held_out = data.draw(names, split, settings["routed_rows"])
+        tested: Any = data.draw(names, split, settings["test_rows"])
+        valid = data.draw(names, "validation", settings["valid_rows"])
+    else:
+        pins = hub.pins(settings["revisions"], settings["data_folder"])
+        mixed = hub.mixture(hub.MIXTURES[settings["mix"]], pins)
+        train, held_out = data.hold_out(mixed, settings["routed_rows"])
+        tested = {"benchmarks": list(names), "rows": settings["test_rows"]}
+        valid = held_out[: settings["valid_rows"]]
+    data.refuse_leak(train, held_out)
+    return Rows(train, held_out, valid, tested)
+
+
+def experiment(
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    starts: Mapping[str, Start],
+    rows: Rows,
+    load: Callable[[], nn.Module],
+    tokenizer: Any,
+    *,
+    bf16: bool,
+) -> Experiment:
+    """Bring together what all arms share; ``starts`` of their routers are by arm.
+
+    ``load`` returns a fresh base in float32 at each call; ``bf16`` is what products are in.
+    """
+    names = "steps batch schedule warmup clip accumulate optimizer seed".split()
+    recipe = {name: settings[name] for name in names}
+    encode = partial(data.encode, tokenizer=tokenizer, max_length=settings["max_length"])
+    started = {
+        name: replace(each, build=partial(build, start=starts.get(name)))
+        for name, each in arms.items()
+    }
+
+    def test(model: nn.Module, limit: int) -> pd.DataFrame:
+        return evaluation.evaluate(
+            model,
+            tokenizer,
+            list(areas(settings)),
+            limit=limit,
+            split=settings["test_split"],
+            data=settings["data_folder"],
+            chat=settings["chat"],
+        )
+
+    return Experiment(
+        settings=settings,
+        arms=started,
+        load=load,
+        train_rows=encode(rows.train),
+        valid_rows=[encode(part) for part in data.grouped(rows.valid, "task").values()],
+        recipe=recipe | {"pad_id": tokenizer.pad_token_id, "bf16": bf16},
+        test=test,
+    )
+
+
+@dataclass(frozen=True)
+class Course:
+    """What became of an arm on its way, by the steps after which it was looked at."""
+
+    before: Mapping[str, float]  # of its routers before the first step; empty for the dense arm
+    history: History  # a line a step
+    routes: Mapping[int, Tensor]  # which experts were activated on held-out rows
+    answers: Mapping[int, pd.DataFrame]  # a row a test item
+    shares: pd.DataFrame | None  # which expert served which domain at the end, of two experts
+
+
+def run(
+    experiment: Experiment,
+    arm: Arm,
+    rate: float,
+    parts: Mapping[str, Sequence[Mapping[str, Tensor]]],
+    first: Mapping[str, Tensor],
+) -> Course:
+    """Make an arm, train it at its rate, and look at its routing and test it on the way.
+
+    ``parts`` are held-out rows by domain, in padded batches, ``first`` is the batch on which
+    routers' gradients are measured before the first step.
+    """
+    settings = experiment.settings
+    planned = plan(settings)[arm.name]
+    held_out = [batch for part in parts.values() for batch in part]
+    model = experiment.make(arm)
+    before = routers.summary(model, held_out, first) if planned.start else {}
+
+    few = settings["quarter_rows"] or settings["test_rows"]
+    at_end = few if planned.laboratory else settings["test_rows"]
+    milestones: list[Any] = [
+        (planned.watched, partial(routers.activated, batches=held_out)),
+        (planned.scored[:-1], partial(experiment.test, limit=few)),
+        ((planned.steps,), partial(experiment.test, limit=at_end)),
+    ]
+    if planned.experts == 2 and planned.start in ("random", "trsu"):
+        milestones.append(((planned.steps,), partial(routing.shares, batches=parts)))
+    history = experiment.fit(arm, model, rate, milestones)
+    routes, early, late, *shares = history.milestones
+    return Course(
+        before=before,
+        history=history,
+        routes=routes,
+        answers=early | late,
+        shares=shares[0][planned.steps] if shares else None,
+    )

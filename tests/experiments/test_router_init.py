@@ -1,0 +1,153 @@
+"""Router initialisation's arms: what they need, what they are, and what is looked at on the way."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from moebook import data, experiments, models, runtime
+from moebook.experiments import experiment as module
+from moebook.methods import upcycling
+from moebook.notebook import parameters, plans, sources
+from moebook.training import batches, fit
+from tests.refusals import refused
+
+NOTEBOOK = sources.find(Path(__file__).resolve().parents[2], "router_init")
+ROUTER_INIT = experiments.router_init
+
+
+def given(protocol="smoke", **changes):
+    """Return the parameters of the notebook at a protocol, with some changed."""
+    parameters.check(NOTEBOOK.parameters, changes, "-p")
+    return NOTEBOOK.defaults | NOTEBOOK.settings(protocol) | changes
+
+
+EMPTY = {"tasks_code": "", "tasks_mathematics": "", "tasks_text": ""}
+CANNOT = {
+    "tasks_code is empty: trsu starts experts": {"arms": "dense,trsu", "tasks_code": ""},
+    "tasks_mathematics is empty: trsu4 starts": {"arms": "trsu4", "tasks_mathematics": ""},
+    "tasks_text is empty: trsu3 starts": {"arms": "trsu3", "tasks_text": ""},
+    "tasks_code, tasks_mathematics, tasks_text are empty": {"arms": "dense", **EMPTY},
+    "tasks_text lists 'isb': .* did you mean 'isa'": {"tasks_text": "isb"},
+    "tasks_text lists 'gcd', and so does tasks_mathematics": {"tasks_text": "gcd"},
+    "rates lists 'abc'": {"rates": "abc"},
+    "rates lists 0.001 twice": {"rates": "0.001,0.001"},
+    "rate_steps = 1": {"rates": "0.001,0.002"},
+    "arms lists 'crus': did you mean 'crsu'": {"arms": "crus"},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), CANNOT.items(), ids=CANNOT)
+def test_parameters_with_which_an_arm_cannot_run_are_refused_before_any_work(message, changes):
+    for refuses in (experiments.check, plans.trainings):
+        refused(f"E-RANGE: {message}", refuses, "router_init", given(**changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"arms": "dense,crsu", "tasks_code": ""},
+    {"arms": "trsu", "tasks_text": ""},
+    {"arms": "trsu3", "tasks_code": "", "tasks_text": "mmlu", "mix": "router_init"},
+])  # fmt: skip
+def test_an_arm_that_does_without_a_domain_runs_without_it(changes):
+    experiments.check("router_init", given(**changes))
+
+
+@pytest.mark.parametrize("protocol", NOTEBOOK.protocols)
+def test_every_protocol_passes_its_own_check(protocol):
+    settings = given(protocol)
+    asked = ROUTER_INIT.check(settings)
+    named = [*ROUTER_INIT.ARMS] if settings["arms"] == "all" else settings["arms"].split(",")
+    assert sorted(asked) == sorted(named)
+
+
+def test_a_shorter_training_has_its_own_steps_and_a_warm_up_as_long_as_the_others():
+    settings = given("nano", warmup=0.05)
+    steps = settings["steps"]
+    for name, arm in ROUTER_INIT.ARMS.items():
+        recipe = arm.recipe(settings)
+        laboratory = name in upcycling.config.LABORATORY
+        assert recipe["steps"] == (steps // 4 if laboratory else steps)
+        assert recipe["warmup"] * recipe["steps"] == pytest.approx(0.05 * steps)
+
+
+@pytest.mark.parametrize(("name", "config"), [
+    ("su4", upcycling.Config(experts=4)),
+    ("crsu_renormalised", upcycling.Config(experts=4, combine="renormalised")),
+])  # fmt: skip
+def test_an_upcycled_arm_is_what_the_method_makes_of_the_base_and_its_start(name, config):
+    start = upcycling.su(models.load("nano")[0], 4, kind="wide", seed=3)
+    arm = ROUTER_INIT.ARMS[name]
+    settings = given()
+    assert arm.configure(settings) == config and arm.penalty is upcycling.balance_loss
+    ours = ROUTER_INIT.build(models.load("nano")[0], config, start)
+    by_hand = upcycling.upcycle(models.load("nano")[0], config, start)
+    for one, other in zip(ours.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(one, other) and one.requires_grad
+
+
+def test_the_dense_arm_is_the_base_and_all_of_it_trains():
+    arm = ROUTER_INIT.ARMS["dense"]
+    made = arm.make(models.load("nano")[0], given())
+    assert arm.penalty is None and all(part.requires_grad for part in made.parameters())
+    whole = models.load("nano")[0].state_dict()
+    assert all(torch.equal(part, whole[name]) for name, part in made.state_dict().items())
+
+
+def test_an_arm_is_trained_as_by_hand_and_looked_at_where_its_plan_says(monkeypatch):
+    settings = given(arms="dense,su,su4", rates="", steps=8)
+    arms = ROUTER_INIT.check(settings)
+    base, tokenizer = models.load("nano")
+    rows = ROUTER_INIT.rows(settings)
+    starts = {name: upcycling.su(base, arms[name].configure(settings).experts, seed=1)
+              for name in ("su", "su4")}  # fmt: skip
+
+    def load():
+        return models.load("nano")[0]
+
+    made = ROUTER_INIT.experiment(settings, arms, starts, rows, load, tokenizer, bf16=False)
+    tested = []
+
+    def test(model, limit):
+        tested.append(limit)
+        return pd.DataFrame()
+
+    made = replace(made, test=test)
+    parts = batches.fixed(data.grouped(rows.held_out), tokenizer, max_length=160)
+    first = next(iter(parts.values()))[0]
+    courses = {}
+    for name, arm in made.arms.items():
+        courses[name] = ROUTER_INIT.run(made, arm, 0.001, parts, first)
+    few, many = settings["quarter_rows"], settings["test_rows"]
+    assert tested == [many, many, few, few, few, many]  # su4 after each quarter
+    assert sorted(courses["su4"].answers) == [2, 4, 6, 8] and sorted(courses["su"].answers) == [8]
+    assert courses["dense"].before == {} and courses["su"].before["entropy"] > 0
+    assert courses["su"].shares is not None and courses["su4"].shares is None
+    planned = ROUTER_INIT.plan(settings)["su"]
+    assert sorted(courses["su"].routes) == sorted({*planned.watched})
+
+    runtime.seed_everything(settings["seed"])
+    config = upcycling.Config(experts=2)
+    model = upcycling.upcycle(load().requires_grad_(True), config, starts["su"])
+    names = "batch schedule warmup clip accumulate optimizer seed".split()
+    by_hand = fit(
+        model,
+        data.encode(rows.train, tokenizer, max_length=160),
+        lr=0.001,
+        steps=8,
+        penalty=upcycling.balance_loss,
+        pad_id=tokenizer.pad_token_id,
+        **{name: settings[name] for name in names},
+    )
+    assert courses["su"].history.loss == by_hand.loss
+
+    tried = []
+    monkeypatch.setattr(module, "fit", lambda model, rows, **how: tried.append(how))
+    monkeypatch.setattr(module, "nats", lambda *_, **__: len(tried))
+    searched = replace(made, settings=settings | {"rates": "0.002,0.001", "rate_steps": 3})
+    chosen = searched.choose_rates()
+    assert [how["steps"] for how in tried] == [3] * 6
+    assert {how["warmup"] for how in tried} == {settings["warmup"]}
+    assert [how["penalty"] for how in tried] == [None] * 2 + [upcycling.balance_loss] * 4
+    assert chosen.by_arm == dict.fromkeys(arms, 0.002)  # tried first, so of least "loss"
