@@ -3,15 +3,22 @@
 ``ARMS`` of an experiment's module -> `check` -> `Experiment` -> ``choose_rates`` -> ``run``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from moebook.experiments import pesc, router_init
+from moebook.experiments import esft, pesc, rivals, rocket, router_init, together
 from moebook.experiments.arm import Arm, asked
 from moebook.experiments.experiment import Experiment, Recorder, Result, Rows
 from moebook.experiments.rates import Rates
 
-CHECKS = {"pesc": pesc.check, "router_init": router_init.check}
+CHECKS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "pesc": pesc.check,
+    "router_init": router_init.check,
+    "rocket": rocket.check,
+    "esft": esft.check,
+    "rivals": rivals.check,
+    "together": together.check,
+}
 """Notebook to what refuses, before any work, parameters with which its arms cannot run."""
 
 

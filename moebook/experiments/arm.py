@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -12,6 +12,7 @@ from moebook import lists
 from moebook.errors import Refusal, nearest, refuse
 
 Settings = Mapping[str, Any]  # a notebook's parameters, by name
+Kind = TypeVar("Kind")
 Complaints = Iterable[str]  # each names a parameter, its value, and what would do
 
 
@@ -50,7 +51,7 @@ class Arm:
         return self.build(base, self.configure(settings))
 
 
-def asked(settings: Settings, known: Mapping[str, Arm]) -> dict[str, Arm]:
+def asked(settings: Settings, known: Mapping[str, Kind]) -> dict[str, Kind]:
     """Return the arms that the parameter ``arms`` names, in the order of the known ones."""
     names = lists.arms(settings["arms"], known)
     if not names:
@@ -68,8 +69,13 @@ def check(arms: Mapping[str, Arm], settings: Settings, shared: Complaints = ()) 
         of_arm = [*arm.needs(settings)]
         # What an arm does not say itself, its method's settings may.
         complaints += of_arm or [*complaint(f"arm {arm.name}", arm.configure, settings)]
-    if complaints:
-        refuse("E-RANGE", "; and ".join(dict.fromkeys(complaints)))
+    refuse_complaints(complaints)
+
+
+def refuse_complaints(complaints: Complaints) -> None:
+    """Refuse what is complained of, all in one line (E-RANGE)."""
+    if every := dict.fromkeys(complaints):
+        refuse("E-RANGE", "; and ".join(every))
 
 
 def complaint(where: str, call: Callable[..., Any], *given: Any) -> Iterator[str]:

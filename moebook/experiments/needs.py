@@ -12,20 +12,22 @@ from moebook.experiments.arm import Complaints, Settings
 def embedded_tasks(parameter: str, text: str) -> Complaints:
     """Complain about names in a list of tasks that are no embedded ones."""
     for name in text.split(","):
-        if name not in tasks.KNOWN:
+        if name and name not in tasks.KNOWN:
             why = "mix = 'embedded' trains on embedded tasks alone"
             yield f"{parameter} lists {name!r}: {why}: {nearest(name, tasks.KNOWN)}"
 
 
-def named_once(lists: dict[str, str]) -> Complaints:
-    """Complain about names that stand twice in lists of tasks, given by parameter."""
+def named(lists: dict[str, str]) -> Complaints:
+    """Complain about empty names, and about those that stand twice, in lists by parameter."""
     first: dict[str, str] = {}
     for parameter, text in lists.items():
         for name in text.split(","):
-            if first.get(name) == parameter:
-                yield f"{parameter} lists {name!r} twice: name each task once"
+            if not name.strip():
+                yield f"{parameter} = {text!r} holds an empty name: give names with commas between"
+            elif first.get(name) == parameter:
+                yield f"{parameter} lists {name!r} twice: name each once"
             elif name in first:
-                yield f"{parameter} lists {name!r}, and so does {first[name]}: name each task once"
+                yield f"{parameter} lists {name!r}, and so does {first[name]}: name each once"
             first.setdefault(name, parameter)
 
 

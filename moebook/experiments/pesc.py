@@ -145,7 +145,7 @@ def _shared_needs(
     yield from needs.more_than_a_step(settings)
     if settings["mix"] == "embedded":
         yield from needs.embedded_tasks("tasks", settings["tasks"])
-    yield from needs.named_once({"tasks": settings["tasks"]})
+    yield from needs.named({"tasks": settings["tasks"]})
     yield from needs.optimizer(settings, device)
 
 

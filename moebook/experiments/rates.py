@@ -71,7 +71,9 @@ def given(settings: Settings, arms: Mapping[str, Arm]) -> Rates:
     return Rates({name: settings[arm.rate] for name, arm in arms.items()})
 
 
-def needs(settings: Settings, arms: Mapping[str, Arm], known: Mapping[str, Arm]) -> Complaints:
+def needs(
+    settings: Settings, arms: Iterable[str], known: Iterable[str], *, at_least_one: bool = False
+) -> Complaints:
     """Complain about rates that cannot be read, or from which an arm gets none or no choice."""
     rates = settings["rates"]
     fixed_rates = settings.get("fixed_rates", "")  # which not every notebook has
@@ -88,6 +90,8 @@ def needs(settings: Settings, arms: Mapping[str, Arm], known: Mapping[str, Arm])
     if lacking := [name for name in arms if fixed and name not in fixed]:
         more = ", ".join(f"{name}=..." for name in lacking)
         yield f"fixed_rates = {fixed_rates!r} has no rate for {', '.join(lacking)}: add {more}"
-    if len(grid) > 1 and settings["rate_steps"] == 1 and settings["warmup"] > 0:
+    if at_least_one and not grid:
+        yield "rates is empty: give one learning rate or more, as in 0.001,0.003"
+    if len(grid) > 1 and settings.get("rate_steps") == 1 and settings["warmup"] > 0:
         why = "the only step of a trial is that of the warm-up, at rate 0, so all rates tie"
         yield f"rate_steps = 1: {why}; take 2 or more"

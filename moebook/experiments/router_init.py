@@ -116,7 +116,7 @@ def _shared_needs(
     if settings["mix"] == "embedded":
         for parameter, text in tested.items():
             yield from needs.embedded_tasks(parameter, text)
-    yield from needs.named_once(tested)
+    yield from needs.named(tested)
     yield from needs.optimizer(settings, device)
 
 

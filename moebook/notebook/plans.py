@@ -49,6 +49,8 @@ def trainings(notebook: str, given: Given) -> list[Training]:
     """
     message = f"{notebook} trains nothing that a plan is known for;"
     refuse_unknown(notebook, TRAINED, "E-NOTEBOOK", message)
+    if notebook in experiments.CHECKS:
+        check_arms(notebook, given)
     # Bytes a parameter of the host that the notebook holds beside what trains: pesc the base, esft
     # what it copies, together the base in float32, router_init a copy in 16 bits as well.
     dtype = DTYPES.get(given.get("dtype", ""), torch.float32)
@@ -173,10 +175,7 @@ def check_arms(notebook: str, given: Given) -> None:
 
     It is what the notebook refuses, before any run of it starts (E-RANGE).
     """
-    if notebook in experiments.CHECKS:
-        experiments.check(notebook, given)
-    else:
-        next(TRAINED[notebook](given), None)
+    experiments.check(notebook, given)
 
 
 def _listed(text: str) -> list[str]:

@@ -44,7 +44,7 @@ CANNOT = {
     },
     r"tasks lists 'gcd2': mix = 'embedded' trains .* did you mean 'gcd'": {"tasks": "gcd2"},
     "tasks lists ' isa'": {"tasks": "gcd, isa"},
-    "tasks lists ''": {"tasks": ""},
+    "tasks = '' holds an empty name": {"tasks": ""},
     "tasks lists 'isa' twice": {"tasks": "isa,isa"},
     "arms lists 'sprase': did you mean 'sparse'": {"arms": "sprase"},
     "arms is empty; one of: ": {"arms": ""},

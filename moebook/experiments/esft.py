@@ -1,0 +1,55 @@
+"""ESFT's arms and what they need; how each is made and trained `moebook.methods.esft` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moebook.experiments import needs, rates
+from moebook.experiments.arm import Settings, asked, refuse_complaints
+from moebook.methods import esft
+
+LISTS = ("general", "alignment")
+
+
+def known(settings: Settings) -> dict[str, esft.arms.Arm]:
+    """Return all arms by name: which there are the parameters of the sweeps say."""
+    names = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
+    sweep = esft.sweep(*(settings[name] for name in names))
+    usual = {
+        "gate": settings["p_gate"],
+        "token": settings["p_token"],
+        "lora": settings["lora_rank"],
+    }
+    return esft.arms(sweep, usual)
+
+
+def tested(settings: Settings) -> dict[str, str]:
+    """Return the target tasks, and what tests each: itself, or what stands behind a colon."""
+    pairs = [f"{name}:{name}".split(":")[:2] for name in settings["tasks"].split(",")]
+    return dict(pairs)
+
+
+def check(settings: Settings, device: torch.device | None = None) -> dict[str, esft.arms.Arm]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    every = known(settings)
+    arms = asked(settings, every)
+    refuse_complaints(_needs(settings, list(arms), list(every), device))
+    return arms
+
+
+def _needs(
+    settings: Settings, arms: list[str], every: list[str], device: torch.device | None
+) -> Iterator[str]:
+    yield from rates.needs(settings, arms, every)
+    targets = ",".join(name.partition(":")[0] for name in settings["tasks"].split(","))
+    yield from needs.named({"tasks": targets})
+    for parameter in LISTS:
+        yield from needs.named({parameter: settings[parameter]})
+    tests = set(tested(settings).values())
+    for name in dict.fromkeys(settings["general"].split(",")):
+        if name in tests:
+            why = "tasks tests it too, and what is forgotten is measured on other tasks"
+            yield f"general lists {name!r}: {why}; take it out of one of the two"
+    yield from needs.optimizer(settings, device)

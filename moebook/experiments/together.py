@@ -1,0 +1,90 @@
+"""The arms on one budget and what they need; how each is made `moebook.together` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from moebook import lists, together
+from moebook.data import tasks
+from moebook.errors import nearest
+from moebook.experiments import needs, rates
+from moebook.experiments.arm import Settings, asked, complaint, refuse_complaints
+from moebook.models.anatomy import anatomy
+from moebook.models.skeleton import configuration, skeleton
+
+COPIED = ("su", "trsu", "crsu", "esft")  # upcycled, with so many ``copies``
+ADAPTED = ("pesc", "pesc_trsu", "pesc_crsu", "pesc_esft")  # with so many ``adapters``
+BY_TASK = {"trsu": "copies", "pesc_trsu": "adapters"}  # arms with as many experts of each domain
+OF_TWO = ("mixlora", "arrow")  # whose top_k is always 2
+MIXLORA = 4  # experts of MixLoRA
+
+
+def known(settings: Settings) -> dict[str, together.Arm]:
+    """Return all arms by name, of a dense base or of a sparse one; no weight is loaded."""
+    host = anatomy(skeleton(configuration(settings["base"])))
+    return together.arms(sparse=any(layer.kind == "sparse" for layer in host.layers))
+
+
+def check(settings: Settings, device: torch.device | None = None) -> dict[str, together.Arm]:
+    """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
+    every = known(settings)
+    arms = asked(settings, every)
+    refuse_complaints(_needs(settings, arms, every))
+    return arms
+
+
+def _needs(
+    settings: Settings, arms: Mapping[str, together.Arm], every: Mapping[str, together.Arm]
+) -> Iterator[str]:
+    yield from rates.needs(settings, list(arms), list(every), at_least_one=True)
+    yield from complaint("", lists.listed, "again", settings["again"], every)
+    yield from needs.named({"tasks": settings["tasks"]})
+    for parameter in ("tasks", "new"):
+        for name in settings[parameter].split(","):
+            if name not in tasks.KNOWN:
+                choices = nearest(name, tasks.KNOWN)
+                yield f"{parameter} names {name!r}: expected an embedded task: {choices}"
+    again = [name for name in settings["again"].split(",") if name in every]
+    for name in dict.fromkeys([*arms, *again]):
+        yield from _needs_of(name, every[name], settings)
+
+
+def _needs_of(name: str, arm: together.Arm, settings: Settings) -> Iterator[str]:
+    """Complain about what one arm cannot do, or what it would do at another size than asked."""
+    names = settings["tasks"].split(",")
+    leave = f"or leave {name} out of arms and again"
+    if arm.bank and len(names) < 2:
+        why = f"{name} mixes LoRAs of one task each"
+        yield f"tasks = {settings['tasks']!r}: {why}; name two or more, {leave}"
+    elif arm.chosen and settings["experts"] > len(names):
+        why = f"{name} chooses among the LoRAs of {len(names)} tasks"
+        yield f"experts = {settings['experts']}: {why}; take {len(names)} or less, {leave}"
+    if name == "mixlora" and settings["experts"] != MIXLORA:
+        why = f"mixlora has {MIXLORA}, and would train more or fewer parameters than the others"
+        yield f"experts = {settings['experts']}: {why}; take {MIXLORA}, {leave}"
+    if name in OF_TWO and settings["top_k"] != 2:
+        yield f"top_k = {settings['top_k']}: {name} takes 2 a token; take 2, {leave}"
+    size, what = _experts(name, arm, settings)
+    if settings["top_k"] > size:
+        yield f"top_k = {settings['top_k']}: {name} has {size} ({what}); take 1 to {size}, {leave}"
+    if name in BY_TASK and all(each in tasks.KNOWN for each in names):
+        domains = sorted({tasks.find(each).domain for each in names})
+        parameter = BY_TASK[name]
+        if settings[parameter] % len(domains):
+            why = f"{name} makes as many of each of {len(domains)} domains ({', '.join(domains)})"
+            yield f"{parameter} = {settings[parameter]}: {why}; take a multiple, {leave}"
+
+
+def _experts(name: str, arm: together.Arm, settings: Settings) -> tuple[int, str]:
+    """Return among how many experts a token's ``top_k`` are, and which parameter says so."""
+    if name in COPIED:
+        return settings["copies"], "copies"
+    if name in ADAPTED:
+        return settings["adapters"], "adapters"
+    if arm.chosen:
+        return settings["experts"], "experts"
+    if name == "pesc_bank":
+        return len(settings["tasks"].split(",")), "one a task"
+    return settings["top_k"], "top_k"  # no other has any of its own
