@@ -50,6 +50,13 @@ def test_a_bank_is_trained_once(sets, model, tokenizer, tmp_path, monkeypatch):
             bank.train(model, tokenizer, rows, tmp_path, **settings)
 
 
+def test_one_set_is_trained_as_it_is_among_several(sets, base, tokenizer):
+    """A single target has one LoRA of its own, from which nothing is chosen."""
+    several = bank.train(base(), tokenizer, sets, **QUICK)
+    (alone,) = bank.train(base(), tokenizer, {"sums": sets["sums"]}, **QUICK).values()
+    assert alone.digest == several["sums"].digest
+
+
 def test_training_repeats_bit_for_bit_and_a_lora_models_its_own_data_better(sets, base, tokenizer):
     how = {**QUICK, "epochs": 15}
     one = bank.train(base(), tokenizer, sets, **how)
