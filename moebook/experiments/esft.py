@@ -9,11 +9,12 @@ import torch
 from moebook.experiments import needs, rates
 from moebook.experiments.arm import Settings, asked, refuse_complaints
 from moebook.methods import esft
+from moebook.methods.esft.arms import Arm
 
 LISTS = ("general", "alignment")
 
 
-def known(settings: Settings) -> dict[str, esft.arms.Arm]:
+def known(settings: Settings) -> dict[str, Arm]:
     """Return all arms by name: which there are the parameters of the sweeps say."""
     names = ("thresholds_gate", "thresholds_token", "ranks", "group_sizes")
     sweep = esft.sweep(*(settings[name] for name in names))
@@ -31,7 +32,7 @@ def tested(settings: Settings) -> dict[str, str]:
     return dict(pairs)
 
 
-def check(settings: Settings, device: torch.device | None = None) -> dict[str, esft.arms.Arm]:
+def check(settings: Settings, device: torch.device | None = None) -> dict[str, Arm]:
     """Return the arms asked for, or refuse parameters with which they cannot run (E-RANGE)."""
     every = known(settings)
     arms = asked(settings, every)
