@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lxml.html
 from lxml import etree
@@ -82,8 +82,11 @@ _ATTRIBUTES = ("class", "colspan", "rowspan", "scope", "border")
 
 def code_cells(notebook: Any) -> list[tuple[int, Any]]:
     """Number the code cells from 1, as a fresh kernel does, which runs no empty ones."""
-    code = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
-    return list(enumerate((cell for cell in code if cell["source"].strip()), start=1))
+    run_by_kernel: list[Any] = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and cell["source"].strip():
+            run_by_kernel.append(cell)
+    return list(enumerate(run_by_kernel, start=1))
 
 
 def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
@@ -91,31 +94,47 @@ def clean(notebook: Any, folder: Path) -> tuple[Any, dict[str, int]]:
 
     That is counted by kind: MIME types, ``stderr``, ``path``, ``metadata`` ...
     """
-    notebook, dropped = json.loads(json.dumps(notebook)), Counter[str]()
+    notebook = json.loads(json.dumps(notebook))
+    dropped = Counter[str]()
     for number, cell in code_cells(notebook):
-        outputs = [_output(output, f"In [{number}]", folder, dropped) for output in cell["outputs"]]
-        cell["outputs"] = [output for output in outputs if output is not None]
+        outputs: list[Any] = []
+        for output in cell["outputs"]:
+            allowed = _output(output, f"In [{number}]", folder, dropped)
+            if allowed is not None:
+                outputs.append(allowed)
+        cell["outputs"] = outputs
     for cell in notebook["cells"]:
         _forbid_secrets(cell)
         cell["metadata"] = _only(cell["metadata"], _CELL_METADATA)
-    dropped["widgets"] += "widgets" in notebook["metadata"]
+    if "widgets" in notebook["metadata"]:
+        dropped["widgets"] += 1
     notebook["metadata"] = _only(notebook["metadata"], _METADATA)
+    # Only kinds of which something was left out; `+` takes away the counts of 0.
     return notebook, dict(sorted((+dropped).items()))
 
 
 def _output(output: Any, where: str, folder: Path, dropped: Counter[str]) -> Any | None:
+    """Return what of one output may be shown, or None; count what is left out."""
     _forbid_error(output, where)
     if output["output_type"] == "stream":
         if output["name"] != "stdout":
             dropped[output["name"]] += 1
             return None
         return output | {"text": _text(output["text"], folder, dropped)}
-    data = {mime: _allowed(mime, x, folder, dropped) for mime, x in output.get("data", {}).items()}
-    dropped.update(mime for mime, content in data.items() if content is None)
-    data = {mime: content for mime, content in data.items() if content is not None}
+    data: dict[str, Any] = {}
+    for mime, content in output.get("data", {}).items():
+        allowed = _allowed(mime, content, folder, dropped)
+        if allowed is None:
+            dropped[mime] += 1
+        else:
+            data[mime] = allowed
+    if not data:
+        return None
+    # {glue} finds values, curves and notes by the name in the key `scrapbook`.
     hidden = data.keys() & {*RECORDED, NOTE}
-    metadata = _only(output.get("metadata", {}), ("scrapbook",) if hidden else ())
-    return output | {"data": data, "metadata": metadata} if data else None
+    keys = ("scrapbook",) if hidden else ()
+    metadata = _only(output.get("metadata", {}), keys)
+    return output | {"data": data, "metadata": metadata}
 
 
 def _forbid_error(output: Any, where: str) -> None:
@@ -125,6 +144,7 @@ def _forbid_error(output: Any, where: str) -> None:
 
 
 def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> Any | None:
+    """Return what of one representation of an output may be shown, or None."""
     if mime in ("text/plain", f"{GLUE}text/plain"):
         return _text(content, folder, dropped)
     if mime == "text/html":
@@ -135,9 +155,11 @@ def _allowed(mime: str, content: Any, folder: Path, dropped: Counter[str]) -> An
     if mime in RECORDED:
         kind = RECORDED[mime]
         return plain(restored(kind, content, f"a recorded {kind.__name__.lower()}"))
-    if mime == NOTE and isinstance(content, dict) and "parameters" in content:
-        return content  # the cells show these values as they are
-    return json.loads(_text(json.dumps(content), folder, dropped)) if mime == NOTE else None
+    if mime == NOTE:
+        if isinstance(content, dict) and "parameters" in content:
+            return content  # the cells show these values as they are
+        return json.loads(_text(json.dumps(content), folder, dropped))
+    return None
 
 
 def _text(text: str, folder: Path, dropped: Counter[str]) -> str:
@@ -155,12 +177,17 @@ def _png(content: str, dropped: Counter[str]) -> str | None:
         return None
     if not data.startswith(_PNG):
         return None
-    chunks, place = [_PNG], len(_PNG)
+    chunks = [_PNG]
+    place = len(_PNG)
+    # A chunk is the length of its data (4 bytes), its name (4), its data, a checksum (4).
     while place + 12 <= len(data):
-        (length,), name = struct.unpack_from(">I", data, place), data[place + 4 : place + 8]
+        (length,) = struct.unpack_from(">I", data, place)
+        name = data[place + 4 : place + 8]
         chunk = data[place : place + 12 + length]
-        chunks.append(chunk if name in _PNG_CHUNKS else b"")
-        dropped["png metadata"] += name not in _PNG_CHUNKS
+        if name in _PNG_CHUNKS:
+            chunks.append(chunk)
+        else:
+            dropped["png metadata"] += 1
         place += len(chunk)
     return base64.b64encode(b"".join(chunks)).decode()
 
@@ -170,11 +197,16 @@ def _forbid_secrets(cell: Any) -> None:
     texts = [cell["source"]]
     for output in cell.get("outputs", []):
         texts.append(output.get("text", ""))
-        contents = (c for mime, c in output.get("data", {}).items() if mime != "image/png")
-        texts += [c if isinstance(c, str) else json.dumps(c) for c in contents]
-    if kind := secret("\n".join(texts)):
-        place = f"In [{cell['execution_count']}]" if cell["cell_type"] == "code" else "a text cell"
-        refuse("E-SECRET", f"{place} shows {kind}; nothing was published: remove it from the cell")
+        for mime, content in output.get("data", {}).items():
+            if mime != "image/png":
+                is_text = isinstance(content, str)
+                texts.append(content if is_text else json.dumps(content))
+    kind = secret("\n".join(texts))
+    if kind:
+        is_code = cell["cell_type"] == "code"
+        place = f"In [{cell['execution_count']}]" if is_code else "a text cell"
+        fix = "nothing was published: remove it from the cell"
+        refuse("E-SECRET", f"{place} shows {kind}; {fix}")
 
 
 def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -182,30 +214,50 @@ def _only(metadata: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without variables whose name or value suggests a secret."""
-    return {k: v for k, v in os.environ.items() if not _SECRET_NAME.search(k) and not secret(v, {})}
+    """Return this process's environment without what suggests a secret by name or value."""
+    open_variables: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if not _SECRET_NAME.search(name) and not secret(value, {}):
+            open_variables[name] = value
+    return open_variables
 
 
 def secret(text: str, variables: Mapping[str, str] | None = None) -> str | None:
-    """Say what kind of secret a text shows, or None; also the value of a variable such as TOKEN."""
+    """Say what kind of secret a text shows, or None.
+
+    A secret is also the value of a variable with a name such as TOKEN; ``variables`` are
+    this process's if None.
+    """
     for kind, pattern in _SECRET_TEXT.items():
         if re.search(pattern, text):
             return kind
-    for name, value in (os.environ if variables is None else variables).items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and value in text:
+    if variables is None:
+        variables = os.environ
+    for name, value in variables.items():
+        secretive = _SECRET_NAME.search(name) and len(value) >= _SHORTEST
+        if secretive and value in text:
             return f"the value of the environment variable {name}"
     return None
 
 
 def scrub(text: str, folder: Path) -> tuple[str, int]:
-    """Make absolute paths relative inside the project, else ``.../name``; count them too."""
+    """Make absolute paths relative inside the project, else ``.../name``; count them."""
     text, count = re.subn(rf"{re.escape(str(folder))}(?:/|(?![\w.-]))", "", text)
     places = {sys.prefix, tempfile.gettempdir(), str(Path.home())} - {"/", ""}
-    below = (re.compile(rf"{re.escape(place)}(?:[/\\][\w.@+=-]+)+") for place in places)
-    for pattern in (*below, _PATH):
-        text, more = pattern.subn(lambda found: ".../" + re.findall(r"[^/\\]+", found[0])[-1], text)
-        count += more
+    patterns: list[re.Pattern[str]] = []
+    for place in places:
+        patterns.append(re.compile(rf"{re.escape(place)}(?:[/\\][\w.@+=-]+)+"))
+    patterns.append(_PATH)
+    for pattern in patterns:
+        text, replaced = pattern.subn(_name_alone, text)
+        count += replaced
     return text, count
+
+
+def _name_alone(path: re.Match[str]) -> str:
+    """Return the last name of a path that was found, behind dots."""
+    *_, name = re.findall(r"[^/\\]+", path[0])
+    return f".../{name}"
 
 
 def reduced_table(text: str) -> str | None:
@@ -227,77 +279,101 @@ def reduced_table(text: str) -> str | None:
 
 def values(notebook: Any, mime: str = VALUE) -> tuple[Any, ...]:
     """Return what a notebook's `Run.record` calls left, or those of `Run.curve`, in order."""
-    return tuple(restored(RECORDED[mime], x, where) for where, x in _outputs(notebook, mime))
+    kind = RECORDED[mime]
+    outputs = _outputs(notebook, mime)
+    return tuple(restored(kind, content, where) for where, content in outputs)
 
 
 def notes(notebook: Any) -> dict[str, Any]:
     """Gather what a notebook notes of its run, by the names in `NOTES`."""
     facts: dict[str, Any] = {name: kind() for name, kind in NOTES.items()}
     for where, content in _outputs(notebook, NOTE):
-        for name, fact in content.items() if isinstance(content, dict) else [("", content)]:
-            if not isinstance(fact, NOTES.get(name, ())):
-                refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
+        if not isinstance(content, dict):
+            _refuse_note(where)
+        for name, fact in content.items():
+            if name not in NOTES or not isinstance(fact, NOTES[name]):
+                _refuse_note(where)
             if name == "parameters" and facts[name]:
                 refuse("E-OUTPUT", f"{where} begins a second run; a notebook holds one")
-            facts[name] = facts[name] | fact if isinstance(fact, dict) else fact
+            if isinstance(fact, dict):
+                facts[name] = facts[name] | fact
+            else:
+                facts[name] = fact
     return facts
+
+
+def _refuse_note(where: str) -> NoReturn:
+    refuse("E-OUTPUT", f"{where}: malformed note of the run; execute it again")
 
 
 def check_run(executed: Any, given: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Refuse an executed notebook unless a fresh kernel ran all of it once, in order, as it stands.
 
-    ``given`` are the parameters that it should have run with: those that were asked for, or that
-    its cells show. They are compared with the ``facts`` that the kernel noted (`notes`).
+    ``given`` are the parameters that it should have run with: those that were asked for,
+    or that its cells show. They are compared with the ``facts`` that the kernel noted
+    (`notes`).
 
     Raises:
-        Refusal: ``E-OUTPUT`` where a cell failed or did not run in its order; ``E-RUN`` where a
-            cell was changed after it ran; ``E-PARAMETER`` where the kernel had other values.
+        Refusal: ``E-OUTPUT`` where a cell failed or did not run in its order; ``E-RUN``
+            where a cell was changed after it ran; ``E-PARAMETER`` where the kernel had
+            other values.
     """
     again = "restart the kernel and run all"
     for number, cell in code_cells(executed):
         for output in cell["outputs"]:
             _forbid_error(output, f"In [{number}]")
-        if (count := cell["execution_count"]) != number:
-            ran = "did not run" if count is None else f"ran as In [{count}], not as In [{number}]"
+        count = cell["execution_count"]
+        if count is None:
+            refuse("E-OUTPUT", f"code cell {number} did not run; {again}")
+        if count != number:
+            ran = f"ran as In [{count}], not as In [{number}]"
             refuse("E-OUTPUT", f"code cell {number} {ran}; {again}")
-    if not facts["parameters"]:
-        refuse("E-RUN", f"no note of `notebook.begin` says with which parameters it ran; {again}")
-    for name in sorted(given.keys() | facts["parameters"].keys()):
+    noted = facts["parameters"]
+    if not noted:
+        missing = "no note of `notebook.begin` says with which parameters it ran"
+        refuse("E-RUN", f"{missing}; {again}")
+    for name in sorted(given.keys() | noted.keys()):
         asked = given.get(name, "absent")
-        had = facts["parameters"].get(name, "absent")
+        had = noted.get(name, "absent")
         if asked != had:
+            pair = f"{name} should be {shown(asked)}, and the kernel had {shown(had)}"
             why = "a cell changed it, or its cell was changed later"
-            found = f"{name} should be {shown(asked)}, and the kernel had {shown(had)}"
-            refuse("E-PARAMETER", f"{found}: {why}; {again}")
-    if odd := _other_cell(executed, facts["cells"]):
-        refuse("E-RUN", f"In [{odd}] is not the cell that ran, or its output is gone; {again}")
+            refuse("E-PARAMETER", f"{pair}: {why}; {again}")
+    odd = _other_cell(executed, facts["cells"])
+    if odd:
+        why = "is not the cell that ran, or its output is gone"
+        refuse("E-RUN", f"In [{odd}] {why}; {again}")
 
 
 def _other_cell(executed: Any, noted: Mapping[str, str]) -> str | None:
     """Find a cell, up to the last one that the kernel noted, whose hash is not the noted one."""
-    sources = {str(number): cell["source"] for number, cell in code_cells(executed)}
-    if gone := noted.keys() - sources.keys():
+    texts = {str(number): cell["source"] for number, cell in code_cells(executed)}
+    gone = noted.keys() - texts.keys()
+    if gone:
         return min(gone)
     last = max(map(int, noted), default=0)
     for number in map(str, range(1, last + 1)):
-        if noted.get(number) != results.files.cell_digest(sources[number]):
+        if noted.get(number) != results.files.cell_digest(texts[number]):
             return number
     return None
 
 
 def _outputs(notebook: Any, mime: str) -> Iterator[tuple[str, Any]]:
+    """Yield the outputs of one MIME type, each with the cell that it stands in."""
     for number, cell in code_cells(notebook):
         for output in cell.get("outputs", []):
-            if mime in output.get("data", {}):
-                yield f"In [{number}]", output["data"][mime]
+            data = output.get("data", {})
+            if mime in data:
+                yield f"In [{number}]", data[mime]
 
 
 def seconds(executed: Any) -> dict[str, Any]:
     """Read the time of the run and of each code cell, as papermill measured them."""
-    took = {str(number): cell["metadata"].get("papermill", {}).get("duration")
-            for number, cell in code_cells(executed)}  # fmt: skip
+    by_cell: dict[str, float | None] = {}
+    for number, cell in code_cells(executed):
+        by_cell[str(number)] = cell["metadata"].get("papermill", {}).get("duration")
     total = executed["metadata"].get("papermill", {}).get("duration")
-    return {"seconds": total, "cell_seconds": took}
+    return {"seconds": total, "cell_seconds": by_cell}
 
 
 def harvest(
@@ -307,12 +383,12 @@ def harvest(
 
     It is refused unless the kernel had these and ran what the notebook shows (`check_run`).
     """
-    facts, given = notes(executed), manifest["parameters"]
+    facts = notes(executed)
+    given = manifest["parameters"]
     check_run(executed, given, facts)
-    lock = results.digest(results.part(folder, "requirements.lock"))
-    code = {"notebook": results.files.cells_digest(executed["cells"]), "lock": lock}
-    known = {"environment": facts["environment"], "known_arms": facts["known"]}
-    known |= {"files": facts["files"]} if facts["files"] else {}
+    noted = {"environment": facts["environment"], "known_arms": facts["known"]}
+    if facts["files"]:
+        noted["files"] = facts["files"]
     return Run(
         notebook=source.name,
         protocol=protocol,
@@ -323,8 +399,12 @@ def harvest(
         arms=tuple(facts["arms"]),
         settings=sources.design(given),
         rows=facts["rows"],
-        code={**code, "modules": facts["modules"]},
-        manifest={**manifest, **known},
+        code={
+            "notebook": results.files.cells_digest(executed["cells"]),
+            "lock": results.digest(results.part(folder, "requirements.lock")),
+            "modules": facts["modules"],
+        },
+        manifest={**manifest, **noted},
     )
 
 
@@ -342,16 +422,22 @@ def read_notebook(path: Path, folder: Path) -> Run:
     recorded = values(executed)
     if not recorded:
         refuse("E-RUN", f"{path.name} holds no recorded values; execute it first")
-    name, known = recorded[0].name.split("/")[0], sources.notebooks(folder)
+    # Values are named pesc/sparse/accuracy: the notebook's name comes first.
+    name, *_ = recorded[0].name.split("/")
+    known = sources.notebooks(folder)
     refuse_unknown(name, known, "E-NOTEBOOK", f"{path.name} records values of '{name}';")
-    given = dict[str, object]()
+    given: dict[str, object] = {}
     for cell in executed["cells"]:
         # papermill's cell is tagged, also in copies whose other metadata are gone
         if "injected-parameters" in cell["metadata"].get("tags", []):
             given |= injected(cell["source"], path.name)
     parameters.check(source.parameters, given, path.name)
-    manifest = {"parameters": source.defaults | given, "overrides": {}, "peak_memory": None}
-    manifest |= _papermills(executed)
+    manifest = {
+        "parameters": source.defaults | given,
+        "overrides": {},
+        "peak_memory": None,
+        **_papermills(executed),
+    }
     with located(path.name):
         run = harvest(executed, source, "mine", folder, manifest)
     return replace(run, notebook=name)

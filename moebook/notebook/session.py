@@ -64,11 +64,14 @@ class Witness:
         """Note the cells that have run since the last note; refuse changed parameters."""
         self.look()
         for name, now in self.changed.items():
-            pair = f"{shown(self.parameters[name])} for `begin`, and a cell made it {shown(now)}"
+            before = self.parameters[name]
+            pair = f"{shown(before)} for `begin`, and a cell made it {shown(now)}"
             fix = "set it in the parameters cell, and run all from there"
             refuse("E-PARAMETER", f"{name} was {pair}; {fix}")
-        numbers = range(self.noted, len(self.cells))
-        if ran := {str(n): results.files.cell_digest(self.cells[n]) for n in numbers}:
+        ran: dict[str, str] = {}
+        for number in range(self.noted, len(self.cells)):
+            ran[str(number)] = results.files.cell_digest(self.cells[number])
+        if ran:
             _note(cells=ran)
         self.noted = len(self.cells)
 
@@ -103,8 +106,11 @@ class Run:
 
     def rows(self, **drawn: Any) -> None:
         """Note hashes of the rows it trains on (``train=``) and is tested on (``test=``)."""
-        texts = {name: json.dumps(rows, sort_keys=True) for name, rows in drawn.items()}
-        _note(rows={k: hashlib.sha256(text.encode()).hexdigest() for k, text in texts.items()})
+        hashes: dict[str, str] = {}
+        for name, rows in drawn.items():
+            text = json.dumps(rows, sort_keys=True)
+            hashes[name] = hashlib.sha256(text.encode()).hexdigest()
+        _note(rows=hashes)
 
     def files(self, paths: Mapping[str, Path]) -> None:
         """Note the SHA-256 of files, by a name, that others published and this run reads."""
@@ -115,14 +121,15 @@ class Run:
     ) -> None:
         """Keep one result: an output that no page shows and that the run's file is made of.
 
-        Its ``name`` is a slash path such as ``pesc/sparse/accuracy``, by which {glue} finds it, its
-        ``unit`` one of `results.UNITS`; the finite ``value``, NumPy's and torch's too, is the mean
-        of the ``items``, one per test row.
+        Its ``name`` is a slash path such as ``pesc/sparse/accuracy``, by which {glue}
+        finds it, its ``unit`` one of `results.UNITS`; the finite ``value``, NumPy's and
+        torch's too, is the mean of the ``items``, one per test row.
         """
         self.witness.note()
         numbers = None if items is None else rounded(items)
         measured = Value(name, float(value), unit, numbers)
-        _leave(name, {VALUE: results.plain(measured), f"{GLUE}text/plain": repr(measured.value)})
+        text = repr(measured.value)
+        _leave(name, {VALUE: results.plain(measured), f"{GLUE}text/plain": text})
 
     def curve(
         self, name: str, y: Iterable[float], unit: str, x: Iterable[float] | None = None
@@ -141,35 +148,29 @@ class Run:
 
     def scores(self, name: str, table: pd.DataFrame, *, domains: bool = True) -> None:
         """Record what `evaluation.by_benchmark` found of an arm, as ``pesc/sparse/accuracy``."""
-        parts = {f"/{domain}": part for domain, part in table.groupby("domain") if domains}
-        scores = {"": table.score} | {place: part.domain_score for place, part in parts.items()}
-        for place, items in scores.items():
-            self.record(f"{name}/accuracy{place}", items.mean(), "share", items)
-            nats = parts.get(place, table).nll.dropna()
-            if len(nats):
-                self.record(f"{name}/nll{place}", nats.mean(), "nats", nats)
+        self._score(name, "", table, table.score)
+        if domains:
+            for domain, rows in table.groupby("domain"):
+                self._score(name, f"/{domain}", rows, rows.domain_score)
+
+    def _score(self, name: str, place: str, rows: pd.DataFrame, items: pd.Series) -> None:
+        """Record the accuracy of some rows, and their nats where some were measured."""
+        self.record(f"{name}/accuracy{place}", items.mean(), "share", items)
+        nats = rows.nll.dropna()
+        if len(nats):
+            self.record(f"{name}/nll{place}", nats.mean(), "nats", nats)
 
 
 def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     """Check a notebook's parameters, seed everything, note machine and code, and start its run.
 
-    Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters: with the
-    sources executed so far and the variables as they are now. The parameters cell is the latest
-    one that holds nothing but annotated assignments, ``tier`` among them. What these variables hold
-    is noted as the run's parameters, and must stay: `Run.record` refuses where a cell has set one
-    to another value.
+    Call it as ``run = notebook.begin(In, globals())`` in the cell after the parameters:
+    with the sources executed so far and the variables as they are now. The parameters
+    cell is the latest one that holds nothing but annotated assignments, ``tier`` among
+    them. What these variables hold is noted as the run's parameters, and must stay:
+    `Run.record` refuses where a cell has set one to another value.
     """
-    index, declared = _declared(cells)
-    if missing := [name for name in declared if name not in names]:
-        refuse("E-PARAMETER", f"parameter {missing[0]} is not set; run the parameters cell again")
-    values = {name: names[name] for name in declared}
-    parameters.check(declared, values, "parameters")
-    given = _given(cells[index + 1 :])
-    parameters.check(declared, given, "injected parameters")
-    for name, value in given.items():
-        if values[name] != value:
-            pair = f"given as {shown(value)}, and a cell made it {shown(values[name])}"
-            refuse("E-PARAMETER", f"{name} was {pair} before `begin`; take that cell away")
+    declared, values = _checked(cells, names)
     if "seed" in declared:
         runtime.seed_everything(names["seed"])
     witness = Witness(values, names, _as_written(cells))
@@ -182,18 +183,43 @@ def begin(cells: Sequence[str], names: Mapping[str, Any]) -> Run:
     witness.note()
     _after_each_cell(witness)
     _show_tables()
-    if drawing := sys.modules.get("moebook.plotting"):  # which the first cell has imported
+    drawing = sys.modules.get("moebook.plotting")  # if the first cell has imported it
+    if drawing:
         drawing.style()
-    gc.freeze()  # transformers' Trainer looks for garbage after each fit; not among the imports
+    # transformers' Trainer looks for garbage after each fit; it need not among the imports.
+    gc.freeze()
     return Run(names["tier"], witness)
+
+
+def _checked(
+    cells: Sequence[str], names: Mapping[str, Any]
+) -> tuple[dict[str, Parameter], dict[str, Any]]:
+    """Return what the parameters cell declares, and the values that its variables have."""
+    index, declared = _declared(cells)
+    missing = [name for name in declared if name not in names]
+    if missing:
+        fix = "run the parameters cell again"
+        refuse("E-PARAMETER", f"parameter {missing[0]} is not set; {fix}")
+    values = {name: names[name] for name in declared}
+    parameters.check(declared, values, "parameters")
+    given = _given(cells[index + 1 :])
+    parameters.check(declared, given, "injected parameters")
+    for name, value in given.items():
+        now = values[name]
+        if now != value:
+            pair = f"given as {shown(value)}, and a cell made it {shown(now)}"
+            fix = "take that cell away"
+            refuse("E-PARAMETER", f"{name} was {pair} before `begin`; {fix}")
+    return declared, values
 
 
 def _tell_time(declared: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:
     """Print what the notebook will take on this machine, if its time is on record."""
     from moebook.notebook import pace
 
-    if told := pace.expected(declared, values):
-        print(told)
+    expectation = pace.expected(declared, values)
+    if expectation:
+        print(expectation)
 
 
 def _after_each_cell(witness: Witness) -> None:
@@ -203,20 +229,25 @@ def _after_each_cell(witness: Witness) -> None:
     """
     from IPython import get_ipython
 
-    shell, noted = get_ipython(), dict[str, str]()
+    shell = get_ipython()
+    noted: dict[str, str] = {}
 
     def note(*_: object) -> None:
         witness.look()
-        if now := results.files.loaded(noted):
+        now = results.files.loaded(noted)
+        if now:
             noted.update(now)
             _note(modules=now)
 
     note()
-    if shell is not None:
-        if previous := getattr(shell, "_moebook_note", None):
-            shell.events.unregister("post_run_cell", previous)
-        shell._moebook_note = note
-        shell.events.register("post_run_cell", note)
+    if shell is None:
+        return
+    # A reader may call `begin` again in the same kernel: only the last witness looks on.
+    previous = getattr(shell, "_moebook_note", None)
+    if previous:
+        shell.events.unregister("post_run_cell", previous)
+    shell._moebook_note = note
+    shell.events.register("post_run_cell", note)
 
 
 def _show_tables() -> None:
@@ -224,12 +255,15 @@ def _show_tables() -> None:
     import pandas as pd
     from IPython import get_ipython
 
-    if (shell := get_ipython()) is not None:
-        formatters = shell.display_formatter.formatters
-        for kind in (dict, pd.Series, Presets):
-            formatters["text/html"].for_type(kind, table)
-        formatters["text/plain"].for_type(float, lambda x, p, cycle: p.text(f"{x:.4g}"))
-        formatters["text/plain"].for_type(str, lambda text, p, cycle: p.text(text))
+    shell = get_ipython()
+    if shell is None:
+        return
+    formatters = shell.display_formatter.formatters
+    for kind in (dict, pd.Series, Presets):
+        formatters["text/html"].for_type(kind, table)
+    plain = formatters["text/plain"]
+    plain.for_type(float, lambda number, printer, cycle: printer.text(f"{number:.4g}"))
+    plain.for_type(str, lambda text, printer, cycle: printer.text(text))
 
 
 def table(facts: Any) -> str:
@@ -237,21 +271,28 @@ def table(facts: Any) -> str:
     import pandas as pd
 
     lines = facts if isinstance(facts, (Mapping, pd.Series)) else vars(facts)
-    nested = isinstance(lines, Mapping) and all(isinstance(x, Mapping) for x in lines.values())
-    frame = pd.DataFrame(lines).T if nested else pd.Series(lines, dtype=object).to_frame("")
-    return frame.to_html(header=nested, float_format="{:.4g}".format)
+    nested = isinstance(lines, Mapping) and all(
+        isinstance(line, Mapping) for line in lines.values()
+    )
+    number = "{:.4g}".format
+    if nested:
+        return pd.DataFrame(lines).T.to_html(float_format=number)
+    column = pd.Series(lines, dtype=object).to_frame("")
+    return column.to_html(header=False, float_format=number)
 
 
 def _note(**fact: Any) -> None:
     """Leave a fact about the run: environment, modules, arms or rows."""
-    _leave(f"note/{hashlib.sha256(json.dumps(fact).encode()).hexdigest()[:12]}", {NOTE: fact})
+    digest = hashlib.sha256(json.dumps(fact).encode()).hexdigest()
+    _leave(f"note/{digest[:12]}", {NOTE: fact})
 
 
 def _leave(name: str, bundle: Mapping[str, Any]) -> None:
     """Leave an output in the executed notebook that {glue} finds by its name and no page shows."""
     from IPython.display import display
 
-    display(bundle, metadata={"scrapbook": {"name": name, "mime_prefix": GLUE}}, raw=True)
+    metadata = {"scrapbook": {"name": name, "mime_prefix": GLUE}}
+    display(bundle, metadata=metadata, raw=True)
 
 
 def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:
@@ -261,10 +302,14 @@ def _declared(cells: Sequence[str]) -> tuple[int, dict[str, Parameter]]:
             statements = ast.parse(cells[index]).body
         except SyntaxError:
             continue
-        targets = [ast.unparse(s.target) for s in statements if isinstance(s, ast.AnnAssign)]
-        if len(targets) == len(statements) and "tier" in targets:
+        names: list[str] = []
+        for statement in statements:
+            if isinstance(statement, ast.AnnAssign):
+                names.append(ast.unparse(statement.target))
+        if len(names) == len(statements) and "tier" in names:
             return index, parameters.parse(cells[index], "notebook")
-    refuse("E-NOTEBOOK", "no parameters cell was executed: lines of name: type = default  # help")
+    expected = "lines of name: type = default  # help"
+    refuse("E-NOTEBOOK", f"no parameters cell was executed: {expected}")
 
 
 def _as_written(cells: Sequence[str]) -> Sequence[str]:
@@ -277,9 +322,12 @@ def _as_written(cells: Sequence[str]) -> Sequence[str]:
 
 def _given(cells: Sequence[str]) -> dict[str, object]:
     """Read what papermill injected: its cell follows the parameters cell. A kernel sees no tags."""
-    first = cells[0] if cells else ""
-    named = first.lstrip().partition("\n")[0].strip() == "# Parameters"
-    return injected(first, "notebook") if named else {}
+    if not cells:
+        return {}
+    first_line, _, _ = cells[0].lstrip().partition("\n")
+    if first_line.strip() != "# Parameters":
+        return {}
+    return injected(cells[0], "notebook")
 
 
 def injected(source: str, where: str) -> dict[str, object]:

@@ -60,7 +60,9 @@ class Pool:
     def rank(self) -> tuple[int, int]:
         """Place among other pools: by tier, then by the size of the base."""
         base = str(self.runs[0].settings.get("base", ""))
-        return TIERS.index(self.runs[0].tier), BASES.index(base) if base in BASES else len(BASES)
+        tier_place = TIERS.index(self.tier)
+        base_place = BASES.index(base) if base in BASES else len(BASES)
+        return tier_place, base_place
 
     @property
     def scale(self) -> str:
@@ -81,24 +83,38 @@ class Pool:
 
     @cached_property
     def seeds(self) -> dict[int, dict[str, Value]]:
-        """Values by seed and name; what several runs of a seed recorded is that of the newest."""
+        """Values by seed and name; of what several runs of a seed recorded, the newest's."""
+        oldest_first = sorted(self.runs, key=lambda run: (run.seed, run.manifest.get("date", "")))
         seeds: dict[int, dict[str, Value]] = {}
-        for run in sorted(self.runs, key=lambda run: (run.seed, run.manifest.get("date", ""))):
-            seeds.setdefault(run.seed, {}).update({value.name: value for value in run.values})
+        for run in oldest_first:
+            values = seeds.setdefault(run.seed, {})
+            for value in run.values:
+                values[value.name] = value
         return seeds
 
     @cached_property
     def arms(self) -> dict[str, tuple[int, ...]]:
         """The seeds that each arm ran with."""
-        runs = sorted(self.runs, key=lambda run: run.seed)
-        names = dict.fromkeys(arm for run in runs for arm in run.arms)
-        return {arm: tuple(run.seed for run in runs if arm in run.arms) for arm in names}
+        seeds: dict[str, tuple[int, ...]] = {}
+        for run in sorted(self.runs, key=lambda run: run.seed):
+            # An arm that a run lists twice has still run once.
+            for arm in dict.fromkeys(run.arms):
+                seeds[arm] = (*seeds.get(arm, ()), run.seed)
+        return seeds
 
     def lacking(self, arms: Iterable[str]) -> str:
-        """Say which of a protocol's arms have fewer seeds than the pool; empty where none has."""
-        number = {arm: len(self.arms.get(arm, ())) for arm in arms if arm not in ("", "all")}
-        number = {arm: n for arm, n in number.items() if self.arms and n < len(self.seeds)}
-        return f" (of these: {', '.join(f'{a} {n}' for a, n in number.items())})" if number else ""
+        """Say which of a protocol's arms have fewer seeds than the pool; empty if none."""
+        if not self.arms:
+            return ""
+        short: dict[str, int] = {}
+        for arm in arms:
+            count = len(self.arms.get(arm, ()))
+            if arm not in ("", "all") and count < len(self.seeds):
+                short[arm] = count
+        if not short:
+            return ""
+        counts = ", ".join(f"{arm} {count}" for arm, count in short.items())
+        return f" (of these: {counts})"
 
     def values(self, name: str) -> dict[int, Value]:
         """Values of one name by seed; empty where no run has it."""
@@ -106,91 +122,117 @@ class Pool:
 
     def curves(self, name: str) -> dict[int, Curve]:
         """Curves of one name by seed; empty where no run has it."""
-        return {run.seed: curve for run in self.runs for curve in run.curves if curve.name == name}
+        curves: dict[int, Curve] = {}
+        for run in self.runs:
+            for curve in run.curves:
+                if curve.name == name:
+                    curves[run.seed] = curve
+        return curves
 
     def having(self, *names: str | float | None) -> set[int]:
         """Seeds with values, or curves, of all names; a number or None is no name."""
-        told = (name for name in names if isinstance(name, str))
-        return {*self.seeds}.intersection(*(self.values(x) or self.curves(x) for x in told))
+        seeds = set(self.seeds)
+        for name in names:
+            if isinstance(name, str):
+                seeds.intersection_update(self.values(name) or self.curves(name))
+        return seeds
 
     def tasks(self, name: str) -> dict[str, str]:
-        """Names of the values, by task, whose mean ``a/b`` is: ``a/<task>/b`` or ``a/b/<task>``."""
+        """Return by task the values whose mean ``a/b`` is: ``a/<task>/b``, ``a/b/<task>``."""
         place, _, last = map(re.escape, name.rpartition("/"))
         form = re.compile(rf"{place}/(.+)/{last}|{place}/{last}/([^/]+)")
-        every = dict.fromkeys(value for values in self.seeds.values() for value in values)
-        return {found[1] or found[2]: one for one in every if (found := form.fullmatch(one))}
+        recorded: dict[str, None] = {}  # names in the order of their first seed
+        for values in self.seeds.values():
+            recorded |= dict.fromkeys(values)
+        names_by_task: dict[str, str] = {}
+        for value_name in recorded:
+            match = form.fullmatch(value_name)
+            if match:
+                task = match[1] or match[2]
+                names_by_task[task] = value_name
+        return names_by_task
 
     def average(self, name: str) -> float | None:
-        """Mean over seeds of a value, or of those by task that stand for it; None without any."""
-        names = [name] if self.values(name) else [*self.tasks(name).values()]
-        every = [value.value for one in names for value in self.values(one).values()]
-        return sum(every) / len(every) if every else None
+        """Mean over seeds of a value, or of its tasks' values; None without any."""
+        names = [name] if self.values(name) else list(self.tasks(name).values())
+        numbers: list[float] = []
+        for each in names:
+            numbers += [value.value for value in self.values(each).values()]
+        return sum(numbers) / len(numbers) if numbers else None
 
     def parts(self, name: str, reference: Reference) -> dict[str, np.ndarray]:
         """Effects, as `effects` gives them, by the tasks or domains whose mean a value is."""
         others = [self.tasks(other) for other in _names(reference)]
-        found = {}
-        for task, value in self.tasks(name).items():
+        effects: dict[str, np.ndarray] = {}
+        for task, value_name in self.tasks(name).items():
             if all(task in other for other in others):
-                less = tuple(other[task] for other in others)
-                found[task] = self.effects(value, less or reference)
-        return found
+                of_task = tuple(other[task] for other in others)
+                effects[task] = self.effects(value_name, of_task or reference)
+        return effects
 
     @cached_property
     def rates(self) -> dict[str, dict[int, dict[float, float]]]:
-        """Loss on validation rows by arm, seed and learning rate tried: the sum over its tasks."""
-        found: dict[str, dict[int, dict[float, float]]] = {}
+        """Loss on validation rows by arm, seed and learning rate: the sum over its tasks."""
+        rates: dict[str, dict[int, dict[float, float]]] = {}
         for seed, values in self.seeds.items():
             for name, value in values.items():
-                if "/rate/" in name:
-                    arm, rate, *_ = name.partition("/rate/")[2].split("/")
-                    losses = found.setdefault(arm, {}).setdefault(seed, {})
-                    losses[float(rate)] = losses.get(float(rate), 0.0) + value.value
-        return found
+                _, mark, place = name.partition("/rate/")
+                if not mark:
+                    continue
+                arm, rate_text, *_ = place.split("/")
+                rate = float(rate_text)
+                losses = rates.setdefault(arm, {}).setdefault(seed, {})
+                losses[rate] = losses.get(rate, 0.0) + value.value
+        return rates
 
     def at_end(self, *names: str | float | None) -> str:
         """Say which arms in values' names had most seeds at one end of their rates, or no choice.
 
-        With another rate such an arm may do better. Rates that the protocol fixes for each arm were
-        chosen in runs of their own.
+        With another rate such an arm may do better. Rates that the protocol fixes for
+        each arm were chosen in runs of their own.
         """
-        several = dict.fromkeys("/".join(map(str, names)).split("/"))
-        untried = [arm for arm in several if arm in self.arms and arm not in self.rates]
+        words = dict.fromkeys("/".join(map(str, names)).split("/"))
+        untried = [arm for arm in words if arm in self.arms and arm not in self.rates]
         chosen_before = any(run.settings.get("fixed_rates") for run in self.runs)
-        found = []
+        remarks: list[str] = []
         if untried and self.tier in COMMITTED and not chosen_before:
-            found.append(f"{' and '.join(untried)} had no choice of rate")
-        for arm in several:
+            remarks.append(f"{' and '.join(untried)} had no choice of rate")
+        for arm in words:
             grids = [grid for grid in self.rates.get(arm, {}).values() if len(grid) > 1]
-            for end, which in (("lowest", min), ("highest", max)):
-                number = sum(min(grid, key=grid.__getitem__) == which(grid) for grid in grids)
-                if 2 * number > len(grids):
-                    found.append(f"{arm} took its {end} rate in {number} of {len(grids)} seeds")
-        return ", ".join(found)
+            best_rates = [(min(grid, key=grid.__getitem__), grid) for grid in grids]
+            for end, extreme in (("lowest", min), ("highest", max)):
+                count = sum(best == extreme(grid) for best, grid in best_rates)
+                if 2 * count > len(grids):
+                    seeds = f"in {count} of {len(grids)} seeds"
+                    remarks.append(f"{arm} took its {end} rate {seeds}")
+        return ", ".join(remarks)
 
     def effects(self, name: str, reference: Reference = None) -> np.ndarray:
         """A value less a reference, ``[S, I]`` by seed and item.
 
-        The reference is a number, another value's name, or several names whose mean is meant. S are
-        the seeds that have all, if any; I is 1 where not all carry the same items.
+        The reference is a number, another value's name, or several names whose mean is
+        meant. S are the seeds that have all, if any; I is 1 where not all carry the same
+        items.
         """
         values = self.values(name)
-        if names := _names(reference):
-            others = [self.values(other) for other in names]
-            rows = [
-                _minus(value, [other[seed] for other in others])
-                for seed, value in values.items()
-                if all(seed in other for other in others)
-            ]
+        other_names = _names(reference)
+        rows: list[np.ndarray] = []
+        if other_names:
+            others = [self.values(other) for other in other_names]
+            for seed, value in values.items():
+                if all(seed in other for other in others):
+                    rows.append(_minus(value, [other[seed] for other in others]))
         else:
             number = reference if isinstance(reference, int | float) else 0.0
             rows = [_items(value) - number for value in values.values()]
-        if len({len(row) for row in rows}) > 1:
+        lengths = {len(row) for row in rows}
+        if len(lengths) > 1:
             rows = [row.mean(keepdims=True) for row in rows]
         effects = np.array(rows) if rows else np.empty((0, 1))
-        scale = max((abs(value.value) for value in values.values()), default=0.0)
         # Numbers that differ by rounding alone are equal.
-        return np.where(np.abs(effects) <= 1e-12 * max(scale, 1.0), 0.0, effects)
+        largest = max((abs(value.value) for value in values.values()), default=0.0)
+        rounding = 1e-12 * max(largest, 1.0)
+        return np.where(np.abs(effects) <= rounding, 0.0, effects)
 
 
 def scale(base: str) -> str:
@@ -200,7 +242,7 @@ def scale(base: str) -> str:
 
 def size(scale: str) -> int:
     """Place of a scale among others, the smallest first and the authors' data last."""
-    order = [*dict.fromkeys(SCALES.values())]
+    order = list(dict.fromkeys(SCALES.values()))
     if scale == AUTHORS:
         return len(order) + 1
     return order.index(scale) if scale in order else len(order)
@@ -208,11 +250,14 @@ def size(scale: str) -> int:
 
 def mean(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Mean effects over tasks, ``[S, I]`` each, item by item where all have several."""
-    several = [*parts]
-    if min(part.shape[1] for part in several) == 1:
-        return np.mean([part.mean(axis=1, keepdims=True) for part in several], axis=0)
-    items = sum(part.shape[1] for part in several) / len(several)  # each task weighs as much
-    return np.concatenate([part * items / part.shape[1] for part in several], axis=1)
+    tasks = list(parts)
+    counts = [task.shape[1] for task in tasks]
+    if min(counts) == 1:
+        return np.mean([task.mean(axis=1, keepdims=True) for task in tasks], axis=0)
+    # The items lie side by side; scaled so that each task weighs as much as the others.
+    average_count = sum(counts) / len(tasks)
+    scaled = [task * average_count / task.shape[1] for task in tasks]
+    return np.concatenate(scaled, axis=1)
 
 
 def _items(value: Value) -> np.ndarray:
@@ -227,36 +272,54 @@ def _names(reference: Reference) -> tuple[str, ...]:
 
 
 def _minus(value: Value, others: Sequence[Value]) -> np.ndarray:
-    """Subtract the mean of others, item by item where all carry as many, else that of the means."""
-    one, two = _items(value), [_items(other) for other in others]
-    if {len(items) for items in two} == {len(one)}:
-        return one - np.mean(two, axis=0)
+    """Subtract others' mean, item by item where all carry as many, else mean from mean."""
+    items = _items(value)
+    other_items = [_items(other) for other in others]
+    if all(len(each) == len(items) for each in other_items):
+        return items - np.mean(other_items, axis=0)
     return np.array([value.value - np.mean([other.value for other in others])])
 
 
 def _clashes(one: Run, other: Run) -> Iterator[str]:
     """Say why no pool can hold both of two runs."""
-    if (one.notebook, one.protocol, one.tier) != (other.notebook, other.protocol, other.tier):
-        kinds = [f"{run.notebook} at {run.protocol} (tier {run.tier})" for run in (one, other)]
-        yield f"a run of {kinds[1]} lies among runs of {kinds[0]}"
+    pools = [(run.notebook, run.protocol, run.tier) for run in (one, other)]
+    if pools[0] != pools[1]:
+        here, odd = (f"{name} at {on} (tier {tier})" for name, on, tier in pools)
+        yield f"a run of {odd} lies among runs of {here}"
     for name in sorted(one.settings.keys() & other.settings.keys()):
-        if one.settings[name] != other.settings[name]:
-            pair = f"{other.settings[name]!r}, seed {one.seed} has {one.settings[name]!r}"
+        before = one.settings[name]
+        now = other.settings[name]
+        if before != now:
+            pair = f"{now!r}, seed {one.seed} has {before!r}"
             yield f"{name} = {pair}; another protocol needs another name"
     if one.rows.get("test") != other.rows.get("test"):
         yield f"tested on other rows than seed {one.seed}; nothing pairs them"
     if one.seed == other.seed:
-        if shared := [arm for arm in other.arms if arm in one.arms]:
-            yield f"two files hold the arm {shared[0]}; take one away"
-        if not one.arms or not other.arms:
-            yield "two files hold this seed; take one away"
-        if one.rows != other.rows:
-            yield "two files of this seed trained on other rows; take one away"
+        yield from _clashes_of_a_seed(one, other)
+    yield from _clashes_of_values(one, other)
+
+
+def _clashes_of_a_seed(one: Run, other: Run) -> Iterator[str]:
+    """Say why two runs of one seed cannot be its arms."""
+    shared = [arm for arm in other.arms if arm in one.arms]
+    if shared:
+        yield f"two files hold the arm {shared[0]}; take one away"
+    if not one.arms or not other.arms:
+        yield "two files hold this seed; take one away"
+    if one.rows != other.rows:
+        yield "two files of this seed trained on other rows; take one away"
+
+
+def _clashes_of_values(one: Run, other: Run) -> Iterator[str]:
+    """Say which values of two runs have other units, or of one seed other items."""
     known = {value.name: value for value in one.values}
     for value in other.values:
-        before = known.get(value.name, value)
+        if value.name not in known:
+            continue
+        before = known[value.name]
         if before.unit != value.unit:
-            yield f"{value.name} is in {value.unit}, seed {one.seed} has it in {before.unit}"
+            units = f"{value.unit}, seed {one.seed} has it in {before.unit}"
+            yield f"{value.name} is in {units}"
         if before.items != value.items and one.seed == other.seed:
             yield f"two files record {value.name} differently; take one away"
 
@@ -272,27 +335,32 @@ def pool(
     runs = {path: read(path) for path in files.own(place, "*.parquet")}
     for path, run in runs.items():
         if (run.notebook, run.protocol) != (notebook, protocol):
-            refuse("E-POOL", f"{path} is a run of {run.notebook} at {run.protocol}; move it there")
-    rising = sorted(runs.values(), key=lambda run: run.seed)
-    return Pool(notebook, protocol, tuple(rising)) if rising else None
+            belongs = f"{run.notebook} at {run.protocol}"
+            refuse("E-POOL", f"{path} is a run of {belongs}; move it there")
+    if not runs:
+        return None
+    by_seed = sorted(runs.values(), key=lambda run: run.seed)
+    return Pool(notebook, protocol, tuple(by_seed))
 
 
 def keep(run: Run, path: Path, folder: Path) -> None:
     """Commit a run to a file below ``results/``, then its hash to the list there.
 
-    So a kill in between loses nothing: the run is there, and `unsealed` says what the list lacks.
-    What fails, on a full disk for one, leaves no run and no pool without any.
+    So a kill in between loses nothing: the run is there, and `unsealed` says what the
+    list lacks. What fails, on a full disk for one, leaves no run and no pool without any.
     """
-    place, content = folder / "results", packed(run)
+    place = folder / "results"
+    content = packed(run)
     with files.locked(folder / "runs" / "results.lock", wait=True):
         seals = _sealed(place)
         seals[path.relative_to(place).as_posix()] = hashlib.sha256(content).hexdigest()
-        lines = (f"{seals[name]}  {name}\n" for name in sorted(seals))
+        lines = [f"{seals[name]}  {name}\n" for name in sorted(seals)]
         new = not path.exists()
         try:
-            with files.replacing(place / SEALS) as last, files.replacing(path) as first:
-                first.write_bytes(content)
-                last.write_text("".join(lines), encoding="utf-8")
+            # The later block ends first: the run takes its place before the list.
+            with files.replacing(place / SEALS) as list_file, files.replacing(path) as run_file:
+                run_file.write_bytes(content)
+                list_file.write_text("".join(lines), encoding="utf-8")
         except BaseException:
             if new:
                 _withdraw(path)
@@ -310,41 +378,68 @@ def _withdraw(path: Path) -> None:
 def _sealed(place: Path) -> dict[str, str]:
     """Read the list of committed runs: file to hash."""
     path = place / SEALS
-    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-    for line in lines:
+    if not path.is_file():
+        return {}
+    seals: dict[str, str] = {}
+    for line in path.read_text("utf-8", "replace").splitlines():
         if not re.fullmatch(r"[0-9a-f]{64}  [\w.-]+(/[\w.-]+)*", line, re.ASCII):
-            refuse("E-FORMAT", f"results/{SEALS}: '{line:.80}' is no hash and file; bring it back")
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+            odd = f"'{line:.80}' is no hash and file"
+            refuse("E-FORMAT", f"results/{SEALS}: {odd}; bring it back")
+        digest, _, name = line.partition("  ")
+        seals[name] = digest
+    return seals
 
 
 def unsealed(folder: Path) -> dict[Path, list[str]]:
     """Say by folder which committed runs are altered, gone, or not on the list."""
-    place, faults = folder / "results", dict[Path, list[str]]()
+    place = folder / "results"
     seals = _sealed(place)
-    for path in sorted({*files.own(place, "**/*.parquet"), *(place / name for name in seals)}):
-        found, wanted = files.digest(path), seals.get(path.relative_to(place).as_posix())
-        if found != wanted:
-            fault = "was altered; bring it back" if found else "is gone; bring it back"
-            fault = fault if wanted else f"is not in {SEALS}; take it away, or add its line"
-            faults.setdefault(path.parent, []).append(f"{path.name} {fault}")
+    there = files.own(place, "**/*.parquet")
+    listed = [place / name for name in seals]
+    faults: dict[Path, list[str]] = {}
+    for path in sorted({*there, *listed}):
+        digest = files.digest(path)
+        wanted = seals.get(path.relative_to(place).as_posix())
+        if digest == wanted:
+            continue
+        if wanted is None:
+            fault = f"is not in {SEALS}; take it away, or add its line"
+        elif digest is None:
+            fault = "is gone; bring it back"
+        else:
+            fault = "was altered; bring it back"
+        faults.setdefault(path.parent, []).append(f"{path.name} {fault}")
     return faults
 
 
 def pools(
-    notebook: str, folder: Path | None = None, *, shown: bool = False, read: Reader = read_run
+    notebook: str,
+    folder: Path | None = None,
+    *,
+    shown: bool = False,
+    read: Reader = read_run,
 ) -> dict[str, Pool]:
-    """Read a notebook's pools but `CLASS`, smallest scale first; last, if ``shown``, its page's."""
+    """Read a notebook's pools but `CLASS`, smallest scale first.
+
+    Last, if ``shown``, comes the pool of the one run that its page shows.
+    """
     place = files.part(folder or root(), "results") / notebook
-    names = [path.name for path in files.own(place) if path.is_dir()]
-    every = [pool(notebook, name, folder, read) for name in names if name != CLASS]
-    found = sorted((one for one in every if one), key=lambda one: one.rank)
-    if shown and (one := live(notebook, folder, read)):
-        found.append(one)
-    return {one.protocol: one for one in found}
+    every: list[Pool] = []
+    for path in files.own(place):
+        if path.is_dir() and path.name != CLASS:
+            committed = pool(notebook, path.name, folder, read)
+            if committed:
+                every.append(committed)
+    every.sort(key=lambda each: each.rank)
+    if shown:
+        on_page = live(notebook, folder, read)
+        if on_page:
+            every.append(on_page)
+    return {each.protocol: each for each in every}
 
 
 def live(notebook: str, folder: Path | None = None, read: Reader = read_run) -> Pool | None:
-    """Read the run that the notebook's page shows, as a pool of one; None where there is none."""
+    """Read the run that the notebook's page shows, as a pool of one; None without one."""
     place = (folder or root()) / "book" / "notebooks"
-    runs = [read(path) for path in place.glob(f"[0-9][0-9]_{notebook}.parquet")][:1]
-    return Pool(notebook, LIVE, tuple(runs)) if runs else None
+    path = next(place.glob(f"[0-9][0-9]_{notebook}.parquet"), None)
+    return None if path is None else Pool(notebook, LIVE, (read(path),))
