@@ -19,58 +19,89 @@ UNKNOWN = "unknown"
 def compare(path: Path, folder: Path) -> str:
     """Put a reader's executed notebook beside the book's runs and the papers' numbers, as text.
 
-    First what differs in parameters, versions and hardware. Then, for a run that is nearest to the
-    protocol of a course, what lies outside its pool; else the ledger, or all values of both where
-    the notebook has no claims.
+    First what differs in parameters, versions and hardware. Then, for a run that is
+    nearest to the protocol of a course, what lies outside its pool; else the ledger, or
+    all values of both where the notebook has no claims.
     """
     mine = publish.read_notebook(path, folder)
     book = list(store.pools(mine.notebook, folder, shown=True).values())
-    if results.digest(path) in [run.manifest.get("executed") for p in book for run in p.runs]:
-        refuse("E-COMPARE", f"{path} is the book's own run; compare one with another parameter")
-    lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {len(mine.values)} values"]
-    place = TIERS.index(mine.tier)  # beside the pool of this tier, else of the next lower one
-    key = lambda pool: (pool.rank[0] > place, abs(pool.rank[0] - place))  # noqa: E731
-    taught = _taught(mine, folder)
-    other = taught or min(book, key=key, default=None)
-    if other is None:
+    executed: list[Any] = []
+    for pool in book:
+        executed += [run.manifest.get("executed") for run in pool.runs]
+    if results.digest(path) in executed:
+        fix = "compare one with another parameter"
+        refuse("E-COMPARE", f"{path} is the book's own run; {fix}")
+    count = len(mine.values)
+    lines = [f"{path.name}: notebook {mine.notebook}, tier {mine.tier}, {count} values"]
+    of_course = _of_course(mine, folder)
+    beside = of_course or _of_nearest_tier(mine, book)
+    if beside is None:
         lines.append("the book has no run of this notebook yet")
     else:
-        where = f"at {other.protocol}, seeds {', '.join(map(str, other.seeds))}"
+        where = f"at {beside.protocol}, seeds {', '.join(map(str, beside.seeds))}"
         lines.append(f"beside the book's runs {where}; differences (yours | book's):")
-        lines += _differences(mine, other.runs[0]) or ["  none"]
+        lines += _differences(mine, beside.runs[0]) or ["  none"]
     claims = [claim for claim in papers.claims() if claim.run == mine.notebook]
-    rest = _ledger(claims, mine, book, folder) if claims else _values(mine, other)
-    rest = _outside(mine, taught) if taught else rest
+    if of_course:
+        rest = _outside(mine, of_course)
+    elif claims:
+        rest = _ledger(claims, mine, book, folder)
+    else:
+        rest = _values(mine, beside)
     return "\n".join(map(printable, [*lines, "", *rest]))
 
 
-def _taught(mine: Run, folder: Path) -> Pool | None:
+def _of_nearest_tier(mine: Run, book: Sequence[Pool]) -> Pool | None:
+    """Find the pool of a run's tier, else of the next lower one, else of the next higher."""
+    place = TIERS.index(mine.tier)
+
+    def distance(pool: Pool) -> tuple[bool, int]:
+        tier_place, _ = pool.rank
+        return tier_place > place, abs(tier_place - place)
+
+    return min(book, key=distance, default=None)
+
+
+def _of_course(mine: Run, folder: Path) -> Pool | None:
     """Find the pool of a course if no other protocol is nearer to a run by its parameters."""
     notebook = sources.find(folder, mine.notebook)
-    apart = lambda p: (len(mine.settings.items() - notebook.design(p).items()), p != CLASS)  # noqa: E731
-    nearest = min(notebook.protocols, key=apart)
+
+    def distance(protocol: str) -> tuple[int, bool]:
+        other_parameters = mine.settings.items() - notebook.design(protocol).items()
+        return len(other_parameters), protocol != CLASS
+
+    nearest = min(notebook.protocols, key=distance)
     return store.pool(mine.notebook, CLASS, folder) if nearest == CLASS else None
 
 
 def _differences(mine: Run, other: Run) -> list[str]:
-    ours, theirs = dict(_facts(mine)), dict(_facts(other))
-    pairs = {k: (ours.get(k, UNKNOWN), theirs.get(k, UNKNOWN)) for k in ours | theirs}
-    return [f"  {name}: {a} | {b}" for name, (a, b) in pairs.items() if a != b]
+    ours = dict(_facts(mine))
+    theirs = dict(_facts(other))
+    lines: list[str] = []
+    for name in ours | theirs:
+        our_fact = ours.get(name, UNKNOWN)
+        their_fact = theirs.get(name, UNKNOWN)
+        if our_fact != their_fact:
+            lines.append(f"  {name}: {our_fact} | {their_fact}")
+    return lines
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """What a result may depend on: parameters, versions, hardware, and the code's hashes."""
     environment = dict(run.manifest.get("environment", {}))
-    yield from ((f"parameter {name}", value) for name, value in run.settings.items())
+    for name, value in run.settings.items():
+        yield f"parameter {name}", value
     if run.arms:
         yield "arms", ", ".join(run.arms)
     versions = environment.pop("versions", None)
-    every = versions.items() if isinstance(versions, dict) else ()
-    yield from ((f"version of {name}", value) for name, value in every)
+    if isinstance(versions, dict):
+        for name, value in versions.items():
+            yield f"version of {name}", value
     yield from environment.items()
     for name in ("notebook", "lock"):
         yield f"hash of the {name}", str(run.code.get(name))[:12]
-    if seconds := run.manifest.get("seconds"):
+    seconds = run.manifest.get("seconds")
+    if seconds:
         yield "seconds", round(seconds, 1)
 
 
@@ -84,8 +115,11 @@ def _ledger(
         yield f"  paper  {claim.printed} ({claim.where})"
         yield f"  book   {_plain(verdicts.row(claim, book, deciders.get(claim.id, ())))}"
         measured = verdicts.measure(claim, alone)
-        told = [findings.numbers(measured), *findings.notes(measured)] if measured else ["not run"]
-        yield f"  yours  {'; '.join(told)}"
+        if measured:
+            remarks = [findings.numbers(measured), *findings.notes(measured)]
+        else:
+            remarks = ["not run"]
+        yield f"  yours  {'; '.join(remarks)}"
 
 
 def _plain(row: verdicts.Row) -> str:
@@ -96,24 +130,41 @@ def _plain(row: verdicts.Row) -> str:
 
 def _values(mine: Run, other: Pool | None) -> Iterator[str]:
     for value in mine.values:
-        theirs = [v.value for v in other.values(value.name).values()] if other else []
+        theirs = _numbers(other, value.name) if other else []
         book = f"{sum(theirs) / len(theirs):.4g}" if theirs else UNKNOWN
         yield f"{value.name}: yours {value.value:.4g} | book's {book} {value.unit}"
 
 
-def _outside(mine: Run, taught: Pool) -> Iterator[str]:
+def _numbers(pool: Pool, name: str) -> list[float]:
+    """Return a value's number of each seed of a pool."""
+    return [value.value for value in pool.values(name).values()]
+
+
+def _outside(mine: Run, of_course: Pool) -> Iterator[str]:
     """What lies where another seed's would hardly: farthest first, what no seed changes last."""
-    lines, count = list[tuple[float, str]](), 0
+    lines: list[tuple[float, str]] = []  # how many widths of the interval outside, and what
+    count = 0
     for value in mine.values:
-        theirs = [one.value for one in taught.values(value.name).values()]
-        if len(theirs) > 1 and value.unit != "seconds":
-            low, high = another(theirs)
-            slack = 1e-6 * max(map(abs, (*theirs, value.value)))  # of rounding on another machine
-            gap, count = max(low - value.value, value.value - high) - slack, count + 1
-            line = f"{value.name}: yours {value.value:.4g} | book's {sum(theirs) / len(theirs):.4g}"
-            wide = high - low > slack
-            ends = f"another seed from {low:.4g} to {high:.4g}" if wide else "with every seed"
-            lines += [(wide and gap / (high - low), f"{line} {value.unit}, {ends}")] * (gap > 0)
-    yield (f"{len(lines)} of {count} values lie where another seed's would in 5 of 100 cases; "
-           f"about {count * (1 - CONFIDENCE):.0f} would by chance")  # fmt: skip
-    yield from (line for _, line in sorted(lines, reverse=True))
+        theirs = _numbers(of_course, value.name)
+        if len(theirs) < 2 or value.unit == "seconds":
+            continue
+        count += 1
+        low, high = another(theirs)
+        largest = max(map(abs, (*theirs, value.value)))
+        rounding = 1e-6 * largest  # on another machine
+        gap = max(low - value.value, value.value - high) - rounding
+        if gap <= 0:
+            continue
+        mean = sum(theirs) / len(theirs)
+        pair = f"{value.name}: yours {value.value:.4g} | book's {mean:.4g} {value.unit}"
+        width = high - low
+        if width > rounding:
+            ends = f"another seed from {low:.4g} to {high:.4g}"
+            lines.append((gap / width, f"{pair}, {ends}"))
+        else:
+            lines.append((0.0, f"{pair}, with every seed"))
+    where = "where another seed's would in 5 of 100 cases"
+    by_chance = f"{count * (1 - CONFIDENCE):.0f}"
+    yield f"{len(lines)} of {count} values lie {where}; about {by_chance} would by chance"
+    for _, line in sorted(lines, reverse=True):
+        yield line

@@ -19,6 +19,7 @@ import math
 import re
 import tokenize
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +73,16 @@ class Parameter:
     def _allows(self, value: Any) -> bool:
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        if match := _RANGE.fullmatch(self.rule):
-            left, low, high, right = match.groups()
-            above = value >= float(low) if left == "[" else value > float(low)
-            return above and (value <= float(high) if right == "]" else value < float(high))
-        return not self.rule or value in self.choices
+        if not self.rule:
+            return True
+        match = _RANGE.fullmatch(self.rule)
+        if match is None:
+            return value in self.choices
+        left, low, high, right = match.groups()
+        # A square bracket takes its end in, a round one leaves it out.
+        above = value >= float(low) if left == "[" else value > float(low)
+        below = value <= float(high) if right == "]" else value < float(high)
+        return above and below
 
     def _expected(self, value: object) -> str:
         text = f"expected {self.type.__name__}, found {type(value).__name__}"
@@ -101,16 +107,15 @@ def statements(source: str, where: str) -> list[ast.stmt]:
     try:
         return ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
         reason = getattr(error, "msg", "") or str(error) or "nested too deeply"
-        refuse("E-NOTEBOOK", f"{where}, line {getattr(error, 'lineno', 1)}: {reason}")
+        refuse("E-NOTEBOOK", f"{where}, line {line}: {reason}")
 
 
 def parse(source: str, where: str) -> dict[str, Parameter]:
     """Read a parameters cell by the grammar of this module; it is refused with its line."""
     lines = statements(source, f"{where}, parameters cell")
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens
-                if t.type == tokenize.COMMENT}  # fmt: skip
+    comments = _comments(source)
     declared: dict[str, Parameter] = {}
     for statement in lines:
         place = f"{where}, parameters cell, line {statement.lineno}"
@@ -123,32 +128,61 @@ def parse(source: str, where: str) -> dict[str, Parameter]:
     return declared
 
 
+def _comments(source: str) -> dict[int, str]:
+    """Return the comments of a cell by the numbers of their lines."""
+    comments: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, _ = token.start
+            comments[line] = token.string.lstrip("# ").rstrip()
+    return comments
+
+
 def _declaration(statement: ast.stmt, comment: str, place: str) -> Parameter:
+    """Read one line of a parameters cell, with the comment that ends it."""
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-        refuse("E-NOTEBOOK", f"{place}: expected name: type = default  # help, unit, range")
-    name, annotation = statement.target.id, getattr(statement.annotation, "id", "")
+        expected = "name: type = default  # help, unit, range"
+        refuse("E-NOTEBOOK", f"{place}: expected {expected}")
+    name = statement.target.id
+    annotation = getattr(statement.annotation, "id", "")
     refuse_unknown(annotation, TYPES, "E-NOTEBOOK", f"{place}: type of {name}:")
     default = literal(statement.value, f"{place}: default of {name}")
     match = _CHOICES.search(comment) or _RANGE.search(comment)
-    if match is None and comment.endswith(("]", "}")):
-        refuse("E-NOTEBOOK", f"{place}: cannot read the rule '{comment}'; see [1, 64], {{a}}")
-    rule, text = (match[0].strip(), comment[: match.start()]) if match else ("", comment)
-    kind = TYPES[annotation]
-    parameter = Parameter(name, kind, default, text.strip(" ,"), rule)
-    fits = kind is not bool and all(type(choice) is kind for choice in parameter.choices)
-    if match and match.re is _RANGE:
-        fits = kind in (int, float) and float(match[2]) <= float(match[3])
-    if rule and not fits:
+    if match:
+        help_text = comment[: match.start()]
+        rule = match[0].strip()
+    elif comment.endswith(("]", "}")):
+        form = "see [1, 64], {a}"
+        refuse("E-NOTEBOOK", f"{place}: cannot read the rule '{comment}'; {form}")
+    else:
+        help_text = comment
+        rule = ""
+    parameter = Parameter(name, TYPES[annotation], default, help_text.strip(" ,"), rule)
+    if not _suits(parameter):
         refuse("E-NOTEBOOK", f"{place}: rule {rule} does not suit type {annotation}")
     return parameter
 
 
+def _suits(parameter: Parameter) -> bool:
+    """Whether a parameter's rule can be one of its type: a rising range, choices of it."""
+    interval = _RANGE.fullmatch(parameter.rule)
+    if interval:
+        _, low, high, _ = interval.groups()
+        return parameter.type in (int, float) and float(low) <= float(high)
+    if not parameter.rule:
+        return True
+    if parameter.type is bool:
+        return False
+    return all(type(choice) is parameter.type for choice in parameter.choices)
+
+
 def literal(node: ast.expr | None, where: str) -> Scalar:
     """Return the JSON scalar that an expression spells out; refuse one that must be computed."""
-    try:
-        value = ast.literal_eval(node) if node is not None else None
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        value = None
+    value = None
+    if node is not None:
+        # What cannot be evaluated is refused below, as None is.
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(node)
     if not isinstance(value, (bool, int, float, str)):
         refuse("E-TYPE", f"{where} must be a plain int, float, bool or str")
     return value

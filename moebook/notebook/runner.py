@@ -69,11 +69,14 @@ class Outcome:
 
     def describe(self, folder: Path) -> str:
         """Say in one line what was done, with paths relative to the project."""
-        run, page = self.run, self.notebook.relative_to(folder)
-        spent = f"executed in {run.manifest['seconds']:.1f} s"
-        if (found := run.manifest.get("resumed", 0)) and self.fresh:
-            spent += f", {found:.1f} s of training among them before it was interrupted"
-        done = spent if self.fresh else "unchanged, not executed again"
+        run = self.run
+        page = self.notebook.relative_to(folder)
+        done = "unchanged, not executed again"
+        if self.fresh:
+            done = f"executed in {run.manifest['seconds']:.1f} s"
+            resumed = run.manifest.get("resumed", 0)
+            if resumed:
+                done += f", {resumed:.1f} s of training among them before it was interrupted"
         values = f"{len(run.values)} values in {self.path.name} beside it"
         return f"{run.notebook} at {run.protocol}: {done}; {page}, {values}"
 
@@ -107,7 +110,8 @@ class Request:
         cells = results.files.cell_digests(results.read_ipynb(self.notebook.path)["cells"])
         lock = results.digest(results.part(self.folder, "requirements.lock"))
         parts = [self.notebook.defaults | self.settings, cells, lock]
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+        text = json.dumps(parts, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
         mine = self.folder / "runs" / "mine"
         return mine / self.notebook.name / f"{self.protocol}-{key}.ipynb"
 
@@ -132,20 +136,26 @@ def check_device(settings: Mapping[str, Scalar]) -> None:
 
 
 def run_notebook(
-    name: str, protocol: str, overrides: Mapping[str, Scalar] | None = None,
-    *, folder: Path, force: bool = False,
-) -> Outcome | None:  # fmt: skip
+    name: str,
+    protocol: str,
+    overrides: Mapping[str, Scalar] | None = None,
+    *,
+    folder: Path,
+    force: bool = False,
+) -> Outcome | None:
     """Run a notebook under a protocol, unless an equal run is there, or by ``force``.
 
-    Under ``accelerate launch`` every process runs the notebook, in which they train together; the
-    first one keeps what it left, the others return None. A notebook that fails is refused too: with
-    ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``, ``E-SECRET`` or its own refusal.
-    ``overrides`` are parameters that go before the protocol's.
+    Under ``accelerate launch`` every process runs the notebook, in which they train
+    together; the first one keeps what it left, the others return None. A notebook that
+    fails is refused too: with ``E-CELL``, ``E-TIMEOUT``, ``E-KERNEL``, ``E-OUTPUT``,
+    ``E-SECRET`` or its own refusal. ``overrides`` are parameters that go before the
+    protocol's.
     """
     request = Request(sources.find(folder, name), protocol, folder, overrides or {})
     run = None if force else kept(request)
     fresh = run is None
-    run = run or _execute(request)
+    if fresh:
+        run = _execute(request)
     first = runtime.processes()[0] == 0
     return Outcome(run, request.store, fresh) if run and first else None
 
@@ -171,20 +181,33 @@ def kept(request: Request) -> Run | None:
 def _reworded(request: Request, run: Run) -> Run:
     """Put what a notebook says now around what its cells left; return the run of that copy."""
     page = results.read_ipynb(request.store)
-    left = iter([cell for cell in page["cells"] if _is_code(cell) and not _injected(cell)])
-    texts = {cell["source"]: cell for cell in page["cells"] if not _is_code(cell)}
-    cells = []
+    executed: list[Any] = []
+    injected: list[Any] = []
+    texts: dict[str, Any] = {}
+    for cell in page["cells"]:
+        if not _is_code(cell):
+            texts[cell["source"]] = cell
+        elif not _injected(cell):
+            executed.append(cell)
+        if _injected(cell):
+            injected.append(cell)
+    # The code cells are those that ran, in their order; texts may have come, gone, moved.
+    remaining = iter(executed)
+    cells: list[Any] = []
     for cell in results.read_ipynb(request.notebook.path)["cells"]:
-        before = next(left) if _is_code(cell) else texts.get(cell["source"], cell)
-        cells.append({**cell, **{part: before[part] for part in LEFT if part in before}})
+        before = texts.get(cell["source"], cell)
+        if _is_code(cell):
+            before = next(remaining)
+        left = {part: before[part] for part in LEFT if part in before}
+        cells.append({**cell, **left})
         if "parameters" in cell["metadata"].get("tags", []):
-            cells += filter(_injected, page["cells"])
+            cells += injected
     clean, _ = publish.clean({**page, "cells": cells}, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
     if json.loads(text) == page:
         return run
-    executed = hashlib.sha256(text.encode()).hexdigest()
-    run = replace(run, manifest={**run.manifest, "executed": executed})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    run = replace(run, manifest={**run.manifest, "executed": digest})
     with results.locked(request.store.with_suffix(".lock"), wait=True):
         put(request.store, text, run)
     return run
@@ -202,7 +225,8 @@ def _injected(cell: Any) -> bool:
 def _execute(request: Request) -> Run | None:
     """Run in a temporary folder; the first process fills the store, or keeps a failed copy."""
     first = runtime.processes()[0] == 0
-    with _place(request) if first else nullcontext(), staging() as directory:
+    place = _place(request) if first else nullcontext()
+    with place, staging() as directory:
         staged = directory / "staged.ipynb"
         try:
             cost = _papermill(request, staged)
@@ -212,7 +236,8 @@ def _execute(request: Request) -> Run | None:
                 raise
             problem = told(error, "" if isinstance(error, Refusal) else "not kept")
             copy = _aside(request, staged)
-            raise Refusal(problem.code, f"{problem.message}; the failed copy is {copy}") from error
+            message = f"{problem.message}; the failed copy is {copy}"
+            raise Refusal(problem.code, message) from error
 
 
 @contextmanager
@@ -233,7 +258,8 @@ def _place(request: Request) -> Iterator[None]:
 
 def _drop(request: Request, but: Path | None = None) -> None:
     """Remove the checkpoints of a run, whatever the code; a kill leaves no part of any there."""
-    place, stem = request.resume.parent, request.store.stem
+    place = request.resume.parent
+    stem = request.store.stem
     for old in set(place.glob(f"{stem}-*")) - {but}:
         with suppress(OSError):
             old.rename(old.with_name(f".{old.name}.{secrets.token_hex(4)}"))
@@ -244,9 +270,14 @@ def _drop(request: Request, but: Path | None = None) -> None:
 @contextmanager
 def staging() -> Iterator[Path]:
     """Give a private folder with a short name, and sweep those of processes that were killed."""
-    place, name = Path(tempfile.gettempdir()), f"moebook-{8 * '[0-9a-f]'}"
-    for old in {*place.glob(name), *(p.with_suffix("") for p in place.glob(f"{name}.lock"))}:
-        with suppress(Refusal, OSError), results.locked(old.with_suffix(".lock"), patience=0):
+    place = Path(tempfile.gettempdir())
+    pattern = f"moebook-{8 * '[0-9a-f]'}"
+    folders = set(place.glob(pattern))
+    for lock in place.glob(f"{pattern}.lock"):
+        folders.add(lock.with_suffix(""))
+    for old in folders:
+        lock = old.with_suffix(".lock")
+        with suppress(Refusal, OSError), results.locked(lock, patience=0):
             shutil.rmtree(old, ignore_errors=True)  # one without a lock was left by a dying kernel
     folder = place / f"moebook-{secrets.token_hex(4)}"
     with results.locked(folder.with_suffix(".lock")):
@@ -272,8 +303,10 @@ def _aside(request: Request, staged: Path) -> Path:
 def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
     """Execute into the staged copy; return the kernel's peak memory in bytes and its CPU time."""
     logging.getLogger("papermill").addHandler(logging.NullHandler())
-    notebook, folder = request.notebook, request.folder
-    limit, before = CELL_SECONDS.get(str(request.settings["tier"])), os.times()
+    notebook = request.notebook
+    folder = request.folder
+    limit = CELL_SECONDS.get(str(request.settings["tier"]))
+    before = os.times()
     source = _executable(notebook.path)
     with kernel(folder, staged.parent, request.resume) as manager:
         try:
@@ -291,20 +324,31 @@ def _papermill(request: Request, staged: Path) -> dict[str, float | None]:
         except PapermillExecutionError as error:
             where = f"cell In [{error.exec_count}] of notebooks/{notebook.path.name}"
             refuse(*_in_cell(error, where))
-        except (CellTimeoutError, DeadKernelError, RuntimeError) as error:
-            cells = code_cells(results.read_ipynb(staged)) if staged.is_file() else []
-            started = [c for _, c in cells if c["metadata"].get("papermill", {}).get("start_time")]
-            place = f"cell In [{len(started)}] of notebooks/{notebook.path.name}"
-            if isinstance(error, CellTimeoutError):
-                refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
+        except CellTimeoutError:
+            place = _last_begun(staged, notebook)
+            refuse("E-TIMEOUT", f"{place} took longer than {limit:g} seconds")
+        except (DeadKernelError, RuntimeError):
+            place = _last_begun(staged, notebook)
             died = f"the kernel {manager.ending} in {place}{manager.last_words}"
             if lacks_memory(died):
                 refuse("E-MEMORY", f"{died}; {LESS}")
             refuse("E-KERNEL", died)
-    spent = (now - then for then, now in zip(before[2:4], os.times()[2:4], strict=True))
+    after = os.times()
     # Of children that have ended; a fork is no child of ours.
+    user = after.children_user - before.children_user
+    system = after.children_system - before.children_system
     forked = warm.seconds(manager.provisioner)
-    return {"peak_memory": manager.peak, "cpu_seconds": sum(spent) + forked}
+    return {"peak_memory": manager.peak, "cpu_seconds": user + system + forked}
+
+
+def _last_begun(staged: Path, notebook: Notebook) -> str:
+    """Name the last cell that papermill began, by the copy that it had saved then."""
+    cells = code_cells(results.read_ipynb(staged)) if staged.is_file() else []
+    begun = 0
+    for _, cell in cells:
+        if cell["metadata"].get("papermill", {}).get("start_time"):
+            begun += 1
+    return f"cell In [{begun}] of notebooks/{notebook.path.name}"
 
 
 def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
@@ -320,12 +364,17 @@ def _in_cell(error: PapermillExecutionError, where: str) -> tuple[str, str]:
 
 def _executable(path: Path) -> nbformat.NotebookNode:
     """Read a notebook as papermill takes it, where cells need ids of their own with these."""
-    notebook, taken = results.read_ipynb(path), {None}
+    notebook = results.read_ipynb(path)
+    needs_ids = notebook["nbformat_minor"] >= 5
+    taken = {None}
     for number, cell in enumerate(notebook["cells"]):
-        if odd := {"raises-exception", "skip-execution"} & {*cell["metadata"].get("tags", [])}:
-            tag = f"a cell is tagged {min(odd)}, and a run has all cells and no error"
-            refuse("E-NOTEBOOK", f"notebooks/{path.name}: {tag}; take the tag away")
-        if notebook["nbformat_minor"] >= 5 and cell.get("id") in taken:
+        tags = set(cell["metadata"].get("tags", []))
+        skipping = tags & {"raises-exception", "skip-execution"}
+        if skipping:
+            why = "and a run has all cells and no error; take the tag away"
+            problem = f"a cell is tagged {min(skipping)}, {why}"
+            refuse("E-NOTEBOOK", f"notebooks/{path.name}: {problem}")
+        if needs_ids and cell.get("id") in taken:
             cell["id"] = f"cell-{number}"
         taken.add(cell.get("id"))
     return nbformat.from_dict(notebook)
@@ -336,9 +385,13 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
     executed = results.read_ipynb(staged)
     clean, stripped = publish.clean(executed, request.folder)
     text = json.dumps(clean, indent=1) + "\n"
-    spent, paths = seconds(executed), request.resume.glob(f"*/{runtime.FOUND}")
-    if found := sum(json.loads(path.read_text()) for path in paths):
-        spent |= {"seconds": spent["seconds"] + found, "resumed": found}
+    spent = seconds(executed)
+    # Each training noted the seconds of those steps that it found done.
+    notes = request.resume.glob(f"*/{runtime.FOUND}")
+    resumed = sum(json.loads(path.read_text()) for path in notes)
+    if resumed:
+        spent["seconds"] += resumed
+        spent["resumed"] = resumed
     manifest = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": request.notebook.defaults | request.settings,
@@ -361,13 +414,17 @@ def _keep(request: Request, staged: Path, cost: Mapping[str, float | None]) -> R
 def put(page: Path, text: str, run: Run) -> None:
     """Write an executed notebook, then its run, over older ones, in a place that the caller holds.
 
-    A fault in between leaves a page that the older run has not executed: it counts as missing.
+    A fault in between leaves a page that the older run has not executed: it counts as
+    missing.
     """
     if run.manifest["executed"] != hashlib.sha256(text.encode()).hexdigest():
-        refuse("E-RUN", f"{run.notebook} at {run.protocol}: run and page disagree; run it again")
-    with results.replacing(page.with_suffix(".parquet")) as last, results.replacing(page) as first:
-        first.write_text(text, encoding="utf-8")
-        last.write_bytes(results.runs.packed(run))
+        fix = "run and page disagree; run it again"
+        refuse("E-RUN", f"{run.notebook} at {run.protocol}: {fix}")
+    file = page.with_suffix(".parquet")
+    # The later block ends first: the page takes its place before the run.
+    with results.replacing(file) as run_file, results.replacing(page) as page_file:
+        page_file.write_text(text, encoding="utf-8")
+        run_file.write_bytes(results.runs.packed(run))
 
 
 class Kernel(AsyncKernelManager):

@@ -53,43 +53,60 @@ class Notebook:
     @property
     def protocols(self) -> list[str]:
         """Names of its protocols: the tiers in their order, where `study` stands for its own."""
-        files = results.files.own(self.path.parent, f"{self.path.stem}.*.yaml")
-        names = {path.name.split(".")[1] for path in files} | {str(self.defaults["tier"])}
+        names = {str(self.defaults["tier"])}
+        for path in results.files.own(self.path.parent, f"{self.path.stem}.*.yaml"):
+            _, protocol, *_ = path.name.split(".")
+            names.add(protocol)
         order = {tier: place for place, tier in enumerate(TIERS)}
         return sorted(names, key=lambda name: (order.get(name, order["study"]), name))
 
     def settings(self, protocol: str) -> dict[str, Scalar]:
         """Read and check what a protocol sets, ``tier`` included."""
-        file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
+        file = self._file(protocol)
         message = f"{self.name} has no protocol '{protocol}' ({file.name});"
         if results.files.foreign(file.name) and file.is_file():
             message = f"{file.name} looks like a copy, by its name, and is no protocol;"
         refuse_unknown(protocol, self.protocols, "E-PROTOCOL", message)
         settings = {"tier": self.defaults["tier"]}
-        for name, (value, where) in read_flat(file).items() if file.is_file() else ():
+        lines = read_flat(file) if file.is_file() else {}
+        for name, (value, where) in lines.items():
             parameters.check(self.parameters, {name: value}, where)
             settings[name] = value
-        wanted = (protocol,) if protocol in TIERS else ("cpu",) if protocol == CLASS else COMMITTED
-        if (tier := settings["tier"]) not in wanted:
-            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; expected {', '.join(wanted)}")
+        tiers = _tiers(protocol)
+        tier = settings["tier"]
+        if tier not in tiers:
+            expected = f"expected {', '.join(tiers)}"
+            refuse("E-CONFIG", f"{file.name}: tier = {tier!r}; {expected}")
         return settings
+
+    def _file(self, protocol: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
 
     def head(self, protocol: str) -> list[str]:
         """Return the comment at the top of a protocol's file, line by line."""
-        file = self.path.with_name(f"{self.path.stem}.{protocol}.yaml")
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+        file = self._file(protocol)
+        if not file.is_file():
+            return []
+        lines = file.read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        return [line[1:].strip() for line in comment]
 
     def facts(self, protocol: str) -> dict[str, str]:
         """Return what the head says by name: ``Seeds: 0-9``."""
-        return dict(line.split(": ", 1) for line in self.head(protocol) if ": " in line)
+        facts: dict[str, str] = {}
+        for line in self.head(protocol):
+            name, colon, fact = line.partition(": ")
+            if colon:
+                facts[name] = fact
+        return facts
 
     def decides(self, protocol: str) -> list[str]:
         """Return the ids of the claims that its runs decide, from lines ``Decides: id, id``."""
-        lines = [line for line in self.head(protocol) if line.startswith(DECIDES)]
-        return [
-            one for line in lines for one in re.split(r",\s*", line.removeprefix(DECIDES)) if one
-        ]
+        ids: list[str] = []
+        for line in self.head(protocol):
+            if line.startswith(DECIDES):
+                ids += re.split(r",\s*", line.removeprefix(DECIDES))
+        return [claim_id for claim_id in ids if claim_id]
 
     def design(self, protocol: str) -> dict[str, Any]:
         """Return the parameters that all runs of a protocol share."""
@@ -97,26 +114,38 @@ class Notebook:
 
     def agrees(self, pool: Pool) -> None:
         """Refuse a pool that was made with other parameters than its protocol has (E-POOL)."""
-        then, now = pool.last.settings, self.design(pool.protocol)
+        then = pool.last.settings
+        now = self.design(pool.protocol)
         for key in sorted(then.keys() & now.keys()):
             if then[key] != now[key]:
                 pair = f"{key} = {now[key]!r}, its runs were made with {then[key]!r}"
                 refuse("E-POOL", f"protocol {pool.protocol} says {pair}; give it another name")
 
 
+def _tiers(protocol: str) -> tuple[str, ...]:
+    """Return the tiers that a protocol may have, by its name."""
+    if protocol in TIERS:
+        return (protocol,)
+    return ("cpu",) if protocol == CLASS else COMMITTED
+
+
 def design(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that runs of one protocol share: all but seed, arms and device."""
-    return {k: v for k, v in parameters.items() if k not in ("seed", "arms", "device")}
+    own = ("seed", "arms", "device")
+    return {name: value for name, value in parameters.items() if name not in own}
 
 
 def paths(folder: Path) -> dict[str, Path]:
     """Find all notebooks of the project, by short name; none of them is read."""
-    found = dict[str, Path]()
+    by_name: dict[str, Path] = {}
     for path in sorted(results.part(folder, "notebooks").glob("*.ipynb")):
         match = _STEM.fullmatch(path.stem)
-        if match and (other := found.setdefault(match[1], path)) != path:
+        if match is None:
+            continue
+        other = by_name.setdefault(match[1], path)
+        if other != path:
             refuse("E-NOTEBOOK", f"{other.name} and {path.name} share a name")
-    return found
+    return by_name
 
 
 def notebooks(folder: Path) -> dict[str, Notebook]:
@@ -127,25 +156,27 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 def deciders(folder: Path) -> dict[str, set[str]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-    A claim that does not exist or belongs to another notebook is refused, and so are two protocols
-    of one scale that decide the same claim (E-CONFIG).
+    A claim that does not exist or belongs to another notebook is refused, and so are two
+    protocols of one scale that decide the same claim (E-CONFIG).
     """
     known = {claim.id: claim for claim in papers.claims()}
-    found: dict[str, set[str]] = {}
-    taken: dict[tuple[str, str], str] = {}
+    protocols: dict[str, set[str]] = {}
+    files: dict[tuple[str, str], str] = {}  # by claim and scale, which file decides it
     for name, notebook in notebooks(folder).items():
         for protocol in notebook.protocols:
             where = f"{notebook.path.stem}.{protocol}.yaml"
             scale = store.scale(str(notebook.design(protocol).get("base", "")))
-            for one in notebook.decides(protocol):
-                refuse_unknown(one, known, "E-CONFIG", f"{where} decides '{one}':")
-                if known[one].run != name:
-                    refuse("E-CONFIG", f"{where} decides {one}, which {known[one].run} measures")
-                other = taken.setdefault((one, scale), where)
+            for claim in notebook.decides(protocol):
+                refuse_unknown(claim, known, "E-CONFIG", f"{where} decides '{claim}':")
+                owner = known[claim].run
+                if owner != name:
+                    refuse("E-CONFIG", f"{where} decides {claim}, which {owner} measures")
+                other = files.setdefault((claim, scale), where)
                 if other != where:
-                    refuse("E-CONFIG", f"{where} and {other} both decide {one} at {scale}; one may")
-                found.setdefault(one, set()).add(protocol)
-    return found
+                    both = f"{where} and {other} both decide {claim} at {scale}"
+                    refuse("E-CONFIG", f"{both}; one may")
+                protocols.setdefault(claim, set()).add(protocol)
+    return protocols
 
 
 def find(folder: Path, name: str) -> Notebook:
@@ -159,28 +190,33 @@ def find(folder: Path, name: str) -> Notebook:
 
 def read(path: Path) -> Notebook:
     """Read one notebook's title and the cell tagged ``parameters``; nothing of it is executed."""
-    where, cells = f"notebooks/{path.name}", results.read_ipynb(path)["cells"]
+    where = f"notebooks/{path.name}"
+    cells = results.read_ipynb(path)["cells"]
     tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        refuse("E-NOTEBOOK", f"{where}: expected one cell tagged 'parameters', found {len(tagged)}")
+        expected = "expected one cell tagged 'parameters'"
+        refuse("E-NOTEBOOK", f"{where}: {expected}, found {len(tagged)}")
     declared = parameters.parse(tagged[0]["source"], where)
     if "tier" not in declared:
-        refuse("E-NOTEBOOK", f'{where} must declare tier: str = "cpu"  # {{smoke, cpu, ...}}')
+        line = 'tier: str = "cpu"  # {smoke, cpu, ...}'
+        refuse("E-NOTEBOOK", f"{where} must declare {line}")
     texts = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
-    title = re.search(r"^# (.*)", "\n".join(texts), re.MULTILINE)
-    return Notebook(path, title[1].strip() if title else "", declared)
+    heading = re.search(r"^# (.*)", "\n".join(texts), re.MULTILINE)
+    title = heading[1].strip() if heading else ""
+    return Notebook(path, title, declared)
 
 
 def read_flat(path: Path) -> dict[str, tuple[Any, str]]:
     """Read a YAML file of one flat mapping: name to value and the place of its line."""
     content, places = results.read_places(path)
     if not isinstance(content, dict | None):
-        refuse("E-CONFIG", f"{path.parent.name}/{path.name}:1:1: expected name: value")
-    pairs = zip((content or {}).items(), places, strict=True)
-    flat = {name: (value, place) for (name, value), place in pairs}
-    for value, place in flat.values():
+        where = f"{path.parent.name}/{path.name}:1:1"
+        refuse("E-CONFIG", f"{where}: expected name: value")
+    flat: dict[str, tuple[Any, str]] = {}
+    for (name, value), place in zip((content or {}).items(), places, strict=True):
         if isinstance(value, list | dict):
             refuse("E-CONFIG", f"{place}: expected one flat mapping of name: value")
+        flat[name] = (value, place)
     return flat
 
 
@@ -191,37 +227,50 @@ def overview(folder: Path) -> str:
 
 
 def _block(notebook: Notebook, folder: Path) -> str:
+    """Return a notebook's title, its parameters and its protocols with their costs."""
     pools = store.pools(notebook.name, folder, read=read_head)
-    if shown := store.live(notebook.name, folder, read_head):
-        pools.setdefault(shown.last.protocol, shown)
-    if taught := store.pool(notebook.name, CLASS, folder, read_head):
-        pools[CLASS] = taught
+    live = store.live(notebook.name, folder, read_head)
+    if live:
+        pools.setdefault(live.last.protocol, live)
+    of_course = store.pool(notebook.name, CLASS, folder, read_head)
+    if of_course:
+        pools[CLASS] = of_course
     width = max(len(name) for name in notebook.parameters)
     lines = [f"{notebook.name}  {notebook.title} (notebooks/{notebook.path.name})"]
-    for p in notebook.parameters.values():
-        start = f"  -p {p.name:<{width}} {p.type.__name__:<5} = {p.default!r}"
-        lines.append(f"{start}  {p.help} {p.rule}".rstrip())
+    for parameter in notebook.parameters.values():
+        kind = parameter.type.__name__
+        start = f"  -p {parameter.name:<{width}} {kind:<5} = {parameter.default!r}"
+        lines.append(f"{start}  {parameter.help} {parameter.rule}".rstrip())
     for protocol in notebook.protocols:
-        measured = "not measured"
-        if pool := pools.get(protocol):
-            seeds = f"seeds {', '.join(map(str, pool.seeds))}, each " * (len(pool.seeds) > 1)
-            measured = seeds + cost(pool.last)
+        measured = _measured(pools.get(protocol))
         lines.append(f"  --on {protocol:<8} {measured}")
     return "\n".join(map(printable, lines))
+
+
+def _measured(pool: Pool | None) -> str:
+    """Say what the last run of a pool cost, and which seeds there are, if several."""
+    if pool is None:
+        return "not measured"
+    spent = cost(pool.last)
+    if len(pool.seeds) == 1:
+        return spent
+    return f"seeds {', '.join(map(str, pool.seeds))}, each {spent}"
 
 
 def cost(run: Run) -> str:
     """Say what a run cost, from its manifest: time, peak memory, and on what."""
     try:
-        spent, memory = run.manifest["seconds"], run.manifest["peak_memory"]
+        spent = run.manifest["seconds"]
+        memory = run.manifest["peak_memory"]
         machine = run.manifest["environment"]
         hardware = machine["accelerator"] or f"{machine['cpu']}, {machine['cores']} cores"
-        several = run.manifest.get("parameters", {}).get("seeds", 1)  # once one run had several
-        share = f" for {several} seeds" if several > 1 else ""
+        seeds = run.manifest.get("parameters", {}).get("seeds", 1)  # once one run had several
+        share = f" for {seeds} seeds" if seeds > 1 else ""
         return f"{duration(spent)}{share}, {size(memory)} on {hardware}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         where = f"the manifest of {run.notebook}, {run.protocol}, seed {run.seed}"
-        refuse("E-RUN", f"{where} is incomplete ({type(error).__name__}: {error}); run it again")
+        problem = f"{type(error).__name__}: {error}"
+        refuse("E-RUN", f"{where} is incomplete ({problem}); run it again")
 
 
 def duration(seconds: float) -> str:
@@ -229,7 +278,10 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
 
 
 def size(bytes_: int | None) -> str:

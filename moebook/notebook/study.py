@@ -35,7 +35,7 @@ from moebook.results.store import CLASS, COMMITTED, Pool
 
 CODE = ("moebook", "notebooks", "results/banks", "_config.yml", "requirements.lock")  # is frozen
 CHILD = "from moebook.notebook import study; study.child()"
-MOST = 1000  # seeds in one call
+MOST_SEEDS = 1000  # in one call
 PLANNED = ("pesc", "router_init", "rocket", "esft", "rivals", "together")  # `plans` know their arms
 LOOK = 5.0  # seconds without a run that ended, after which the cluster's nodes are looked at
 
@@ -54,17 +54,22 @@ Ended = Generator[tuple[Job, Outcome], None, None]
 
 
 def side_by_side(
-    jobs: Sequence[Job], folder: Path, workers: int, places: Mapping[str, str | None] | None = None
+    jobs: Sequence[Job],
+    folder: Path,
+    workers: int,
+    places: Mapping[str, str | None] | None = None,
 ) -> Ended:
     """Execute jobs with the code of a project, so many at a time; yield each as it ends.
 
-    However this process ends, they end as well. Where ``places`` has a notebook's name, the run and
-    its kernel are forks of the process that listens there (`warm`).
+    However this process ends, they end as well. Where ``places`` has a notebook's name,
+    the run and its kernel are forks of the process that listens there (`warm`).
     """
+    if places is None:
+        places = {}
     with children.lifeline() as (waiting, end), ThreadPoolExecutor(workers) as threads:
         futures = {}
         for job in jobs:
-            place = (places or {}).get(job.notebook)
+            place = places.get(job.notebook)
             futures[threads.submit(_execute, job, folder, waiting, place)] = job
         try:
             for future in as_completed(futures):
@@ -76,8 +81,8 @@ def side_by_side(
 
 def _execute(job: Job, folder: Path, waiting: int, place: str | None) -> Outcome:
     try:
-        told = json.dumps(vars(job))
-        printed = children.run(CHILD, told, folder=folder, waiting=waiting, place=place)
+        text = json.dumps(vars(job))
+        printed = children.run(CHILD, text, folder=folder, waiting=waiting, place=place)
         return Path(printed[-1])
     except Refusal as refusal:
         return refusal
@@ -98,47 +103,68 @@ def child() -> None:
 
 def seeds(text: str) -> list[int]:
     """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
-    spans = list[range]()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    spans: list[range] = []
+    for span in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span.strip())
+        first = int(match[1]) if match else 1
+        last = int(match[2] or match[1]) if match else 0
         if first > last:
-            refuse("E-RANGE", f"--seeds {text}: '{part}'; expected rising numbers, as in 0-9 or 3")
+            expected = "expected rising numbers, as in 0-9 or 3"
+            refuse("E-RANGE", f"--seeds {text}: '{span}'; {expected}")
         spans.append(range(first, last + 1))
-    count = sum(map(len, spans))
-    if count > MOST:
-        reason = f"expected at most {MOST:,} a call, since each is a run of its own, of minutes"
-        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {reason} or hours")
-    numbers = [seed for span in spans for seed in span]
-    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
-        refuse("E-RANGE", f"--seeds {text} names seed {twice[0]} twice")
+    # Counted before they are listed: a span may name a billion.
+    count = sum(len(span) for span in spans)
+    if count > MOST_SEEDS:
+        most = f"expected at most {MOST_SEEDS:,} a call"
+        why = "since each is a run of its own, of minutes or hours"
+        refuse("E-RANGE", f"--seeds {text} names {count:,} seeds; {most}, {why}")
+    numbers: list[int] = []
+    for span in spans:
+        numbers += span
+    repeated = [seed for seed in numbers if numbers.count(seed) > 1]
+    if repeated:
+        refuse("E-RANGE", f"--seeds {text} names seed {repeated[0]} twice")
     return numbers
 
 
 def study(
-    name: str, protocol: str, wanted: Sequence[int], *, folder: Path,
-    arms: str | None = None, jobs: int | None = None, engine: str = "local", gpus: float = 0,
-) -> int:  # fmt: skip
+    name: str,
+    protocol: str,
+    wanted: Sequence[int],
+    *,
+    folder: Path,
+    arms: str | None = None,
+    jobs: int | None = None,
+    engine: str = "local",
+    gpus: float = 0,
+) -> int:
     """Execute the runs that a pool lacks, a progress line each; return how many failed.
 
-    ``arms`` are names with commas between them, or ``all`` (default: the protocol's). ``jobs`` runs
-    go at a time (default: cores); the ``engine`` is ``local``, or ``ray`` for the cluster here,
-    which gives each run a CPU and so many ``gpus``.
+    ``arms`` are names with commas between them, or ``all`` (default: the protocol's).
+    ``jobs`` runs go at a time (default: cores); the ``engine`` is ``local``, or ``ray``
+    for the cluster here, which gives each run a CPU and so many ``gpus``.
     """
     notebook = sources.find(folder, name)
     tier = notebook.settings(protocol)["tier"]
-    kept = [p for p in notebook.protocols
-            if p == CLASS or notebook.settings(p)["tier"] in COMMITTED]  # fmt: skip
-    if protocol not in kept:
-        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {', '.join(kept)}")
-    if pool := store.pool(name, protocol, folder):
+    pooled: list[str] = []
+    for each in notebook.protocols:
+        if each == CLASS or notebook.settings(each)["tier"] in COMMITTED:
+            pooled.append(each)
+    if protocol not in pooled:
+        others = ", ".join(pooled)
+        refuse("E-TIER", f"no pool is kept of '{protocol}' (tier {tier}); use {others}")
+    pool = store.pool(name, protocol, folder)
+    if pool:
         notebook.agrees(pool)
     default = (notebook.defaults | notebook.settings(protocol)).get("arms")
     if arms and default is None:
         refuse("E-RANGE", f"{name} has no arms; leave --arms away")
     asked = None if default is None else arms or str(default)
-    every = [_lacking(seed, asked, pool) for seed in wanted]
-    todo = [Job(name, protocol, overrides) for overrides in every if overrides]
+    todo: list[Job] = []
+    for seed in wanted:
+        overrides = _lacking(seed, asked, pool)
+        if overrides:
+            todo.append(Job(name, protocol, overrides))
     _check(notebook, protocol, todo, engine)
     print(f"{name} at {protocol}: {len(wanted)} seeds, {len(todo)} to run", flush=True)
     return _run_all(todo, engine, jobs, gpus, folder) if todo else 0
@@ -161,43 +187,59 @@ def _check(notebook: Notebook, protocol: str, todo: Sequence[Job], engine: str) 
 def _lacking(seed: int, arms: str | None, pool: Pool | None) -> dict[str, Any]:
     """Return the overrides of the run that is missing of a seed; empty where none is."""
     runs = [run for run in pool.runs if run.seed == seed] if pool else []
-    if arms is None or not runs:
-        return {} if runs else {"seed": seed} | ({} if arms is None else {"arms": arms})
-    have = {arm for run in runs for arm in run.arms}
-    known = [arm for run in runs for arm in run.manifest.get("known_arms", run.arms)]
-    asked = dict.fromkeys(known if arms == ALL else arms.split(","))
-    rest = ",".join(arm for arm in asked if arm not in have)
-    return {"seed": seed, "arms": rest} if rest else {}
+    if arms is None:
+        return {} if runs else {"seed": seed}
+    if not runs:
+        return {"seed": seed, "arms": arms}
+    have: set[str] = set()
+    known: list[str] = []  # all arms that the notebook had when these runs were made
+    for run in runs:
+        have.update(run.arms)
+        known += run.manifest.get("known_arms", run.arms)
+    asked = known if arms == ALL else arms.split(",")
+    missing = [arm for arm in dict.fromkeys(asked) if arm not in have]
+    return {"seed": seed, "arms": ",".join(missing)} if missing else {}
 
 
 def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, folder: Path) -> int:
     """Execute jobs, add each run to its pool, a progress line each; return how many failed."""
-    copy, failed, start = freeze(folder), 0, time.monotonic()
-    workers = min(jobs or runtime.cores(), len(todo))
-    running = side_by_side(todo, copy, workers) if engine == "local" else _on_ray(todo, copy, gpus)
+    copy = freeze(folder)
+    failed = 0
+    start = time.monotonic()
+    if engine == "local":
+        workers = min(jobs or runtime.cores(), len(todo))
+        running = side_by_side(todo, copy, workers)
+    else:
+        running = _on_ray(todo, copy, gpus)
     with closing(running) as ended:
         for number, (job, outcome) in enumerate(ended, start=1):
-            left = (time.monotonic() - start) / number * (len(todo) - number) / 60
-            ahead = f"{number} of {len(todo)}" + (f", about {left:.0f} min left" if left else "")
+            each = (time.monotonic() - start) / number
+            minutes_left = each * (len(todo) - number) / 60
+            progress = f"{number} of {len(todo)}"
+            if minutes_left:
+                progress += f", about {minutes_left:.0f} min left"
             line, good = _take_in(outcome, copy, folder)
-            failed += not good
-            print(f"seed {job.overrides['seed']}: {line} ({ahead})", flush=True)
+            if not good:
+                failed += 1
+            print(f"seed {job.overrides['seed']}: {line} ({progress})", flush=True)
     return failed
 
 
 def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
     """Execute jobs as tasks of the Ray cluster; one whose node dies is run again elsewhere.
 
-    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that could run them,
-    the jobs that are left fail.
+    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that could
+    run them, the jobs that are left fail.
     """
     with cluster.joined(gpus, working_dir=str(copy), excludes=["runs"]) as ray:
         task = ray.remote(num_cpus=1, num_gpus=gpus or None, max_retries=5)(_task)
         waiting = {task.remote(job): job for job in todo}
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=LOOK)
-            if not done and (lack := cluster.lacking(ray, gpus)):  # nodes have gone
-                yield from ((job, Refusal("E-CLUSTER", lack)) for job in waiting.values())
+            lack = "" if done else cluster.lacking(ray, gpus)
+            if lack:  # nodes have gone
+                for job in waiting.values():
+                    yield job, Refusal("E-CLUSTER", lack)
                 return
             for each in done:
                 job = waiting.pop(each)
@@ -208,7 +250,8 @@ def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
                 except Refusal as refusal:
                     yield job, Refusal(refusal.code, refusal.message)
                 except ray.exceptions.RayError as error:
-                    yield job, Refusal("E-CLUSTER", str(error).strip().splitlines()[-1])
+                    last_line = str(error).strip().splitlines()[-1]
+                    yield job, Refusal("E-CLUSTER", last_line)
 
 
 def _task(job: Job) -> bytes:
@@ -227,8 +270,10 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
         run = results.read_run(outcome.with_suffix(".parquet"))
         path = add(run, folder)
     except Exception as error:  # whatever it is, the other runs go on
-        here = str(copy.relative_to(folder) / "runs" / "failed")
-        return f"failed: {str(told(error)).replace('runs/failed', here)}", False
+        # The run named its failed copy from the frozen code, where it executed.
+        failed = str(copy.relative_to(folder) / "runs" / "failed")
+        message = str(told(error)).replace("runs/failed", failed)
+        return f"failed: {message}", False
     spent = run.manifest["seconds"]
     return f"{spent:.0f} s, {len(run.values)} values in {path.relative_to(folder)}", True
 
@@ -236,13 +281,24 @@ def _take_in(outcome: Outcome, copy: Path, folder: Path) -> tuple[str, bool]:
 def add(run: Run, folder: Path) -> Path:
     """Put a run into its pool and return its file; one that does not belong there is refused."""
     place = folder / "results" / run.notebook / run.protocol
-    with results.locked(folder / "runs" / f"{run.notebook}-{run.protocol}.lock", wait=True):
+    lock = folder / "runs" / f"{run.notebook}-{run.protocol}.lock"
+    with results.locked(lock, wait=True):
         results.sweep(place)
         pool = store.pool(run.notebook, run.protocol, folder)
-        Pool(run.notebook, run.protocol, (*(pool.runs if pool else ()), run))
-        names = [f"{run.seed}.parquet", *(f"{run.seed}.{part}.parquet" for part in range(2, 1000))]
-        path = next(place / name for name in names if not (place / name).exists())
+        others = pool.runs if pool else ()
+        Pool(run.notebook, run.protocol, (*others, run))  # refuses what does not fit
+        path = _free_file(place, run.seed)
         store.keep(run, path, folder)
+    return path
+
+
+def _free_file(place: Path, seed: int) -> Path:
+    """Return ``3.parquet``, or ``3.2.parquet`` and so on for further arms of that seed."""
+    path = place / f"{seed}.parquet"
+    part = 1
+    while path.exists():
+        part += 1
+        path = place / f"{seed}.{part}.parquet"
     return path
 
 
@@ -250,33 +306,46 @@ def add_notebook(path: Path, folder: Path) -> tuple[Run, Path]:
     """Take in an executed notebook, such as plain papermill leaves it, as a run of its protocol."""
     run = read_notebook(path, folder)
     if "date" not in run.manifest:
-        refuse("E-RUN", f"{path.name} does not say when it was executed; give papermill's output")
+        fix = "give papermill's output"
+        refuse("E-RUN", f"{path.name} does not say when it was executed; {fix}")
     notebook = sources.find(folder, run.notebook)
-    designs = {protocol: notebook.design(protocol) for protocol in notebook.protocols}
-    fits = [p for p, design in designs.items() if design == run.settings]
-    if not fits or run.tier not in COMMITTED:
-        near = [p for p, design in designs.items() if design["tier"] == run.tier] or ["cpu"]
-        other = designs.get(near[0], {})
-        odd = [f"{k} = {v!r}, not {other.get(k)!r}" for k, v in run.settings.items()
-               if other.get(k) != v] or [f"tier {run.tier} has no pool"]  # fmt: skip
-        refuse("E-PROTOCOL", f"{path.name} is of no protocol; beside '{near[0]}' {odd[0]}")
-    run = replace(run, protocol=fits[0])
+    designs: dict[str, dict[str, Any]] = {}
+    for protocol in notebook.protocols:
+        designs[protocol] = notebook.design(protocol)
+    fitting = [protocol for protocol, design in designs.items() if design == run.settings]
+    if not fitting or run.tier not in COMMITTED:
+        protocol, difference = _nearest_design(run, designs)
+        odd = f"is of no protocol; beside '{protocol}' {difference}"
+        refuse("E-PROTOCOL", f"{path.name} {odd}")
+    run = replace(run, protocol=fitting[0])
     return run, add(run, folder)
+
+
+def _nearest_design(run: Run, designs: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the first protocol of a run's tier, or ``cpu``, and what first differs from it."""
+    of_tier = [name for name, design in designs.items() if design["tier"] == run.tier]
+    protocol = of_tier[0] if of_tier else "cpu"
+    design = designs.get(protocol, {})
+    for name, value in run.settings.items():
+        if design.get(name) != value:
+            return protocol, f"{name} = {value!r}, not {design.get(name)!r}"
+    return protocol, f"tier {run.tier} has no pool"
 
 
 def freeze(folder: Path) -> Path:
     """Export the commit into ``runs/frozen/<commit>``, so that one can go on writing meanwhile."""
     commit = results.commit(folder)
     if commit is None:
-        refuse("E-GIT", f"{folder} has no git commit to freeze; a study runs committed code")
+        why = "a study runs committed code"
+        refuse("E-GIT", f"{folder} has no git commit to freeze; {why}")
     if (folder / results.files.FROZEN).is_file():
         return folder  # a frozen copy itself
     if commit["dirty"]:
         print("uncommitted changes of the code are not part of this study", flush=True)
     place: Path = folder / "runs" / "frozen" / commit["id"][:12]
     with results.locked(place.with_name("frozen.lock"), wait=True):
-        for left in place.parent.glob(".stage-*"):  # by a study that was killed
-            shutil.rmtree(left)
+        for stage in place.parent.glob(".stage-*"):  # by a study that was killed
+            shutil.rmtree(stage)
         if place.is_dir():
             return place
         with tempfile.TemporaryDirectory(prefix=".stage-", dir=place.parent) as temporary:
@@ -301,6 +370,7 @@ def _export(folder: Path, commit: str, code: Path) -> None:
         except tarfile.TarError as error:  # also where git ended early, and says why itself
             damage = str(error)
         git.stdout.close()
-        said = git.stderr.read().decode(errors="replace").strip()
+        complaint = git.stderr.read().decode(errors="replace").strip()
     if git.returncode or damage:
-        refuse("E-GIT", f"git archive: {said or damage or f'it {children.ending(git.returncode)}'}")
+        reason = complaint or damage or f"it {children.ending(git.returncode)}"
+        refuse("E-GIT", f"git archive: {reason}")
