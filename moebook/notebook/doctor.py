@@ -23,7 +23,10 @@ from moebook.notebook.sources import size
 from moebook.notebook.verifying import Finding
 from moebook.results import files, store
 
-MEMORY, DISK, SCRATCH = 3e9, 2e9, 1e9  # bytes: more than `make book` takes on two cores
+# Bytes that must be free: more than `make book` takes on two cores.
+MEMORY = 3e9
+DISK = 2e9
+SCRATCH = 1e9
 TESTED = "Linux"  # the system that the tests run on
 SECONDS = 120  # that the smoke cell may take: importing torch from a cold disk takes most of it
 SMOKE = """\
@@ -64,33 +67,42 @@ def _room(name: str, free: float, needed: float, fix: str) -> Finding:
 
 def _packages() -> Finding:
     """Compare what is installed with the ranges that the package declares."""
-    needs = [Requirement(text) for text in importlib.metadata.requires("moebook") or ()]
-    needs = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
-    there = {canonicalize_name(each.name): each.version
-             for each in importlib.metadata.distributions()}  # fmt: skip
-    found = {need: there.get(canonicalize_name(need.name)) for need in needs}
-    wrong = [f"{need} (found {version or 'none'})" for need, version in found.items()
-             if not version or not need.specifier.contains(version, prereleases=True)]  # fmt: skip
+    installed: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        installed[canonicalize_name(distribution.name)] = distribution.version
+    needed = 0
+    wrong: list[str] = []
+    for text in importlib.metadata.requires("moebook") or ():
+        need = Requirement(text)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue  # for an extra, or another system
+        needed += 1
+        version = installed.get(canonicalize_name(need.name))
+        if not version or not need.specifier.contains(version, prereleases=True):
+            wrong.append(f"{need} (found {version or 'none'})")
     fix = f"expected {', '.join(wrong)}; pip install -U moebook"
-    return Finding("packages", (fix,) if wrong else (), f"{len(needs)} are in range")
+    return Finding("packages", (fix,) if wrong else (), f"{needed} are in range")
 
 
 def _line_ends(folder: Path) -> Finding:
     """Look for Windows' line ends in texts whose bytes are hashed, of the package and a project."""
-    texts = files.own(files.PACKAGE, "**/*")
+    paths = files.own(files.PACKAGE, "**/*")
     if (folder / "_config.yml").is_file():
-        lists = (folder / "requirements.lock", folder / "results" / store.SEALS)
-        texts += [*lists, *files.own(folder / "results", "**/*")]
-    kinds = {*files.DATA, ".lock", ""} - {".safetensors"}
-    there = [path for path in dict.fromkeys(texts) if path.suffix in kinds and path.is_file()]
-    wrong = [path for path in there if b"\r\n" in path.read_bytes()]
+        paths.append(folder / "requirements.lock")
+        paths.append(folder / "results" / store.SEALS)
+        paths += files.own(folder / "results", "**/*")
+    suffixes = {*files.DATA, ".lock", ""} - {".safetensors"}
+    texts: list[Path] = []
+    for path in dict.fromkeys(paths):
+        if path.suffix in suffixes and path.is_file():
+            texts.append(path)
+    wrong = [path for path in texts if b"\r\n" in path.read_bytes()]
     if not wrong:
-        return Finding("line ends", (), f"of {len(there)} texts are right")
+        return Finding("line ends", (), f"of {len(texts)} texts are right")
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    problem = f"{wrong[0]}{more} have Windows' (CRLF), and other hashes"
     fix = "delete them, then bring them back: git restore ."
-    return Finding(
-        "line ends", (f"{wrong[0]}{more} have Windows' (CRLF), and other hashes: {fix}",)
-    )
+    return Finding("line ends", (f"{problem}: {fix}",))
 
 
 def _sandbox() -> Finding:

@@ -33,18 +33,35 @@ def verify(name: str | None, folder: Path) -> list[Finding]:
 
     A run that is merely behind the code does not fail.
     """
-    faults, shown = store.unsealed(folder), folder / "book" / "notebooks"
-    place = folder / "results"
-    places = {*own(place, "*/*"), *own(place / WITHDRAWN, "*/*")} - {*own(place / WITHDRAWN)}
-    pools = {path for path in places if path.is_dir()} | faults.keys()
-    pages = {path.with_suffix(".parquet") for kind in ("ipynb", "parquet")
-             for path in own(shown, f"*.{kind}")}  # fmt: skip
-    names = {path: path.parent.name for path in sorted(pools)}
-    names |= {path: path.stem[3:] for path in sorted(pages)}
+    faults = store.unsealed(folder)
+    names: dict[Path, str] = {}  # of each pool and page: the notebook that it is of
+    for pool in sorted(_pools(folder) | faults.keys()):
+        names[pool] = pool.parent.name
+    for page in sorted(_pages(folder)):
+        names[page] = page.stem[3:]
     chosen = [path for path in names if name in (None, names[path])]
     if name is not None and not chosen:
-        refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, set(names.values()))}")
+        known = set(names.values())
+        refuse("E-NOTEBOOK", f"'{name}' has no runs; {nearest(name, known)}")
     return [_finding(path, faults.get(path, []), folder) for path in chosen]
+
+
+def _pools(folder: Path) -> set[Path]:
+    """Find the folders of pools, ``results/<notebook>/<protocol>``, withdrawn ones too."""
+    place = folder / "results"
+    withdrawn = place / WITHDRAWN
+    paths = {*own(place, "*/*"), *own(withdrawn, "*/*")}
+    paths -= {*own(withdrawn)}  # its notebooks' folders, which look like pools
+    return {path for path in paths if path.is_dir()}
+
+
+def _pages(folder: Path) -> set[Path]:
+    """Find the runs that the book shows, also one of which only the page is there."""
+    pages: set[Path] = set()
+    for kind in ("ipynb", "parquet"):
+        for path in own(folder / "book" / "notebooks", f"*.{kind}"):
+            pages.add(path.with_suffix(".parquet"))
+    return pages
 
 
 def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
@@ -53,14 +70,15 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
         if path.suffix == ".parquet":
             run = results.read_run(path)
             failures = tuple(_against_copy(path.with_suffix(".ipynb"), run))
-            return Finding(place, failures, f"values and page agree; {results.since(run, folder)}")
+            since = results.since(run, folder)
+            return Finding(place, failures, f"values and page agree; {since}")
         if path.parent.name == "banks":
             from moebook.models import checkpoint  # with torch, which nothing else here needs
 
             seals = [checkpoint.verify(lora) for lora in own(path)]
             return Finding(place, tuple(faults), f"the seals of {len(seals)} LoRAs agree")
         if path.parents[1].name == WITHDRAWN:
-            runs = [results.read_run(run) for run in own(path, "*.parquet")]
+            runs = [results.read_run(file) for file in own(path, "*.parquet")]
             seeds = ", ".join(str(run.seed) for run in runs)
             return Finding(place, tuple(faults), f"seeds {seeds}, withdrawn, are as they were")
         pool = store.pool(path.parent.name, path.name, folder)
@@ -76,6 +94,7 @@ def _finding(path: Path, faults: list[str], folder: Path) -> Finding:
 
 
 def _against_copy(copy: Path, run: Run) -> Iterator[str]:
+    """Say where a run and the executed notebook beside it do not agree."""
     if not copy.is_file():
         yield f"the executed copy {copy.name} is missing"
         return
@@ -84,7 +103,9 @@ def _against_copy(copy: Path, run: Run) -> Iterator[str]:
     shown = {value.name: value for value in publish.values(results.read_ipynb(copy))}
     recorded = {value.name: value for value in run.values}
     for name in sorted(recorded.keys() | shown.keys()):
-        one, two = recorded.get(name), shown.get(name)
-        if one != two:
-            ours, theirs = (value.value if value else "absent" for value in (one, two))
-            yield f"{name} is {ours} in the run and {theirs} in {copy.name}"
+        ours = recorded.get(name)
+        theirs = shown.get(name)
+        if ours != theirs:
+            in_run = ours.value if ours else "absent"
+            in_copy = theirs.value if theirs else "absent"
+            yield f"{name} is {in_run} in the run and {in_copy} in {copy.name}"

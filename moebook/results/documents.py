@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required
 
@@ -20,8 +21,10 @@ from typing_extensions import TypedDict
 from moebook.errors import Refusal, located, refuse, told
 from moebook.settings import in_one_line
 
-LARGEST, DEEPEST = 2**26, 100  # bytes and levels of a JSON file
-LARGEST_YAML, LARGEST_NOTEBOOK = 2**20, 2**28  # bytes
+LARGEST = 2**26  # bytes of a JSON file
+LARGEST_YAML = 2**20  # bytes
+LARGEST_NOTEBOOK = 2**28  # bytes
+DEEPEST = 100  # levels of a JSON file
 _ALIKE = re.compile(
     r"|~|null|Null|NULL|true|True|TRUE|false|False|FALSE|[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+"
     r"|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -57,7 +60,7 @@ def json_object(content: bytes, where: object) -> dict[str, Any]:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
         level = [value]
         for _ in range(DEEPEST):
-            level = [part for each in level for part in _parts(each)]
+            level = list(chain.from_iterable(map(_parts, level)))
     except (ValueError, OverflowError, RecursionError) as error:
         refuse("E-FORMAT", f"{where} is no JSON that can be read ({error!s:.200}); restore it")
     if level or not isinstance(value, dict):
@@ -90,8 +93,11 @@ _TEXT = TypeAdapter(Text)
 
 def _bundle(data: dict[str, Any]) -> dict[str, Any]:
     """Join the lines of all representations but those in JSON."""
-    text = _TEXT.validate_python
-    return {mime: part if mime.endswith("json") else text(part) for mime, part in data.items()}
+    joined: dict[str, Any] = {}
+    for mime, part in data.items():
+        is_json = mime.endswith("json")
+        joined[mime] = part if is_json else _TEXT.validate_python(part)
+    return joined
 
 
 def _described(part: Any) -> Any:
@@ -165,19 +171,23 @@ class _Loader(yaml.SafeLoader):
 
     def compose_scalar_node(self, anchor: Any) -> Any:
         node: Any = super().compose_scalar_node(anchor)
-        text = node.tag.endswith(":str")
-        alike = not _NUMBER.fullmatch(node.value) if text else _ALIKE.fullmatch(node.value)
+        if node.tag.endswith(":str"):
+            alike = not _NUMBER.fullmatch(node.value)  # which 1.2 would take for one
+        else:
+            alike = bool(_ALIKE.fullmatch(node.value))
         if node.style is None and not alike:
-            self.stop(node, f"YAML 1.1 and 1.2 do not read '{node.value}' alike; quote a text, "
-                      "write numbers as 90 or 1.0e-5, and true or false")  # fmt: skip
+            problem = f"YAML 1.1 and 1.2 do not read '{node.value}' alike"
+            fix = "quote a text, write numbers as 90 or 1.0e-5, and true or false"
+            self.stop(node, f"{problem}; {fix}")
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set[str]()
+        seen: set[str] = set()
         for key, _ in node.value:
-            if str(key.value) in seen:
+            name = str(key.value)
+            if name in seen:
                 self.stop(key, f"{key.value} is given twice")
-            seen.add(str(key.value))
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -214,8 +224,8 @@ def formed(path: Path) -> Iterator[Any]:
     except Refusal:
         raise
     except Exception as error:  # a key, a type, an encoding: whatever a damaged file brings
-        odd = f"{type(error).__name__}: {error}"
-        refuse("E-FORMAT", f"{path} does not hold what is read from it ({odd:.200}); restore it")
+        reason = f"{type(error).__name__}: {error}"[:200]
+        refuse("E-FORMAT", f"{path} does not hold what is read from it ({reason}); restore it")
 
 
 def _at(name: str, mark: yaml.Mark | None) -> str:

@@ -41,19 +41,30 @@ FROZEN = ".commit"  # at the top of a frozen copy: the commit that it was export
 def root(start: Path | None = None) -> Path:
     """Find the project: the nearest folder with ``_config.yml``, from the working directory up.
 
-    Where there is none, an installed wheel serves the working directory (see `part`). A link in it
-    through which we would write outside of it is refused.
+    Where there is none, an installed wheel serves the working directory (see `part`). A
+    link in it through which we would write outside of it is refused.
     """
     begin = (start or Path.cwd()).resolve()
     above = [path for path in (begin, *begin.parents) if (path / "_config.yml").is_file()]
     if not above and not SHIPPED.is_dir():
-        refuse("E-PATH", f"no _config.yml in {begin} or above; run inside a checkout of moebook")
+        fix = "run inside a checkout of moebook"
+        refuse("E-PATH", f"no _config.yml in {begin} or above; {fix}")
     folder = above[0] if above else begin
-    for path in (path for name in WRITTEN for below in ("", "/*", "/*/*")
-                 for path in folder.glob(name + below) if path.is_symlink()):  # fmt: skip
-        if not Path(target := os.path.realpath(path)).is_relative_to(folder):
-            refuse("E-PATH", f"{path} leads out of the project, to {target}; make it a folder")
+    for path in _links(folder):
+        target = os.path.realpath(path)
+        if not Path(target).is_relative_to(folder):
+            problem = f"{path} leads out of the project, to {target}"
+            refuse("E-PATH", f"{problem}; make it a folder")
     return folder
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    """Find the links in the folders that commands write to, down to two levels below."""
+    for name in WRITTEN:
+        for below in ("", "/*", "/*/*"):
+            for path in folder.glob(name + below):
+                if path.is_symlink():
+                    yield path
 
 
 def checkout() -> Path:
@@ -74,8 +85,9 @@ def part(folder: Path, name: str) -> Path:
 def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator[None]:
     """Hold a lock file for the length of the block: whoever else asks waits, or is refused.
 
-    A refusal comes after a second of ``patience``: a `sweep` holds every lock for an instant. The
-    file tells who holds it, and goes with the lock, unless it was renamed or its holder killed.
+    A refusal comes after a second of ``patience``: a `sweep` holds every lock for an
+    instant. The file tells who holds it, and goes with the lock, unless it was renamed or
+    its holder killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
@@ -86,7 +98,8 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
             while not lock_descriptor(handle, blocking=False):
                 patience -= LOOK
                 if patience < 0:
-                    refuse("E-LOCKED", f"{path} is held by process {file.read(20) or '?'}; wait")
+                    holder = file.read(20) or "?"
+                    refuse("E-LOCKED", f"{path} is held by process {holder}; wait")
                 time.sleep(LOOK)
         if _names(path, file):
             try:
@@ -103,6 +116,7 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
 
 
 def _names(path: Path, file: IO[str]) -> bool:
+    """Whether a path still leads to the file that was opened by it."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     return False
@@ -111,12 +125,14 @@ def _names(path: Path, file: IO[str]) -> bool:
 def sweep(folder: Path) -> None:
     """Remove the locks and half-written files that killed processes left in a folder.
 
-    A lock of ours holds the number of a process, or nothing yet. The folder may be a user's, with
-    others' ``uv.lock`` or ``requirements.lock`` in it, which stay.
+    A lock of ours holds the number of a process, or nothing yet. The folder may be a
+    user's, with others' ``uv.lock`` or ``requirements.lock`` in it, which stay.
     """
-    locks = (path for path in folder.glob("*.lock") if _holds_a_number(path))
-    for left in (*locks, *folder.glob(".*.part")):
-        with suppress(Refusal, OSError), locked(left, patience=0):
+    locks = [path for path in folder.glob("*.lock") if _holds_a_number(path)]
+    half_written = folder.glob(".*.part")
+    for path in (*locks, *half_written):
+        # Who takes a lock removes its file at the end; one that is held stays.
+        with suppress(Refusal, OSError), locked(path, patience=0):
             pass
 
 
@@ -160,12 +176,13 @@ def source(notebook: Path) -> str | None:
 def cells_digest(cells: Iterable[Mapping[str, Any]]) -> str:
     """Hash the statements of a notebook's code cells, one after the other.
 
-    Comments, layout, empty cells and text cells do not count, nor do the cells that papermill
-    injected or that install the package.
+    Comments, layout, empty cells and text cells do not count, nor do the cells that
+    papermill injected or that install the package.
     """
-    statements = list[str]()
+    statements: list[str] = []
     for cell in cells:
-        apart = {"injected-parameters", "install"} & {*cell["metadata"].get("tags", [])}
+        tags = set(cell["metadata"].get("tags", []))
+        apart = tags & {"injected-parameters", "install"}
         if cell["cell_type"] == "code" and not apart:
             statements += _cell_statements(cell["source"])
     return hashlib.sha256("\n".join(statements).encode()).hexdigest()
@@ -187,7 +204,8 @@ def _cell_statements(text: str) -> tuple[str, ...]:
     module = _parsed(text) or _parsed(_without_magics(text))
     if module is None:
         return (text.strip(),)
-    return tuple(_written(statement) for statement in _Docstrings().visit(module).body)
+    statements = _Docstrings().visit(module).body
+    return tuple(_written(statement) for statement in statements)
 
 
 def _parsed(text: str) -> ast.Module | None:
@@ -210,13 +228,21 @@ def _without_magics(text: str) -> str:
 
 def loaded(known: Container[str] = ()) -> dict[str, str]:
     """Hash loaded modules and data files beside them, by path in the package; no ``known`` ones."""
-    modules = [m for name, m in sys.modules.copy().items() if name.split(".")[0] == PACKAGE.name]
-    files = {Path(module.__file__) for module in modules if module.__file__}
-    for file in [*files]:
-        if file.name == "__init__.py":
-            files.update(_data(file.parent))
-    names = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(files)}
-    return {name: code_digest(path) for name, path in names.items() if name not in known}
+    paths: set[Path] = set()
+    for name, module in sys.modules.copy().items():
+        ours = name.split(".")[0] == PACKAGE.name
+        if not ours or not module.__file__:
+            continue
+        path = Path(module.__file__)
+        paths.add(path)
+        if path.name == "__init__.py":
+            paths.update(_data(path.parent))
+    digests: dict[str, str] = {}
+    for path in sorted(paths):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in known:
+            digests[name] = code_digest(path)
+    return digests
 
 
 @functools.cache
@@ -224,19 +250,22 @@ def _data(package: Path) -> tuple[Path, ...]:
     """List a package's own data files, but none of what the papers print or a wheel ships."""
     if package.name == "papers":
         return ()
-    data = list[Path]()
-    for part in own(package):
-        if part.is_file():
-            data.append(part)
-        elif part != SHIPPED and not (part / "__init__.py").is_file():
-            data += own(part, "**/*")
-    return tuple(path for path in data if path.suffix in DATA and path.is_file())
+    paths: list[Path] = []
+    for path in own(package):
+        if path.is_file():
+            paths.append(path)
+        elif path != SHIPPED and not (path / "__init__.py").is_file():
+            paths += own(path, "**/*")
+    return tuple(path for path in paths if path.suffix in DATA and path.is_file())
 
 
 def own(folder: Path, pattern: str = "*") -> list[Path]:
     """List what lies in a folder by a pattern, in order, without what is `foreign` there."""
-    paths = sorted(folder.glob(pattern))
-    return [path for path in paths if not any(map(foreign, path.relative_to(folder).parts))]
+    paths: list[Path] = []
+    for path in sorted(folder.glob(pattern)):
+        if not any(map(foreign, path.relative_to(folder).parts)):
+            paths.append(path)
+    return paths
 
 
 def foreign(name: str) -> bool:
@@ -250,14 +279,18 @@ def foreign(name: str) -> bool:
 
 def code_digest(path: Path) -> str:
     """Hash what a module does, or the bytes of another file."""
-    return _code(path.read_text(encoding="utf-8")) if path.suffix == ".py" else str(digest(path))
+    if path.suffix == ".py":
+        return _code(path.read_text(encoding="utf-8"))
+    return str(digest(path))
 
 
 def code(folder: Path, by: Callable[[Path], str | None] = code_digest) -> str:
     """Hash what our files below a folder do, or hold (``by=digest``, which is quicker)."""
-    files = [path for path in own(folder, "**/*") if path.suffix in KINDS and path.is_file()]
-    names = [(path.relative_to(folder).as_posix(), by(path)) for path in files]
-    return hashlib.sha256(repr(names).encode()).hexdigest()
+    digests: list[tuple[str, str | None]] = []
+    for path in own(folder, "**/*"):
+        if path.suffix in KINDS and path.is_file():
+            digests.append((path.relative_to(folder).as_posix(), by(path)))
+    return hashlib.sha256(repr(digests).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -278,14 +311,15 @@ class _Docstrings(ast.NodeTransformer):
 def _written(node: object) -> str:
     """Write out a syntax tree as Python 3.11's `ast.dump` does, whatever the Python.
 
-    Later ones have fields that were not there (``type_params``), leave empty ones out, or end a
-    format with an empty text; a hash that was recorded under one must be found under another.
+    Later ones have fields that were not there (``type_params``), leave empty ones out, or
+    end a format with an empty text; a hash that was recorded under one must be found under
+    another.
     """
     if isinstance(node, list):
         return f"[{', '.join(map(_written, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = list[str]()
+    fields: list[str] = []
     for name in node._fields:
         value = getattr(node, name, None)
         if isinstance(node, ast.JoinedStr):
@@ -315,16 +349,21 @@ def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
 
 def commit(folder: Path) -> dict[str, Any] | None:
     """Return the git commit and whether the code differs from it (dirty); None without git."""
-    if (folder / FROZEN).is_file():
-        with formed(folder / FROZEN):
-            name = (folder / FROZEN).read_text(encoding="ascii").strip()
-            int(name, 16)
+    frozen = folder / FROZEN
+    if frozen.is_file():
+        with formed(frozen):
+            name = frozen.read_text(encoding="ascii").strip()
+            int(name, 16)  # raises where it is no hash
             return {"id": name, "dirty": False}
-    command = ["git", "-C", str(folder), "status", "--porcelain=2", "--branch", "--", *CODE]
+    status = ["status", "--porcelain=2", "--branch", "--", *CODE]
+    command = ["git", "-C", str(folder), *status]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     head = re.search(r"^# branch.oid ([0-9a-f]+)$", done.stdout, re.M)
-    return {"id": head[1], "dirty": bool(re.search("^[^#]", done.stdout, re.M))} if head else None
+    if head is None:
+        return None
+    changes = re.search("^[^#]", done.stdout, re.M)  # a line a file; others begin with #
+    return {"id": head[1], "dirty": bool(changes)}

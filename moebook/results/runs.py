@@ -45,15 +45,18 @@ UNITS: dict[str, tuple[float, float]] = {
 "number" is for what has no unit (a gradient's norm, the scale of logits)."""
 
 DIGITS = 4  # of items and of points of curves, which are most of a run
+NAMES_SHOWN = 3  # of parts that have changed since a run
 FORMAT = 1  # of the file; a newer one is refused
 HEAD = b"moebook"  # key of the file's metadata
-COLUMNS = pa.schema([
-    ("name", pa.string()),
-    ("unit", pa.string()),
-    ("value", pa.float64()),  # null for a curve
-    ("items", pa.list_(pa.float64())),  # of a value, per test row; of a curve, its heights
-    ("x", pa.list_(pa.float64())),  # of a curve, its positions
-])  # fmt: skip
+COLUMNS = pa.schema(
+    [
+        ("name", pa.string()),
+        ("unit", pa.string()),
+        ("value", pa.float64()),  # null for a curve
+        ("items", pa.list_(pa.float64())),  # of a value, per test row; of a curve, its heights
+        ("x", pa.list_(pa.float64())),  # of a curve, its positions
+    ]
+)
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.=+-]*"
 Name = Annotated[str, Field(pattern=rf"^{_WORD}(/{_WORD})*$")]  # such as pesc/sparse/accuracy
@@ -72,12 +75,17 @@ class Value:
 
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)
-        given, (low, high) = f"{self.name} = {self.value!r}", UNITS[self.unit]
+        given = f"{self.name} = {self.value!r}"
+        low, high = UNITS[self.unit]
         if not low <= self.value <= high:
-            refuse("E-VALUE", f"{given}: expected a number in [{low:g}, {high:g}] {self.unit}")
+            expected = f"expected a number in [{low:g}, {high:g}] {self.unit}"
+            refuse("E-VALUE", f"{given}: {expected}")
         items = self.items or (self.value,)
-        mean, size = (math.fsum(x) / len(items) for x in (items, map(abs, items)))
-        if abs(mean - self.value) > 10 ** (1 - DIGITS) / 2 * size + 1e-8:
+        mean = math.fsum(items) / len(items)
+        size = math.fsum(map(abs, items)) / len(items)
+        # Items are rounded to `DIGITS`: each is off by half of its last digit at most.
+        rounding = 10 ** (1 - DIGITS) / 2 * size + 1e-8
+        if abs(mean - self.value) > rounding:
             refuse("E-VALUE", f"{given} is not the mean {mean!r} of its items")
 
 
@@ -93,7 +101,8 @@ class Curve:
     def __post_init__(self) -> None:
         _check_unit(self.name, self.unit)
         if len(self.x) != len(self.y):
-            refuse("E-VALUE", f"curve {self.name}: {len(self.x)} positions, {len(self.y)} heights")
+            pair = f"{len(self.x)} positions, {len(self.y)} heights"
+            refuse("E-VALUE", f"curve {self.name}: {pair}")
 
 
 def _check_unit(name: str, unit: str) -> None:
@@ -102,8 +111,11 @@ def _check_unit(name: str, unit: str) -> None:
 
 def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
     """Round to `DIGITS` significant digits; whole numbers stay as they are."""
-    every = map(float, numbers)
-    return tuple(x if x.is_integer() else float(f"{x:.{DIGITS}g}") for x in every)
+    every: list[float] = []
+    for number in map(float, numbers):
+        whole = number.is_integer()
+        every.append(number if whole else float(f"{number:.{DIGITS}g}"))
+    return tuple(every)
 
 
 @record
@@ -128,11 +140,13 @@ class Run:
 
     def __post_init__(self) -> None:
         refuse_unknown(self.tier, TIERS, "E-TIER", f"unknown tier '{self.tier}':")
-        for several in (self.values, self.curves):
-            names = [one.name for one in several]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+        for recorded in (self.values, self.curves):
+            names = [each.name for each in recorded]
+            repeated = {name for name in names if names.count(name) > 1}
+            if repeated:
                 where = f"{self.notebook}, seed {self.seed}"
-                refuse("E-VALUE", f"{where}: {twice[0]} is recorded twice; give each its own name")
+                twice = f"{min(repeated)} is recorded twice"
+                refuse("E-VALUE", f"{where}: {twice}; give each its own name")
 
 
 Part = TypeVar("Part", bound=Value | Curve)
@@ -145,17 +159,22 @@ def plain(part: Value | Curve) -> dict[str, Any]:
 
 def restored(kind: type[Part], data: object, where: str) -> Part:
     """Make a value or curve of what `plain` wrote; ``where`` names the cell in a refusal."""
-    pairs: Any = data.items() if isinstance(data, dict) else ()
-    parts: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
+    parts: dict[str, Any] = {}
+    if isinstance(data, dict):
+        for name, part in data.items():
+            parts[name] = tuple(part) if isinstance(part, list) else part
     with located(where, "E-VALUE"):
         return kind(**parts)
 
 
 def packed(run: Run) -> bytes:
     """Return what a run's file holds."""
-    lines = [*map(vars, run.values), *(vars(c) | {"items": c.y} for c in run.curves)]
-    text = json.dumps(_head(run) | {"format": FORMAT, "digest": _digest(run)})
-    table = pa.Table.from_pylist(lines, COLUMNS.with_metadata({HEAD: text.encode()}))
+    lines = [vars(value) for value in run.values]
+    for curve in run.curves:
+        lines.append({**vars(curve), "items": curve.y})
+    head = _head(run) | {"format": FORMAT, "digest": _digest(run)}
+    metadata = {HEAD: json.dumps(head).encode()}
+    table = pa.Table.from_pylist(lines, COLUMNS.with_metadata(metadata))
     content = io.BytesIO()
     pq.write_table(table, content, compression="zstd", compression_level=19)
     return content.getvalue()
@@ -244,7 +263,9 @@ def _head_of(schema: pa.Schema, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:
-    values, curves = list[Value](), list[Curve]()
+    """Make a run of what its file says of itself, and of the file's lines."""
+    values: list[Value] = []
+    curves: list[Curve] = []
     for line in lines:
         items = None if line["items"] is None else tuple(line["items"])
         if line["value"] is None:
@@ -256,8 +277,11 @@ def _from_lines(head: Mapping[str, Any], lines: list[dict[str, Any]]) -> Run:
 
 
 def _head(run: Run) -> dict[str, Any]:
-    parts = (part.name for part in fields(run) if part.name not in ("values", "curves"))
-    return {name: getattr(run, name) for name in parts}
+    """Return all of a run but its values and curves."""
+    names = [field.name for field in fields(run)]
+    head = {name: getattr(run, name) for name in names}
+    del head["values"], head["curves"]
+    return head
 
 
 def _digest(run: Run) -> str:
@@ -268,24 +292,34 @@ def _digest(run: Run) -> str:
 
 def changed(run: Run, folder: Path | None = None) -> tuple[str, ...]:
     """Name what differs now from what a run ran: ``notebook``, ``lock``, and modules by name."""
-    folder = folder or files.root()
-    place, lock = (files.part(folder, name) for name in ("notebooks", "requirements.lock"))
-    (path, *_) = [*sorted(place.glob(f"[0-9][0-9]_{run.notebook}.ipynb")), Path()]
-    now = {"notebook": files.source(path), "lock": files.digest(lock)}
+    if folder is None:
+        folder = files.root()
+    place = files.part(folder, "notebooks")
+    notebooks = sorted(place.glob(f"[0-9][0-9]_{run.notebook}.ipynb"))
+    now = {
+        "notebook": files.source(notebooks[0]) if notebooks else None,
+        "lock": files.digest(files.part(folder, "requirements.lock")),
+    }
     parts = [part for part in now if part in run.code and run.code[part] != now[part]]
     modules = run.code.get("modules")
-    for name, value in modules.items() if isinstance(modules, Mapping) else ():
-        file = files.PACKAGE / name
-        if not file.is_file() or files.code_digest(file) != value:
-            parts.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    if isinstance(modules, Mapping):
+        for name, digest in modules.items():
+            file = files.PACKAGE / name
+            if not file.is_file() or files.code_digest(file) != digest:
+                module = name.removesuffix(".py").removesuffix("/__init__")
+                parts.append(module.replace("/", "."))
     return tuple(parts)
 
 
 def since(run: Run, folder: Path | None = None) -> str:
     """Say of which day a run is and what has changed since, the first names only."""
-    parts, most = changed(run, folder), 3
-    names = ", ".join(parts[:most]) + (f" and {len(parts) - most} more" * (len(parts) > most))
-    return f"of {day(run)}; " + (f"changed since: {names}" if parts else "code unchanged")
+    parts = changed(run, folder)
+    if not parts:
+        return f"of {day(run)}; code unchanged"
+    names = ", ".join(parts[:NAMES_SHOWN])
+    further = len(parts) - NAMES_SHOWN
+    more = f" and {further} more" if further > 0 else ""
+    return f"of {day(run)}; changed since: {names}{more}"
 
 
 def day(run: Run) -> date:
@@ -293,4 +327,5 @@ def day(run: Run) -> date:
     try:
         return date.fromisoformat(run.manifest["date"][:10])
     except (KeyError, TypeError, ValueError):
-        refuse("E-RUN", f"manifest of {run.notebook}, {run.protocol}, seed {run.seed} has no date")
+        where = f"{run.notebook}, {run.protocol}, seed {run.seed}"
+        refuse("E-RUN", f"manifest of {where} has no date")
