@@ -37,9 +37,10 @@ class Refusal(Exception):
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
-        line = self.message = printable(" ".join(message.split()))
+        line = printable(" ".join(message.split()))
         if len(line) > LONGEST:
-            self.message = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
+            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
+        self.message = line
         super().__init__(f"{self.code}: {self.message}")
 
     def __reduce__(self) -> tuple[type[Refusal], tuple[str, str]]:
@@ -62,8 +63,12 @@ def located(where: object, code: str = "", fix: str = "") -> Iterator[None]:
     try:
         yield
     except Refusal as problem:
-        parts = f"{where}: " * bool(where), problem.message, f"; {fix}" * bool(fix)
-        refuse(code or problem.code, "".join(parts))
+        message = problem.message
+        if where:
+            message = f"{where}: {message}"
+        if fix:
+            message = f"{message}; {fix}"
+        refuse(code or problem.code, message)
 
 
 def lacks_memory(text: str) -> bool:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from types import GenericAlias
 from typing import (
     Annotated,
     Any,
@@ -52,12 +53,15 @@ RANGES = ("greater_than", "less_than", "too_", "finite_number")
 
 
 def _finite(values: Any) -> Any:
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-        raise PydanticCustomError("dtype", "expected numbers")
-    finite = np.isfinite(values) if isinstance(values, np.ndarray) else values.isfinite()
-    if finite.all():
-        return values
-    raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "biufc":
+            raise PydanticCustomError("dtype", "expected numbers")
+        finite = np.isfinite(values).all()
+    else:
+        finite = values.isfinite().all()
+    if not finite:
+        raise PydanticCustomError("not_finite", "expected neither NaN nor infinity")
+    return values
 
 
 def _name_of_a_file(place: Any) -> Any:
@@ -98,7 +102,8 @@ class _Gathered:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         (kind,) = get_args(source)
-        several = handler.generate_schema(tuple[kind, ...])
+        # A type that is known only now: `tuple[kind, ...]` is no annotation to mypy.
+        several = handler.generate_schema(GenericAlias(tuple, (kind, ...)))
         return core_schema.no_info_before_validator_function(_gathered, several)
 
 
@@ -112,24 +117,27 @@ def columns(
 ) -> AfterValidator:
     """Return what stands in the annotation of a table, which has rows and columns of these names.
 
-    Names stand with spaces between. Columns of ``numbers`` are finite, and in [0, 1] those of
-    ``shares``; those of ``lacking`` may hold NaN, where something was not measured.
+    Names stand with spaces between. Columns of ``numbers`` are finite, and in [0, 1] those
+    of ``shares``; those of ``lacking`` may hold NaN, where something was not measured.
     """
-    finite, measured = [*numbers.split(), *shares.split()], lacking.split()
-    wanted = [*texts.split(), *finite, *measured]
+    finite = [*numbers.split(), *shares.split()]
+    numeric = [*finite, *lacking.split()]
+    wanted = [*texts.split(), *numeric]
 
     def check(table: Any) -> Any:
-        if missing := [name for name in wanted if name not in table.columns]:
+        missing = [name for name in wanted if name not in table.columns]
+        if missing:
             have = ", ".join(map(str, table.columns)) or "none"
             _refuse_table(f"with columns {have}, expected one with '{missing[0]}'")
         if not len(table):
             _refuse_table("without rows, expected at least one")
-        for name in (*finite, *measured):
-            if table[name].dtype.kind not in "biuf":
-                _refuse_table(f"whose column '{name}' is {table[name].dtype}, expected numbers")
-            if (abs(table[name]) == math.inf).any():
+        for name in numeric:
+            column = table[name]
+            if column.dtype.kind not in "biuf":
+                _refuse_table(f"whose column '{name}' is {column.dtype}, expected numbers")
+            if (abs(column) == math.inf).any():
                 _refuse_table(f"with infinity in column '{name}'")
-            if name in finite and table[name].isna().any():
+            if name in finite and column.isna().any():
                 _refuse_table(f"with NaN in column '{name}'")
         for name in shares.split():
             if not table[name].between(0, 1).all():
@@ -181,14 +189,17 @@ def _told(
 ) -> Any:
     """Tell in one line what is wrong with the arguments ``names``, behind ``own`` others.
 
-    Whole numbers beyond every float, which neither JSON nor a message can hold, are refused too.
+    Whole numbers beyond every float, which neither JSON nor a message can hold, are
+    refused too.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **values: Any) -> Any:
-        for name, value in (*zip(names, args[own:], strict=False), *values.items()):
+        by_position = zip(names, args[own:], strict=False)
+        for name, value in (*by_position, *values.items()):
             if type(value) is int and value.bit_length() > 1024:
-                refuse("E-RANGE", f"{name} has {value.bit_length()} bits, expected at most 1024")
+                bits = f"{name} has {value.bit_length()} bits"
+                refuse("E-RANGE", f"{bits}, expected at most 1024")
         with in_one_line(names, letters):
             return function(*args, **values)
 
@@ -202,13 +213,17 @@ def in_one_line(known: Sequence[str], letters: Mapping[str, str] = NO_LETTERS) -
         yield
     except ValidationError as problem:
         first = problem.errors()[0]
-        kind, (top, *rest) = first["type"], first["loc"]
-        name = ".".join(map(str, [known[top] if isinstance(top, int) else top, *rest]))
+        kind = first["type"]
+        # The place of the value: an argument's number or name, then what is inside of it.
+        top, *rest = first["loc"]
+        argument = known[top] if isinstance(top, int) else top
+        name = ".".join(map(str, [argument, *rest]))
         code = CODES.get(kind, "E-RANGE" if kind.startswith(RANGES) else "E-TYPE")
-        if kind == "unexpected_keyword_argument" and name in letters:
-            refuse(code, f"unknown setting '{name}': the paper's {name} is '{letters[name]}' here")
         if kind == "unexpected_keyword_argument":
-            refuse(code, f"unknown setting '{name}'; {nearest(name, known)}")
+            hint = f"; {nearest(name, known)}"
+            if name in letters:
+                hint = f": the paper's {name} is '{letters[name]}' here"
+            refuse(code, f"unknown setting '{name}'{hint}")
         if kind.startswith("missing"):
             refuse(code, f"{name} is missing")
         if kind == "table":  # whose rows would say nothing
@@ -234,14 +249,17 @@ class Presets:
 def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind:
     """Make settings again from what JSON kept of them; all fields must be given."""
     known: dict[str, Any] = kind.__pydantic_fields__  # type: ignore[attr-defined]
-    if odd := sorted(values.keys() ^ known.keys()):
-        refuse("E-FORMAT", f"{where}: setting '{odd[0]}' is missing or unknown; "
-               f"{nearest(odd[0], known)}")  # fmt: skip
+    odd = values.keys() ^ known.keys()
+    if odd:
+        name = min(odd)
+        problem = f"setting '{name}' is missing or unknown"
+        refuse("E-FORMAT", f"{where}: {problem}; {nearest(name, known)}")
     given = dict(values)
     for name, value in values.items():
+        annotation = known[name].annotation
         if isinstance(value, list):
             given[name] = tuple(value)
-        elif isinstance(value, dict) and is_dataclass(known[name].annotation):
-            given[name] = restored(known[name].annotation, value, where)
+        elif isinstance(value, dict) and is_dataclass(annotation):
+            given[name] = restored(annotation, value, where)
     with located(where):
         return kind(**given)
