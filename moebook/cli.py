@@ -40,11 +40,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse with ``E-USAGE``."""
-        known, hint = list(self._option_string_actions), f"see {self.prog} --help"
-        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            known = re.findall(r"[\w-]+", choice[2])
-        if odd := choice or re.search(r"unrecognized arguments: (\S+)", message):
-            message, hint = f"unknown '{odd[1]}'", nearest(odd[1], known)
+        hint = f"see {self.prog} --help"
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        extra = re.search(r"unrecognized arguments: (\S+)", message)
+        if choice:
+            message = f"unknown '{choice[1]}'"
+            hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif extra:
+            message = f"unknown '{extra[1]}'"
+            hint = nearest(extra[1], self._option_string_actions)
         refuse("E-USAGE", f"{self.prog}: {message}; {hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -55,23 +59,29 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of ours, 129, 130
-    and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the output has gone.
+    0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of ours,
+    129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the output
+    has gone.
     """
-    for number in [getattr(signal, name) for name in ENDS if hasattr(signal, name)]:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _terminate)
+    for name in ENDS:
+        number = getattr(signal, name, None)
+        if number is None or signal.getsignal(number) is signal.SIG_IGN:  # as under nohup
+            continue
+        signal.signal(number, _terminate)
     if arguments is None:  # the command itself, and no caller of ours
         _quiet()
     try:
         code = _run(arguments)
-        if lost := _end_output():
+        lost = _end_output()
+        if lost:
             raise lost
         return code
     except KeyboardInterrupt as interrupt:
         _end_output()
         print("interrupted; nothing half-written was left", file=sys.stderr)
-        return 128 + (*interrupt.args, signal.SIGINT)[0]
+        # `_terminate` gives the signal's number; Python's own for Ctrl-C has none.
+        ended_by = interrupt.args[0] if interrupt.args else signal.SIGINT
+        return 128 + ended_by
     except Exception as error:
         cause = _end_output(error) or error
         if isinstance(cause, BrokenPipeError):
@@ -81,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(refusal, file=sys.stderr)
             return 2
         report = _report(arguments)
-        print(f"{refusal}; this is a fault of moebook: please report it {report}", file=sys.stderr)
+        fault = "this is a fault of moebook: please report it"
+        print(f"{refusal}; {fault} {report}", file=sys.stderr)
         return 3
 
 
@@ -155,8 +166,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     if rest:
         options.parser.error(f"unrecognized arguments: {rest[0]}")
-    if empty := [name for name, value in vars(options).items() if value == ""]:
-        options.parser.error(f"{empty[0]} is empty")
+    for name, value in vars(options).items():
+        if value == "":
+            options.parser.error(f"{name} is empty")
     return options
 
 
@@ -199,8 +211,10 @@ def run(options: argparse.Namespace) -> int:
     folder = results.root()
     declared = sources.find(folder, options.notebook).parameters
     given = parameters.read_options(declared, options.p)
-    call = (options.notebook, options.protocol, given)
-    if outcome := runner.run_notebook(*call, folder=folder, force=options.force):
+    outcome = runner.run_notebook(
+        options.notebook, options.protocol, given, folder=folder, force=options.force
+    )
+    if outcome:  # the first of several processes tells for all
         print(outcome.describe(folder))
     return 0
 
@@ -221,24 +235,35 @@ def study(options: argparse.Namespace) -> int:
     from moebook.notebook import study as studies
 
     folder = results.checkout()
-    given = (options.notebook, options.protocol, options.seeds)
+    needed = (options.notebook, options.protocol, options.seeds)
     if options.add:
-        rest = (options.arms, options.jobs, options.gpus_per_run)
-        if {*given, *rest} != {None} or options.engine != "local":
+        optional = (options.arms, options.jobs, options.gpus_per_run)
+        if {*needed, *optional} != {None} or options.engine != "local":
             refuse("E-USAGE", "moebook study: --add takes a file and nothing else")
         run, path = studies.add_notebook(Path(options.add), folder)
-        print(f"{run.notebook} at {run.protocol}, seed {run.seed}: {path.relative_to(folder)}")
+        where = path.relative_to(folder)
+        print(f"{run.notebook} at {run.protocol}, seed {run.seed}: {where}")
         return 0
-    if None in given:
-        refuse("E-USAGE", "moebook study: expected NAME --on PROTOCOL --seeds 0-9, or --add FILE")
-    if options.jobs is not None and (options.jobs < 1 or options.engine == "ray"):
-        rule = "a cluster decides by itself" if options.jobs > 0 else "expected at least 1"
-        refuse("E-RANGE", f"--jobs is {options.jobs}: {rule}")
+    if None in needed:
+        expected = "expected NAME --on PROTOCOL --seeds 0-9, or --add FILE"
+        refuse("E-USAGE", f"moebook study: {expected}")
+    if options.jobs is not None and options.jobs < 1:
+        refuse("E-RANGE", f"--jobs is {options.jobs}: expected at least 1")
+    if options.jobs is not None and options.engine == "ray":
+        refuse("E-RANGE", f"--jobs is {options.jobs}: a cluster decides by itself")
     if options.gpus_per_run is not None and options.engine != "ray":
         refuse("E-USAGE", "moebook study: --gpus-per-run needs --engine ray")
-    call = (options.notebook, options.protocol, studies.seeds(options.seeds))
-    where = {"arms": options.arms, "jobs": options.jobs, "gpus": options.gpus_per_run or 0.0}
-    return int(studies.study(*call, **where, engine=options.engine, folder=folder) > 0)
+    failed = studies.study(
+        options.notebook,
+        options.protocol,
+        studies.seeds(options.seeds),
+        folder=folder,
+        arms=options.arms,
+        jobs=options.jobs,
+        engine=options.engine,
+        gpus=options.gpus_per_run or 0.0,
+    )
+    return int(failed > 0)
 
 
 @command()
@@ -273,15 +298,30 @@ def plan(options: argparse.Namespace) -> int:
     if sum(chosen) != 1:
         refuse("E-USAGE", "moebook plan: expected NOTEBOOK, --record, or --measure")
     if options.notebook:
-        every = {name: getattr(options, name) for name in ("efficiency", "price", "tokens")}
-        how = {name: value for name, value in every.items() if value is not None}
-        call = (options.notebook, options.protocol, options.p, options.gpu)
-        print(plans.report(*call, results.root(), **how))
+        assumptions = _given(options, "efficiency", "price", "tokens")
+        report = plans.report(
+            options.notebook,
+            options.protocol,
+            options.p,
+            options.gpu,
+            results.root(),
+            **assumptions,
+        )
+        print(report)
         return 0
-    folder, device = results.checkout(), options.device
-    path = plans.record(folder) if options.record else calibration.calibrate(device, folder)
+    folder = results.checkout()
+    if options.record:
+        path = plans.record(folder)
+    if options.measure:
+        path = calibration.calibrate(options.device, folder)
     print(f"record in {path.relative_to(folder)}")
     return 0
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of some options that were given."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @command(
@@ -328,18 +368,30 @@ def evaluate(options: argparse.Namespace) -> int:
     from moebook import evaluation, models
     from moebook.evaluation import code, judge
 
-    drawn = {name: getattr(options, name) for name in ("samples", "temperature", "k")}
-    programs = {"sampling": code.Sampling(**drawn), "keep": options.keep}
-    asks = judge.Endpoint.from_environment(budget=options.budget) if options.judge else None
+    sampling = code.Sampling(samples=options.samples, temperature=options.temperature, k=options.k)
+    asks = None
+    if options.judge:  # refused without its address, before a model is loaded
+        asks = judge.Endpoint.from_environment(budget=options.budget)
     model, tokenizer = models.load(options.base, device=options.device)
-    wanted = {"limit": options.limit, "batch_size": options.batch, "data": options.data or ""}
-    wanted |= {name: given for name, given in programs.items() if given not in (None, code.GREEDY)}
-    table = evaluation.evaluate(model, tokenizer, options.tasks.split(","), **wanted)
-    print(evaluation.summary(table, options.base).to_string(float_format="{:.3f}".format))
+    settings: dict[str, Any] = {
+        "limit": options.limit,
+        "batch_size": options.batch,
+        "data": options.data or "",
+    }
+    # These two are for programs alone, and refused where no task has any.
+    if sampling != code.GREEDY:
+        settings["sampling"] = sampling
+    if options.keep is not None:
+        settings["keep"] = options.keep
+    tasks = options.tasks.split(",")
+    table = evaluation.evaluate(model, tokenizer, tasks, **settings)
+    summary = evaluation.summary(table, options.base)
+    print(summary.to_string(float_format="{:.3f}".format))
     if asks:
         grader = judge.Judge(asks, Path(options.judge))
         grades = judge.agreement(judge.graded(grader, table))
-        print(grades.to_string(float_format="{:.3f}".format), grader, sep="\n")
+        print(grades.to_string(float_format="{:.3f}".format))
+        print(grader)
     return 0
 
 
@@ -402,14 +454,15 @@ def bench(options: argparse.Namespace) -> int:
     if options.threads < 1:
         refuse("E-RANGE", f"--threads is {options.threads}, expected at least 1")
     # Read when torch and NumPy are imported, which is below.
-    os.environ.update(OMP_NUM_THREADS=str(options.threads), GOMP_SPINCOUNT="0")
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ["GOMP_SPINCOUNT"] = "0"
     from moebook import bench as benches
     from moebook import results
     from moebook.bench import report, scaling
 
     if options.peers:
-        given = (options.op, options.scale, options.device, options.rounds, options.threads)
-        if given != (None, None, "auto", 5, 1):
+        others = (options.op, options.scale, options.device, options.rounds, options.threads)
+        if others != (None, None, "auto", 5, 1):
             refuse("E-USAGE", "moebook bench: --peers takes neither an op nor another option")
         print(benches.installed().to_string())
         return 0
@@ -418,17 +471,21 @@ def bench(options: argparse.Namespace) -> int:
             refuse("E-USAGE", "moebook bench: shards takes neither --device nor --threads")
         print(scaling.throughput(options.scale or "small", options.rounds).to_string())
         return 0
-    folder, device = results.checkout(), options.device
+    folder = results.checkout()
+    device = options.device
     names = None if options.op is None else [options.op]
     frame = benches.measure(names, scale=options.scale, device=device, rounds=options.rounds)
     print(report.table(frame), flush=True)
     growth = benches.growth(names, device=device)
     print(f"\n{report.growth_table(growth)}")
-    if options.op is None and report.stated(frame):
+    if options.op is not None:
+        return 0  # a record holds all ops
+    if report.stated(frame):
         path = report.write(folder, frame, growth, benches.ceilings(device))
         print(f"\nrecord in {path.relative_to(folder)}")
-    elif options.op is None:
-        print("\nno record: goals are at full scale (GPU: model), 5 rounds or more, one thread")
+    else:
+        needs = "goals are at full scale (GPU: model), 5 rounds or more, one thread"
+        print(f"\nno record: {needs}")
     return 0
 
 
@@ -445,15 +502,17 @@ def pretrain(options: argparse.Namespace) -> int:
     folder = results.checkout()
     sys.path.insert(0, str(folder))
     if find_spec("recipes") is None:
-        refuse("E-NOFILE", f"{folder} has no recipes/, which are in the repository, not in the "
-               "package: run moebook pretrain in a clone of it")  # fmt: skip
+        why = "which are in the repository, not in the package"
+        fix = "run moebook pretrain in a clone of it"
+        refuse("E-NOFILE", f"{folder} has no recipes/, {why}: {fix}")
     recipe = MODELS / options.base / "recipe.yaml"
     work = folder / "runs" / "pretrain" / options.base
     out = work / "finished" if options.base in PACKAGED else finished(options.base)
     train = import_module("recipes.pretrain").pretrain
     losses = train(recipe, work, out, steps=options.steps, device=options.device)
-    told = f"finished in {out}" if out.is_dir() else f"to be continued in {work}"
-    print(f"{options.base}: {len(losses)} steps, last loss {losses[-1]:.3f} nats, {told}")
+    state = f"finished in {out}" if out.is_dir() else f"to be continued in {work}"
+    last = f"last loss {losses[-1]:.3f} nats"
+    print(f"{options.base}: {len(losses)} steps, {last}, {state}")
     return 0
 
 
