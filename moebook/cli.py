@@ -59,9 +59,9 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of ours,
-    129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the output
-    has gone.
+    0, 1 when a check failed, 2 for a refusal, also of the system, 3 for a fault of
+    ours, 129, 130 and 143 after SIGHUP, Ctrl-C and SIGTERM, 141 when whoever reads the
+    output has gone.
     """
     for name in ENDS:
         number = getattr(signal, name, None)
@@ -99,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _quiet() -> None:
     """Leave the terminal to our own lines: libraries neither warn nor log there.
 
-    Their bars are kept where someone sees them move, and warnings where ``python -W`` asks for
-    them. It comes before any library is imported, some of which read the variables only then.
+    Their bars are kept where someone sees them move, and warnings where ``python -W``
+    asks for them. It comes before any library is imported, some of which read the
+    variables only then.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -121,8 +122,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _end_output(ended_by: Exception | None = None) -> OSError | None:
     """Write out what was printed; where it cannot go, say why, and give it up.
 
-    Python would try again when it ends, and complain in words of its own. An error that names no
-    file is tried once more here: it may have come from printing.
+    Python would try again when it ends, and complain in words of its own. An error that
+    names no file is tried once more here: it may have come from printing.
     """
     nameless = isinstance(ended_by, OSError) and ended_by.filename is None
     try:

@@ -32,7 +32,8 @@ def printable(text: str) -> str:
 class Refusal(Exception):
     """Input that cannot be used, told in one line: what is wrong, where, and what was expected.
 
-    Control characters in what it quotes are escaped, the middle of a very long one is left out.
+    Control characters in what it quotes are escaped, the middle of a very long one is
+    left out.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -84,8 +85,8 @@ def no_memory(reason: str) -> str:
 def told(error: Exception, what: str = "") -> Refusal:
     """Tell in one line what ended a piece of work, after ``what`` came of it.
 
-    A refusal keeps its code. Others get E-MEMORY where memory ran out, E-DISK, E-PERM or E-OS for
-    what the system refuses, and E-INTERNAL, a fault of ours, for the rest.
+    A refusal keeps its code. Others get E-MEMORY where memory ran out, E-DISK, E-PERM
+    or E-OS for what the system refuses, and E-INTERNAL, a fault of ours, for the rest.
     """
     if isinstance(error, Refusal):
         code, reason = error.code, error.message

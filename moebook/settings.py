@@ -117,8 +117,9 @@ def columns(
 ) -> AfterValidator:
     """Return what stands in the annotation of a table, which has rows and columns of these names.
 
-    Names stand with spaces between. Columns of ``numbers`` are finite, and in [0, 1] those
-    of ``shares``; those of ``lacking`` may hold NaN, where something was not measured.
+    Names stand with spaces between. Columns of ``numbers`` are finite, and in [0, 1]
+    those of ``shares``; those of ``lacking`` may hold NaN, where something was not
+    measured.
     """
     finite = [*numbers.split(), *shares.split()]
     numeric = [*finite, *lacking.split()]
@@ -155,11 +156,11 @@ def _refuse_table(problem: str) -> NoReturn:
 def settings(kind: type[Kind]) -> type[Kind]:
     """Make a class a frozen dataclass with keywords only, whose fields are checked by their types.
 
-    Limits and choices stand in the annotations: ``Annotated[float, Field(gt=0, le=1)]``,
-    ``Literal["token", "gate"]``. What concerns several fields stands in ``__post_init__``. A bad
-    value is refused with its field's name: E-CHOICE, E-RANGE or E-TYPE. ``LETTERS`` of the class,
-    if it has them, are a paper's letters and the fields that they stand for: who gives a letter is
-    told the field.
+    Limits and choices stand in the annotations: ``Annotated[float, Field(gt=0,
+    le=1)]``, ``Literal["token", "gate"]``. What concerns several fields stands in
+    ``__post_init__``. A bad value is refused with its field's name: E-CHOICE, E-RANGE
+    or E-TYPE. ``LETTERS`` of the class, if it has them, are a paper's letters and the
+    fields that they stand for: who gives a letter is told the field.
     """
     return _checked_class(kind, kw_only=True)
 

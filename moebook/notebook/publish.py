@@ -1,7 +1,8 @@
 """What an executed notebook left: what of it may be shown, and the run of its values and curves.
 
-Shown are plain text, PNG figures, tables of the elements and attributes named here, and recorded
-values. Errors and secrets are refused, everything else is left out and counted.
+Shown are plain text, PNG figures, tables of the elements and attributes named here, and
+recorded values. Errors and secrets are refused, everything else is left out and
+counted.
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ def environment() -> dict[str, str]:
 def secret(text: str, variables: Mapping[str, str] | None = None) -> str | None:
     """Say what kind of secret a text shows, or None.
 
-    A secret is also the value of a variable with a name such as TOKEN; ``variables`` are
-    this process's if None.
+    A secret is also the value of a variable with a name such as TOKEN; ``variables``
+    are this process's if None.
     """
     for kind, pattern in _SECRET_TEXT.items():
         if re.search(pattern, text):
@@ -309,9 +310,9 @@ def _refuse_note(where: str) -> NoReturn:
 def check_run(executed: Any, given: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Refuse an executed notebook unless a fresh kernel ran all of it once, in order, as it stands.
 
-    ``given`` are the parameters that it should have run with: those that were asked for,
-    or that its cells show. They are compared with the ``facts`` that the kernel noted
-    (`notes`).
+    ``given`` are the parameters that it should have run with: those that were asked
+    for, or that its cells show. They are compared with the ``facts`` that the kernel
+    noted (`notes`).
 
     Raises:
         Refusal: ``E-OUTPUT`` where a cell failed or did not run in its order; ``E-RUN``
@@ -381,7 +382,8 @@ def harvest(
 ) -> Run:
     """Make a run of what an executed notebook left; the ``manifest`` has all ``parameters``.
 
-    It is refused unless the kernel had these and ran what the notebook shows (`check_run`).
+    It is refused unless the kernel had these and ran what the notebook shows
+    (`check_run`).
     """
     facts = notes(executed)
     given = manifest["parameters"]

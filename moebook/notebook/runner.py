@@ -1,14 +1,15 @@
 """Execute a notebook through papermill and keep what it left: all of it or nothing.
 
-Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook (``.ipynb``) and its
-run (``.parquet``). One that is there already is not repeated while its parameters, its cells'
-statements, the lock and the code stay; what else changes in the notebook is put into the copy.
-A failed copy goes to ``runs/failed/<name>/`` and nowhere else.
+Every run ends in ``runs/mine/<name>/<protocol>-<key>``: the filtered notebook
+(``.ipynb``) and its run (``.parquet``). One that is there already is not repeated while
+its parameters, its cells' statements, the lock and the code stay; what else changes in
+the notebook is put into the copy. A failed copy goes to ``runs/failed/<name>/`` and
+nowhere else.
 
-Meanwhile each `training.fit` keeps checkpoints below ``runs/resume/<name>/<protocol>-<key>``. A run
-that was killed, or failed, goes on from them with the same bits, unless parameters, notebook, code
-or machine have changed; all but training runs again. Its ``seconds`` count the training it found
-done (``resumed``).
+Meanwhile each `training.fit` keeps checkpoints below
+``runs/resume/<name>/<protocol>-<key>``. A run that was killed, or failed, goes on from
+them with the same bits, unless parameters, notebook, code or machine have changed; all
+but training runs again. Its ``seconds`` count the training it found done (``resumed``).
 """
 
 from __future__ import annotations
@@ -471,7 +472,8 @@ class Kernel(AsyncKernelManager):
 def kernel(folder: Path, directory: Path, resume: Path) -> Iterator[Kernel]:
     """Run a kernel in a project for the length of the block; its trainings ``resume`` from there.
 
-    Its Unix sockets lie in a private ``directory``: no other user and no network can reach it.
+    Its Unix sockets lie in a private ``directory``: no other user and no network can
+    reach it.
     """
     if len(os.fsencode(directory)) > LONGEST:
         refuse("E-PATH", f"{directory} is too long for sockets; set TMPDIR to a shorter folder")

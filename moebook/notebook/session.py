@@ -1,7 +1,7 @@
 """What a notebook calls: `begin` after its parameters cell, then the methods of its `Run`.
 
-The check happens inside the notebook, so that plain papermill, an interactive session and
-``moebook run`` refuse the same names and values.
+The check happens inside the notebook, so that plain papermill, an interactive session
+and ``moebook run`` refuse the same names and values.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Arm = TypeVar("Arm")
 class Witness:
     """What the kernel of a run sees: the parameters that `begin` checked, and each cell that ran.
 
-    An executed notebook shows texts that its reader may have changed since. So the kernel notes the
-    parameters and a hash of each cell itself, and `publish` compares the texts with that.
+    An executed notebook shows texts that its reader may have changed since. So the
+    kernel notes the parameters and a hash of each cell itself, and `publish` compares
+    the texts with that.
     """
 
     parameters: Mapping[str, Scalar]  # as `begin` checked them
@@ -333,7 +334,8 @@ def _given(cells: Sequence[str]) -> dict[str, object]:
 def injected(source: str, where: str) -> dict[str, object]:
     """Read a cell that papermill injected; it may hold nothing but ``name = literal``.
 
-    The paths that papermill itself adds, by ``--inject-paths`` and its like, are left out.
+    The paths that papermill itself adds, by ``--inject-paths`` and its like, are left
+    out.
     """
     values: dict[str, object] = {}
     for statement in parameters.statements(source, f"{where}, injected cell"):

@@ -1,9 +1,9 @@
 """The notebooks of the project: ``notebooks/NN_name.ipynb``, their parameters and protocols.
 
-A protocol is a YAML file beside the notebook, ``NN_name.<protocol>.yaml``: one flat mapping of
-parameter to scalar, which plain ``papermill -f`` reads too. The tier that the parameters cell
-declares as its default needs no file. A notebook ``NN_name_findings.ipynb`` reads pools of runs and
-trains nothing: it has no protocols.
+A protocol is a YAML file beside the notebook, ``NN_name.<protocol>.yaml``: one flat
+mapping of parameter to scalar, which plain ``papermill -f`` reads too. The tier that
+the parameters cell declares as its default needs no file. A notebook
+``NN_name_findings.ipynb`` reads pools of runs and trains nothing: it has no protocols.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def notebooks(folder: Path) -> dict[str, Notebook]:
 def deciders(folder: Path) -> dict[str, set[str]]:
     """Return by claim the protocols that decide it, as their heads say (``Decides: id, id``).
 
-    A claim that does not exist or belongs to another notebook is refused, and so are two
-    protocols of one scale that decide the same claim (E-CONFIG).
+    A claim that does not exist or belongs to another notebook is refused, and so are
+    two protocols of one scale that decide the same claim (E-CONFIG).
     """
     known = {claim.id: claim for claim in papers.claims()}
     protocols: dict[str, set[str]] = {}

@@ -1,7 +1,8 @@
 """Fill pools: each run in a process of its own with one thread, from a frozen copy of the commit.
 
-A run that is in the pool is skipped, one that fails is reported while the others go on, and each is
-kept as soon as it has ended: what was finished survives whatever ends the study.
+A run that is in the pool is skipped, one that fails is reported while the others go on,
+and each is kept as soon as it has ended: what was finished survives whatever ends the
+study.
 """
 
 from __future__ import annotations
@@ -228,8 +229,8 @@ def _run_all(todo: Sequence[Job], engine: str, jobs: int | None, gpus: float, fo
 def _on_ray(todo: Sequence[Job], copy: Path, gpus: float) -> Ended:
     """Execute jobs as tasks of the Ray cluster; one whose node dies is run again elsewhere.
 
-    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that could
-    run them, the jobs that are left fail.
+    Ray names a task's GPUs in ``CUDA_VISIBLE_DEVICES``. Where no node is left that
+    could run them, the jobs that are left fail.
     """
     with cluster.joined(gpus, working_dir=str(copy), excludes=["runs"]) as ray:
         task = ray.remote(num_cpus=1, num_gpus=gpus or None, max_retries=5)(_task)

@@ -1,7 +1,8 @@
 """JSON, YAML and notebooks from anywhere: a reader each, with limits; every fault is one line.
 
-Of YAML only what versions 1.1 (PyYAML, papermill) and 1.2 take alike is read: ``1:30``, ``on``,
-``012``, ``1e-5``, ``1_000`` and dates are refused, and so are tags, anchors and repeated keys.
+Of YAML only what versions 1.1 (PyYAML, papermill) and 1.2 take alike is read: ``1:30``,
+``on``, ``012``, ``1e-5``, ``1_000`` and dates are refused, and so are tags, anchors and
+repeated keys.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def _content(path: Path, limit: int) -> bytes:
 def json_object(content: bytes, where: object) -> dict[str, Any]:
     """Parse a JSON object from anywhere, or refuse it in one line (E-FORMAT).
 
-    Refused are also repeated keys, halves of surrogate pairs, whole numbers beyond a float's range,
-    and more than `DEEPEST` levels. A byte-order mark, NaN and Infinity pass.
+    Refused are also repeated keys, halves of surrogate pairs, whole numbers beyond a
+    float's range, and more than `DEEPEST` levels. A byte-order mark, NaN and Infinity
+    pass.
     """
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)

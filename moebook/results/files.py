@@ -1,7 +1,7 @@
 """The project's files: where they are, how they are written, and the hashes of its code.
 
-Comments and docstrings change no number and are not hashed; nor is what the papers print, since no
-run is made of it.
+Comments and docstrings change no number and are not hashed; nor is what the papers
+print, since no run is made of it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def locked(path: Path, *, wait: bool = False, patience: float = 1.0) -> Iterator
     """Hold a lock file for the length of the block: whoever else asks waits, or is refused.
 
     A refusal comes after a second of ``patience``: a `sweep` holds every lock for an
-    instant. The file tells who holds it, and goes with the lock, unless it was renamed or
-    its holder killed.
+    instant. The file tells who holds it, and goes with the lock, unless it was renamed
+    or its holder killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o600)
@@ -271,8 +271,8 @@ def own(folder: Path, pattern: str = "*") -> list[Path]:
 def foreign(name: str) -> bool:
     """Whether an editor, a desktop or Jupyter gave a file or folder its name, and not we.
 
-    So are hidden names (``.DS_Store``, ``.x.swp``, ``.ipynb_checkpoints``), backups (``x~``) and
-    copies (``x-Copy1.yaml``, ``x (1).yaml``, any name with a space).
+    So are hidden names (``.DS_Store``, ``.x.swp``, ``.ipynb_checkpoints``), backups
+    (``x~``) and copies (``x-Copy1.yaml``, ``x (1).yaml``, any name with a space).
     """
     return not _OWN_NAME.fullmatch(name) or bool(_COPY.search(name))
 
@@ -311,9 +311,9 @@ class _Docstrings(ast.NodeTransformer):
 def _written(node: object) -> str:
     """Write out a syntax tree as Python 3.11's `ast.dump` does, whatever the Python.
 
-    Later ones have fields that were not there (``type_params``), leave empty ones out, or
-    end a format with an empty text; a hash that was recorded under one must be found under
-    another.
+    Later ones have fields that were not there (``type_params``), leave empty ones out,
+    or end a format with an empty text; a hash that was recorded under one must be found
+    under another.
     """
     if isinstance(node, list):
         return f"[{', '.join(map(_written, node))}]"
@@ -334,7 +334,8 @@ def _written(node: object) -> str:
 def at(known: Mapping[str, Any] | None, path: Path, folder: Path) -> str | None:
     """Return what a file of a project held at a commit, as `commit` gives it; None where unknown.
 
-    That is so without git, and where the history does not reach back or had no such file.
+    That is so without git, and where the history does not reach back or had no such
+    file.
     """
     if not known:
         return None

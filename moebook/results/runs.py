@@ -1,7 +1,8 @@
 """Values, curves, and the run that holds them: one notebook, one protocol, one seed, one file.
 
-The file is parquet: a row a value or curve (items and points are compressed columns), and in its
-metadata who ran what, where and when. A digest over all of it is checked when it is read.
+The file is parquet: a row a value or curve (items and points are compressed columns),
+and in its metadata who ran what, where and when. A digest over all of it is checked
+when it is read.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def rounded(numbers: Iterable[float]) -> tuple[float, ...]:
 class Run:
     """One execution of a notebook: one protocol, one seed, some or all of its arms.
 
-    ``rows`` and ``code`` are hashes: of what it trained on (``train``) and was tested on
-    (``test``); of the ``notebook``'s code, the ``lock``, and ``modules`` by name.
+    ``rows`` and ``code`` are hashes: of what it trained on (``train``) and was tested
+    on (``test``); of the ``notebook``'s code, the ``lock``, and ``modules`` by name.
     """
 
     notebook: str  # short name, such as pesc
@@ -188,7 +189,8 @@ def write_run(path: Path, run: Run) -> None:
 def read_run(path: Path) -> Run:
     """Read a run's file; one that is no run, newer, damaged or altered is refused (E-RUN).
 
-    A process that reads the same bytes again gets the same run, which nobody may change.
+    A process that reads the same bytes again gets the same run, which nobody may
+    change.
     """
     with _readable(path):
         content = path.read_bytes()
@@ -210,8 +212,8 @@ def _unpacked(path: Path, content: bytes) -> Run:
 def read_head(path: Path) -> Run:
     """Read who ran what, and what it cost: a run without its values and curves.
 
-    It takes a hundredth of the time of `read_run`, which alone can tell whether the file was
-    altered after it was written.
+    It takes a hundredth of the time of `read_run`, which alone can tell whether the
+    file was altered after it was written.
     """
     with _readable(path):
         schema = pq.read_schema(path)
@@ -231,7 +233,8 @@ def _of_statements(run: Run) -> Run:
 def _recorded_texts() -> dict[str, str]:
     """Read which statements (`files.source`) a notebook had whose text was hashed.
 
-    So runs did up to November 2026; ``notebooks.csv`` names a commit that holds each text.
+    So runs did up to November 2026; ``notebooks.csv`` names a commit that holds each
+    text.
     """
     with Path(__file__).with_name("notebooks.csv").open(encoding="utf-8", newline="") as file:
         return {line["text"]: line["statements"] for line in csv.DictReader(file)}

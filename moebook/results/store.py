@@ -1,7 +1,8 @@
 """A pool is all runs of one protocol; verdicts, intervals and figures over seeds come from pools.
 
-``results/<notebook>/<protocol>/*.parquet`` holds the committed runs, a file each. One more file
-adds a seed, or arms to a seed, and changes nothing else but the list of what is there.
+``results/<notebook>/<protocol>/*.parquet`` holds the committed runs, a file each. One
+more file adds a seed, or arms to a seed, and changes nothing else but the list of what
+is there.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ class Pool:
         """A value less a reference, ``[S, I]`` by seed and item.
 
         The reference is a number, another value's name, or several names whose mean is
-        meant. S are the seeds that have all, if any; I is 1 where not all carry the same
-        items.
+        meant. S are the seeds that have all, if any; I is 1 where not all carry the
+        same items.
         """
         values = self.values(name)
         other_names = _names(reference)
@@ -347,7 +348,8 @@ def keep(run: Run, path: Path, folder: Path) -> None:
     """Commit a run to a file below ``results/``, then its hash to the list there.
 
     So a kill in between loses nothing: the run is there, and `unsealed` says what the
-    list lacks. What fails, on a full disk for one, leaves no run and no pool without any.
+    list lacks. What fails, on a full disk for one, leaves no run and no pool without
+    any.
     """
     place = folder / "results"
     content = packed(run)
