@@ -15,9 +15,7 @@ from moebook.methods.esft.apply import (
 )
 from moebook.methods.esft.arms import arms, budget, cost, full, lora, mix, plan, rows, start, sweep
 from moebook.methods.esft.choose import Selection, random_selection, select
-from moebook.methods.esft.config import Config
-from moebook.methods.esft.grouping import cooccurrence, group, partition
-from moebook.methods.esft.measure import (
+from moebook.methods.esft.compare import (
     at_equal_accuracy,
     by_arm,
     concentration,
@@ -29,5 +27,7 @@ from moebook.methods.esft.measure import (
     spread,
     switches,
 )
+from moebook.methods.esft.config import Config
+from moebook.methods.esft.grouping import cooccurrence, group, partition
 from moebook.methods.esft.replay import published, replay
 from moebook.methods.esft.score import Scores, measure, samples
