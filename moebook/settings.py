@@ -257,10 +257,9 @@ def restored(kind: type[Kind], values: Mapping[str, Any], where: object) -> Kind
         refuse("E-FORMAT", f"{where}: {problem}; {nearest(name, known)}")
     given = dict(values)
     for name, value in values.items():
-        annotation = known[name].annotation
         if isinstance(value, list):
             given[name] = tuple(value)
-        elif isinstance(value, dict) and is_dataclass(annotation):
-            given[name] = restored(annotation, value, where)
+        elif isinstance(value, dict) and is_dataclass(known[name].annotation):
+            given[name] = restored(known[name].annotation, value, where)
     with located(where):
         return kind(**given)

@@ -105,13 +105,13 @@ def child() -> None:
 def seeds(text: str) -> list[int]:
     """Read ``0-9``, ``3`` or ``0-2,7``; anything else is refused (E-RANGE)."""
     spans: list[range] = []
-    for span in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", span.strip())
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece.strip())
         first = int(match[1]) if match else 1
         last = int(match[2] or match[1]) if match else 0
         if first > last:
             expected = "expected rising numbers, as in 0-9 or 3"
-            refuse("E-RANGE", f"--seeds {text}: '{span}'; {expected}")
+            refuse("E-RANGE", f"--seeds {text}: '{piece}'; {expected}")
         spans.append(range(first, last + 1))
     # Counted before they are listed: a span may name a billion.
     count = sum(len(span) for span in spans)
