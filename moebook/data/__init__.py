@@ -1,4 +1,12 @@
-"""Data: embedded tasks, mixtures, chat formats, encoding, files, and data sets of the hub."""
+"""Data: embedded tasks, mixtures, chat formats, encoding, the hub's data sets."""
 
 from moebook.data.encoding import IGNORED, encode, padded
-from moebook.data.mixtures import draw, grouped, hashes, hold_out, mixture, passages, refuse_leak
+from moebook.data.mixtures import (
+    draw,
+    grouped,
+    hashes,
+    hold_out,
+    mixture,
+    passages,
+    refuse_leak,
+)

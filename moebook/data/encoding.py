@@ -1,9 +1,10 @@
-"""Rows become token ids: chat formats of the papers, labels on the answer alone, padding."""
+"""Rows become token ids: the papers' chat formats, labels on answers, padding."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from moebook.nn.batch import IGNORED
 class Format(NamedTuple):
     """How one exchange becomes text, which the end-of-sequence token always follows."""
 
-    # Maps (prompt, answer, system, which may be empty) to (text before the answer, answer's text).
+    # Of prompt, answer and system, which may be empty: the text before the answer, and
+    # the answer's.
     render: Callable[[str, str, str], tuple[str, str]]
     bos: bool  # whether the beginning-of-sequence token comes first
 
@@ -29,7 +31,7 @@ def camel(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
 
 
 def deepseek(prompt: str, answer: str, system: str = "") -> tuple[str, str]:
-    """ESFT's form: `User: ...`, an empty line, `Assistant:`; a space opens the answer's text."""
+    """ESFT's form: `User: ...`, an empty line, `Assistant:`, a space, the answer."""
     head = f"{system}\n\n" if system else ""
     return f"{head}User: {prompt}\n\nAssistant:", f" {answer}"
 
@@ -46,40 +48,47 @@ def encode(
 ) -> Dataset:
     """Tokenize rows in a chat format, with labels on the answer and its end token only.
 
-    Prompt and answer are tokenized apart, so the border never falls inside a token. A tokenizer
-    without a beginning token (Qwen's) gets none. Rows have prompt, answer and, optionally, system;
-    ``format`` is a key of `FORMATS`; rows above ``max_length`` tokens are left out and reported by
-    a warning (W-LONG). Without one all stay, and training refuses those that are too long for its
-    model. Returns columns input_ids, labels (-100 on the prompt) and length (tokens).
+    Prompt and answer are tokenized apart, so the border never falls inside a token. A
+    tokenizer without a beginning token (Qwen's) gets none. Rows have prompt, answer
+    and, optionally, system; ``format`` is a key of `FORMATS`; rows above ``max_length``
+    tokens are left out and reported by a warning (W-LONG). Without one all stay, and
+    training refuses those that are too long for its model. Returns columns input_ids,
+    labels (-100 on the prompt) and length (tokens).
     """
     if max_length is not None and max_length < 2:
         refuse("E-RANGE", f"max_length is {max_length}, expected at least 2 tokens")
     if not rows:
         refuse("E-DATA", "no rows to encode; expected at least one")
     refuse_unknown(format, FORMATS, "E-DATA", f"unknown chat format '{format}':")
-    if (eos := tokenizer.eos_token_id) is None:
-        refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
-    form, bos = FORMATS[format], tokenizer.bos_token_id
-    texts = [_rendered(row, form, index) for index, row in enumerate(rows)]
-    before, learnt = (
-        tokenizer(list(part), add_special_tokens=False)["input_ids"]
-        for part in zip(*texts, strict=True)
-    )
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        missing = "the tokenizer has no end-of-sequence token"
+        refuse("E-DATA", f"{missing}; set tokenizer.eos_token")
+    form = FORMATS[format]
+    prompts, answers = [], []
+    for index, row in enumerate(rows):
+        prompt, answer = _rendered(row, form, index)
+        prompts.append(prompt)
+        answers.append(answer)
+    before = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    learnt = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    bos = tokenizer.bos_token_id
     start = [bos] if form.bos and bos is not None else []
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
-    for prompt, answer in zip(before, learnt, strict=True):
-        ids = [*start, *prompt, *answer, eos]
+    for prompt_ids, answer_ids in zip(before, learnt, strict=True):
+        ids = [*start, *prompt_ids, *answer_ids, eos]
         if max_length is None or len(ids) <= max_length:
-            masked = len(ids) - len(answer) - 1
+            masked = len(ids) - len(answer_ids) - 1
             columns["input_ids"].append(ids)
             columns["labels"].append([IGNORED] * masked + ids[masked:])
             columns["length"].append(len(ids))
     long = len(rows) - len(columns["length"])
-    what = f"rows are longer than max_length {max_length} tokens"
+    longer = f"rows are longer than max_length {max_length} tokens"
     if long == len(rows):
-        refuse("E-DATA", f"all {len(rows)} {what}; nothing is left to train on")
+        refuse("E-DATA", f"all {len(rows)} {longer}; nothing is left to train on")
     if long:
-        warnings.warn(f"W-LONG: {long} of {len(rows)} {what} and were left out", stacklevel=2)
+        share = f"{long} of {len(rows)}"
+        warnings.warn(f"W-LONG: {share} {longer} and were left out", stacklevel=2)
     return Dataset.from_dict(columns)
 
 
@@ -93,16 +102,17 @@ def _rendered(row: Mapping[str, str], form: Format, index: int) -> tuple[str, st
 def padded(
     rows: Sequence[Sequence[int]], fill: int, *, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows ``[B, T]``, filled up on the right (or left), and the mask of what is real.
+    """Return the rows ``[B, T]``, filled up on the right (or left), and their mask.
 
     Both are int64; the mask holds 1 and 0.
     """
     if not rows:
         refuse("E-DATA", "no rows to pad; expected at least one")
-    tokens = _whole([fill, *(token for row in rows for token in row)])
+    tokens = _whole([fill, *chain.from_iterable(rows)])
     lengths = torch.tensor([len(row) for row in rows])[:, None]
-    places = torch.arange(int(lengths.max()))
-    mask = places >= len(places) - lengths if left else places < lengths
+    places = torch.arange(int(lengths.max()))  # [T]
+    fillings = len(places) - lengths
+    mask = places >= fillings if left else places < lengths
     filled = tokens[:1].expand(mask.shape).clone()
     filled[mask] = tokens[1:]
     return filled, mask.long()
@@ -111,9 +121,9 @@ def padded(
 def _whole(tokens: list[int]) -> Tensor:
     """Return token ids as int64, or refuse what is no whole number of 64 bits."""
     try:
-        made = torch.tensor(tokens)
+        ids = torch.tensor(tokens)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         refuse("E-TYPE", f"token ids are not whole numbers of 64 bits: {error}")
-    if made.dtype != torch.int64:
-        refuse("E-TYPE", f"token ids are {made.dtype}, expected whole numbers")
-    return made
+    if ids.dtype != torch.int64:
+        refuse("E-TYPE", f"token ids are {ids.dtype}, expected whole numbers")
+    return ids

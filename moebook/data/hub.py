@@ -1,8 +1,8 @@
-"""Data sets of the hub, pinned to a commit, with the papers' templates (`catalogue.yaml`).
+"""Data sets of the hub, pinned to a commit, and templates (`catalogue.yaml`).
 
-The catalogue names no commit: whoever runs an experiment pins one for each data set, and the run's
-record holds it. A folder can stand in for the hub, with data sets under the hub's names in the
-hub's files: ``openai/gsm8k/main/test.jsonl``,
+The catalogue names no commit: whoever runs an experiment pins one for each data set,
+and the run's record holds it. A folder can stand in for the hub, with data sets under
+the hub's names in the hub's files: ``openai/gsm8k/main/test.jsonl``,
 ``Rowan/hellaswag/data/validation-00000-of-00001.parquet``.
 """
 
@@ -27,10 +27,15 @@ from moebook.errors import Refusal, nearest, refuse, refuse_unknown
 from moebook.results import formed
 from moebook.settings import NAMED, Place, checked
 
-Rows = Sequence[tuple[str, Mapping[str, Any]]]  # (where it stands, raw row)
+Rows = Sequence[tuple[str, Mapping[str, Any]]]  # where a row stands, and the raw row
 LONGEST_LINE = 50_000_000  # bytes; a longer line is not a row but a mistake
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz")
-SCRIPTS = (".py", ".pyc", ".ipynb", ".sh")  # endings of what is no data: no code is ever run
+SCRIPTS = (
+    ".py",
+    ".pyc",
+    ".ipynb",
+    ".sh",
+)  # endings of what is no data: no code is ever run
 
 with formed(Path(__file__).with_name("catalogue.yaml")) as _FILE:
     CATALOGUE = {name: Source(**entry) for name, entry in _FILE["sets"].items()}
@@ -50,10 +55,11 @@ def load(
     size: int | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Load the training rows of a data set: task, domain, prompt, answer and perhaps more.
+    """Load the training rows of a data set: task, domain, prompt, answer, maybe more.
 
-    ``revision`` is the commit of the hub's repository, 40 hexadecimal digits; ``path`` a local
-    JSONL, JSON or parquet file in the hub's own form instead. The seed draws ``size`` of them.
+    ``revision`` is the commit of the hub's repository, 40 hexadecimal digits; ``path``
+    a local JSONL, JSON or parquet file in the hub's own form instead. The seed draws
+    ``size`` of them.
     """
     source = _source(name)
     rows = local(Path(path)) if path is not None else pinned(source, revision)
@@ -62,38 +68,47 @@ def load(
 
 @checked
 def pins(text: str, data: Place = "") -> dict[str, Origin]:
-    """Read commits by data set from ``name=commit,name=commit``; an empty text names none.
+    """Read commits by data set from ``name=commit,name=commit``; "" names none.
 
     All other data sets are found in the folder ``data``, or, without one, nowhere.
     """
-    pairs = [pair.split("=") for pair in text.split(",") if pair]
-    commits = {pair[0]: pair[-1] for pair in pairs}
-    if any(len(pair) != 2 for pair in pairs) or len(commits) < len(pairs):
-        refuse("E-PIN", f"revisions is '{text}', expected name=commit,name=commit, each name once")
+    commits: dict[str, Origin] = {}
+    for pair in filter(None, text.split(",")):
+        name, _, commit = pair.partition("=")
+        if pair.count("=") != 1 or name in commits:
+            expected = "expected name=commit,name=commit, each name once"
+            refuse("E-PIN", f"revisions is '{text}', {expected}")
+        commits[name] = commit
     place = folder(data)
     return defaultdict(lambda: place, commits)
 
 
 @checked
 def mixture(
-    sizes: Mapping[str, int], origins: SkipValidation[Mapping[str, Origin]], seed: int = 0
+    sizes: Mapping[str, int],
+    origins: SkipValidation[Mapping[str, Origin]],
+    seed: int = 0,
 ) -> list[Row]:
-    """Draw training rows of several data sets, from where `pins` says, and shuffle them together.
+    """Draw training rows of several data sets, from where `pins` says, shuffled.
 
     Sizes are by name, as in `MIXTURES`; names joined by + are drawn from as one pool.
     """
     if not sizes:
-        refuse("E-DATA", "the mixture names no data set; expected at least one, as {'gsm8k': 200}")
+        expected = "expected at least one, as {'gsm8k': 200}"
+        refuse("E-DATA", f"the mixture names no data set; {expected}")
     drawn = []
     for names, size in sizes.items():
-        pool = [(name, pinned(_source(name), _origin(name, origins))) for name in names.split("+")]
+        pool = []
+        for name in names.split("+"):
+            source = _source(name)
+            pool.append((name, pinned(source, _origin(name, origins))))
         drawn += _draw(f"{names}/train", pool, size, seed)
     random.Random(f"hub/{seed}").shuffle(drawn)
     return drawn
 
 
 def _origin(name: str, origins: Mapping[str, Origin]) -> Origin:
-    """Look up where a data set comes from; the dictionary of `pins` knows of every name."""
+    """Where a data set comes from; the dictionary of `pins` knows of every name."""
     try:
         return origins[name]
     except KeyError:
@@ -101,18 +116,22 @@ def _origin(name: str, origins: Mapping[str, Origin]) -> Origin:
 
 
 def _draw(label: str, pool: list[tuple[str, Rows]], size: int | None, seed: int) -> list[Row]:
-    """Map all rows of the pool, or `size` of them at random, each by its own set's template."""
-    drawn = [(name, rows, place) for name, rows in pool for place in range(len(rows))]
+    """Map all rows of the pool, or `size` at random, by their sets' templates."""
+    drawn = []
+    for name, rows in pool:
+        drawn += [(name, rows, place) for place in range(len(rows))]
+    have = len(drawn)
     if size is not None:
-        have = len(drawn)
         if not 1 <= size <= have:
-            refuse("E-DATA", f"{label}: have {have} rows, need {size}; ask for 1 to {have}")
+            need = f"have {have} rows, need {size}; ask for 1 to {have}"
+            refuse("E-DATA", f"{label}: {need}")
         drawn = random.Random(f"{label}/{seed}").sample(drawn, size)
     mapped = []
     for name, rows, place in drawn:
         where, row = rows[place]
         source = CATALOGUE[name]
-        mapped.append({"task": name, "domain": source.domain} | source.row(row, where))
+        head = {"task": name, "domain": source.domain}
+        mapped.append(head | source.row(row, where))
     return mapped
 
 
@@ -122,10 +141,11 @@ def _source(name: str) -> Source:
 
 
 class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
-    """A `datasets.Dataset` whose rows come with where they stand; nothing is read ahead."""
+    """A `datasets.Dataset` whose rows come with their place; nothing is read ahead."""
 
     def __init__(self, dataset: datasets.Dataset, origin: str) -> None:
-        self.dataset, self.origin = dataset, origin
+        self.dataset = dataset
+        self.origin = origin
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -136,7 +156,7 @@ class _Numbered(Sequence[tuple[str, Mapping[str, Any]]]):
 
 @checked
 def pinned(source: Source, revision: Origin, split: str = "") -> Rows:
-    """Open a split of a data set (the one to train on) at a commit of the hub, or of a folder.
+    """Open a split of a data set (the one to train on), at a commit or in a folder.
 
     A split may be a part of one, in the hub's form: ``validation[50%:]``.
     """
@@ -144,109 +164,151 @@ def pinned(source: Source, revision: Origin, split: str = "") -> Rows:
     if isinstance(revision, Path):
         return _part(revision, source, split)
     if not re.fullmatch("(?!0{40})[0-9a-f]{40}", revision or ""):
-        problem = f"{source.repo}: revision is {revision!r}, expected a commit"
-        refuse("E-PIN", f"{problem} of 40 hexadecimal digits (notebooks: revisions, name=commit)")
+        expected = "expected a commit of 40 hexadecimal digits"
+        expected += " (notebooks: revisions, name=commit)"
+        refuse("E-PIN", f"{source.repo}: revision is {revision!r}, {expected}")
     origin = f"{source.repo}@{revision}"
     try:
         data = datasets.load_dataset(
-            source.repo, source.config, data_files=source.files, split=split, revision=revision
+            source.repo,
+            source.config,
+            data_files=source.files,
+            split=split,
+            revision=revision,
         )
     except ConnectionError:
-        refuse("E-OFFLINE", f"{origin} is not cached, the hub out of reach; connect or give path=")
+        away = "is not cached, the hub out of reach"
+        refuse("E-OFFLINE", f"{origin} {away}; connect or give path=")
     except FileNotFoundError as error:
-        refuse("E-NOFILE", f"{origin}: {error}; check id and commit on the hub, or give path=")
+        check = "check id and commit on the hub, or give path="
+        refuse("E-NOFILE", f"{origin}: {error}; {check}")
     except RuntimeError as error:
         if "script" not in str(error):
             raise
-        refuse("E-REMOTECODE", f"{origin} is a script; pin a commit of branch refs/convert/parquet")
+        branch = "refs/convert/parquet"
+        refuse("E-REMOTECODE", f"{origin} is a script; pin a commit of branch {branch}")
     except ValueError as error:
         refuse("E-DATA", f"{origin}: {error}")
     return _Numbered(data, origin)
 
 
 def _part(place: Path, source: Source, split: str) -> Rows:
+    """Read a split of a folder, or a part of it."""
     name, _, part = split.partition("[")
-    paths = shards(place, source.repo, source.config, name)
-    rows = [pair for path in paths for pair in local(path)]
+    rows: list[tuple[str, Mapping[str, Any]]] = []
+    for path in shards(place, source.repo, source.config, name):
+        rows += local(path)
     try:
-        whole = datasets.ReadInstruction.from_spec(f"{name}[{part}" if part else name)
-        (cut,) = whole.to_absolute({name: len(rows)})
+        instruction = datasets.ReadInstruction.from_spec(split if part else name)
+        (cut,) = instruction.to_absolute({name: len(rows)})
     except (ValueError, AssertionError) as error:
-        refuse("E-DATA", f"split is '{split}', expected a part as validation[50%:]: {error}")
+        expected = "expected a part as validation[50%:]"
+        refuse("E-DATA", f"split is '{split}', {expected}: {error}")
     return rows[cut.from_ : cut.to]
 
 
 @checked
 def folder(data: Place) -> Path | None:
-    """Find the folder that stands in for the hub, in whose name ``$NAME`` is the environment's."""
+    """Find the folder that stands in for the hub; ``$NAME`` is the environment's."""
     place = Path(os.path.expandvars(data))
     if data and not place.is_dir():
-        refuse("E-NOFILE", f"{data}: no such folder of data sets; expected org/name/... in it")
+        expected = "expected org/name/... in it"
+        refuse("E-NOFILE", f"{data}: no such folder of data sets; {expected}")
     return place if data else None
 
 
 def contents(data: Place) -> dict[str, Path]:
-    """List the data files below the folder that stands in for the hub, by their place in it."""
-    if not (place := folder(data)):
+    """List the data files in the folder that stands in for the hub, by their place."""
+    place = folder(data)
+    if not place:
         return {}
-    paths = sorted(path for path in place.rglob("*") if path.name.endswith(ENDINGS))
-    return {str(path.relative_to(place)): path for path in paths}
+    files = {}
+    for path in sorted(place.rglob("*")):
+        if path.name.endswith(ENDINGS):
+            files[str(path.relative_to(place))] = path
+    return files
 
 
 @checked
 def shards(
-    place: Annotated[Path, NAMED], repository: FileName, name: FileName | None, split: FileName
+    place: Annotated[Path, NAMED],
+    repository: FileName,
+    name: FileName | None,
+    split: FileName,
 ) -> list[Path]:
-    """Find a split's file or shards, below the configuration's folder where there is one."""
+    """Find a split's file or shards, below the configuration's folder if any."""
     root = place / repository
     if not root.is_dir() and repository in COPIES:
         root = place / COPIES[repository]
     form = re.compile(rf"{re.escape(split)}(-\d+-of-(\d+))?\.(jsonl|json|parquet|jsonl\.gz)")
-    below = [(path, form.fullmatch(path.name)) for path in sorted(root.rglob("*"))
-             if name is None or name in path.relative_to(root).parts[:-1]]  # fmt: skip
-    found = {path: (path.parent, match[3], int(match[2] or 1)) for path, match in below if match}
-    if [kind[2] for kind in set(found.values())] != [len(found)]:  # one kind, all shards
-        have = ", ".join(str(path.relative_to(root)) for path in found) or "missing"
-        refuse("E-NOFILE", f"{root / (name or '')}: split '{split}' is {have}; expected one file "
-               f"{split}.jsonl, .json or .parquet, or all of {split}-00000-of-...")  # fmt: skip
-    return list(found)
+    paths = []
+    kinds = set()  # folder, ending, and how many files there are to be
+    for path in sorted(root.rglob("*")):
+        match = form.fullmatch(path.name)
+        below = name is None or name in path.relative_to(root).parts[:-1]
+        if match and below:
+            paths.append(path)
+            kinds.add((path.parent, match[3], int(match[2] or 1)))
+    counts = [count for _, _, count in kinds]
+    if counts != [len(paths)]:  # not one kind, or not all of it
+        have = ", ".join(str(path.relative_to(root)) for path in paths) or "missing"
+        where = f"{root / (name or '')}: split '{split}' is {have}"
+        one = f"one file {split}.jsonl, .json or .parquet"
+        refuse("E-NOFILE", f"{where}; expected {one}, or all of {split}-00000-of-...")
+    return paths
 
 
 @checked
 def local(path: Annotated[Path, NAMED]) -> Rows:
     """Open a JSONL, JSON or parquet file in the hub's own form."""
     if path.name.endswith(SCRIPTS):
-        refuse("E-REMOTECODE", f"{path}: a script is not data; give its output as JSONL or parquet")
+        data = "give its output as JSONL or parquet"
+        refuse("E-REMOTECODE", f"{path}: a script is not data; {data}")
     if not path.is_file():
         refuse("E-NOFILE", f"{path}: no such file; expected JSONL, JSON or parquet")
-    if path.suffix not in (".parquet", ".json"):
+    if path.suffix in (".parquet", ".json"):
+        rows = _columns(path)
+    else:
         try:
             rows = list(_lines(path))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            refuse("E-DATA", f"{path}: not a whole gzip file ({error}); fetch it again")
-    else:
-        try:
-            whole = {"data_files": str(path), "split": "train", "streaming": True}
-            parquet = path.suffix == ".parquet"
-            found = list(datasets.load_dataset("parquet", **whole)) if parquet else _json(path)
-        except Refusal:
-            raise
-        except Exception as error:  # StopIteration, RecursionError and pyarrow's own among them
-            refuse("E-DATA", f"{path}: not a readable {path.suffix[1:]} file ({error!s:.200})")
-        rows = [(f"{path}:{number}", row) for number, row in enumerate(found, 1)]
-    return rows or refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
+            broken = f"not a whole gzip file ({error})"
+            refuse("E-DATA", f"{path}: {broken}; fetch it again")
+    if not rows:
+        refuse("E-DATA", f"{path}:1: the file is empty; expected at least one row")
+    return rows
+
+
+def _columns(path: Path) -> list[tuple[str, Any]]:
+    """Read a parquet or JSON file whole."""
+    try:
+        if path.suffix == ".json":
+            rows = _json(path)
+        else:
+            table = datasets.load_dataset(
+                "parquet", data_files=str(path), split="train", streaming=True
+            )
+            rows = list(table)
+    except Refusal:
+        raise
+    except Exception as error:  # StopIteration, RecursionError, pyarrow's own
+        kind = path.suffix[1:]
+        refuse("E-DATA", f"{path}: not a readable {kind} file ({error!s:.200})")
+    return [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _json(path: Path) -> list[Any]:
-    """Read objects in a list, as columns or by line; datasets' reader dies of a mere ``null``."""
+    """Read objects in a list, as columns or by line; datasets' reader fails on null."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
         return [row for _, row in _lines(path)]
     if isinstance(content, dict):
-        columns = all(isinstance(column, list) for column in content.values())
-        lines = zip(*content.values(), strict=True) if columns else [content.values()]
-        content = [dict(zip(content, line, strict=True)) for line in lines]
+        if all(isinstance(column, list) for column in content.values()):
+            lines = zip(*content.values(), strict=True)
+            content = [dict(zip(content, line, strict=True)) for line in lines]
+        else:
+            content = [content]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise TypeError("expected objects")
     return content
@@ -257,25 +319,30 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         lines = iter(lambda: file.readline(LONGEST_LINE + 1), b"")
         for number, line in enumerate(lines, start=1):
-            where, encoding = f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"
-            if (row := _row(line, encoding, where)) is not None:
+            where = f"{path}:{number}"
+            row = _row(line, "utf-8-sig" if number == 1 else "utf-8", where)
+            if row is not None:
                 yield where, row
 
 
 def _row(line: bytes, encoding: str, where: str) -> dict[str, Any] | None:
     """Read a line's object; None where the line is blank."""
     if len(line) > LONGEST_LINE:
-        refuse("E-DATA", f"{where}: line longer than {LONGEST_LINE:,} bytes; one row a line")
+        longer = f"line longer than {LONGEST_LINE:,} bytes"
+        refuse("E-DATA", f"{where}: {longer}; one row a line")
     try:
-        if not (text := line.decode(encoding).strip()):
+        text = line.decode(encoding).strip()
+        if not text:
             return None
         value = json.loads(text)
     except UnicodeDecodeError as error:
-        refuse("E-DATA", f"{where}: invalid UTF-8 at byte {error.start}; save the file as UTF-8")
+        invalid = f"invalid UTF-8 at byte {error.start}"
+        refuse("E-DATA", f"{where}: {invalid}; save the file as UTF-8")
     except RecursionError:
         refuse("E-DATA", f"{where}: JSON nested too deeply; expected a flat object")
     except ValueError as error:
         refuse("E-DATA", f"{where}: not JSON ({error}); expected one object a line")
     if not isinstance(value, dict):
-        refuse("E-DATA", f"{where}: a row is {type(value).__name__}, expected an object")
+        kind = type(value).__name__
+        refuse("E-DATA", f"{where}: a row is {kind}, expected an object")
     return value

@@ -1,4 +1,4 @@
-"""Mixtures of tasks, free text by domain, and the guard against test items among training rows."""
+"""Mixtures of tasks, free text by domain, and the guard against trained test items."""
 
 from __future__ import annotations
 
@@ -18,26 +18,34 @@ from moebook.settings import Count, Each, checked
 Row = dict[str, str]
 Drawn = SkipValidation[Sequence[Row]]  # not copied: there may be hundreds of thousands
 PASSAGES = {  # domain: a file that ships, and the fields of its rows
-    "text": ("licence.jsonl", ("clause",)),  # clauses of licences, as lawyers wrote them
-    "code": ("docstring.jsonl", ("code",)),  # functions of Python packages
-    "mathematics": ("gsm_symbolic.jsonl", ("question", "rationale")),  # word problems, worked out
+    # Clauses of licences, as lawyers wrote them.
+    "text": ("licence.jsonl", ("clause",)),
+    # Functions of Python packages.
+    "code": ("docstring.jsonl", ("code",)),
+    # Word problems, worked out.
+    "mathematics": ("gsm_symbolic.jsonl", ("question", "rationale")),
 }
 
 
 @checked
 def mixture(sizes: Mapping[str, int], split: str, seed: int = 0) -> list[Row]:
-    """Draw rows of several tasks, so many of each, and shuffle them, all by the seed."""
+    """Draw rows of several tasks, so many of each, and shuffle them by the seed."""
     if not sizes:
-        refuse("E-DATA", "the mixture names no task; expected at least one, as {'gcd': 200}")
-    rows = [row for name, size in sizes.items() for row in tasks.rows(name, split, size, seed)]
+        expected = "expected at least one, as {'gcd': 200}"
+        refuse("E-DATA", f"the mixture names no task; {expected}")
+    rows = []
+    for name, size in sizes.items():
+        rows += tasks.rows(name, split, size, seed)
     random.Random(f"mixture/{split}/{seed}").shuffle(rows)
     return rows
 
 
 @checked
 def draw(names: Each[str], split: str, most: Count, seed: int = 0) -> list[Row]:
-    """Draw a `mixture` of up to `most` rows a task, fewer where its split holds fewer."""
-    sizes = {name: min(most, tasks.find(name).available(split)) for name in names}
+    """Draw a `mixture` of up to `most` rows a task, fewer if its split holds fewer."""
+    sizes = {}
+    for name in names:
+        sizes[name] = min(most, tasks.find(name).available(split))
     return mixture(sizes, split, seed)
 
 
@@ -51,9 +59,11 @@ def grouped(rows: Each[Row], field: str = "domain") -> dict[str, list[Row]]:
 
 def hashes(rows: Iterable[Mapping[str, str]]) -> set[str]:
     """Hash each row's prompt (sha256; case and spacing do not count)."""
-    prompts = (_text(row, "prompt", number) for number, row in enumerate(rows))
-    plain = (" ".join(prompt.casefold().split()) for prompt in prompts)
-    return {hashlib.sha256(prompt.encode()).hexdigest() for prompt in plain}
+    digests = set()
+    for number, row in enumerate(rows):
+        words = _text(row, "prompt", number).casefold().split()
+        digests.add(hashlib.sha256(" ".join(words).encode()).hexdigest())
+    return digests
 
 
 def _text(row: Mapping[str, str], name: str, number: int) -> str:
@@ -63,15 +73,17 @@ def _text(row: Mapping[str, str], name: str, number: int) -> str:
 
 @checked
 def hold_out(rows: Drawn, size: Count) -> tuple[list[Row], list[Row]]:
-    """Split shuffled rows in those to train on and the first `size`, which are held out.
+    """Split shuffled rows in those to train on and the first `size`, held out.
 
-    What shares its prompt with a held-out row (MetaMathQA answers some several times) is left out.
+    What shares its prompt with a held-out row (MetaMathQA answers some several times)
+    is left out.
     """
     held_out = list(rows[:size])
     asked = hashes(held_out)
     train = [row for row in rows[size:] if not hashes([row]) & asked]
     if not train:
-        refuse("E-DATA", f"{size} of {len(rows)} rows held out leave none to train on: lower size")
+        none = f"{size} of {len(rows)} rows held out leave none to train on"
+        refuse("E-DATA", f"{none}: lower size")
     return train, held_out
 
 
@@ -80,26 +92,30 @@ def refuse_leak(
 ) -> None:
     """Refuse evaluation rows whose prompts were trained on (E-LEAK with the count)."""
     held_out = hashes(evaluation)
-    if shared := hashes(train) & held_out:
-        count = f"{len(shared)} of {len(held_out)}"
-        refuse("E-LEAK", f"{count} evaluation prompts are among the training prompts; remove them")
+    shared = hashes(train) & held_out
+    if shared:
+        leak = f"{len(shared)} of {len(held_out)} evaluation prompts"
+        refuse("E-LEAK", f"{leak} are among the training prompts; remove them")
 
 
 @checked
 def passages(size: int, seed: int = 0) -> dict[str, list[str]]:
-    """Draw so many texts of each domain: text, code, mathematics, without prompts around them.
+    """Draw so many texts of each domain, without prompts around them.
 
-    By the templates of prompts even random weights tell tasks apart. No two texts of a domain open
-    alike, names and numbers set aside: the word problems' authors made them from templates.
+    By the templates of prompts even random weights tell tasks apart. No two texts of a
+    domain open alike, names and numbers set aside: the word problems' authors made them
+    from templates.
     """
     drawn = {}
     for domain, (file, fields) in PASSAGES.items():
-        texts = [" ".join(row[field] for field in fields) for row in shipped(file)]
+        texts = [" ".join(row[name] for name in fields) for row in shipped(file)]
         random.Random(f"passages/{domain}/{seed}").shuffle(texts)
-        apart = list({opening(text): text for text in texts}.values())
-        if not 1 <= size <= len(apart):
-            refuse("E-RANGE", f"passages: {size} texts of {domain}, expected 1 to {len(apart)}")
-        drawn[domain] = apart[:size]
+        by_opening = {opening(text): text for text in texts}
+        have = len(by_opening)
+        if not 1 <= size <= have:
+            expected = f"{size} texts of {domain}, expected 1 to {have}"
+            refuse("E-RANGE", f"passages: {expected}")
+        drawn[domain] = list(by_opening.values())[:size]
     return drawn
 
 

@@ -1,7 +1,8 @@
-"""Raw rows of the hub's data sets become prompt and answer: the templates of Rocket's Table 8.
+"""Raw rows of the hub's data sets become prompt and answer: Rocket's Table 8.
 
-Templates and expressions are jinja2's, over the fields of a raw row. Multiple choice is asked with
-letters (``choices`` in a prompt is the lettered list) and answered with letter and text.
+Templates and expressions are jinja2's, over the fields of a raw row. Multiple choice is
+asked with letters (``choices`` in a prompt is the lettered list) and answered with
+letter and text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import meta
@@ -20,17 +21,22 @@ from moebook.data.tasks.task import first_line
 from moebook.errors import refuse, refuse_unknown
 
 Row = dict[str, str]
-ROLES = {"system": "system", "user": "prompt", "human": "prompt", "assistant": "answer",
-         "gpt": "answer"}  # fmt: skip
+ROLES = {
+    "system": "system",
+    "user": "prompt",
+    "human": "prompt",
+    "assistant": "answer",
+    "gpt": "answer",
+}
 _JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A data set of the hub and how its raw rows become prompt and answer, by templates.
+    """A data set of the hub and how its raw rows become prompt and answer.
 
-    With ``options``, an expression for the list of answers to choose from, ``answer`` is an
-    expression, too: which of the ``labels`` (an expression) is right.
+    With ``options``, an expression for the list of answers to choose from, ``answer``
+    is an expression, too: which of the ``labels`` (an expression) is right.
     """
 
     repo: str  # its id on the hub
@@ -46,40 +52,50 @@ class Source:
     config: str | None = None  # its configuration, when it has several
     split: str = "train"  # what it is trained on, where that is no target
     files: str | None = None  # pattern of its files, when the repository holds many sets
-    compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
+    compare: str = "first_line"  # of COMPARE: how answers are read before they are compared
     tests: str = ""  # field with the list of tests that judge a program
-    max_new_tokens: int = 64  # enough for an answer, with a vocabulary of tens of thousands
+    max_new_tokens: int = 64  # enough for an answer, of tens of thousands of tokens
 
     @property
     def normalise(self) -> Callable[[str], str] | None:
-        """Applied to two answers before they are compared; None where only running one tells."""
+        """Applied to answers before they are compared; None if only running tells."""
         return COMPARE[self.compare]
 
     def row(self, raw: Mapping[str, Any], where: str) -> Row:
-        """Map a raw row to prompt, answer and maybe more (system, rationale, tests), or E-DATA."""
+        """Map a raw row to prompt, answer, maybe system, rationale, tests."""
         if self.form:
             return FORMS[self.form](raw, where)
         if self.options:
             return self._chosen(raw, where)
-        row = {name: _rendered(getattr(self, name), raw, where) for name in ("prompt", "answer")}
-        if self.system and (system := field(raw, self.system, where, default="")):
-            row["system"] = system
-        if isinstance(raw.get(self.tests), list):
-            row["tests"] = "\n".join(clean(test, self.tests, where) for test in raw[self.tests])
+        row = {
+            "prompt": _rendered(self.prompt, raw, where),
+            "answer": _rendered(self.answer, raw, where),
+        }
+        if self.system:
+            system = field(raw, self.system, where, default="")
+            if system:
+                row["system"] = system
+        tests = raw.get(self.tests)
+        if isinstance(tests, list):
+            row["tests"] = "\n".join(clean(test, self.tests, where) for test in tests)
         return row
 
     def _chosen(self, raw: Mapping[str, Any], where: str) -> Row:
-        """Ask the options with letters; the answer is the one that the row's label names."""
-        values = _listed(self.options, raw, where)
-        texts = [clean(value, self.options, where) for value in values]
-        lettered = [f"{chr(ord('A') + place)}. {text}" for place, text in enumerate(texts)]
-        labels = [str(whole(label)) for label in _listed(self.labels, raw, where)][: len(texts)]
+        """Ask the options with letters; the answer is the one that the label names."""
+        options = []
+        for value in _listed(self.options, raw, where):
+            options.append(clean(value, self.options, where))
+        lettered = [f"{chr(ord('A') + at)}. {text}" for at, text in enumerate(options)]
+        labels = [str(whole(label)) for label in _listed(self.labels, raw, where)]
+        labels = labels[: len(options)]
         label = whole(raw.get(self.answer))
-        if str(label).strip() not in labels:
-            refuse("E-DATA", f"{where}: answer {label!r} is none of {labels}; no unlabelled splits")
+        right = str(label).strip()
+        if right not in labels:
+            none = f"answer {label!r} is none of {labels}"
+            refuse("E-DATA", f"{where}: {none}; no unlabelled splits")
         prompt = _rendered(self.prompt, raw, where, choices="\n".join(lettered))
-        shown = lettered if self.lettered else texts
-        return {"prompt": prompt, "answer": shown[labels.index(str(label).strip())]}
+        shown = lettered if self.lettered else options
+        return {"prompt": prompt, "answer": shown[labels.index(right)]}
 
 
 @cache
@@ -96,18 +112,21 @@ def _expression(text: str) -> Callable[..., Any]:
 
 def _rendered(template: str, raw: Mapping[str, Any], where: str, **more: str) -> str:
     compiled, names = _compiled(template)
-    fields = {n: field(raw, n, where) for n in names if n not in more}
+    fields = {name: field(raw, name, where) for name in names if name not in more}
     return compiled.render(fields | more)
 
 
 def _listed(expression: str, raw: Mapping[str, Any], where: str) -> list[Any]:
-    """The list that an expression over a raw row gives; simple fields in it must be text."""
-    for name in _compiled(f"{{{{ {expression} }}}}")[1]:
+    """The list that an expression over a raw row gives; its plain fields are text."""
+    _, names = _compiled(f"{{{{ {expression} }}}}")
+    for name in names:
         if not isinstance(raw.get(name), (list, Mapping)):
             field(raw, name, where)
     values = _expression(expression)(dict(raw))
     if not isinstance(values, list) or not values:
-        kind = "missing" if isinstance(values, jinja2.Undefined) else type(values).__name__
+        kind = type(values).__name__
+        if isinstance(values, jinja2.Undefined):
+            kind = "missing"
         refuse("E-DATA", f"{where}: field '{expression}' is {kind}, expected a list")
     return values
 
@@ -118,41 +137,51 @@ def whole(value: Any) -> Any:
 
 
 def field(row: Mapping[str, Any], name: str, where: str, default: str | None = None) -> str:
-    """Take a text field of a raw row (see `clean`), or the default where it is missing or null."""
+    """Take a text field of a raw row (see `clean`), or the default where it is null."""
     value = row.get(name)
     if value is None and default is not None:
         return default
     if name not in row:
-        refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {', '.join(row)}")
+        _refuse_missing(row, name, where)
     return clean(value, name, where)
 
 
+def _refuse_missing(row: Mapping[str, Any], name: str, where: str) -> NoReturn:
+    there = ", ".join(row)
+    refuse("E-DATA", f"{where}: field '{name}' is missing; the row has {there}")
+
+
 def clean(value: object, name: str, where: str) -> str:
-    """Return a field's value; refuse anything but text without halves of surrogate pairs."""
+    """Return a field's value; refuse all but text without halves of surrogate pairs."""
     if not isinstance(value, str):
-        refuse("E-DATA", f"{where}: field '{name}' is {type(value).__name__}, expected text")
+        kind = type(value).__name__
+        refuse("E-DATA", f"{where}: field '{name}' is {kind}, expected text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        refuse("E-DATA", f"{where}: field '{name}' holds a lone surrogate at {error.start}")
+        half = f"holds a lone surrogate at {error.start}"
+        refuse("E-DATA", f"{where}: field '{name}' {half}")
     return value
 
 
 def exchange(messages: object, where: str) -> Row:
-    """Turn messages, whose roles are those of `ROLES`, into system (if any), prompt and answer."""
+    """Turn messages, by the roles of `ROLES`, into system (if any), prompt, answer."""
     if not isinstance(messages, list):
-        refuse("E-DATA", f"{where}: messages is {type(messages).__name__}, expected a list")
+        kind = type(messages).__name__
+        refuse("E-DATA", f"{where}: messages is {kind}, expected a list")
     turns = [_turn(message, where) for message in messages]
-    parts = [part for part, _ in turns]
-    if parts not in (["prompt", "answer"], ["system", "prompt", "answer"]):
-        wanted = "expected a prompt, an answer and perhaps a system message first: split long talks"
-        refuse("E-DATA", f"{where}: messages hold {', '.join(parts) or 'nothing'}; {wanted}")
+    roles = [role for role, _ in turns]
+    if roles not in (["prompt", "answer"], ["system", "prompt", "answer"]):
+        hold = ", ".join(roles) or "nothing"
+        expected = "expected a prompt, an answer and perhaps a system message first"
+        refuse("E-DATA", f"{where}: messages hold {hold}; {expected}: split long talks")
     return dict(turns)
 
 
 def _turn(message: Any, where: str) -> tuple[str, str]:
     if not isinstance(message, Mapping):
-        refuse("E-DATA", f"{where}: a message is {type(message).__name__}, expected an object")
+        kind = type(message).__name__
+        refuse("E-DATA", f"{where}: a message is {kind}, expected an object")
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
@@ -162,14 +191,17 @@ def _turn(message: Any, where: str) -> tuple[str, str]:
 
 
 def final_number(text: str) -> str:
-    """Return the last number of a text, plainly written (-1,080.50 as -1080.5); "" without one."""
-    whole = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-    numbers = re.findall(rf"(?:(?<!\w)-)?(?:{whole}(?:\.\d+)?|\.\d+)", text.replace("\u2212", "-"))
-    return format(Decimal(numbers[-1].replace(",", "")).normalize(), "f") if numbers else ""
+    """The last number of a text, plainly (-1,080.50 as -1080.5); "" without one."""
+    digits = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+    number = rf"(?:(?<!\w)-)?(?:{digits}(?:\.\d+)?|\.\d+)"
+    numbers = re.findall(number, text.replace("\u2212", "-"))
+    if not numbers:
+        return ""
+    return format(Decimal(numbers[-1].replace(",", "")).normalize(), "f")
 
 
 def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
-    """GSM8K: the final number is the answer, and the worked solution before it the rationale.
+    """GSM8K: the final number is the answer, the worked solution the rationale.
 
     Table 8 prints the worked solution as the answer; but Eq. 5 compares answers.
     """
@@ -183,15 +215,18 @@ def gsm8k(raw: Mapping[str, Any], where: str) -> Row:
 def conversation(raw: Mapping[str, Any], where: str) -> Row:
     """Take the one exchange of a ShareGPT row (from: system, human, gpt)."""
     if "conversations" not in raw:
-        refuse("E-DATA", f"{where}: field 'conversations' is missing; the row has {', '.join(raw)}")
+        _refuse_missing(raw, "conversations", where)
     return exchange(raw["conversations"], where)
 
 
 def instruction(raw: Mapping[str, Any], where: str) -> Row:
-    """Instruction, input (may be empty) and output, in small letters or capitalised (CAMEL)."""
+    """Instruction, input (may be empty) and output, also capitalised (CAMEL)."""
     raw = {key.lower(): value for key, value in raw.items()}
-    asked = [field(raw, "instruction", where), field(raw, "input", where, default="")]
-    return {"prompt": "\n".join(filter(None, asked)), "answer": field(raw, "output", where)}
+    prompt = field(raw, "instruction", where)
+    given = field(raw, "input", where, default="")
+    if prompt and given:
+        prompt += "\n"
+    return {"prompt": prompt + given, "answer": field(raw, "output", where)}
 
 
 FORMS = {"gsm8k": gsm8k, "conversation": conversation, "instruction": instruction}

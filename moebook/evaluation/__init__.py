@@ -1,3 +1,3 @@
-"""Evaluation: embedded tasks and the hub's benchmarks, one row an item, and what they come to."""
+"""Evaluation: embedded tasks and the hub's benchmarks, a row an item, and summaries."""
 
 from moebook.evaluation.benchmarks import by_benchmark, evaluate, load, paired, summary

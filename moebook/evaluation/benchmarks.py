@@ -1,9 +1,10 @@
-"""Evaluation as a table with a row an item: embedded tasks and lm-eval's benchmarks in one call.
+"""Evaluation as a table, a row an item: embedded tasks and lm-eval's benchmarks.
 
-lm-eval's have their data from the hub or from a folder, checked before any is run. Some are ours,
-in the folder ``tasks``: BoolQ without its passages, the likelihood of worked solutions (GSM8K) and
-of programs (MBPP), and HumanEval and MBPP: their files name functions of `code`, which lm-eval
-imports for whoever asks for one of the two, and which have programs judged in a sandbox.
+lm-eval's have their data from the hub or from a folder, checked before any is run. Some
+are ours, in the folder ``tasks``: BoolQ without its passages, the likelihood of worked
+solutions (GSM8K) and of programs (MBPP), and HumanEval and MBPP: their files name
+functions of `code`, which lm-eval imports for whoever asks for one of the two, and
+which have programs judged in a sandbox.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,61 +39,98 @@ from moebook.results.intervals import interval
 from moebook.settings import Count, Each, Place, checked, columns
 
 PROGRAMS = ("humaneval", "mbpp")  # what a model writes for them runs
-METRICS = ("exact_match", "acc_norm", "acc")  # the first that a benchmark reports judges it
+METRICS = (
+    "exact_match",
+    "acc_norm",
+    "acc",
+)  # the first that a benchmark reports judges it
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 
 with formed(Path(__file__).with_name("cards.yaml")) as _FILE:
     CARDS: dict[str, dict[str, Any]] = _FILE["cards"]
 OURS = Path(__file__).with_name("tasks")
-COLUMNS = ["task", "domain", "item", "correct", "nll", "nll_sum", "answer", "output",
-           "unnormalised", "chance", "asked"]  # fmt: skip
+COLUMNS = [
+    "task",
+    "domain",
+    "item",
+    "correct",
+    "nll",
+    "nll_sum",
+    "answer",
+    "output",
+    "unnormalised",
+    "chance",
+    "asked",
+]
 utils.env.from_string = functools.lru_cache(utils.env.from_string)
-"""lm-eval compiles its templates anew for every row: most of the time that a check of rows took."""
+"""lm-eval compiles its templates anew for every row: most of the time of a check."""
 MEASURES = {"score": ("accuracy (points)", 100.0), "nll": ("nll (nats)", 1.0)}
-"""Column to what a difference of it is called, and the factor that brings it to that unit."""
+"""Column to what a difference of it is called, and the factor to that unit."""
+Line = tuple[Any, ...]  # of the table, without what was asked for
 
 
 @functools.cache
 def _index() -> TaskManager:
-    """lm-eval's index of its thousands of task files: seconds to build, so only once."""
-    for name in ("tasks._index", "api.task"):  # ours replace two of its own; metrics' defaults
+    """lm-eval's index of its thousands of task files: seconds to build, so once."""
+    for name in (
+        "tasks._index",
+        "api.task",
+    ):  # ours replace two of its own; metrics' defaults
         logging.getLogger(f"lm_eval.{name}").setLevel(logging.ERROR)
     return TaskManager(include_path=str(OURS))
 
 
 @checked
 def load(names: Each[str], data: Place = "") -> dict[str, dict[str, Task]]:
-    """Load what is not embedded, by the name asked for, or refuse it before any is run."""
+    """Load what is not embedded, by the name asked for, or refuse before any is run."""
     folder = hub.folder(data)
-    for name in {*names} & {*PROGRAMS}:
-        load_yaml(OURS / f"{name}.yaml")["metadata"]["ready"]()
-    loaded: dict[str, dict[str, Task]] = {}
-    for name in (name for name in names if name not in KNOWN):
-        if name not in _index().all_tasks:
-            refuse("E-DATA", f"unknown task '{name}': {nearest(name, KNOWN)}, or one of lm-eval")
-        _refuse_code(name, (_index().task_index[name].cfg or {}).get("unsafe_code"))
-        try:
-            loaded[name] = _index().load(_local(name, folder) if folder else [name])["tasks"]
-        except ImportError as error:
-            refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            lacks = "metric is" if "module script" in reason else "data are"  # evaluate's scripts
-            refuse("E-OFFLINE", f"benchmark '{name}': its {lacks} not here ({reason}); connect, or "
-                   "give a folder of data sets")  # fmt: skip
-    for name, task in chain.from_iterable(members.items() for members in loaded.values()):
-        metrics = {} if task.config.process_results else task._metric_fn_list
-        if lost := [metric for metric, function in metrics.items() if function is None]:
-            refuse("E-OFFLINE", f"benchmark '{name}': its metric '{lost[0]}' is not here; connect")
-        _refuse_code(name, getattr(task, "UNSAFE_CODE", False))
-        task.set_fewshot_seed(seed=1234)  # lm-eval's default: the same examples as there
+    for name in PROGRAMS:
+        if name in names:
+            load_yaml(OURS / f"{name}.yaml")["metadata"]["ready"]()
+    loaded = {name: _loaded(name, folder) for name in names if name not in KNOWN}
+    for members in loaded.values():
+        for name, task in members.items():
+            _check(name, task)
+            # lm-eval's default: the same examples as there.
+            task.set_fewshot_seed(seed=1234)
     return loaded
+
+
+def _loaded(name: str, folder: Path | None) -> dict[str, Task]:
+    """Load a benchmark's tasks, from a folder or as lm-eval does."""
+    index = _index()
+    if name not in index.all_tasks:
+        known = f"{nearest(name, KNOWN)}, or one of lm-eval"
+        refuse("E-DATA", f"unknown task '{name}': {known}")
+    config = index.task_index[name].cfg or {}
+    _refuse_code(name, config.get("unsafe_code"))
+    try:
+        tasks: dict[str, Task] = index.load(_local(name, folder) if folder else [name])["tasks"]
+    except ImportError as error:
+        refuse("E-DEP", f"benchmark '{name}' needs a package: {error}")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        # The library `evaluate` has metrics as scripts on the hub.
+        lacks = "metric is" if "module script" in reason else "data are"
+        missing = f"benchmark '{name}': its {lacks} not here ({reason})"
+        refuse("E-OFFLINE", f"{missing}; connect, or give a folder of data sets")
+    return tasks
+
+
+def _check(name: str, task: Task) -> None:
+    """Refuse a task that runs code, or of which a metric could not be loaded."""
+    if not task.config.process_results:
+        for metric, function in task._metric_fn_list.items():
+            if function is None:
+                missing = f"benchmark '{name}': its metric '{metric}' is not here"
+                refuse("E-OFFLINE", f"{missing}; connect")
+    _refuse_code(name, getattr(task, "UNSAFE_CODE", False))
 
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        refuse("E-SANDBOX", f"benchmark '{name}' runs code that the model wrote, outside of a "
-               f"sandbox; take {' or '.join(PROGRAMS)}")  # fmt: skip
+        runs = f"benchmark '{name}' runs code that the model wrote, outside of a sandbox"
+        refuse("E-SANDBOX", f"{runs}; take {' or '.join(PROGRAMS)}")
 
 
 def _local(name: str, folder: Path) -> list[Any]:
@@ -104,7 +142,7 @@ def _local(name: str, folder: Path) -> list[Any]:
 
 
 class _Local(ConfigurableTask):
-    """A task whose data come from a folder; splits that it does not need are not looked for."""
+    """A task whose data come from a folder; other splits than it needs are not read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         config = {key: value for key, value in config.items() if key != "class"}
@@ -123,32 +161,34 @@ class _Local(ConfigurableTask):
                 self._check(item)
         except (Refusal, ImportError):
             raise
-        except Exception as error:  # whatever a template or a function makes of damaged rows
-            told = f"{type(error).__name__}: {error}"
-            place = f"{self.folder}: {self.at} of {', '.join(self.files)}"
-            refuse("E-DATA", f"{place} is not as on the hub ({told}); fetch the files again")
+        except Exception as error:  # whatever a template or a function makes of damage
+            at = f"{self.folder}: {self.at} of {', '.join(self.files)}"
+            why = f"{type(error).__name__}: {error}"
+            refuse("E-DATA", f"{at} is not as on the hub ({why}); fetch the files again")
 
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> Any:
-        """Fill in the template of the answer, where 1.0 counts as the 1 that it was on the hub."""
-        read = {name: whole(value) for name, value in doc.items()}
-        return super().doc_to_target(read, doc_to_target)
+        """Fill in the template of the answer, where 1.0 counts as the hub's 1."""
+        as_on_hub = {name: whole(value) for name, value in doc.items()}
+        return super().doc_to_target(as_on_hub, doc_to_target)
 
     def _check(self, item: Mapping[str, Any]) -> None:
-        """Fill a task's templates in; an empty field in a text raises, as does an odd answer.
+        """Fill a task's templates in; an empty field or an odd answer raises.
 
-        A template may ask whether a field is null: the worked answers of MGSM's test rows are.
+        A template may ask whether a field is null: the worked answers of MGSM's test
+        rows are.
         """
         given = {name: value for name, value in item.items() if not _missing(value)}
         nulls = dict.fromkeys(item.keys() - given)
         try:
             self._check_filled(given)
         except UndefinedError:
-            if self._prints_null({**given, **nulls}):
+            with_nulls = {**given, **nulls}
+            if self._prints_null(with_nulls):
                 raise
-            self._check_filled({**given, **nulls})
+            self._check_filled(with_nulls)
 
     def _prints_null(self, item: Mapping[str, Any]) -> bool:
-        """Whether the question or the answer holds a null, which a template writes as None."""
+        """Whether question or answer hold a null, which a template writes as None."""
         filled = f"{self.doc_to_text(item)} {self.doc_to_target(item)}"
         known = " ".join(str(value) for value in item.values() if value is not None)
         return filled.count("None") > known.count("None")
@@ -158,22 +198,26 @@ class _Local(ConfigurableTask):
         answer = self.doc_to_target(item)
         if self.config.doc_to_choice is not None:
             options = self.doc_to_choice(item)
-            # With many contexts and one ending (WinoGrande), the right one is what is asked.
+            # With many contexts and one ending (WinoGrande), the right one is what is
+            # asked.
             self._check_gold(asked if self.multiple_input else answer, options)
         if self.config.task in PROGRAMS:
             self.config.metadata["tests"](self.config.task, item)
 
     def _check_gold(self, gold: Any, options: Sequence[Any]) -> None:
-        """Raise unless an answer, or each of several, is one of the options or its place.
+        """Raise unless an answer, or each of several, is an option or its place.
 
-        lm-eval itself takes any other answer for a wrong one, and True for the second option.
+        lm-eval itself takes any other answer for a wrong one, and True for the second
+        option.
         """
         if not all(isinstance(option, str) for option in options):
             raise TypeError(f"the options are {options}, expected texts")
-        for each in gold if isinstance(gold, list) and gold else [gold]:
-            is_place = type(each) is int and 0 <= each < len(options)
-            if not is_place and each not in options:
-                raise ValueError(f"answer {gold!r} of {options}; expected its place or its text")
+        answers = gold if isinstance(gold, list) and gold else [gold]
+        for answer in answers:
+            is_place = type(answer) is int and 0 <= answer < len(options)
+            if not is_place and answer not in options:
+                expected = "expected its place or its text"
+                raise ValueError(f"answer {gold!r} of {options}; {expected}")
         if self.gold_kind not in (None, type(gold)):
             others = f"{self.gold_kind.__name__} in the items before"
             raise TypeError(f"answer {gold!r} is {type(gold).__name__}, {others}")
@@ -182,12 +226,15 @@ class _Local(ConfigurableTask):
     def download(self, *_: Any, **__: Any) -> None:
         """Read the splits' files, each by the project's reader of data of the hub."""
         self.dataset = {}
-        for split in {getattr(self.config, kind) for kind in SPLITS} - {None}:
-            files = hub.shards(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split)
-            rows = [row for file in files for _, row in hub.local(file)]
-            self.files |= {str(path.relative_to(self.folder)): path for path in files}
+        splits = {getattr(self.config, kind) for kind in SPLITS}
+        for split in splits - {None}:
+            rows = []
+            for file in hub.shards(self.folder, str(self.DATASET_PATH), self.DATASET_NAME, split):
+                rows += [row for _, row in hub.local(file)]
+                self.files[str(file.relative_to(self.folder))] = file
             self.dataset[split] = Dataset.from_list(rows)
-        self.at = "an item" if self.config.process_docs else "item 1"  # which lm-eval tries
+        # lm-eval tries the first one.
+        self.at = "an item" if self.config.process_docs else "item 1"
 
 
 def _missing(value: object) -> bool:
@@ -195,36 +242,49 @@ def _missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[tuple[Any, ...]]:
-    """Run lm-eval's engine (its ``simple_evaluate`` would seed all random generators anew)."""
+def rows(lm: InMemory, tasks: dict[str, Task], limit: int | None) -> list[Line]:
+    """Run lm-eval's engine (its ``simple_evaluate`` would seed all generators anew)."""
     wanted: Any = {"tasks": tasks, "groups": {}}
     results: Any = evaluator.evaluate(lm, wanted, limit=limit, bootstrap_iters=0)
-    return [
-        _row(task, sample, lm)
-        for task, samples in ((task, results["samples"][task]) for task in tasks)
-        for sample in samples  # of the first way to read an answer; some benchmarks list several
-        if sample["filter"] == samples[0]["filter"]
-    ]
+    lines = []
+    for task in tasks:
+        samples = results["samples"][task]
+        for sample in samples:
+            # The first way to read an answer; some benchmarks list several.
+            if sample["filter"] == samples[0]["filter"]:
+                lines.append(_row(task, sample, lm))
+    return lines
 
 
-def _row(task: str, sample: dict[str, Any], lm: InMemory) -> tuple[Any, ...]:
+def _row(task: str, sample: dict[str, Any], lm: InMemory) -> Line:
     """One item of the table; a gold answer is known where the choices were scored."""
-    scores, target = sample["filtered_resps"], sample["target"]
+    scores = sample["filtered_resps"]
+    target = sample["target"]
     nll = nats = np.nan
-    answer, chance = str(target), 0.0
-    output = str(sample["resps"][0][0])  # the text as the model wrote it, before any filter
+    chance = 0.0
+    answer = str(target)
+    output = str(sample["resps"][0][0])  # as the model wrote it, before any filter
     if isinstance(scores[0], tuple):
-        output = str(max(range(len(scores)), key=lambda choice: scores[choice][0]))
-        chance = 1 / len(scores) if len(scores) > 1 else 0.0
-        gold = target if len(scores) > 1 else 0
-        if isinstance(gold, int) and 0 <= gold < len(scores):
+        choices = range(len(scores))
+        output = str(max(choices, key=lambda choice: scores[choice][0]))
+        gold = 0
+        if len(scores) > 1:
+            gold = target
+            chance = 1 / len(scores)
+        if isinstance(gold, int) and gold in choices:
             context, text = sample["arguments"][gold]
-            answer, nats = text.strip(), -scores[gold][0]
-            scored = lm._encode_pair(context, text)[1] if context else lm.tok_encode(text, False)
+            if context:
+                _, scored = lm._encode_pair(context, text)
+            else:
+                scored = lm.tok_encode(text, False)
+            answer = text.strip()
+            nats = -scores[gold][0]
             nll = nats / len(scored)
-    correct = int(next(sample[metric] for metric in METRICS if metric in sample))
+    metric = next(metric for metric in METRICS if metric in sample)
+    correct = int(sample[metric])
     plain = int(sample.get("acc", correct))
-    return task, "benchmark", sample["doc_id"], correct, nll, nats, answer, output, plain, chance
+    item = sample["doc_id"]
+    return task, "benchmark", item, correct, nll, nats, answer, output, plain, chance
 
 
 @checked
@@ -243,41 +303,51 @@ def evaluate(
 ) -> pd.DataFrame:
     """Evaluate a model on embedded tasks and on lm-eval's benchmarks, by name.
 
-    An embedded task counts an item as correct when greedy generation equals the gold answer after
-    the task's normalisation; its likelihood is that of the gold answer with the end token, and
-    items are tokenized as training rows are. A benchmark counts as lm-eval does: exact match, else
-    accuracy by likelihood normalised by length, else plain accuracy. A group stands for its
-    members; ``split`` is of embedded tasks alone. They are asked in the chat ``format``, and with
-    ``chat`` benchmarks are, too, for a model trained on such rows; programs never. ``data`` is a
-    folder of the benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
-    ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP alone.
+    An embedded task counts an item as correct when greedy generation equals the gold
+    answer after the task's normalisation; its likelihood is that of the gold answer
+    with the end token, and items are tokenized as training rows are. A benchmark counts
+    as lm-eval does: exact match, else accuracy by likelihood normalised by length, else
+    plain accuracy. A group stands for its members; ``split`` is of embedded tasks
+    alone. They are asked in the chat ``format``, and with ``chat`` benchmarks are, too,
+    for a model trained on such rows; programs never. ``data`` is a folder of the
+    benchmarks' data sets, in whose name ``$NAME`` stands in the environment, or "".
+    ``programs`` are ``sampling`` and ``keep`` of `code.rows`, of HumanEval and MBPP
+    alone.
 
     Returns:
-        One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``, its number;
-        ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a token; ``nll_sum``, its
-        nats in all (both NaN where a benchmark only generates); ``answer``, the gold one;
-        ``output``, the model's text or the number of its choice; ``unnormalised``, `correct` before
-        likelihoods are divided by length; ``chance``, what guessing gets; ``asked``, the name or
-        group asked for.
-        Its ``attrs["files"]`` are the files below ``data`` that were read, by name.
+        One row an item: ``task``; ``domain`` (``benchmark`` for the hub's); ``item``,
+        its number; ``correct``, 0 or 1, or pass@k; ``nll``, the gold answer's nats a
+        token; ``nll_sum``, its nats in all (both NaN where a benchmark only generates);
+        ``answer``, the gold one; ``output``, the model's text or the number of its
+        choice; ``unnormalised``, `correct` before likelihoods are divided by length;
+        ``chance``, what guessing gets; ``asked``, the name or group asked for. Its
+        ``attrs["files"]`` are the files below ``data`` that were read, by name.
     """
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     if not names:
         refuse("E-DATA", f"no task to evaluate on; {nearest('', KNOWN)}")
-    if programs and not {*names} & {*PROGRAMS}:
-        refuse("E-USAGE", f"only {' and '.join(PROGRAMS)} sample programs and keep them")
+    if programs and not any(name in PROGRAMS for name in names):
+        which = " and ".join(PROGRAMS)
+        refuse("E-USAGE", f"only {which} sample programs and keep them")
     loaded = load(names, data)
+    files: dict[str, Path] = {}
     with evaluating(model):
         lm = InMemory(model, tokenizer, batch_size, format if chat else "")
-        lines = _embedded(lm, [name for name in names if name in KNOWN], limit, split, format)
+        embedded = [name for name in names if name in KNOWN]
+        lines = _embedded(lm, embedded, limit, split, format)
         for name, members in loaded.items():
-            run = members[name].config.metadata["rows"] if name in PROGRAMS else rows
-            made = run(lm, members, limit, **programs if name in PROGRAMS else {})
-            lines += [(*row, name) for row in made]
+            if name in PROGRAMS:
+                run = members[name].config.metadata["rows"]
+                of_name = run(lm, members, limit, **programs)
+            else:
+                of_name = rows(lm, members, limit)
+            lines += [(*line, name) for line in of_name]
     lines.sort(key=lambda line: names.index(line[-1]))
+    for members in loaded.values():
+        for task in members.values():
+            files |= getattr(task, "files", {})
     table = pd.DataFrame(lines, columns=COLUMNS)
-    read = [getattr(task, "files", {}) for each in loaded.values() for task in each.values()]
-    table.attrs["files"] = {name: path for files in read for name, path in files.items()}
+    table.attrs["files"] = files
     return table
 
 
@@ -286,21 +356,38 @@ def summary(
     table: Annotated[pd.DataFrame, columns("task asked", shares="correct unnormalised chance")],
     base: str = "",
 ) -> pd.DataFrame:
-    """Put what `evaluate` found beside chance and beside the scores of the base's model card.
+    """Put what `evaluate` found beside chance and the scores of the base's model card.
 
-    A line a name asked for, in which a group's tasks count equally: accuracy, the same of
-    likelihoods normalised by length (where the benchmark has it), its standard error over items,
-    chance, rows, and the published score, NaN where `cards.yaml` has none.
+    A line a name asked for, in which a group's tasks count equally: accuracy, the same
+    of likelihoods normalised by length (where the benchmark has it), its standard error
+    over items, chance, rows, and the published score, NaN where `cards.yaml` has none.
     """
-    names = {name: card for key, card in CARDS.items() for name in (key, card["repository"])}
-    scores = names.get(base.partition("@")[0], {}).get("scores", {})
+    published = {}
+    repository = base.partition("@")[0]
+    for name, card in CARDS.items():
+        if repository in (name, card["repository"]):
+            published = card.get("scores", {})
     lines = {}
-    for name, part in table.groupby("asked", sort=False):
-        tasks = part.groupby("task")
+    for name, items in table.groupby("asked", sort=False):
+        tasks = items.groupby("task")
         means = tasks[["unnormalised", "correct", "chance"]].mean().mean()
-        error = (tasks.correct.sem() ** 2).sum(min_count=1) ** 0.5 / tasks.ngroups
-        lines[name] = [*means[:2], error, means.chance, len(part), scores.get(name, np.nan) / 100]
-    columns = ["accuracy", "normalised", "its standard error", "chance", "rows", "published"]
+        squares = (tasks.correct.sem() ** 2).sum(min_count=1)
+        lines[name] = [
+            means.unnormalised,
+            means.correct,
+            squares**0.5 / tasks.ngroups,
+            means.chance,
+            len(items),
+            published.get(name, np.nan) / 100,
+        ]
+    columns = [
+        "accuracy",
+        "normalised",
+        "its standard error",
+        "chance",
+        "rows",
+        "published",
+    ]
     return pd.DataFrame.from_dict(lines, orient="index", columns=columns)
 
 
@@ -309,76 +396,102 @@ def by_benchmark(
     table: Annotated[pd.DataFrame, columns("task domain", shares="correct")],
     domains: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
-    """Weigh the items of `evaluate`'s table as the papers' averages do: benchmarks count equally.
+    """Weigh items as the papers' averages do: benchmarks count equally.
 
-    ``domains`` maps benchmarks, whose subjects (as MMLU's) count as one, to domains; any other task
-    is its own. Returns a copy with ``benchmark``; ``domain``; ``weight``, whose mean is 1 and whose
-    sum is equal over benchmarks; ``score``, ``correct`` times the weight, whose mean is that of the
-    benchmarks' accuracies; ``domain_score``, the same within a domain.
+    ``domains`` maps benchmarks, whose subjects (as MMLU's) count as one, to domains;
+    any other task is its own. Returns a copy with ``benchmark``; ``domain``;
+    ``weight``, whose mean is 1 and whose sum is equal over benchmarks; ``score``,
+    ``correct`` times the weight, whose mean is that of the benchmarks' accuracies;
+    ``domain_score``, the same within a domain.
     """
-    domains = domains or {}
-    longest = sorted(domains, key=len, reverse=True)
-    benchmarks = {
-        task: next((name for name in longest if f"{task}_".startswith(f"{name}_")), task)
-        for task in table.task.unique()
-    }
+    domains = dict(domains or {})
+    benchmarks = {task: _benchmark(task, domains) for task in table.task.unique()}
     items = table.assign(benchmark=table.task.map(benchmarks))
-    named = dict(zip(items.benchmark, items.domain, strict=True))
-    items["domain"] = items.benchmark.map(named | dict(domains))
+    own = dict(zip(items.benchmark, items.domain, strict=True))
+    items["domain"] = items.benchmark.map(own | domains)
+
+    # The same sum of weights for each benchmark, of all and of those in its domain.
     size = items.groupby("benchmark").correct.transform("size")
-    inside = items.groupby("domain")
-    of_domain = inside.correct.transform("size") / inside.benchmark.transform("nunique")
+    of_domain = items.groupby("domain")
+    fair = of_domain.correct.transform("size") / of_domain.benchmark.transform("nunique")
     items["weight"] = len(items) / items.benchmark.nunique() / size
     items["score"] = items.correct * items.weight
-    items["domain_score"] = items.correct * (of_domain / size)
+    items["domain_score"] = items.correct * (fair / size)
     return items
+
+
+def _benchmark(task: str, benchmarks: Iterable[str]) -> str:
+    """The benchmark, with the longest name, of which a task is a subject, or itself."""
+    for name in sorted(benchmarks, key=len, reverse=True):
+        if f"{task}_".startswith(f"{name}_"):
+            return name
+    return task
 
 
 @checked
 def paired(
     tables: Mapping[
-        str, Annotated[pd.DataFrame, columns("task", numbers="item score", lacking="nll")]
+        str,
+        Annotated[pd.DataFrame, columns("task", numbers="item score", lacking="nll")],
     ],
     pairs: Each[tuple[str, str]],
     columns: Each[Literal["score", "nll"]] = ("score", "nll"),
 ) -> pd.DataFrame:
-    """Compare arms of one run item by item, for each pair the first arm less the second.
+    """Compare arms of a run item by item, for each pair the first less the second.
 
-    ``tables`` are from `by_benchmark`, by arm, over the same items. Returns a line for each measure
-    of a pair that ran: ``difference``, ``95 % from``, ``to`` (over test items, not trainings) and
-    ``half width``, about the smallest difference that would have stood out.
+    ``tables`` are from `by_benchmark`, by arm, over the same items. Returns a line for
+    each measure of a pair that ran: ``difference``, ``95 % from``, ``to`` (over test
+    items, not trainings) and ``half width``, about the smallest difference that would
+    have stood out.
     """
     lines = {}
     for one, other in pairs:
         if one not in tables or other not in tables:
             continue
-        items = [tables[arm][["task", "item"]].to_numpy() for arm in (one, other)]
-        if not np.array_equal(*items):
-            refuse("E-DATA", f"{one} and {other} were evaluated on other items: compare the same")
+        first, second = tables[one], tables[other]
+        items = ["task", "item"]
+        if not np.array_equal(first[items].to_numpy(), second[items].to_numpy()):
+            differ = f"{one} and {other} were evaluated on other items"
+            refuse("E-DATA", f"{differ}: compare the same")
         for column in columns:
             name, factor = MEASURES[column]
-            gaps = tables[one][column].to_numpy(float) - tables[other][column].to_numpy(float)
+            gaps = first[column].to_numpy(float) - second[column].to_numpy(float)
             gaps = factor * gaps[~np.isnan(gaps)]
-            low, high = (len(gaps) and interval(gaps[None])) or (np.nan, np.nan)
-            mean = gaps.mean() if len(gaps) else np.nan
-            lines[f"{one} minus {other}", name] = [mean, low, high, (high - low) / 2]
+            lines[f"{one} minus {other}", name] = _line(gaps)
     return pd.DataFrame(lines, index=["difference", "95 % from", "to", "half width"]).T
+
+
+def _line(gaps: np.ndarray) -> list[float]:
+    """The mean difference, its interval, and half of that; NaN where there is none."""
+    if not len(gaps):
+        return [np.nan] * 4
+    low, high = interval(gaps[None]) or (np.nan, np.nan)
+    return [gaps.mean(), low, high, (high - low) / 2]
 
 
 def _embedded(
     lm: InMemory, names: list[str], limit: int | None, split: str, format: str
-) -> list[tuple[Any, ...]]:
-    items, pairs, limits, table = [], [], [], []
+) -> list[Line]:
+    """Ask embedded tasks: greedy answers, and the likelihood of the gold ones."""
+    items = []
+    pairs = []
+    limits = []
     for name in names:
         task = tasks.find(name)
         available = task.available(split)
-        drawn = tasks.rows(name, split, min(limit or available, available))
-        items += [(task, number, row["answer"]) for number, row in enumerate(drawn)]
-        pairs += lm.pairs(drawn, format)
-        limits += [(task.max_new_tokens, ())] * len(drawn)
-    results = zip(items, lm.examine(pairs, limits), pairs, strict=True)
-    for (task, number, answer), (text, nats), (_, scored) in results:
+        rows = tasks.rows(name, split, min(limit or available, available))
+        items += [(task, number, row["answer"]) for number, row in enumerate(rows)]
+        pairs += lm.pairs(rows, format)
+        limits += [(task.max_new_tokens, ())] * len(rows)
+    # All tasks at once: rows of several make fuller batches.
+    results = lm.examine(pairs, limits)
+    lines = []
+    for (task, number, answer), (_, scored), (text, score) in zip(
+        items, pairs, results, strict=True
+    ):
         correct = int(task.normalise(text) == task.normalise(answer))
-        found = task.name, task.domain, number, correct, -nats / len(scored), -nats, answer, text
-        table.append((*found, correct, task.majority, task.name))
-    return table
+        counts = (number, correct, -score / len(scored), -score)
+        texts = (answer, text)
+        guess = (correct, task.majority, task.name)
+        lines.append((task.name, task.domain, *counts, *texts, *guess))
+    return lines

@@ -1,12 +1,13 @@
-"""HumanEval and MBPP: the model writes programs, and their tests judge them, in a sandbox only.
+"""HumanEval and MBPP: a model writes programs, their tests judge them, in a sandbox.
 
-HumanEval (Chen et al., 2021) is completed after its prompt, without its last line end, up to a line
-that begins something new; MBPP (Austin et al., 2021) after three solved tasks, numbers 2 to 4 of
-its prompt split, up to "[DONE]". An item's value is the unbiased estimate of pass@k from n samples,
-so that the mean over items and its standard error are those of the benchmark. Samples are drawn at
-a temperature from all tokens, where Chen et al. keep the likeliest 95 %; greedy by default. Tests
-of MBPP that hand over objects of the program's own classes fail any program here: only plain values
-cross (`sandbox`).
+HumanEval (Chen et al., 2021) is completed after its prompt, without its last line end,
+up to a line that begins something new; MBPP (Austin et al., 2021) after three solved
+tasks, numbers 2 to 4 of its prompt split, up to "[DONE]". An item's value is the
+unbiased estimate of pass@k from n samples, so that the mean over items and its standard
+error are those of the benchmark. Samples are drawn at a temperature from all tokens,
+where Chen et al. keep the likeliest 95 %; greedy by default. Tests of MBPP that hand
+over objects of the program's own classes fail any program here: only plain values cross
+(`sandbox`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import random
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from math import comb
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -62,8 +63,8 @@ class Sampling:
         if self.k > self.samples:
             refuse("E-RANGE", f"k is {self.k}, expected 1 to {self.samples} (samples)")
         if self.samples > 1 and self.temperature == 0:
-            refuse("E-RANGE", f"temperature is 0: {self.samples} samples would be the same; take "
-                   "0.2 for k = 1, 0.8 for more")  # fmt: skip
+            same = f"temperature is 0: {self.samples} samples would be the same"
+            refuse("E-RANGE", f"{same}; take 0.2 for k = 1, 0.8 for more")
 
 
 GREEDY = Sampling()
@@ -71,100 +72,141 @@ GREEDY = Sampling()
 
 @checked
 def pass_at(k: Size, samples: Size, passed: Annotated[int, Field(ge=0)]) -> float:
-    """Estimate the chance that one of k programs passes, without bias (Chen et al., Eq. 1)."""
+    """Estimate the chance that one of k passes, without bias (Chen et al., Eq. 1)."""
     if k > samples or passed > samples:
-        refuse("E-RANGE", f"k is {k}, passed {passed}, expected at most {samples} (samples)")
-    return 1 - comb(samples - passed, k) / comb(samples, k)
+        given = f"k is {k}, passed {passed}"
+        refuse("E-RANGE", f"{given}, expected at most {samples} (samples)")
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def tests(task: str, item: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an item's programs are judged by, as keywords of `sandbox.judged`.
 
-    The helpers that a prompt of HumanEval defines are the judge's own: the program may not change
-    what the tests measure with.
+    The helpers that a prompt of HumanEval defines are the judge's own: the program may
+    not change what the tests measure with.
     """
     if task == "mbpp":
         if not isinstance(item["test_list"], list):
             raise TypeError("field 'test_list' is no list")
-        before, given, parts = "", item["test_setup_code"], item["test_list"]
+        before = ""
+        given = item["test_setup_code"]
+        tests = "\n".join(item["test_list"])
         solution = ast.parse(item["code"]).body
         own = [node.name for node in solution if isinstance(node, ast.FunctionDef)]
     else:
-        before, own = item["prompt"], [item["entry_point"]]
-        given, parts = before, [item["test"], f"check({item['entry_point']})"]
-    told = "\n".join(parts)
-    ast.parse(f"{given}\n{told}")
-    return {"before": before, "given": given, "tests": told, "own": own}
+        before = given = item["prompt"]
+        own = [item["entry_point"]]
+        tests = f"{item['test']}\ncheck({item['entry_point']})"
+    ast.parse(f"{given}\n{tests}")
+    return {"before": before, "given": given, "tests": tests, "own": own}
 
 
 @checked
 def rows(
-    lm: InMemory, tasks: dict[str, Task], limit: int | None,
-    *, sampling: Sampling = GREEDY, keep: str | Path = "",
-) -> list[tuple[Any, ...]]:  # fmt: skip
-    """Have programs written and judged: a row an item, as in `evaluation.evaluate`'s table.
+    lm: InMemory,
+    tasks: dict[str, Task],
+    limit: int | None,
+    *,
+    sampling: Sampling = GREEDY,
+    keep: str | Path = "",
+) -> list[tuple[Any, ...]]:
+    """Have programs written and judged: a row an item, as in `evaluate`'s table.
 
-    A folder ``keep`` has a file an item, written when its programs are judged; what is there is not
-    asked again, and must be of the same model, asked in the same way.
+    A folder ``keep`` has a file an item, written when its programs are judged; what is
+    there is not asked again, and must be of the same model, asked in the same way.
     """
     ((name, task),) = tasks.items()
     items = list(islice(task.eval_docs, limit))
-    examples = task.fewshot_docs() if task.config.num_fewshot else []
-    shown = "".join(f"{task.doc_to_text(row)}{row['code']}\n[DONE]\n\n"
-                    for row in examples if row["task_id"] in SHOWN)  # fmt: skip
+    solved = _solved(task)
     how = task.config.generation_kwargs
     limits = how["max_gen_toks"], tuple(how["until"])
-    asked = [Asked(f"{name}-{number}", shown + task.doc_to_text(item), limits, tests(name, item))
-             for number, item in enumerate(items)]  # fmt: skip
-    known = _programs(lm, asked, sampling, keep)
-    reasons = Counter(verdict for programs in known for _, verdict in programs)
-    for reason, count in reasons.items():
-        if not reason.startswith(("passed", "failed")):
-            told = f"W-CODE: {name}: {count} of {reasons.total()} programs, {reason}"
-            warnings.warn(told, stacklevel=4)
+    asked = []
+    for number, item in enumerate(items):
+        prompt = solved + task.doc_to_text(item)
+        asked.append(Asked(f"{name}-{number}", prompt, limits, tests(name, item)))
+    answers = _programs(lm, asked, sampling, keep)
+    _warn(name, answers)
     lines = []
-    for number, (item, programs) in enumerate(zip(items, known, strict=True)):
+    for number, (item, programs) in enumerate(zip(items, answers, strict=True)):
         passed = sum(verdict == "passed" for _, verdict in programs)
         value = pass_at(sampling.k, sampling.samples, passed)
         right = item.get("code") or item["canonical_solution"]
-        found = name, "benchmark", number, value, np.nan, np.nan, right, programs[0][0]
-        lines.append((*found, value, 0.0))
+        text, _ = programs[0]
+        # Nothing is scored, and chance gets nothing.
+        nll = nats = np.nan
+        lines.append((name, "benchmark", number, value, nll, nats, right, text, value, 0.0))
     return lines
+
+
+def _solved(task: Task) -> str:
+    """The solved tasks that stand before one of MBPP's; HumanEval has none."""
+    text = ""
+    if task.config.num_fewshot:
+        for row in task.fewshot_docs():
+            if row["task_id"] in SHOWN:
+                text += f"{task.doc_to_text(row)}{row['code']}\n[DONE]\n\n"
+    return text
+
+
+def _warn(name: str, answers: list[Programs]) -> None:
+    """Warn of programs that were neither right nor wrong, by what happened to them."""
+    verdicts: Counter[str] = Counter()
+    for programs in answers:
+        verdicts.update(verdict for _, verdict in programs)
+    for verdict, count in verdicts.items():
+        if not verdict.startswith(("passed", "failed")):
+            share = f"{count} of {verdicts.total()} programs, {verdict}"
+            warnings.warn(f"W-CODE: {name}: {share}", stacklevel=5)
 
 
 def _programs(
     lm: InMemory, asked: list[Asked], sampling: Sampling, keep: str | Path
 ) -> list[Programs]:
-    """Take the programs that are kept; have the others written and judged, some items at a time."""
-    start, known = f"{hashed(lm.model.state_dict()) if keep else ''} {sampling}", {}
-    digests = {each.name: hashlib.sha256(f"{start} {each}".encode()).hexdigest() for each in asked}
-    paths = {name: Path(keep) / f"{name}.json" for name in digests if keep}
-    for name in (name for name, path in paths.items() if path.exists()):
-        found = read_json(paths[name])
-        if found.get("digest") != digests[name]:
-            refuse("E-EXISTS", f"{paths[name]} is of another model or other settings; take another "
-                   "folder, or delete it")  # fmt: skip
-        known[name] = found["programs"]
-    rest = [each for each in asked if each.name not in known]
-    together = -(-lm.batch // sampling.samples)
-    for at in progress(range(0, len(rest), together), "programs"):
-        for name, programs in _judged(lm, rest[at : at + together], sampling).items():
-            known[name] = programs
-            if keep:
-                write(paths[name], json.dumps({"digest": digests[name], "programs": programs}))
-    return [known[each.name] for each in asked]
+    """Take the programs that are kept; have the others written and judged."""
+    model = hashed(lm.model.state_dict()) if keep else ""
+    digests = {}
+    programs: dict[str, Programs] = {}
+    for item in asked:
+        question = f"{model} {sampling} {item}"
+        digests[item.name] = hashlib.sha256(question.encode()).hexdigest()
+        path = Path(keep) / f"{item.name}.json"
+        if keep and path.exists():
+            file = read_json(path)
+            if file.get("digest") != digests[item.name]:
+                other = f"{path} is of another model or other settings"
+                refuse("E-EXISTS", f"{other}; take another folder, or delete it")
+            programs[item.name] = file["programs"]
+    missing = [item for item in asked if item.name not in programs]
+    together = math.ceil(lm.batch / sampling.samples)  # items whose samples fill a batch
+    for start in progress(range(0, len(missing), together), "programs"):
+        judged_now = _judged(lm, missing[start : start + together], sampling)
+        programs |= judged_now
+        if keep:
+            for name, of_item in judged_now.items():
+                file = {"digest": digests[name], "programs": of_item}
+                write(Path(keep) / f"{name}.json", json.dumps(file))
+    return [programs[item.name] for item in asked]
 
 
 def _judged(lm: InMemory, asked: list[Asked], sampling: Sampling) -> dict[str, Programs]:
     """Have the samples of a few items written in one go, and judged side by side."""
-    every = [(each, sample) for each in asked for sample in range(sampling.samples)]
-    draws = [random.Random(f"{sampling.seed}/{each.name}/{sample}") for each, sample in every]
-    contexts, limits = [lm.tok_encode(each.prompt) for each, _ in every], asked[0].limits
+    items = []  # each as often as it is sampled
+    draws = []
+    for item in asked:
+        for sample in range(sampling.samples):
+            items.append(item)
+            draws.append(random.Random(f"{sampling.seed}/{item.name}/{sample}"))
+    contexts = [lm.tok_encode(item.prompt) for item in items]
+    limits = [item.limits for item in items]
     drawn = (sampling.temperature, draws) if sampling.temperature else None
-    texts = lm.answer(contexts, [limits] * len(every), drawn)
-    found: dict[str, Programs] = {each.name: [] for each in asked}
+    texts = lm.answer(contexts, limits, drawn)
+
+    def judge(text: str, item: Asked) -> str:
+        return judged(text, **item.tests)
+
+    programs: dict[str, Programs] = {item.name: [] for item in asked}
     with ThreadPoolExecutor(cores()) as pool:
-        verdicts = pool.map(lambda text, one: judged(text, **one[0].tests), texts, every)
-        for (each, _), text, verdict in zip(every, texts, verdicts, strict=True):
-            found[each.name].append((text, verdict))
-    return found
+        verdicts = pool.map(judge, texts, items)
+        for item, text, verdict in zip(items, texts, verdicts, strict=True):
+            programs[item.name].append((text, verdict))
+    return programs

@@ -1,8 +1,9 @@
-"""What runs inside the sandbox, by Python's library alone: a candidate's program, or its judge.
+"""What runs inside the sandbox, by Python's library alone: a program, or its judge.
 
-Each has a sandbox of its own; a pair of sockets joins them. The judge runs the tests. Where these
-call the candidate's function, arguments and results cross as JSON that holds plain values only: a
-candidate sees neither the tests nor the judge's memory, and all that it can do is return values.
+Each has a sandbox of its own; a pair of sockets joins them. The judge runs the tests.
+Where these call the candidate's function, arguments and results cross as JSON that
+holds plain values only: a candidate sees neither the tests nor the judge's memory, and
+all that it can do is return values.
 """
 
 import ast
@@ -18,40 +19,98 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 SECONDS = 5  # of CPU time
-LIMITS = {"AS": 1 << 30, "FSIZE": 1 << 20, "NOFILE": 32, "CORE": 0, "NPROC": 0}  # bytes, counts
+LIMITS = {"AS": 1 << 30, "FSIZE": 1 << 20, "NOFILE": 32, "CORE": 0, "NPROC": 0}
+"""Bytes and counts that a process may use."""
 LONGEST = 5_000_000  # characters of a message
-ALLOWED = (  # numbers of x86_64 and aarch64: memory, files, clocks, signals to oneself
-    "read 0 63 write 1 64 close 3 57 fstat 5 80 lseek 8 62 mmap 9 222 mprotect 10 226 munmap 11 215"
-    " brk 12 214 rt_sigaction 13 134 rt_sigprocmask 14 135 rt_sigreturn 15 139 pread64 17 67"
-    " mremap 25 216 madvise 28 233 dup 32 23 nanosleep 35 101 getpid 39 172 exit 60 93 uname 63 160"
-    " fcntl 72 25 getcwd 79 17 gettimeofday 96 169 getuid 102 174 gettid 186 178 futex 202 98"
-    " getdents64 217 61 restart_syscall 219 128 clock_gettime 228 113 clock_nanosleep 230 115"
-    " exit_group 231 94 openat 257 56 newfstatat 262 79 unlinkat 263 35 readlinkat 267 78"
-    " getrandom 318 278 statx 332 291 rseq 334 293 stat 4 - lstat 6 - access 21 - readlink 89 -"
-).split()
-MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
+ALLOWED = """
+read 0 63
+write 1 64
+close 3 57
+fstat 5 80
+lseek 8 62
+mmap 9 222
+mprotect 10 226
+munmap 11 215
+brk 12 214
+rt_sigaction 13 134
+rt_sigprocmask 14 135
+rt_sigreturn 15 139
+pread64 17 67
+mremap 25 216
+madvise 28 233
+dup 32 23
+nanosleep 35 101
+getpid 39 172
+exit 60 93
+uname 63 160
+fcntl 72 25
+getcwd 79 17
+gettimeofday 96 169
+getuid 102 174
+gettid 186 178
+futex 202 98
+getdents64 217 61
+restart_syscall 219 128
+clock_gettime 228 113
+clock_nanosleep 230 115
+exit_group 231 94
+openat 257 56
+newfstatat 262 79
+unlinkat 263 35
+readlinkat 267 78
+getrandom 318 278
+statx 332 291
+rseq 334 293
+stat 4 -
+lstat 6 -
+access 21 -
+readlink 89 -
+"""
+"""Calls and their numbers on x86_64 and aarch64: memory, files, clocks, signals."""
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+"""Column of `ALLOWED`, and the kernel's AUDIT_ARCH."""
 ENDED = "the program has ended, or says too much"
 PLAIN = (list, tuple, set, frozenset, bytes)
+# Operations of a filter (linux/filter.h): load a word, jump if equal, return.
+LOAD, JUMP, RETURN = 0x20, 0x15, 0x06
+KILL, REFUSED, ALLOW = 0, 0x00050001, 0x7FFF0000  # refused with EPERM
 
 
 def confine() -> None:
-    """Limit what this process may use, then allow it the calls above and refuse all others.
+    """Limit what this process may use, then allow it the calls above and no others.
 
-    The filter is a list of BPF instructions (linux/filter.h): load, compare and jump, return.
+    The filter is a list of BPF instructions: operation, how many lines to skip where a
+    comparison holds and where not, and a value.
     """
     import resource  # which Windows lacks; `sandbox` imports this module there, too
 
-    for name, most in LIMITS.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))  # a signal, then the end
+    for name, limit in LIMITS.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    # A signal, then the end.
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+
     column, machine = MACHINES[platform.machine()]
-    calls = [int(number) for number in ALLOWED[column::3] if number != "-"]
-    lines = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), (0x06, 0, 0, 0), (0x20, 0, 0, 0)]
-    lines += [(0x15, len(calls) - place, 0, call) for place, call in enumerate(calls)]
-    lines += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]  # EPERM, allowed
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    calls = []
+    for line in ALLOWED.split("\n")[1:-1]:
+        number = line.split()[column]
+        if number != "-":
+            calls.append(int(number))
+    # Calls of another architecture have other numbers; they end the process.
+    lines = [
+        (LOAD, 0, 0, 4),
+        (JUMP, 1, 0, machine),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
+    ]
+    for place, call in enumerate(calls):
+        lines.append((JUMP, len(calls) - place, 0, call))  # to the last line
+    lines += [(RETURN, 0, 0, REFUSED), (RETURN, 0, 0, ALLOW)]
+    instructions = b"".join(struct.pack("HBBI", *line) for line in lines)
+    code = ctypes.create_string_buffer(instructions)
     program = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code))
-    if ctypes.CDLL(None).prctl(22, 2, ctypes.c_char_p(program), 0, 0):  # PR_SET_SECCOMP, a filter
+    set_seccomp, by_filter = 22, 2
+    libc = ctypes.CDLL(None)
+    if libc.prctl(set_seccomp, by_filter, ctypes.c_char_p(program), 0, 0):
         os._exit(3)
 
 
@@ -67,43 +126,45 @@ def packed(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     names = [kind.__name__ for kind in PLAIN if isinstance(value, kind)]
-    if names or hasattr(value, "__next__"):
-        return {(*names, "iter")[0]: [packed(each) for each in value]}
+    if hasattr(value, "__next__"):
+        names.append("iter")
+    if names:
+        return {names[0]: [packed(item) for item in value]}
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def unpacked(told: Any) -> Any:
+def unpacked(written: Any) -> Any:
     """Read what `packed` wrote."""
-    if not isinstance(told, dict):
-        return told
-    ((name, parts),) = told.items()
+    if not isinstance(written, dict):
+        return written
+    ((name, parts),) = written.items()
     if name == "complex":
         return complex(*parts)
-    parts = [unpacked(part) for part in parts]
     makes: dict[str, Any] = {kind.__name__: kind for kind in (*PLAIN, dict, iter)}
-    return makes[name](parts)
+    return makes[name]([unpacked(part) for part in parts])
 
 
 def remote(name: str, requests: TextIO, replies: TextIO) -> Callable[..., Any]:
     """Return the candidate's function of this name, as the judge calls it."""
 
     def call(*given: Any, **named: Any) -> Any:
-        asked, line = json.dumps([name, packed(given), packed(named)]), ""
+        request = json.dumps([name, packed(given), packed(named)])
+        line = ""
         with suppress(OSError):
-            print(asked, file=requests, flush=True)
+            print(request, file=requests, flush=True)
             line = replies.readline(LONGEST)
         if not line.endswith("\n"):
             raise RuntimeError(ENDED)
-        kind, told = json.loads(line)
+        kind, reply = json.loads(line)
         if kind != "value":
-            raise RuntimeError(str(told))
-        return unpacked(told)
+            raise RuntimeError(str(reply))
+        return unpacked(reply)
 
     return call
 
 
 def judge(job: dict[str, Any], requests: TextIO, replies: TextIO) -> None:
-    """Run the tests, in which its own names and each that is not known here are the candidate's."""
+    """Run the tests; names of its own, or not known here, are the candidate's."""
     names: dict[str, Any] = {"__name__": "judge"}
     exec(job["given"], names)
     tree = ast.parse(job["tests"])
@@ -128,12 +189,13 @@ def candidate(job: dict[str, Any], replies: TextIO, requests: TextIO) -> None:
 
 
 def main() -> None:
-    """Do the job in the file with this number; a judge tells its verdict where errors went."""
+    """Do the job in the file with this number; a verdict goes where errors went."""
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         job = json.load(file)
     writes = os.fdopen(os.dup(1), "w", encoding="utf-8")
     reads = os.fdopen(os.dup(0), encoding="utf-8")
-    verdict, nothing = os.dup(2), os.open(os.devnull, os.O_RDWR)
+    errors = os.dup(2)
+    nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)  # what prints or asks for input reaches nothing
     confine()
@@ -142,10 +204,10 @@ def main() -> None:
         return
     try:
         judge(job, writes, reads)
-        told = "passed"
+        verdict = "passed"
     except BaseException as error:
-        told = f"failed: {type(error).__name__}: {error!s:.200}"
-    os.write(verdict, told.encode(errors="replace"))
+        verdict = f"failed: {type(error).__name__}: {error!s:.200}"
+    os.write(errors, verdict.encode(errors="replace"))
 
 
 if __name__ == "__main__":

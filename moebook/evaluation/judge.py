@@ -1,7 +1,8 @@
-"""Grades by a language model, where an answer can be right in many words (ESFT, Appendix B).
+"""Grades by a model, where an answer can be right in many words (ESFT, Appendix B).
 
-Any endpoint of OpenAI's chat form will do; address, model and key come from the environment. The
-paper has GPT-4 give points from 0 to 10 by a few criteria (``judge.yaml``).
+Any endpoint of OpenAI's chat form will do; address, model and key come from the
+environment. The paper has GPT-4 give points from 0 to 10 by a few criteria
+(``judge.yaml``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, SkipValidation
 from sklearn.metrics import roc_auc_score
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from moebook.data import tasks
 from moebook.errors import refuse, refuse_unknown
@@ -30,12 +36,17 @@ from moebook.results import formed, read_json, write
 from moebook.runtime import progress
 from moebook.settings import Count, Positive, checked, columns, settings
 
-ADDRESS, MODEL, KEY = "MOEBOOK_JUDGE_URL", "MOEBOOK_JUDGE_MODEL", "MOEBOOK_JUDGE_KEY"
+ADDRESS = "MOEBOOK_JUDGE_URL"
+MODEL = "MOEBOOK_JUDGE_MODEL"
+KEY = "MOEBOOK_JUDGE_KEY"
 PRICE = "MOEBOOK_JUDGE_PRICE"
 with formed(Path(__file__).with_name("judge.yaml")) as _FILE:
     GRADE, PAIR = _FILE["grade"], _FILE["pair"]
-    RUBRICS: dict[str, list[str]] = {k: kind["criteria"] for k, kind in _FILE["rubrics"].items()}
-    KINDS = {task: k for k, kind in _FILE["rubrics"].items() for task in kind["tasks"]}
+    RUBRICS: dict[str, list[str]] = {}  # criteria by kind of task
+    KIND_OF: dict[str, str] = {}  # of a task
+    for _kind, _rubric in _FILE["rubrics"].items():
+        RUBRICS[_kind] = _rubric["criteria"]
+        KIND_OF |= dict.fromkeys(_rubric["tasks"], _kind)
 LONGEST = 20_000  # characters of an answer that a judge is shown
 # Errors of a connection after which another attempt may help.
 PASSING = (
@@ -52,7 +63,8 @@ Row = dict[str, str]  # prompt, reference, and what is judged
 class Endpoint:
     """Where the judge is, and what it may cost."""
 
-    address: Annotated[str, Field(pattern=r"^https?://\S+$")]  # up to and without /chat/completions
+    # Up to and without /chat/completions.
+    address: Annotated[str, Field(pattern=r"^https?://\S+$")]
     model: Annotated[str, Field(min_length=1)]
     key: str = field(default="", repr=False)
     price: tuple[float, float] = (0.0, 0.0)  # of a million tokens, read and written
@@ -64,30 +76,38 @@ class Endpoint:
 
     @classmethod
     def from_environment(cls, **changes: Any) -> Endpoint:
-        """Read address, model, key and price (``read,written``) from the environment."""
-        if missing := [name for name in (ADDRESS, MODEL) if not os.environ.get(name)]:
-            refuse("E-USAGE", f"{missing[0]} is not set: a judge needs its address and its model")
+        """Read address, model, key and price from the environment."""
+        for name in (ADDRESS, MODEL):
+            if not os.environ.get(name):
+                needs = "a judge needs its address and its model"
+                refuse("E-USAGE", f"{name} is not set: {needs}")
         text = os.environ.get(PRICE, "0,0")
         try:
             read, written = map(float, text.split(","))
         except ValueError:
-            refuse("E-USAGE", f"{PRICE} is '{text}', expected two numbers such as 2.5,10")
-        address, key = os.environ[ADDRESS].rstrip("/"), os.environ.get(KEY, "")
-        given: dict[str, Any] = {"model": os.environ[MODEL], "price": (read, written), **changes}
-        return cls(address=address, key=key, **given)
+            expected = "expected two numbers such as 2.5,10"
+            refuse("E-USAGE", f"{PRICE} is '{text}', {expected}")
+        given: dict[str, Any] = {
+            "model": os.environ[MODEL],
+            "price": (read, written),
+            **changes,
+        }
+        address = os.environ[ADDRESS].rstrip("/")
+        return cls(address=address, key=os.environ.get(KEY, ""), **given)
 
 
 class Reply(NamedTuple):
     """What a judge said, and the tokens that took: none if it was known."""
 
-    told: dict[str, Any]
+    said: dict[str, Any]
     asked: bool = False  # else it was known
-    tokens: tuple[int, int] | None = (0, 0)  # read and written; None where it did not say
+    # Read and written; None where the judge did not say.
+    tokens: tuple[int, int] | None = (0, 0)
 
 
 @dataclass
 class Judge:
-    """A judge that asks each question once: replies are kept in a folder, one file each."""
+    """A judge that asks a question once: replies are kept in a folder, a file each."""
 
     endpoint: Endpoint
     folder: Path
@@ -98,8 +118,9 @@ class Judge:
     @property
     def cost(self) -> float:
         """What was spent, in the price's currency."""
-        pairs = zip(self.tokens, self.endpoint.price, strict=True)
-        return sum(count * price for count, price in pairs) / 1e6
+        read, written = self.tokens
+        read_price, written_price = self.endpoint.price
+        return (read * read_price + written * written_price) / 1e6
 
     def __str__(self) -> str:
         """Say in a line what was asked and what it took."""
@@ -107,53 +128,69 @@ class Judge:
         if self.uncounted:
             calls += f" ({self.uncounted} without a count of tokens)"
         tokens = "{:,} tokens read, {:,} written".format(*self.tokens)
-        return f"{calls}, {tokens}, cost {self.cost:.4g}; replies are kept in {self.folder}"
+        kept = f"replies are kept in {self.folder}"
+        return f"{calls}, {tokens}, cost {self.cost:.4g}; {kept}"
 
     def scores(self, kind: str, rows: Sequence[Row]) -> list[float]:
-        """Grade ``answer`` of rows with ``prompt`` and ``reference``: mean points, in [0, 1]."""
+        """Grade ``answer`` of rows by prompt and reference: mean points, in [0, 1]."""
         criteria = _criteria(kind)
 
-        def check(told: dict[str, Any]) -> bool:
-            good = all(type(told.get(name)) in (int, float) for name in criteria)
-            return good and all(0 <= told[name] <= 10 for name in criteria)
+        def check(said: dict[str, Any]) -> bool:
+            for name in criteria:
+                points: Any = said.get(name)
+                if type(points) not in (int, float) or not 0 <= points <= 10:
+                    return False
+            return True
 
-        told = self._ask([GRADE.format(kind=kind, criteria=", ".join(criteria), **_cut(row))
-                          for row in rows], check)  # fmt: skip
-        return [float(np.mean([each[name] for name in criteria])) / 10 for each in told]
+        prompts = []
+        for row in rows:
+            listed = ", ".join(criteria)
+            prompts.append(GRADE.format(kind=kind, criteria=listed, **_cut(row)))
+        scores = []
+        for said in self._ask(prompts, check):
+            points = [said[name] for name in criteria]
+            scores.append(float(np.mean(points)) / 10)
+        return scores
 
     def prefers(self, kind: str, rows: Sequence[Row]) -> list[float]:
-        """Compare ``one`` and ``other`` of rows: 1 for ``one``, -1 for ``other``, 0 for neither.
+        """Compare ``one`` and ``other`` of rows: 1 and -1 where they win, else 0.
 
-        Each pair is shown in both orders, so that a judge that favours a place prefers neither.
+        Each pair is shown in both orders, so that a judge that favours a place prefers
+        neither.
         """
-        asked = []
-        for row in map(_cut, rows):
+        criteria = ", ".join(_criteria(kind))
+        prompts = []
+        for row in rows:
+            row = _cut(row)
             sides = row.pop("one"), row.pop("other")
-            for first, second in (sides, sides[::-1]):
-                shown = {"criteria": ", ".join(_criteria(kind)), "first": first, "second": second}
-                asked.append(PAIR.format(kind=kind, **shown, **row))
-        told = self._ask(asked, lambda told: told.get("better") in SIDES)
-        sides_by_row = np.array([SIDES[each["better"]] for each in told]).reshape(-1, 2)
-        return list(((sides_by_row[:, 0] - sides_by_row[:, 1]) / 2).round().astype(float))
+            for first, second in (sides, reversed(sides)):
+                shown = {"criteria": criteria, "first": first, "second": second}
+                prompts.append(PAIR.format(kind=kind, **shown, **row))
+        replies = self._ask(prompts, lambda said: said.get("better") in SIDES)
+        places = [SIDES[said["better"]] for said in replies]
+        # By row: as shown, and in the other order, where the first is ``other``.
+        by_row = np.array(places).reshape(-1, 2)
+        return list(((by_row[:, 0] - by_row[:, 1]) / 2).round().astype(float))
 
     def _ask(
         self, prompts: Sequence[str], check: Callable[[dict[str, Any]], bool]
     ) -> list[dict[str, Any]]:
-        """Put all questions, several at once; the first that fails ends it, what is known stays."""
-        told: dict[int, dict[str, Any]] = {}
+        """Ask all, several at once; the first that fails ends it; replies stay."""
+        replies: dict[int, dict[str, Any]] = {}
         with ThreadPoolExecutor(self.endpoint.workers) as pool:
-            waiting = {pool.submit(self._reply, prompt, check): place
-                       for place, prompt in enumerate(prompts)}  # fmt: skip
+            waiting = {}
+            for place, prompt in enumerate(prompts):
+                waiting[pool.submit(self._reply, prompt, check)] = place
             try:
                 for done in progress(as_completed(waiting), "judging", len(waiting)):
                     reply = done.result()
-                    told[waiting[done]] = reply.told
+                    replies[waiting[done]] = reply.said
                     self._count(reply)
-                    self._check_budget(reply, len(told), len(prompts))
+                    self._check_budget(reply, len(replies), len(prompts))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return [told[place] for place in range(len(prompts))]
+        return [replies[place] for place in range(len(prompts))]
 
     def _count(self, reply: Reply) -> None:
         """Add what a reply took."""
@@ -178,12 +215,14 @@ class Judge:
             refuse("E-BUDGET", f"{spent}: {kept}; raise the budget to go on")
 
     def _reply(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
-        """Return what is known of a question, or ask, again where a reply makes no sense."""
-        named = hashlib.sha256(f"{self.endpoint.model}\n{prompt}".encode()).hexdigest()
-        path = self.folder / f"{named}.json"
-        if path.is_file() and check(told := read_json(path)):
-            return Reply(told)
+        """Return what is known of a question, or ask; again if a reply has no sense."""
         end = self.endpoint
+        name = hashlib.sha256(f"{end.model}\n{prompt}".encode()).hexdigest()
+        path = self.folder / f"{name}.json"
+        if path.is_file():
+            said = read_json(path)
+            if check(said):
+                return Reply(said)
         attempts = Retrying(
             stop=stop_after_attempt(end.attempts),
             retry=retry_if_exception(_passes),
@@ -197,9 +236,9 @@ class Judge:
             kept = f"replies so far are kept in {self.folder}"
             refuse("E-JUDGE", f"{where}: {_reason(error)}; {kept}")
         except ValueError as error:
-            refuse("E-JUDGE", f"model {end.model} gave no grade in {end.attempts} attempts: "
-                   f"{error}; take another model")  # fmt: skip
-        write(path, json.dumps(reply.told))
+            tried = f"model {end.model} gave no grade in {end.attempts} attempts"
+            refuse("E-JUDGE", f"{tried}: {error}; take another model")
+        write(path, json.dumps(reply.said))
         return reply
 
     def _call(self, prompt: str, check: Callable[[dict[str, Any]], bool]) -> Reply:
@@ -209,48 +248,51 @@ class Judge:
         try:
             content = answer.json()
             text = content["choices"][0]["message"]["content"]
-            told = json.loads(text[text.index("{") : text.rindex("}") + 1])
+            said = json.loads(text[text.index("{") : text.rindex("}") + 1])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise ValueError(f"it said {answer.text[:200]!r}") from None
-        if not isinstance(told, dict) or not check(told):
+        if not isinstance(said, dict) or not check(said):
             raise ValueError(f"it said {text[:200]!r}")
-        return Reply(told, asked=True, tokens=_tokens(content.get("usage")))
+        return Reply(said, asked=True, tokens=_tokens(content.get("usage")))
 
     async def _post(self, prompt: str) -> httpx2.Response:
         """Put a question; TimeoutError where the whole answer is not there in time.
 
-        The client's own timeouts end a wait for the next bytes, which a trickle never lets pass;
-        cancelling the task ends all of it.
+        The client's own timeouts end a wait for the next bytes, which a trickle never
+        lets pass; cancelling the task ends all of it.
         """
         end = self.endpoint
         head = {"Authorization": f"Bearer {end.key}"} if end.key else {}
-        asked = {"role": "user", "content": prompt}
-        body = {"model": end.model, "temperature": 0, "messages": [asked]}
+        message = {"role": "user", "content": prompt}
+        body = {"model": end.model, "temperature": 0, "messages": [message]}
+        url = f"{end.address}/chat/completions"
         async with (
             asyncio.timeout(end.timeout),
             httpx2.AsyncClient(timeout=None, follow_redirects=True) as client,
         ):
-            return await client.post(f"{end.address}/chat/completions", json=body, headers=head)
+            return await client.post(url, json=body, headers=head)
 
 
 def _passes(error: BaseException) -> bool:
     """Whether another attempt may help: no wrong key, address or model."""
     if isinstance(error, httpx2.HTTPStatusError):
-        return error.response.status_code in (408, 409, 429) or error.response.status_code >= 500
+        status = error.response.status_code
+        return status in (408, 409, 429) or status >= 500
     return isinstance(error, (*PASSING, ValueError))
 
 
 def _reason(error: Exception) -> str:
     """Say in a line why a call failed."""
     if isinstance(error, httpx2.HTTPStatusError):
-        return f"HTTPError: {error.response.status_code} {error.response.reason_phrase}"
+        response = error.response
+        return f"HTTPError: {response.status_code} {response.reason_phrase}"
     if isinstance(error, TimeoutError):
         return "TimeoutError: the whole answer was not there in time"
     return f"{type(error).__name__}: {error}"
 
 
 def _tokens(usage: object) -> tuple[int, int] | None:
-    """Return the tokens read and written that a reply's usage tells; None where it does not."""
+    """The tokens read and written that a reply's usage tells; None if it does not."""
     if not isinstance(usage, dict):
         return None
     read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -273,14 +315,17 @@ def _cut(row: Row) -> Row:
 def graded(
     judge: SkipValidation[Judge], table: Annotated[pd.DataFrame, columns("task output")]
 ) -> pd.DataFrame:
-    """Grade what `evaluation.evaluate` found of embedded tasks: its rows with a ``grade``."""
+    """Grade what `evaluate` found of embedded tasks: its rows with a ``grade``."""
     parts = []
-    for name, part in table.groupby("task", sort=False):
-        refuse_unknown(str(name), KINDS, "E-NAME", f"no rubric for task '{name}';")
-        rows = tasks.rows(str(name), "test", len(part))
-        asked = [{"prompt": row["prompt"], "reference": row["answer"], "answer": output}
-                 for row, output in zip(rows, part.output, strict=True)]  # fmt: skip
-        parts.append(part.assign(grade=judge.scores(KINDS[str(name)], asked)))
+    for name, of_task in table.groupby("task", sort=False):
+        refuse_unknown(str(name), KIND_OF, "E-NAME", f"no rubric for task '{name}';")
+        asked = []
+        rows = tasks.rows(str(name), "test", len(of_task))
+        for row, output in zip(rows, of_task.output, strict=True):
+            question = {"prompt": row["prompt"], "reference": row["answer"]}
+            asked.append({**question, "answer": output})
+        scores = judge.scores(KIND_OF[str(name)], asked)
+        parts.append(of_task.assign(grade=scores))
     return pd.concat(parts)
 
 
@@ -290,15 +335,21 @@ def agreement(
 ) -> pd.DataFrame:
     """Set grades beside exact matches, a line a task.
 
-    ``agreement`` is the chance that a right answer has the higher grade of a right and a wrong one
-    (the area under the ROC curve): 1 if grades say what exact match says, 0.5 if they say nothing.
+    ``agreement`` is the chance that a right answer has the higher grade of a right and
+    a wrong one (the area under the ROC curve): 1 if grades say what exact match says,
+    0.5 if they say nothing.
     """
     if not table.correct.isin([0, 1]).all():
-        refuse("E-RANGE", "agreement: an answer is partly correct, expected 0 or 1 in all rows")
+        partly = "an answer is partly correct, expected 0 or 1 in all rows"
+        refuse("E-RANGE", f"agreement: {partly}")
     lines = {}
-    for name, part in table.groupby("task", sort=False):
-        both = part.correct.nunique() == 2
-        area = roc_auc_score(part.correct, part.grade) if both else np.nan
-        lines[name] = {"rows": len(part), "exact": part.correct.mean(),
-                       "grade": part.grade.mean(), "agreement": area}  # fmt: skip
+    for name, of_task in table.groupby("task", sort=False):
+        correct, grade = of_task.correct, of_task.grade
+        both = correct.nunique() == 2
+        lines[name] = {
+            "rows": len(of_task),
+            "exact": correct.mean(),
+            "grade": grade.mean(),
+            "agreement": roc_auc_score(correct, grade) if both else np.nan,
+        }
     return pd.DataFrame.from_dict(lines, orient="index")

@@ -29,28 +29,34 @@ from moebook.nn.batch import vocabulary
 from moebook.runtime import progress
 from moebook.settings import SIZE
 
-Pair = tuple[list[int], list[int]]
-Limit = tuple[int, tuple[str, ...]]  # most new tokens of a generation, and the strings that end it
-Drawn = tuple[float, Sequence[Random]]  # temperature above 0, and a generator a context
+Pair = tuple[list[int], list[int]]  # a context, and what follows it
+Limit = tuple[int, tuple[str, ...]]  # most new tokens of an answer, strings that end it
+Drawn = tuple[float, Sequence[Random]]  # temperature above 0, a generator a context
 
 
 class InMemory(TemplateLM):
-    """Any causal language model in evaluation mode, altered or wrapped, with its tokenizer.
+    """Any causal language model in evaluation mode, wrapped or not, and its tokenizer.
 
-    One that keeps no cache for rows of several lengths (Mamba, RWKV, RecurrentGemma, BLOOM) reads
-    all tokens again for each that it writes, which is slow; what is not causal is refused.
+    One that keeps no cache for rows of several lengths (Mamba, RWKV, RecurrentGemma,
+    BLOOM) reads all tokens again for each that it writes, which is slow; what is not
+    causal is refused.
 
-    Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded items on a CPU
-    (ended rows stay in its batches). ``batch`` is B, sequences a forward pass. lm-eval's requests
-    are put in a ``chat`` format of `data.encode`, or plainly where it is "".
+    Not lm-eval's own HFLM, whose generation took 2.2 times as long on 200 embedded
+    items on a CPU (ended rows stay in its batches). ``batch`` is B, sequences a forward
+    pass. lm-eval's requests are put in a ``chat`` format of `data.encode`, or plainly
+    where it is "".
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, batch: int, chat: str = "") -> None:
         super().__init__()
         natural("InMemory", "batch", batch)
         if tokenizer.eos_token_id is None:
-            refuse("E-DATA", "the tokenizer has no end-of-sequence token; set tokenizer.eos_token")
-        self.model, self.tokenizer, self.batch, self._chat = model, tokenizer, batch, chat
+            missing = "the tokenizer has no end-of-sequence token"
+            refuse("E-DATA", f"{missing}; set tokenizer.eos_token")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch = batch
+        self._chat = chat
         self._device = next(model.parameters()).device
         self.longest = longest(model)
         self.ends = end_tokens(model, tokenizer)
@@ -71,7 +77,7 @@ class InMemory(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokenize as the tokenizer does by itself, without a second beginning and an end."""
+        """Tokenize as the tokenizer does, without a second beginning and an end."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -79,17 +85,22 @@ class InMemory(TemplateLM):
         return ids[: len(ids) - self._closing] if add_special_tokens else ids
 
     def pairs(self, rows: Sequence[Mapping[str, str]], format: str) -> list[Pair]:
-        """Tokenize rows as for training; what follows a context ends with the end token."""
+        """Tokenize rows as for training; what follows a context has the end token."""
         encoded = encode(rows, self.tokenizer, format=format, max_length=sys.maxsize)
-        lines = [(line["input_ids"], line["labels"].count(IGNORED)) for line in encoded]
-        return [(ids[:border], ids[border:]) for ids, border in lines]
+        pairs = []
+        for line in encoded:
+            ids = line["input_ids"]
+            border = line["labels"].count(IGNORED)
+            pairs.append((ids[:border], ids[border:]))
+        return pairs
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
-        """Tokenize a context and what follows, so that each token belongs to one of them.
+        """Tokenize a context and what follows, so that each token is of one of them.
 
-        As lm-eval does where the context's tokens begin those of the whole text; blanks at its end
-        go to what follows. Where a token spans the border ("th" and "er"), lm-eval loses a part of
-        the answer or all of it; here the two are tokenized apart.
+        As lm-eval does where the context's tokens begin those of the whole text; blanks
+        at its end go to what follows. Where a token spans the border ("th" and "er"),
+        lm-eval loses a part of the answer or all of it; here the two are tokenized
+        apart.
         """
         if self._chat:
             row = {"prompt": context, "answer": continuation.strip()}
@@ -104,109 +115,140 @@ class InMemory(TemplateLM):
             scored = self.tok_encode(rest, add_special_tokens=False)
             if self.tokenizer.decode(before + scored) != self.tokenizer.decode(whole):
                 where = f"{continuation!r} behind {context[-40:]!r}"
-                refuse("E-DATA", f"{where} shares a token with it, and this tokenizer writes other "
-                       "text when it reads it alone; put a blank between them")  # fmt: skip
+                other = "this tokenizer writes other text when it reads it alone"
+                spans = f"{where} shares a token with it, and {other}"
+                refuse("E-DATA", f"{spans}; put a blank between them")
         return before or [self.prefix_token_id], scored
 
     def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
         """Score lm-eval's requests, each with an answer of one token or more."""
-        for context, continuation in (request.args for request in requests):
+        for request in requests:
+            context, continuation = request.args
             if not continuation:
-                refuse("E-DATA", f"an answer to '{context[-40:]}' is empty; expected text to score")
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+                where = f"an answer to '{context[-40:]}'"
+                refuse("E-DATA", f"{where} is empty; expected text to score")
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         return self.score([(before, scored) for _, before, scored in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
         """Not done: a benchmark that scores whole texts has no correct answers."""
-        refuse("E-DATA", f"'{requests[0].task_name}' scores whole texts; choose one with answers")
+        name = requests[0].task_name
+        refuse("E-DATA", f"'{name}' scores whole texts; choose one with answers")
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
         """Answer lm-eval's requests greedily."""
         contexts, limits = [], []
-        for text, settings in (request.args for request in requests):
+        for request in requests:
+            text, settings = request.args
             until = settings.get("until") or []
+            stops = (until,) if isinstance(until, str) else tuple(until)
             most = settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256
-            limits.append((int(most), (until,) if isinstance(until, str) else tuple(until)))
-            contexts.append(self._encode_pair(text, "")[0] if self._chat else self.tok_encode(text))
+            limits.append((int(most), stops))
+            if self._chat:
+                ids = self._encode_pair(text, "")[0]
+            else:
+                ids = self.tok_encode(text)
+            contexts.append(ids)
         return self.answer(contexts, limits)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Return the log-probability of what follows each context, and whether it is the greedy.
+        """Return the log-probability of what follows each context; is it the greedy?
 
-        What follows must have a token: the likelihood of none is 1, more than any answer's.
+        What follows must have a token: the likelihood of none is 1, more than any
+        answer's.
         """
         for before, scored in pairs:
             if not scored:
                 text = self.tokenizer.decode(before[-20:])
-                refuse("E-DATA", f"an answer behind {text!r} has no token; expected one to score")
+                refuse(
+                    "E-DATA",
+                    f"an answer behind {text!r} has no token; expected one to score",
+                )
         pairs = self._fitting(pairs, [0] * len(pairs))
-        scores: list[Any] = [None] * len(pairs)
-        order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
+        by_length = sorted(range(len(pairs)), key=lambda row: sum(map(len, pairs[row])))
+        scores: dict[int, tuple[float, bool]] = {}
         with plain(self.model):
-            for chosen in self._batches([order], "likelihood"):
-                for i, score in zip(chosen, self._score([pairs[i] for i in chosen]), strict=True):
-                    scores[i] = score
-        return scores
+            for rows in self._batches([by_length], "likelihood"):
+                batch = self._score([pairs[row] for row in rows])
+                scores.update(zip(rows, batch, strict=True))
+        return [scores[row] for row in range(len(pairs))]
 
     def answer(
-        self, contexts: Sequence[list[int]], limits: Sequence[Limit], drawn: Drawn | None = None
+        self,
+        contexts: Sequence[list[int]],
+        limits: Sequence[Limit],
+        drawn: Drawn | None = None,
     ) -> list[str]:
         """Continue each context up to an end token, a stop string or the limit.
 
-        Tokens are the likeliest, or ``drawn``, each context's by its own generator: what shares a
-        batch changes nothing but roundings.
+        Tokens are the likeliest, or ``drawn``, each context's by its own generator:
+        what shares a batch changes nothing but roundings.
         """
         pairs: list[Pair] = [(ids, []) for ids in contexts]
         return [text for text, _ in self._answered(pairs, limits, drawn)]
 
     def examine(self, pairs: Sequence[Pair], limits: Sequence[Limit]) -> list[tuple[str, float]]:
-        """Return what `answer` and `score` give, reading a context once where the model can."""
+        """Return what `answer` and `score` give, reading a context once if possible."""
         if reads_prompt(self.model) or not keeps_cache(self.model):
             texts = self.answer([before for before, _ in pairs], limits)
-            return list(zip(texts, [value for value, _ in self.score(pairs)], strict=True))
+            values = [value for value, _ in self.score(pairs)]
+            return list(zip(texts, values, strict=True))
         return self._answered(pairs, limits)
 
     def _answered(
         self, pairs: Sequence[Pair], limits: Sequence[Limit], drawn: Drawn | None = None
     ) -> list[tuple[str, float]]:
+        """Return each row's answer, and the log-probability of what was to follow."""
         if len(limits) != len(pairs):
-            refuse("E-SHAPE", f"{len(pairs)} contexts have {len(limits)} limits, expected as many")
-        for most, _ in limits:
+            counts = f"{len(pairs)} contexts have {len(limits)} limits"
+            refuse("E-SHAPE", f"{counts}, expected as many")
+        rooms = []
+        for (_, scored), (most, _) in zip(pairs, limits, strict=True):
             natural("answer", "limit", most, SIZE, "new tokens")
-        rooms = [max(0, most - len(pair[1])) for pair, (most, _) in zip(pairs, limits, strict=True)]
-        rows, found = self._fitting(pairs, rooms), [("", 0.0)] * len(pairs)
+            rooms.append(max(0, most - len(scored)))
+        pairs = self._fitting(pairs, rooms)
         write = self._continued if keeps_cache(self.model) else self._rereading
-        order = sorted(range(len(rows)), key=lambda i: (limits[i], len(rows[i][0])))
-        groups = [list(group) for _, group in groupby(order, key=lambda i: limits[i])]
+        # Rows of a batch have the same limit, and about as many tokens.
+        order = sorted(range(len(pairs)), key=lambda row: (limits[row], len(pairs[row][0])))
+        groups = [list(group) for _, group in groupby(order, key=limits.__getitem__)]
+        answers: dict[int, tuple[str, float]] = {}
         with plain(self.model):
-            for chosen in self._batches(groups, "generation"):
-                here = drawn and (drawn[0], [drawn[1][i] for i in chosen])
-                answers = write([rows[i] for i in chosen], *limits[chosen[0]], here)
-                for i, answer in zip(chosen, answers, strict=True):
-                    found[i] = answer
-        return found
+            for rows in self._batches(groups, "generation"):
+                most, stops = limits[rows[0]]
+                batch = [pairs[row] for row in rows]
+                if drawn:
+                    temperature, draws = drawn
+                    of_rows: Drawn | None = (temperature, [draws[row] for row in rows])
+                else:
+                    of_rows = None
+                answers.update(zip(rows, write(batch, most, stops, of_rows), strict=True))
+        return [answers[row] for row in range(len(pairs))]
 
     @torch.no_grad()
     def _score(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
         ids, mask = self._padded([before + scored for before, scored in pairs], left=False)
+        # Logits are needed from the last token of the shortest context on.
         first = min(len(before) for before, _ in pairs) - 1
-        targets = ids[:, first + 1 :]
+        targets = ids[:, first + 1 :]  # [B, places]
         inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]}
         if reads_prompt(self.model):
             inputs["labels"] = ids[:, first:-1].clone()
             for line, (before, _) in enumerate(pairs):
                 inputs["labels"][line, : len(before) - first] = IGNORED
-        places = torch.arange(first, ids.shape[1] - 1, device=ids.device)  # as in `Batches.collate`
+        # As in `Batches.collate`.
+        places = torch.arange(first, ids.shape[1] - 1, device=ids.device)
         logits = self.model(**inputs, logits_to_keep=places, use_cache=False).logits
-        nats = _numbers(-token_nats(logits, targets))
+        log_probabilities = _numbers(-token_nats(logits, targets))  # [B, places]
         hits = logits.argmax(-1) == targets
         scores = []
         for line, (before, scored) in enumerate(pairs):
-            part = slice(len(before) - 1 - first, len(before) - 1 - first + len(scored))
-            scores.append((nats[line, part].double().sum().item(), bool(hits[line, part].all())))
+            start = len(before) - 1 - first
+            answer = slice(start, start + len(scored))
+            total = log_probabilities[line, answer].double().sum().item()
+            scores.append((total, bool(hits[line, answer].all())))
         return scores
 
     @torch.no_grad()
@@ -215,37 +257,51 @@ class InMemory(TemplateLM):
     ) -> list[tuple[str, float]]:
         """Take a token again and again; rows that have ended leave the batch."""
         ids, mask = self._padded([before for before, _ in pairs], left=True)
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        going, cache, last = list(range(len(pairs))), None, torch.tensor([-1], device=ids.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        last = torch.tensor([-1], device=ids.device)  # the only place of which logits are
+        cache = None
+        going = list(range(len(pairs)))  # rows that have not ended
         taken: list[list[int]] = [[] for _ in pairs]
         scores: list[float] = []
         for _ in range(most):
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": positions,
+            }
             out = self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=last)
-            scores = scores or self._following(out, mask, places, [scored for _, scored in pairs])
-            cache, best = out.past_key_values, _next(out.logits[:, -1], going, drawn)
-            for row, token in zip(going, best.tolist(), strict=True):
+            if not scores:  # the contexts have been read, and nothing else
+                following = [scored for _, scored in pairs]
+                scores = self._following(out, mask, positions, following)
+            cache = out.past_key_values
+            tokens = _next(out.logits[:, -1], going, drawn)  # [rows going]
+            for row, token in zip(going, tokens.tolist(), strict=True):
                 taken[row].append(token)
-            lines = [n for n, row in enumerate(going) if not self._ended(taken[row], stops)]
+            lines = []
+            for line, row in enumerate(going):
+                if not self._ended(taken[row], stops):
+                    lines.append(line)
             if not lines:
                 break
             if len(lines) < len(going):
                 left = torch.tensor(lines, device=self.device)
                 cache.batch_select_indices(left)
-                best, mask, places = best[left], mask[left], places[left]
-                going = [going[n] for n in lines]
-            ids, places, mask = best[:, None], places[:, -1:] + 1, F.pad(mask, (0, 1), value=1)
-        texts = (self._text(tokens, stops) for tokens in taken)
+                tokens, mask, positions = tokens[left], mask[left], positions[left]
+                going = [going[line] for line in lines]
+            ids = tokens[:, None]
+            positions = positions[:, -1:] + 1
+            mask = F.pad(mask, (0, 1), value=1)
+        texts = [self._text(tokens, stops) for tokens in taken]
         return list(zip(texts, scores, strict=True))
 
     @torch.no_grad()
     def _rereading(
         self, pairs: list[Pair], most: int, stops: tuple[str, ...], drawn: Drawn | None
     ) -> list[tuple[str, float]]:
-        """Take a token again and again as `_continued`, from a pass over all tokens so far.
+        """Take token after token as `_continued`, by a pass over all tokens so far.
 
-        Rows are filled up on the right, where no causal model looks, so they need no mask and no
-        positions. What follows the contexts is not scored (NaN).
+        Rows are filled up on the right, where no causal model looks, so they need no
+        mask and no positions. What follows the contexts is not scored (NaN).
         """
         taken: list[list[int]] = [[] for _ in pairs]
         going = list(range(len(pairs)))
@@ -277,17 +333,22 @@ class InMemory(TemplateLM):
     def _following(
         self, out: Any, mask: Tensor, places: Tensor, scored: list[list[int]]
     ) -> list[float]:
-        """Return the log-probability of what follows contexts that were read, leaving the cache."""
-        ids, real = self._padded(scored, left=False)
-        logits, count = out.logits[:, -1:], ids.shape[1]
+        """Log-probability of what follows contexts that were read; leaves the cache."""
+        ids, real = self._padded(scored, left=False)  # [B, count]
+        count = ids.shape[1]
+        logits = out.logits[:, -1:]
         if count > 1:
             after = places[:, -1:] + torch.arange(1, count, device=ids.device)
-            seen = torch.cat([mask, real[:, :-1]], 1)
-            inputs = {"input_ids": ids[:, :-1], "attention_mask": seen, "position_ids": after}
-            inputs |= {"past_key_values": deepcopy(out.past_key_values), "use_cache": True}
-            rest = self.model(**inputs).logits
-            logits = torch.cat([logits, rest], 1)
-        nats = _numbers(token_nats(logits[:, :count], ids.masked_fill(real == 0, IGNORED)))
+            rest = self.model(
+                input_ids=ids[:, :-1],
+                attention_mask=torch.cat([mask, real[:, :-1]], 1),
+                position_ids=after,
+                past_key_values=deepcopy(out.past_key_values),
+                use_cache=True,
+            )
+            logits = torch.cat([logits, rest.logits], 1)
+        targets = ids.masked_fill(real == 0, IGNORED)
+        nats = _numbers(token_nats(logits[:, :count], targets))
         return (-nats.double().sum(1)).tolist()
 
     def _ended(self, tokens: list[int], stops: tuple[str, ...]) -> bool:
@@ -296,30 +357,38 @@ class InMemory(TemplateLM):
 
     def _text(self, tokens: list[int], stops: tuple[str, ...]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text[: min([len(text), *(text.find(stop) for stop in stops if stop in text)])]
+        ends = [text.find(stop) for stop in stops if stop in text]
+        return text[: min(ends, default=len(text))]
 
     def _padded(self, rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
         ids, mask = padded(rows, self.eot_token_id, left=left)
         return ids.to(self.device), mask.to(self.device)
 
     def _batches(self, groups: list[list[int]], label: str) -> Iterable[list[int]]:
-        starts = [(group, at) for group in groups for at in range(0, len(group), self.batch)]
-        return progress([g[at : at + self.batch] for g, at in starts], label, len(starts))
+        batches = []
+        for group in groups:
+            for start in range(0, len(group), self.batch):
+                batches.append(group[start : start + self.batch])
+        return progress(batches, label, len(batches))
 
     def _fitting(self, pairs: Sequence[Pair], rooms: Sequence[int]) -> list[Pair]:
-        """Cut contexts on the left so that each fits with room for more tokens, as lm-eval does."""
-        fitting = []
+        """Cut contexts on the left so that each fits with room, as lm-eval does."""
         known = vocabulary(self.model)
+        fitting = []
+        cut = 0
         for (before, scored), room in zip(pairs, rooms, strict=True):
             _check_tokens([*before, *scored], known)
             if not before:
-                refuse("E-DATA", "a context has no token; expected one at least, as the first")
-            most = max(1, self.longest + 1 - room - len(scored))  # the last token is not read
+                missing = "a context has no token"
+                refuse("E-DATA", f"{missing}; expected one at least, as the first")
+            # The last token is not read.
+            most = max(1, self.longest + 1 - room - len(scored))
+            cut += len(before) > most
             fitting.append((before[-most:], scored))
-        cut = sum(len(short[0]) < len(pair[0]) for short, pair in zip(fitting, pairs, strict=True))
         if cut:
             text = f"{cut} of {len(pairs)} prompts were cut on the left"
-            warnings.warn(f"W-LONG: {text} to fit the model's {self.longest} tokens", stacklevel=3)
+            text += f" to fit the model's {self.longest} tokens"
+            warnings.warn(f"W-LONG: {text}", stacklevel=3)
         return fitting
 
 
@@ -327,15 +396,18 @@ def _closing_tokens(tokenizer: Any) -> int:
     """Count the special tokens that a tokenizer puts behind a text, as BERT's [SEP]."""
     text = tokenizer.encode("a", add_special_tokens=False)
     closed = tokenizer.encode("a", add_special_tokens=True)
-    rest = len(closed) - len(text)
-    starts = [start for start in range(rest + 1) if closed[start : start + len(text)] == text]
-    return rest - starts[0] if starts else 0
+    special = len(closed) - len(text)
+    for start in range(special + 1):
+        if closed[start : start + len(text)] == text:
+            return special - start
+    return 0
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """Return what was computed, or refuse NaN: a model without numbers has no answer."""
+    """Return what was computed; refuse NaN: a model without numbers has no answer."""
     if values.isnan().any():
-        refuse("E-NONFINITE", "the model's logits are NaN: its weights are NaN or far too large")
+        why = "its weights are NaN or far too large"
+        refuse("E-NONFINITE", f"the model's logits are NaN: {why}")
     return values
 
 
@@ -348,12 +420,13 @@ def _check_tokens(ids: list[int], known: int) -> None:
 
 
 def _next(logits: Tensor, rows: list[int], drawn: Drawn | None) -> Tensor:
-    """Choose each row's next token: where a number from [0, 1) falls among the shares."""
+    """Choose each row's next token: where a number of [0, 1) falls among shares."""
     if drawn is None:
         best = logits.argmax(-1)
         _numbers(logits.gather(-1, best.unsqueeze(-1)))  # NaN is the largest of all
         return best
     temperature, draws = drawn
-    shares = _numbers((logits.double() / temperature).softmax(-1).cumsum(-1))
+    shares = _numbers((logits.double() / temperature).softmax(-1).cumsum(-1))  # [B, V]
     points = shares.new_tensor([[draws[row].random()] for row in rows])
-    return torch.searchsorted(shares, points)[:, 0].clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(shares, points)[:, 0]
+    return tokens.clamp(max=logits.shape[-1] - 1)

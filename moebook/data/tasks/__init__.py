@@ -1,4 +1,4 @@
-"""Fourteen target tasks, five general and six K-shot ones: exact answers, disjoint splits.
+"""Fourteen target tasks, five general, six K-shot: exact answers, disjoint splits.
 
 >>> rows("gcd", "test", 200)[0]["prompt"]
 'Find the largest number that divides both 150 and 156.'
@@ -18,15 +18,19 @@ from moebook.results import formed
 
 
 def _catalogue(entries: Mapping[str, Any]) -> dict[str, Task]:
-    pools = {name: POOLS.get(name, partial(general, name)) for name in entries}
-    return {name: Task(name=name, pool=pools[name], **entry) for name, entry in entries.items()}
+    catalogue = {}
+    for name, entry in entries.items():
+        pool = POOLS.get(name, partial(general, name))
+        catalogue[name] = Task(name=name, pool=pool, **entry)
+    return catalogue
 
 
 with formed(Path(__file__).with_name("tasks.yaml")) as _FILE:
     CATALOGUE = _catalogue(_FILE["target"])
-    KSHOT = _catalogue(_FILE["kshot"])  # to be met with few annotated rows; near to targets
-    GENERAL = _catalogue(_FILE["general"])  # what the embedded bases know and tuning may forget
-KNOWN = CATALOGUE | GENERAL | KSHOT  # all of them: whatever can be drawn and evaluated by name
+    KSHOT = _catalogue(_FILE["kshot"])  # to be met with few annotated rows
+    GENERAL = _catalogue(_FILE["general"])  # what the bases know and tuning may forget
+KNOWN = CATALOGUE | GENERAL | KSHOT
+"""All of them: whatever can be drawn and evaluated by name."""
 
 
 def find(name: str) -> Task:
@@ -41,5 +45,5 @@ def rows(name: str, split: str, size: int, seed: int = 0) -> list[dict[str, str]
 
 
 def majority(name: str) -> float:
-    """Share of test rows that the commonest training answer gets right; see `Task.majority`."""
+    """Share of test rows with the commonest training answer; see `Task.majority`."""
     return find(name).majority

@@ -1,8 +1,9 @@
-"""What the embedded tasks ask: a function enumerates the items of each, always the same ones.
+"""What the embedded tasks ask: a function enumerates the items of each, always alike.
 
-Mathematics: equations (in words too), divisors (plus a number too), sums, products. Code: what an
-expression returns. Common sense: family relations. Language: requests turned into JSON, copyleft or
-not. Translation: numbers and sums in words. The other tasks have their items in files that ship.
+Mathematics: equations (in words too), divisors (plus a number too), sums, products.
+Code: what an expression returns. Common sense: family relations. Language: requests
+turned into JSON, copyleft or not. Translation: numbers and sums in words. The other
+tasks have their items in files that ship.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
+from string import Formatter
 
 from num2words import num2words
 
@@ -23,8 +25,12 @@ from moebook.data.tasks.task import Item, Pool, shipped
 from moebook.results import formed
 
 EXPRESSIONS = 6_000
-_WORDS = "apple bread cloud delta eagle flame grape house ivory lemon mango night ocean pearl queen"
-FAMILIES, TOLD = 6_000, 1_200
+FAMILIES = 6_000
+TOLD = 1_200  # families told the other way round
+_WORDS = """
+    apple bread cloud delta eagle flame grape house
+    ivory lemon mango night ocean pearl queen
+""".split()
 _WOMEN = "Alice Bella Carol Diana Emma Fiona Grace Helen Irene Julia Laura Maria".split()
 _MEN = "Adam Brian Carl David Edwin Frank George Henry Ivan James Kevin Martin".split()
 _RELATIONS = {  # relation: (of a woman, of a man)
@@ -57,7 +63,7 @@ LARGEST = 9_999
 
 
 def _shipped(file: str, answer: str, **slots: str) -> Iterator[Item]:
-    """Yield an item a row of a file that ships, by the fields in which answer and slots stand."""
+    """Yield an item a row of a file that ships, by the fields of answer and slots."""
     for row in shipped(file):
         texts = {slot: row[field] for slot, field in slots.items()}
         yield Item(texts, row[answer], row.get("rationale", ""))
@@ -73,80 +79,98 @@ def general(name: str) -> Iterator[Item]:
 def _equation(a: int, b: int, x: int) -> tuple[int, str]:
     """Return c of a x + b = c, and how the equation is solved."""
     c = a * x + b
-    why = f"{a}x = {c} {'-+'[b < 0]} {abs(b)} = {a * x}, so x = {a * x} / {a} = {x}."
+    other_sign = "+" if b < 0 else "-"
+    why = f"{a}x = {c} {other_sign} {abs(b)} = {a * x}, so x = {a * x} / {a} = {x}."
     return c, why
 
 
 def equations() -> Iterator[Item]:
     """Yield a x + b = c with a 2..9, b -15..20 without 0, x 1..12."""
-    for a, b, x in product(range(2, 10), [*range(-15, 0), *range(1, 21)], range(1, 13)):
+    summands = [*range(-15, 0), *range(1, 21)]
+    for a, b, x in product(range(2, 10), summands, range(1, 13)):
         c, why = _equation(a, b, x)
-        yield Item({"equation": f"{a}x {'+-'[b < 0]} {abs(b)} = {c}"}, str(x), why)
+        sign = "-" if b < 0 else "+"
+        yield Item({"equation": f"{a}x {sign} {abs(b)} = {c}"}, str(x), why)
 
 
 def equation_words() -> Iterator[Item]:
-    """Yield a x + b = c in words, with c from 0 and summands b that `equations` has not."""
-    for a, b, x in product(range(2, 10), [*range(-30, -15), *range(21, 31)], range(1, 13)):
+    """Yield a x + b = c in words, with c from 0 and b that `equations` has not."""
+    summands = [*range(-30, -15), *range(21, 31)]
+    for a, b, x in product(range(2, 10), summands, range(1, 13)):
         c, why = _equation(a, b, x)
         if c >= 0:
             sign = "minus" if b < 0 else "plus"
-            yield Item({"a": str(a), "sign": sign, "b": str(abs(b)), "c": str(c)}, str(x), why)
+            slots = {"a": str(a), "sign": sign, "b": str(abs(b)), "c": str(c)}
+            yield Item(slots, str(x), why)
+
+
+def _pair(a: int, b: int, turned: bool) -> dict[str, str]:
+    """Two numbers as slots, in one order or the other."""
+    first, second = (b, a) if turned else (a, b)
+    return {"a": str(first), "b": str(second)}
 
 
 def gcd() -> Iterator[Item]:
-    """Yield pairs up to 180, at most 300 for each common divisor from 1 to 12, 1 not favoured."""
+    """Yield pairs up to 180, at most 300 a divisor from 1 to 12, 1 not favoured."""
     for divisor in range(1, 13):
-        pairs = [
-            (divisor * p, divisor * q)
-            for q in range(2, 180 // divisor + 1)
-            for p in range(1, q)
-            if math.gcd(p, q) == 1
-        ]
+        pairs = []
+        for q in range(2, 180 // divisor + 1):
+            for p in range(1, q):
+                if math.gcd(p, q) == 1:
+                    pairs.append((divisor * p, divisor * q))
         step = max(1, len(pairs) // 300)
         for index, (a, b) in enumerate(pairs[::step][:300]):
-            first, second = (a, b) if index % 2 else (b, a)
-            why = f"{a} = {divisor} * {a // divisor} and {b} = {divisor} * {b // divisor}."
-            yield Item({"a": str(first), "b": str(second)}, str(divisor), why)
+            p, q = a // divisor, b // divisor
+            why = f"{a} = {divisor} * {p} and {b} = {divisor} * {q}."
+            yield Item(_pair(a, b, index % 2 == 0), str(divisor), why)
 
 
 def gcd_plus() -> Iterator[Item]:
-    """Yield every fourth pair of `gcd` plus a number from 2 to 99: a divisor, then a sum."""
+    """Yield every fourth pair of `gcd` plus a number: a divisor, then a sum."""
     for place, item in enumerate(islice(gcd(), 0, None, 4)):
-        first, second, more = item.slots["a"], item.slots["b"], 2 + 37 * place % 98
-        total = str(int(item.answer) + more)
-        why = f"gcd({first}, {second}) = {item.answer}, {item.answer} + {more} = {total}."
-        yield Item({"a": first, "b": second, "c": str(more)}, total, why)
+        divisor = item.answer
+        more = 2 + 37 * place % 98
+        total = str(int(divisor) + more)
+        why = "gcd({a}, {b}) = ".format_map(item.slots)
+        why += f"{divisor}, {divisor} + {more} = {total}."
+        yield Item(item.slots | {"c": str(more)}, total, why)
 
 
 def sums() -> Iterator[Item]:
     """Yield a + b with 2 <= a <= b <= 99, in either order."""
     for a in range(2, 100):
         for b in range(a, 100):
-            first, second = (a, b) if (a + b) % 2 else (b, a)
-            ones, tens = first % 10 + second % 10, first // 10 * 10 + second // 10 * 10
-            why = f"{tens} + {ones} = {a + b}."
-            yield Item({"a": str(first), "b": str(second)}, str(a + b), why)
+            ones = a % 10 + b % 10
+            why = f"{a + b - ones} + {ones} = {a + b}."
+            yield Item(_pair(a, b, (a + b) % 2 == 0), str(a + b), why)
 
 
 def products() -> Iterator[Item]:
     """Yield a * b with 2 <= a <= 30 and a <= b <= 99, in either order."""
     for a in range(2, 31):
         for b in range(a, 100):
-            first, second = (a, b) if (a + b) % 2 else (b, a)
-            tens, ones = b // 10 * 10, b % 10
-            parts = f"{a} * {tens} = {a * tens}, {a} * {ones} = {a * ones}"
-            why = f"{parts}, {a * tens} + {a * ones} = {a * b}."
-            yield Item({"a": str(first), "b": str(second)}, str(a * b), why)
+            ones = b % 10
+            tens = b - ones
+            why = f"{a} * {tens} = {a * tens}, {a} * {ones} = {a * ones}, "
+            why += f"{a * tens} + {a * ones} = {a * b}."
+            yield Item(_pair(a, b, (a + b) % 2 == 0), str(a * b), why)
 
 
 def _drawn(rng: random.Random) -> list[tuple[str, object]]:
-    """Draw one expression of each form with its value, worked out here and not by `eval`."""
+    """Draw an expression of each form with its value, worked out without `eval`."""
     xs = [rng.randint(0, 20) for _ in range(rng.randint(3, 5))]
     a, b, c, d = (rng.randint(2, 30) for _ in range(4))
     i, j = sorted(rng.sample(range(len(xs) + 1), 2))
-    v, word, other = rng.choice(xs), rng.choice(_WORDS.split()), rng.choice(_WORDS.split())
-    k, letter = rng.randint(1, 4), rng.choice(word)
+    v = rng.choice(xs)
+    word = rng.choice(_WORDS)
+    other = rng.choice(_WORDS)
+    k = rng.randint(1, 4)
+    letter = rng.choice(word)
     guess = rng.choice([v, a])
+    divisor = b % 9 + 2
+    start = a % 9
+    backwards = xs[::-1]
+    place = len(xs) - 1 - i if i < len(xs) else 0
     return [
         (f"len({xs[i:j]})", j - i),
         (f"max({xs})", max(xs)),
@@ -156,10 +180,10 @@ def _drawn(rng: random.Random) -> list[tuple[str, object]]:
         (f"{xs}[{i}:{j}]", xs[i:j]),
         (f"{xs}[-{j}]", xs[-j]),
         (f"{xs}.index({v})", xs.index(v)),
-        (f"{xs[::-1]}[{len(xs) - 1 - i if i < len(xs) else 0}]", xs[i] if i < len(xs) else xs[-1]),
+        (f"{backwards}[{place}]", backwards[place]),
         (f"{guess} in {xs}", guess in xs),
-        (f"{a} % {b % 9 + 2}", a % (b % 9 + 2)),
-        (f"{a} // {b % 9 + 2}", a // (b % 9 + 2)),
+        (f"{a} % {divisor}", a % divisor),
+        (f"{a} // {divisor}", a // divisor),
         (f"{a} > {b} and {c} > {d}", a > b and c > d),
         (f"{a} > {b} or {c} > {d}", a > b or c > d),
         (f"{word!r}[{k}]", word[k]),
@@ -169,7 +193,10 @@ def _drawn(rng: random.Random) -> list[tuple[str, object]]:
         (f"{word!r}.upper()", word.upper()),
         (f"{word!r}.index({letter!r})", word.index(letter)),
         (f"{word[:k]!r} + {other[:2]!r}", word[:k] + other[:2]),
-        (f"list(range({a % 9}, {a % 9 + 2 * k}, 2))", list(range(a % 9, a % 9 + 2 * k, 2))),
+        (
+            f"list(range({start}, {start + 2 * k}, 2))",
+            [start + 2 * n for n in range(k)],
+        ),
         (f"{letter!r} in {other!r}", letter in other),
         (f"{letter!r} * {k}", letter * k),
     ]
@@ -189,29 +216,35 @@ def python_eval() -> Iterator[Item]:
 def isa() -> Iterator[Item]:
     """Yield nouns with one of ten kinds, and the way up to it."""
     for row in shipped("isa.jsonl"):
-        chain = f"a kind of {row['chain']}, so " if row["chain"] else ""
-        yield Item({"noun": row["noun"]}, row["kind"], f"{row['noun']}: {chain}{row['kind']}.")
+        noun, kind = row["noun"], row["kind"]
+        way = f"a kind of {row['chain']}, so " if row["chain"] else ""
+        yield Item({"noun": noun}, kind, f"{noun}: {way}{kind}.")
 
 
 def family(rng: random.Random) -> Item:
-    """Tell of A, B, C and of D, who is also related to B but not asked about; facts shuffled."""
+    """Tell of A, B, C and of D, related to B but not asked about; facts shuffled."""
     people = [*rng.sample(_WOMEN, 4), *rng.sample(_MEN, 4)]
     rng.shuffle(people)
     a, b, c, d = people[:4]
 
     def word(relation: str, person: str) -> str:
         blood = relation.removesuffix("-in-law")
-        return _RELATIONS[blood][person in _MEN] + relation.removeprefix(blood)
+        woman, man = _RELATIONS[blood]
+        return (man if person in _MEN else woman) + relation.removeprefix(blood)
 
     first, second = rng.choice(sorted(_COMPOSED))
-    near = word(first, a)
-    far = word(second, b)
-    other = word(rng.choice([r for r in ("parent", "child", "sibling") if r != first]), d)
-    relations = ((a, near, b), (b, far, c), (d, other, b))
-    facts = [f"{one} is the {relation} of {another}." for one, relation, another in relations]
+    a_of_b = word(first, a)
+    b_of_c = word(second, b)
+    others = [name for name in ("parent", "child", "sibling") if name != first]
+    d_of_b = word(rng.choice(others), d)
+    facts = [
+        f"{a} is the {a_of_b} of {b}.",
+        f"{b} is the {b_of_c} of {c}.",
+        f"{d} is the {d_of_b} of {b}.",
+    ]
     rng.shuffle(facts)
     answer = word(_COMPOSED[first, second], a)
-    why = f"{a} is the {near} of the {far} of {c}, so {a} is the {answer} of {c}."
+    why = f"{a} is the {a_of_b} of the {b_of_c} of {c}, so {a} is the {answer} of {c}."
     return Item({"facts": " ".join(facts), "a": a, "c": c}, answer, why)
 
 
@@ -227,45 +260,57 @@ def kinship() -> Iterator[Item]:
 
 
 def kinship_told() -> Iterator[Item]:
-    """Yield families none of which is one of `kinship`, told the other way round: B's mother is A.
+    """Yield families not of `kinship`, told the other way round: B's mother is A.
 
     One of the 1,199 tells the facts of one of `kinship` in another order.
     """
-    rng, known = random.Random("kinship told"), {item.slots["facts"] for item in kinship()}
+    rng = random.Random("kinship told")
+    known = {item.slots["facts"] for item in kinship()}
     for _ in range(TOLD):
         item = family(rng)
         facts = item.slots["facts"]
         if facts not in known:
             known.add(facts)
-            turned = re.sub(r"(\w+) is the ([\w-]+) of (\w+)\.", r"\3's \2 is \1.", facts)
+            fact = r"(\w+) is the ([\w-]+) of (\w+)\."
+            turned = re.sub(fact, r"\3's \2 is \1.", facts)
             yield Item(item.slots | {"facts": turned}, item.answer, item.rationale)
 
 
 def _requests(task: str, most: int, *, rationale: bool) -> Iterator[Item]:
-    """Yield at most so many fillings of each wording in ``requests.yaml``, with intent and slots.
+    """Yield at most so many fillings of each wording in ``requests.yaml``.
 
-    The intents of ``intent_new`` are none of ``intent_json``. Keys stand in the wording's order.
+    The intents of ``intent_new`` are none of ``intent_json``. Keys stand in the
+    wording's order.
     """
     with formed(Path(__file__).with_name("requests.yaml")) as file:
-        for intent, wording in ((key, each) for key, part in file[task].items() for each in part):
-            names = [part.split("}")[0] for part in wording.split("{")[1:]]
-            fillings = list(product(*(file["slots"][name].split("|") for name in names)))
+        wordings = file[task].items()
+        slots = file["slots"]
+    for intent, of_intent in wordings:
+        for wording in of_intent:
+            names = [name for _, name, _, _ in Formatter().parse(wording) if name]
+            choices = [slots[name].split("|") for name in names]
+            fillings = list(product(*choices))
             random.Random(wording).shuffle(fillings)
+            why = f"The intent is {intent}; the slots are {', '.join(names)}."
             for values in fillings[:most]:
-                slots = dict(zip(names, values, strict=True))
-                answer = json.dumps({"intent": intent} | slots)
-                why = f"The intent is {intent}; the slots are {', '.join(names)}."
-                yield Item({"request": wording.format_map(slots)}, answer, why * rationale)
+                filled = dict(zip(names, values, strict=True))
+                answer = json.dumps({"intent": intent} | filled)
+                request = {"request": wording.format_map(filled)}
+                yield Item(request, answer, why if rationale else "")
 
 
 def reserved() -> set[str]:
-    """Return the clauses, two thirds by their hash, that are left to `copyleft` in any training."""
-    clauses = {row["clause"] for row in shipped("licence.jsonl")}
-    return {text for text in clauses if hashlib.sha256(text.encode()).digest()[0] % 3}
+    """The clauses, two thirds by their hash, that any training leaves to `copyleft`."""
+    clauses = set()
+    for row in shipped("licence.jsonl"):
+        digest = hashlib.sha256(row["clause"].encode()).digest()
+        if digest[0] % 3:
+            clauses.add(row["clause"])
+    return clauses
 
 
 def copyleft() -> Iterator[Item]:
-    """Yield the reserved clauses of licences that are clearly of one of the two kinds."""
+    """Yield the reserved clauses of licences that are clearly of one kind."""
     apart = reserved()
     for row in shipped("licence.jsonl"):
         name, family = row["licence"], row["family"]
@@ -278,7 +323,7 @@ def copyleft() -> Iterator[Item]:
 
 @cache
 def words(number: int, language: str) -> str:
-    """Write a number in French ("fr", the spelling before the reform of 1990) or Spanish ("es")."""
+    """Write a number in French ("fr", as spelt before 1990) or Spanish ("es")."""
     text: str = num2words(number, lang=language)
     return text
 
@@ -286,9 +331,13 @@ def words(number: int, language: str) -> str:
 def _numbers(language: str) -> Iterator[Item]:
     """Yield all numbers from 1 to 9,999; the rationale adds up the decimal places."""
     for number in range(1, LARGEST + 1):
-        high, low = number // 100 * 100, number % 100
-        parts = [f"{part}: {words(part, language)}" for part in (high, low) if part]
-        yield Item({"number": str(number)}, words(number, language), "; ".join(parts) + ".")
+        low = number % 100
+        parts = []
+        for part in (number - low, low):
+            if part:
+                parts.append(f"{part}: {words(part, language)}")
+        why = "; ".join(parts) + "."
+        yield Item({"number": str(number)}, words(number, language), why)
 
 
 def sums_fr() -> Iterator[Item]:
@@ -298,12 +347,19 @@ def sums_fr() -> Iterator[Item]:
         yield Item(item.slots, total, f"{item.rationale} {item.answer}: {total}.")
 
 
-GENERATED = (
-    equations, equation_words, gcd, gcd_plus, sums, products, python_eval, isa, kinship,
-    kinship_told, copyleft, sums_fr,
-)  # fmt: skip
 POOLS: dict[str, Pool] = {
-    **{pool.__name__: pool for pool in GENERATED},
+    "equations": equations,
+    "equation_words": equation_words,
+    "gcd": gcd,
+    "gcd_plus": gcd_plus,
+    "sums": sums,
+    "products": products,
+    "python_eval": python_eval,
+    "isa": isa,
+    "kinship": kinship,
+    "kinship_told": kinship_told,
+    "copyleft": copyleft,
+    "sums_fr": sums_fr,
     "gsm_symbolic": partial(_shipped, "gsm_symbolic.jsonl", "answer", question="question"),
     "docstring": partial(_shipped, "docstring.jsonl", "summary", code="code"),
     "licence": partial(_shipped, "licence.jsonl", "family", clause="clause"),

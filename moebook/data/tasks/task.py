@@ -1,9 +1,10 @@
-"""A task is a finite pool of items with exact answers; its splits are a partition of that pool.
+"""A task is a finite pool of items with exact answers; its splits part that pool.
 
-The pool is enumerated once, ordered by a hash of each item's content, and cut: the first items are
-the test split, the next the validation split, the rest the train split. A study that needs more
-test rows cuts train once more: `fresh` is tested and `rest` trained on. A seed decides order and
-wording, never membership, so no seed can move a test item into training.
+The pool is enumerated once, ordered by a hash of each item's content, and cut: the
+first items are the test split, the next the validation split, the rest the train split.
+A study that needs more test rows cuts train once more: `fresh` is tested and `rest`
+trained on. A seed decides order and wording, never membership, so no seed can move a
+test item into training.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from moebook.settings import checked
 
 TEST = 200  # items in the test split of every task
 VALIDATION = 200
-FRESH = 1000  # items that studies with more test rows take out of the train split, at most half
+# Items that studies with more test rows take out of the train split, at most half.
+FRESH = 1000
 SPLITS = ("train", "validation", "test")
 
 
@@ -31,7 +33,7 @@ SPLITS = ("train", "validation", "test")
 class Item:
     """One underlying problem before it is put into words."""
 
-    slots: dict[str, str]  # what the templates are filled with; their content decides the split
+    slots: dict[str, str]  # what the templates are filled with; decides the split
     answer: str
     rationale: str = ""  # worked solution in words
 
@@ -48,12 +50,12 @@ def first_line(answer: str) -> str:
 
 
 def verb(answer: str) -> str:
-    """Keep the first word in small letters: a summary is graded by the verb it begins with."""
+    """The first word in small letters: summaries are graded by their first verb."""
     return (exact(answer).split() or [""])[0].lower().rstrip(".,:")
 
 
 def same_json(answer: str) -> str:
-    """Write the first line's JSON with sorted keys, so that order and spaces do not count."""
+    """Write the first line's JSON with sorted keys: order and spaces do not count."""
     line = first_line(answer)
     try:
         return json.dumps(json.loads(line), sort_keys=True)
@@ -67,7 +69,7 @@ COMPARE = {"first_line": first_line, "verb": verb, "same_json": same_json}
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: its source and licence (SPDX), items, wordings, and how answers are compared."""
+    """A task: its source, licence (SPDX), items, wordings, and how answers compare."""
 
     name: str
     domain: str  # mathematics, code, common_sense, translation, language or general
@@ -76,8 +78,8 @@ class Task:
     licence: str
     templates: Sequence[str]  # wordings with {slots}; a row draws one
     pool: Pool  # enumerates all items; must be deterministic
-    max_new_tokens: int  # enough for every answer with a small vocabulary (2,048 byte pairs)
-    compare: str = "first_line"  # how answers are read before they are compared, of COMPARE
+    max_new_tokens: int  # enough for every answer, of 2,048 byte pairs
+    compare: str = "first_line"  # of COMPARE: how answers are read before they are compared
     rationales: bool = False  # whether items carry a worked solution
 
     @property
@@ -87,13 +89,15 @@ class Task:
 
     @cached_property
     def _splits(self) -> dict[str, tuple[Item, ...]]:
-        """Order the pool by the hash of its content and cut it into test, validation and train."""
+        """Order the pool by the hash of its content and cut it."""
         items = sorted(self.pool(), key=lambda item: content_hash(self.name, item))
+        train = tuple(items[TEST + VALIDATION :])
+        fresh = min(FRESH, len(train) // 2)
         return {
             "test": tuple(items[:TEST]),
             "validation": tuple(items[TEST : TEST + VALIDATION]),
-            "train": (train := tuple(items[TEST + VALIDATION :])),
-            "fresh": train[: (fresh := min(FRESH, len(train) // 2))],
+            "train": train,
+            "fresh": train[:fresh],
             "rest": train[fresh:],
         }
 
@@ -108,30 +112,38 @@ class Task:
 
     @checked
     def rows(self, split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
-        """Draw `size` rows of a split without replacement, shuffled and worded by the seed.
+        """Draw `size` rows of a split without replacement, by the seed.
 
-        A prefix of any longer draw with this seed: task, domain, prompt, answer and any rationale.
+        A prefix of any longer draw with this seed: task, domain, prompt, answer and any
+        rationale.
         """
-        items, have = list(self.items(split)), self.available(split)
+        items = list(self.items(split))
+        have = len(items)
         if not 1 <= size <= have:
-            where = f"{self.name}/{split}"
-            refuse("E-DATA", f"{where}: have {have} rows, need {size}; ask for 1 to {have}")
+            need = f"have {have} rows, need {size}; ask for 1 to {have}"
+            refuse("E-DATA", f"{self.name}/{split}: {need}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         rng.shuffle(items)
         return [self._row(item, rng.choice(self.templates)) for item in items[:size]]
 
     @cached_property
     def majority(self) -> float:
-        """Share of test rows, in [0, 1], that the commonest training answer gets right."""
+        """Share of test rows, in [0, 1], that have the commonest training answer."""
         answers = Counter(self.normalise(item.answer) for item in self.items("train"))
         best = min(answers, key=lambda answer: (-answers[answer], answer))
         test = self.items("test")
         return sum(self.normalise(item.answer) == best for item in test) / len(test)
 
     def _row(self, item: Item, template: str) -> dict[str, str]:
-        prompt = template.format_map(item.slots)
-        row = {"task": self.name, "domain": self.domain, "prompt": prompt, "answer": item.answer}
-        return row | {"rationale": item.rationale} if self.rationales else row
+        row = {
+            "task": self.name,
+            "domain": self.domain,
+            "prompt": template.format_map(item.slots),
+            "answer": item.answer,
+        }
+        if self.rationales:
+            row["rationale"] = item.rationale
+        return row
 
 
 def content_hash(name: str, item: Item) -> str:
