@@ -1,4 +1,14 @@
-"""What the four papers claim, as data: tables, claims, settings, and an audit of their sums."""
+"""What the four papers claim, as data: tables, claims, settings, an audit of sums."""
 
 from moebook.papers.arithmetic import STATUSES, Finding, audit, judge, report
-from moebook.papers.printed import OURS, PAPERS, Claim, claim, claims, frozen, table, tables, wide
+from moebook.papers.printed import (
+    OURS,
+    PAPERS,
+    Claim,
+    claim,
+    claims,
+    frozen,
+    table,
+    tables,
+    wide,
+)

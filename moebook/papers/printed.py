@@ -1,10 +1,11 @@
 """The papers' tables, settings and claims as data, checked when they are read.
 
-A table is a CSV file and becomes a typed pandas frame, a claim an entry of ``claims.yaml``. A CSV
-file starts with a YAML header, each line behind ``# ``: table, caption, unit, source and, where
-they apply, damaged (what is wrong with our text), setting (what sets its numbers apart from equally
-named ones), names (this table's name -> the other tables') and derived (see `papers.relations`).
-CSV follows, a line a printed number: ``row, column, <keys>, printed, unit, mark``.
+A table is a CSV file and becomes a typed pandas frame, a claim an entry of
+``claims.yaml``. A CSV file starts with a YAML header, each line behind ``# ``: table,
+caption, unit, source and, where they apply, damaged (what is wrong with our text),
+setting (what sets its numbers apart from equally named ones), names (this table's name
+-> the other tables') and derived (see `papers.relations`). CSV follows, a line a
+printed number: ``row, column, <keys>, printed, unit, mark``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -38,14 +40,24 @@ NEEDED = {"table", "caption", "unit", "source"}
 HEADER = NEEDED | {"damaged", "setting", "names", "derived"}
 POWERS = {"": 0, "%": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 FROZEN = (
-    "value", "reference", "kind", "direction", "claimed", "tolerance", "unit", "scales", "under",
-    "exact", "arms", "untestable",
-)  # fmt: skip
+    "value",
+    "reference",
+    "kind",
+    "direction",
+    "claimed",
+    "tolerance",
+    "unit",
+    "scales",
+    "under",
+    "exact",
+    "arms",
+    "untestable",
+)
 """Fields of a claim that its verdict depends on."""
 SIZED = ("sizes", "times")
-"""Such fields of a claim that asks how many times the weights of another arm one trains."""
+"""Such fields of a claim on how many times another arm's weights one trains."""
 WRITTEN = "written.json"
-"""Record of when each claim was written as it stands, by `recipes.claims` from git's history."""
+"""Record of when each claim was written, by `recipes.claims` from git's history."""
 NUMBER = re.compile(
     r"(?P<sign>[-+−]?)(?P<whole>\d[\d,]*)(?:\.(?P<fraction>\d+))?"
     r"(?:(?:e|×10\^)\{?(?P<power>[-+]?\d+)\}?)?(?P<suffix>[%KMBT]?)"
@@ -64,7 +76,7 @@ class Number(NamedTuple):
 
 
 def number(printed: str) -> Number | None:
-    """Read one printed number such as 75.7%, +1.9, 300K or 5e-5; None if it is not one."""
+    """Read a printed number such as 75.7%, +1.9, 300K or 5e-5; None if it is none."""
     match = NUMBER.fullmatch(printed.strip())
     if match is None:
         return None
@@ -82,7 +94,7 @@ def folder(paper: str) -> Path:
 
 
 def tables(paper: str) -> list[str]:
-    """Names of a paper's tables in order, as `table` takes them: ``"1"``, ..., ``"figure_4"``."""
+    """Names of a paper's tables in order, as `table` takes them: "1", ..., "figure_4"."""
     names = [path.stem.removeprefix("table_") for path in own(folder(paper), "*.csv")]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 1000, name))
 
@@ -90,8 +102,9 @@ def tables(paper: str) -> list[str]:
 def table(paper: str, n: int | str) -> pd.DataFrame:
     """Load one table by its number or its name in `tables`: one row a printed number.
 
-    Columns are row, column, the table's own keys, printed, value (float), decimals (int), unit and
-    mark; ``.attrs`` holds the header (caption, source, derived, ...), path and keys.
+    Columns are row, column, the table's own keys, printed, value (float), decimals
+    (int), unit and mark; ``.attrs`` holds the header (caption, source, derived, ...),
+    path and keys.
     """
     refuse_unknown(str(n), tables(paper), "E-NAME", f"{paper} has no table '{n}';")
     file = f"{n}.csv" if str(n).startswith("figure_") else f"table_{n}.csv"
@@ -99,7 +112,7 @@ def table(paper: str, n: int | str) -> pd.DataFrame:
 
 
 def wide(paper: str, n: int | str) -> pd.DataFrame:
-    """The table as the paper prints it, rows by columns, keys in the index; damaged cells NaN."""
+    """The table as printed, rows by columns, keys in the index; damaged cells NaN."""
     frame = table(paper, n)
     index = [*frame.attrs["keys"], "row"]
     sound = frame[frame["mark"] != "damaged"]
@@ -109,7 +122,7 @@ def wide(paper: str, n: int | str) -> pd.DataFrame:
 
 
 def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[str, Any]]:
-    """Read a paper's settings, ``{"paper": {"lr": {"value": 2e-4, "where": ...}}}``, or a group."""
+    """A paper's settings, ``{"paper": {"lr": {"value": ..., "where": ...}}}``, or a group."""
     groups: dict[str, dict[str, Any]] = read_yaml(folder(paper) / "hyperparameters.yaml")
     if settings is None:
         return groups
@@ -127,12 +140,14 @@ def _frame(path: Path) -> pd.DataFrame:
     import pandas as pd
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    start = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    head = "\n".join(line[1:].removeprefix(" ") for line in lines[:start])
-    header = read_yaml(path, head)
+    head = list(takewhile(lambda line: line.startswith("#"), lines))
+    start = len(head)
+    text = "\n".join(line[1:].removeprefix(" ") for line in head)
+    header = read_yaml(path, text)
     if not isinstance(header, dict) or not set(header) >= NEEDED:
         _malformed(path, 1, "a header with table, caption, unit and source")
-    if unknown := sorted(set(header) - HEADER):
+    unknown = sorted(set(header) - HEADER)
+    if unknown:
         _malformed(path, 1, f"header fields among {sorted(HEADER)}; found {unknown}")
     reader = csv.reader(lines[start:])
     names = next(reader, [])
@@ -140,7 +155,10 @@ def _frame(path: Path) -> pd.DataFrame:
     if not set(FIXED) <= set(names) or tuple(names[-3:]) != FIXED[2:]:
         expected = "columns row, column, [keys], printed, unit, mark"
         _malformed(path, start + 1, f"{expected}; found {names}")
-    cells = [_cell(path, start + reader.line_num, names, line, header["unit"]) for line in reader]
+    cells = []
+    for fields in reader:
+        line = start + reader.line_num
+        cells.append(_cell(path, line, names, fields, header["unit"]))
     columns = ["row", "column", *keys, "printed", "value", "decimals", "unit", "mark"]
     frame = pd.DataFrame(cells, columns=columns)
     frame.attrs = {**header, "keys": keys, "path": path.name}
@@ -153,14 +171,17 @@ def _frame(path: Path) -> pd.DataFrame:
 
 
 def _cell(path: Path, line: int, names: list[str], fields: list[str], unit: str) -> dict[str, Any]:
+    """Read a line; the table's unit stands in for one of its own."""
     if len(fields) != len(names):
         _malformed(path, line, f"{len(names)} fields, found {len(fields)}")
     cell: dict[str, Any] = dict(zip(names, fields, strict=True))
     typed = number(cell["printed"])
     if typed is None:
-        _malformed(path, line, f"a number such as 75.7%, 300K or +1.9, found '{cell['printed']}'")
+        example = "a number such as 75.7%, 300K or +1.9"
+        _malformed(path, line, f"{example}, found '{cell['printed']}'")
     if cell["mark"] not in MARKS:
-        _malformed(path, line, f"a mark among empty, damaged, restored, found '{cell['mark']}'")
+        marks = "a mark among empty, damaged, restored"
+        _malformed(path, line, f"{marks}, found '{cell['mark']}'")
     return {**cell, **typed._asdict(), "unit": cell["unit"] or unit}
 
 
@@ -172,8 +193,9 @@ def _malformed(path: Path, line: int, expected: str) -> NoReturn:
 class Claim:
     """One claim of a paper, and the recorded value that tests it.
 
-    The *effect* is the recorded value minus the reference (or the value itself without one). All
-    numbers are in ``unit``, one of `results.UNITS`; None stands where the paper prints none.
+    The *effect* is the recorded value minus the reference (or the value itself without
+    one). All numbers are in ``unit``, one of `results.UNITS`; None stands where the
+    paper prints none.
     """
 
     id: Text  # <paper>.<name>, unique
@@ -202,7 +224,8 @@ class Claim:
     times: tuple[float, float] | None = None
     # limits of the first of these sizes over the second: other runs are no evidence
     trivial: Text | int | float | None = None
-    # a recorded value of an arm for which a bound must fail, in the place of `value`, or a number
+    # a recorded value of an arm for which a bound must fail, in the place of `value`,
+    # or a number
     ended: Text | None = None  # why it decides nothing any more; its words and its verdict stay
     instead: tuple[Text, ...] = ()  # ids of the claims that stand in its place
 
@@ -210,11 +233,16 @@ class Claim:
         """Refuse what disagrees between the fields."""
         refuse_unknown(self.unit, UNITS, "E-CHOICE", f"unit is {self.unit!r};")
         if self.kind == "direction" and self.direction is None:
-            refuse("E-CHOICE", "a claim of kind direction needs one: greater, less or equal")
+            refuse(
+                "E-CHOICE",
+                "a claim of kind direction needs one: greater, less or equal",
+            )
         if self.kind == "number" and self.claimed is None:
             refuse("E-CHOICE", "a claim of kind number needs a claimed number")
-        if self.tolerance is None and (self.claimed is not None or self.direction == "equal"):
-            refuse("E-CHOICE", "a claimed number, or a claim of equality, needs a tolerance")
+        compared = self.claimed is not None or self.direction == "equal"
+        if compared and self.tolerance is None:
+            needs = "a claimed number, or a claim of equality, needs a tolerance"
+            refuse("E-CHOICE", needs)
         if self.instead and not self.ended:
             refuse("E-CHOICE", "only a claim that has ended has others in its place")
         if self.times and len(self.sizes) != 2:
@@ -222,7 +250,7 @@ class Claim:
 
     @property
     def bounded(self) -> bool:
-        """Whether a bound decides it that somebody chose: a number, or how near two must be."""
+        """Whether a bound that somebody chose decides it: a number, or a nearness."""
         if self.kind == "number":  # the paper's own
             return False
         middle = isinstance(self.reference, tuple)
@@ -235,16 +263,18 @@ class Claim:
         reference = self.reference
         if isinstance(reference, tuple):
             return self.value, *reference
-        return (self.value, reference) if isinstance(reference, str) else (self.value,)
+        if isinstance(reference, str):
+            return self.value, reference
+        return (self.value,)
 
     @property
     def frozen(self) -> str:
-        """Hash of all that decides its verdict; a run's manifest keeps it (`verdicts.ledger`)."""
+        """Hash of all that decides its verdict; runs keep it (`verdicts.ledger`)."""
         return frozen_hash({name: getattr(self, name) for name in (*FROZEN, *SIZED)})
 
     @property
     def since(self) -> str | None:
-        """Time since which it has said what it says (UTC); None where no record tells (`WRITTEN`).
+        """Time since which it says what it says (UTC); None if not known (`WRITTEN`).
 
         Runs that are newer than the record keep the hashes of their claims themselves.
         """
@@ -263,15 +293,21 @@ class Claim:
 
 
 def claims(paper: str | None = None) -> list[Claim]:
-    """The claims of one paper, or of all four and our own, in the order of their files."""
+    """The claims of one paper, or of all four and our own, in their files' order."""
     names = [paper] if paper else [*PAPERS, *OURS]
-    return [claim for name in names for claim in _read_claims(folder(name) / "claims.yaml", name)]
+    known: list[Claim] = []
+    for name in names:
+        known += _read_claims(folder(name) / "claims.yaml", name)
+    return known
 
 
 def frozen_hash(parts: Mapping[str, Any]) -> str:
     """Hash the `FROZEN` fields of a claim, and `SIZED` where it has limits."""
-    kept = {name: part for name, part in parts.items() if name not in SIZED or parts["times"]}
-    text = json.dumps(kept, sort_keys=True)
+    deciding = {}
+    for name, part in parts.items():
+        if name not in SIZED or parts["times"]:
+            deciding[name] = part
+    text = json.dumps(deciding, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -279,12 +315,12 @@ def frozen_hash(parts: Mapping[str, Any]) -> str:
 def _written() -> dict[str, dict[str, str]]:
     path = FOLDER / WRITTEN
     with formed(path):
-        told: dict[str, dict[str, str]] = read_json(path)
-        return told
+        record: dict[str, dict[str, str]] = read_json(path)
+        return record
 
 
 def frozen(notebook: str) -> dict[str, str]:
-    """Hashes of the claims that a notebook's runs may decide, by id (`Claim.frozen`)."""
+    """Hashes of the claims that a notebook's runs may decide, by id."""
     mine = [claim for claim in claims() if claim.run == notebook and not claim.ended]
     return {claim.id: claim.frozen for claim in mine}
 
@@ -298,33 +334,39 @@ def claim(name: str) -> Claim:
 
 @cache
 def _read_claims(path: Path, paper: str) -> tuple[Claim, ...]:
-    """Read a file's claims; a bad entry is refused with the line on which it starts (E-FORMAT)."""
+    """Read a file's claims; a bad entry is refused with its line (E-FORMAT)."""
     entries, places = read_places(path)
     if not isinstance(entries, list):
         refuse("E-FORMAT", f"{paper}/{path.name}:1: expected a list of claims")
     by_id: dict[str, Claim] = {}
     for place, entry in zip(places, entries, strict=True):
         try:
-            one = Claim(**_tuples(entry))
+            claim = Claim(**_tuples(entry))
         except Refusal as refusal:
             refuse("E-FORMAT", f"{place}: {refusal.message}")
         except TypeError:
             refuse("E-FORMAT", f"{place}: expected a claim, found {entry!r}")
-        named = re.fullmatch(rf"{paper}\.[a-z0-9-]+", one.id)
-        if not named or one.id in by_id:
-            odd = "stands twice" if named else f"expected {paper}.words-with-hyphens"
-            refuse("E-FORMAT", f"{place}: claim '{one.id}': {odd}")
-        if one.bounded and one.trivial is None and not one.ended:
-            refuse("E-FORMAT", f"{place}: a bound needs a trivial arm for which it fails (trivial)")
-        by_id[one.id] = one
-    for one in by_id.values():
-        for other in one.instead:
-            refuse_unknown(
-                other, by_id, "E-FORMAT", f"{paper}/{path.name}: {one.id} names '{other}';"
-            )
+        named = re.fullmatch(rf"{paper}\.[a-z0-9-]+", claim.id)
+        if not named:
+            expected = f"expected {paper}.words-with-hyphens"
+            refuse("E-FORMAT", f"{place}: claim '{claim.id}': {expected}")
+        if claim.id in by_id:
+            refuse("E-FORMAT", f"{place}: claim '{claim.id}': stands twice")
+        if claim.bounded and claim.trivial is None and not claim.ended:
+            needs = "a bound needs a trivial arm for which it fails (trivial)"
+            refuse("E-FORMAT", f"{place}: {needs}")
+        by_id[claim.id] = claim
+    for claim in by_id.values():
+        for other in claim.instead:
+            message = f"{paper}/{path.name}: {claim.id} names '{other}';"
+            refuse_unknown(other, by_id, "E-FORMAT", message)
     return tuple(by_id.values())
 
 
 def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Turn the lists of an entry into tuples, as a `Claim` has them."""
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in {**entry}.items()}
+    fields = {**entry}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)
+    return fields

@@ -1,15 +1,16 @@
-"""What the papers derive from their own numbers, by a name or in the text, made computable.
+"""What the papers derive from their own numbers, in tables or text, made computable.
 
-A relation in a table's header, under ``derived``, holds for every row (or column) of the table::
+A relation in a table's header, under ``derived``, holds for every row (or column) of
+the table::
 
-    {column: Average, is: mean, of: [GSM8K, MATH]}
-    {column: Code, is: mean, of: [HumanEval, MBPP], table: 9}     operands stand in table 9
-    {row: Gain, is: difference, of: [Ours, Base]}                 first minus second
-    {column: Average, where: {statistic: value}, is: mean, of: [...]}
+    {column: Average, is: mean, of: [GSM8K, MATH]} {column: Code, is: mean, of:
+    [HumanEval, MBPP], table: 9}     operands stand in table 9 {row: Gain, is:
+    difference, of: [Ours, Base]}                 first minus second {column: Average,
+    where: {statistic: value}, is: mean, of: [...]}
 
-An entry of ``stated.yaml`` is a number that the running text says (where, sentence, printed, unit),
-``of`` selections of cells: ``{table: "1", row: ..., column: ..., <key>: ..., except: [rows]}``,
-where what is left out, or a list, stands for all that match.
+An entry of ``stated.yaml`` is a number that the running text says (where, sentence,
+printed, unit), ``of`` selections of cells: ``{table: "1", row: ..., column: ..., <key>:
+..., except: [rows]}``, where what is left out, or a list, stands for all that match.
 """
 
 from __future__ import annotations
@@ -27,20 +28,29 @@ from moebook.results import read_yaml
 
 Rule = dict[str, Any]
 FUNCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": fmean, "sum": sum, "max": max, "min": min, "count": len,
+    "mean": fmean,
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "count": len,
     "difference": lambda x: x[0] - x[1],
     "ratio": lambda x: x[0] / x[1],
     "reduction": lambda x: 100 * (1 - x[0] / x[1]),
     "same": lambda x: x[0],
-}  # fmt: skip
+}
 ARITY = {"difference": 2, "ratio": 2, "reduction": 2, "same": 1}
 SHOWN = ("series", "model", "base", "expert")  # keys that stand in a cell's place
-PLACES = {"table", "row", "column", "except"}  # of a selection; its other entries are keys
+PLACES = {
+    "table",
+    "row",
+    "column",
+    "except",
+}  # of a selection; its other entries are keys
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A printed number with its place; `value` and `decimals` as in `papers.printed.Number`."""
+    """A printed number with its place; value and decimals as in `printed.Number`."""
 
     table: str
     row: str
@@ -54,54 +64,66 @@ class Cell:
     @property
     def place(self) -> str:
         """Where the number stands, for the reader."""
-        keys = [(name, value) for name, value in self.keys.items() if name in SHOWN]
-        said = [f"{name} {value}" if value.isdigit() else value for name, value in keys]
-        return f"{title(self.table)}, " + ", ".join([*said, self.row, self.column])
+        parts = [title(self.table)]
+        for name, value in self.keys.items():
+            if name in SHOWN:
+                parts.append(f"{name} {value}" if value.isdigit() else value)
+        return ", ".join([*parts, self.row, self.column])
 
 
 def title(name: str) -> str:
-    """Title of a table or figure: "Table 9" for ``"9"``, "Figure 5" for ``"figure_5"``."""
-    return name.replace("figure_", "Figure ") if name.startswith("figure_") else f"Table {name}"
+    """Title of a table or figure: "Table 9" for "9", "Figure 5" for "figure_5"."""
+    if name.startswith("figure_"):
+        return name.replace("figure_", "Figure ")
+    return f"Table {name}"
 
 
 def stem(name: str) -> str:
-    """A name without case, punctuation and parentheses, × as x: "ARC-e (Acc.)" is "arce"."""
+    """A name without case, punctuation, parentheses: "ARC-e (Acc.)" is "arce"."""
     plain = re.sub(r"\(.*?\)", "", name).lower().replace("×", "x")
     plain = re.sub(r"[^a-z0-9.+%]", "", plain).strip(".")
     return "average" if plain == "avg" else plain
 
 
 def metric(name: str) -> str:
-    """What stands in a name's parentheses: "pass@10" for "HumanEval (Pass@10)", or nothing."""
+    """What stands in a name's parentheses, as "pass@10", or nothing."""
     inside = re.search(r"\((.*?)\)", name)
     return inside[1].lower().strip(". ") if inside else ""
 
 
 def agree(ours: dict[str, str], theirs: dict[str, str]) -> bool:
     """Whether two sets of keys say the same wherever both say something."""
-    return all(value == (theirs.get(name) or value) for name, value in ours.items() if value)
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if value and other and value != other:
+            return False
+    return True
 
 
 class Paper:
-    """All cells of one paper of which our text is whole, with the header of each of its tables."""
+    """All cells of one paper of which our text is whole, and its tables' headers."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.cells = name, list[Cell]()
+        self.name = name
+        self.cells: list[Cell] = []
         self.headers: dict[str, dict[str, Any]] = {}
         for sheet in tables(name):
             frame = table(name, sheet)
             self.headers[sheet] = frame.attrs
-            for record in frame[frame["mark"] != "damaged"].drop(columns="mark").to_dict("records"):
+            sound = frame[frame["mark"] != "damaged"].drop(columns="mark")
+            for record in sound.to_dict("records"):
                 keys = {key: record.pop(key) for key in frame.attrs["keys"]}
                 self.cells.append(Cell(table=sheet, keys=keys, **record))
+        # By an unordered pair of names, so that transposed tables match.
         self._by_names: dict[frozenset[str], list[Cell]] = defaultdict(list)
-        for cell in self.cells:  # an unordered pair, so that transposed tables match
+        for cell in self.cells:
             names = self.names(cell.table, cell.row, cell.column)
             self._by_names[frozenset(map(stem, names))].append(cell)
 
     def names(self, table: str, *names: str) -> list[str]:
-        """Names of one table as the paper's other tables have them (the header's `names`)."""
-        return [self.headers[table].get("names", {}).get(name, name) for name in names]
+        """Names of one table as the paper's other tables have them."""
+        others = self.headers[table].get("names", {})
+        return [others.get(name, name) for name in names]
 
     def inside(self, table: str) -> list[Cell]:
         """The cells of one table."""
@@ -110,27 +132,29 @@ class Paper:
     def same(
         self, names: Sequence[str], keys: dict[str, str], table: str | None = None
     ) -> Iterator[Cell]:
-        """Cells of a row and column whose metric and keys agree, transposed ones last."""
+        """Cells of a row and column whose metric and keys agree; transposed ones last."""
         asked = {stem(name): metric(name) for name in names}
         twins = self._by_names.get(frozenset(asked), [])
         for cell in sorted(twins, key=lambda twin: stem(twin.row) != stem(names[0])):
             theirs = self.names(cell.table, cell.row, cell.column)
             metrics = {stem(name): metric(name) for name in theirs}
-            if agree(asked, metrics) and agree(keys, cell.keys) and table in (None, cell.table):
+            alike = agree(asked, metrics) and agree(keys, cell.keys)
+            if alike and table in (None, cell.table):
                 yield cell
 
     def rules(self, table: str, *, same: bool) -> dict[str, frozenset[str]]:
-        """Derived rows and columns of a table with their operands; or those set equal to others."""
-        return {
-            stem(rule.get("column", rule.get("row"))): frozenset(map(stem, rule["of"]))
-            for rule in self.headers[table].get("derived") or []
-            if (rule["is"] == "same") is same
-        }
+        """Derived rows and columns of a table with operands; or those set ``same``."""
+        operands = {}
+        for rule in self.headers[table].get("derived") or []:
+            if (rule["is"] == "same") is same:
+                name = stem(rule.get("column", rule.get("row")))
+                operands[name] = frozenset(map(stem, rule["of"]))
+        return operands
 
 
 @dataclass(frozen=True)
 class Check:
-    """A printed number at its `place` with the operands from which the paper derives it."""
+    """A printed number at its `place` and the operands that it is derived from."""
 
     place: str
     kind: str
@@ -153,17 +177,22 @@ class Check:
 
     def changed(self, place: int, value: float) -> float:
         """The number recomputed with another value of one operand."""
-        return float(FUNCTIONS[self.kind]([*self.values[:place], value, *self.values[place + 1 :]]))
+        values = self.values
+        values[place] = value
+        return float(FUNCTIONS[self.kind](values))
 
     @property
     def slack(self) -> float:
-        """How far the operands' own rounding, half a last digit each, can move the result."""
-        ends = [cell.value + 0.5 * 10.0**-cell.decimals for cell in self.operands]
-        return sum(abs(self.changed(i, end) - self.computed) for i, end in enumerate(ends))
+        """How far the operands' rounding, half a last digit each, can move the result."""
+        slack = 0.0
+        for place, cell in enumerate(self.operands):
+            end = cell.value + 0.5 * 10.0**-cell.decimals
+            slack += abs(self.changed(place, end) - self.computed)
+        return slack
 
 
 def checks(paper: Paper) -> list[Check]:
-    """Every number that the paper derives: by its tables' headers, in its text, or twice."""
+    """Every number that the paper derives: in tables, in its text, or twice."""
     return [*_derived(paper), *_stated(paper), *_repeated(paper)]
 
 
@@ -183,11 +212,14 @@ def _derived(paper: Paper) -> Iterator[Check]:
 
 
 def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
-    """Operands of a cell in the table named (or its own), else wherever the paper prints them."""
+    """Operands of a cell in the table named (or its own), else wherever they stand."""
     across = "column" in rule
-    mine, named = (cell.column, rule["column"]) if across else (cell.row, rule["row"])
+    if across:
+        mine, derived = cell.column, rule["column"]
+    else:
+        mine, derived = cell.row, rule["row"]
     wanted = {key: str(value) for key, value in rule.get("where", {}).items()}
-    if stem(mine) != stem(named) or not agree(wanted, cell.keys):
+    if stem(mine) != stem(derived) or not agree(wanted, cell.keys):
         return []
     operands = []
     for name in rule["of"]:
@@ -202,65 +234,90 @@ def _operands(paper: Paper, cell: Cell, rule: Rule) -> list[Any]:
 def _stated(paper: Paper) -> Iterator[Check]:
     path = folder(paper.name) / "stated.yaml"
     for entry in read_yaml(path) if path.exists() else []:
-        place, kind = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})", entry.get("is")
+        place = f"{paper.name}/stated.yaml ({entry.get('sentence', '?')})"
+        kind = entry.get("is")
+        printed = str(entry["printed"])
         _check_rule(place, entry)
-        typed = number(str(entry["printed"]))
+        typed = number(printed)
         if typed is None:
-            refuse("E-FORMAT", f"{place}: '{entry['printed']}' is no number")
-        cells = [cell for selection in entry["of"] for cell in _select(paper, place, selection)]
-        if kind == "count":
+            refuse("E-FORMAT", f"{place}: '{printed}' is no number")
+        cells = []
+        for selection in entry["of"]:
+            cells += _select(paper, place, selection)
+        if kind == "count":  # rows, each once
             cells = list({(cell.row, *cell.keys.values()): cell for cell in cells}.values())
-        if (needed := ARITY.get(kind, len(cells))) != len(cells):
-            refuse("E-FORMAT", f"{place}: {kind} needs {needed} cells, selected {len(cells)}")
+        needed = ARITY.get(kind, len(cells))
+        if needed != len(cells):
+            counts = f"{kind} needs {needed} cells, selected {len(cells)}"
+            refuse("E-FORMAT", f"{place}: {counts}")
         where = f"{entry['where']}: {entry['sentence']}"
-        yield Check(where, kind, str(entry["printed"]), *typed, tuple(cells), where)
+        yield Check(where, kind, printed, *typed, tuple(cells), where)
 
 
 def _select(paper: Paper, place: str, selection: Rule) -> list[Cell]:
+    """The cells that an entry's selection names."""
     name = str(selection["table"])
     refuse_unknown(name, paper.headers, "E-FORMAT", f"{place}: no table '{name}';")
     keys = {key: str(selection[key]) for key in selection.keys() - PLACES}
-    named = {}
-    for key in PLACES:
-        given = selection.get(key, [])
-        named[key] = {stem(str(one)) for one in (given if isinstance(given, list) else [given])}
-
-    def chosen(cell: Cell) -> bool:
+    rows = _stems(selection, "row")
+    columns = _stems(selection, "column")
+    without = _stems(selection, "except")
+    cells = []
+    for cell in paper.inside(name):
         row, column = stem(cell.row), stem(cell.column)
-        inside = row in (named["row"] or {row}) and column in (named["column"] or {column})
-        return inside and row not in named["except"] and agree(keys, cell.keys)
-
-    cells = [cell for cell in paper.inside(name) if chosen(cell)]
+        if (rows and row not in rows) or row in without:
+            continue
+        if columns and column not in columns:
+            continue
+        if agree(keys, cell.keys):
+            cells.append(cell)
     return cells or refuse("E-FORMAT", f"{place}: no cell matches {selection}")
+
+
+def _stems(selection: Rule, name: str) -> set[str]:
+    """Names of a selection, one or several, by their stems."""
+    names = selection.get(name, [])
+    if not isinstance(names, list):
+        names = [names]
+    return {stem(str(each)) for each in names}
 
 
 def _check_rule(place: str, rule: Rule) -> None:
     kind = str(rule.get("is"))
     refuse_unknown(kind, FUNCTIONS, "E-FORMAT", f"{place}: unknown relation '{kind}';")
     if not isinstance(rule.get("of"), list):
-        refuse("E-FORMAT", f"{place}: a relation names its operands as a list under 'of'")
+        expected = "a relation names its operands as a list under 'of'"
+        refuse("E-FORMAT", f"{place}: {expected}")
 
 
 def _repeated(paper: Paper) -> Iterator[Check]:
-    """Each quantity that a later table prints again, checked against its first print."""
+    """Each quantity that a later table prints again, against its first print."""
     order = list(paper.headers)
     for cell in paper.cells:
         names = paper.names(cell.table, cell.row, cell.column)
-        declared = paper.rules(cell.table, same=True).keys() & {stem(cell.row), stem(cell.column)}
-        for earlier in [] if declared else order[: order.index(cell.table)]:
-            same = paper.same(names, cell.keys, earlier)
-            twins = [twin for twin in same if _comparable(paper, cell, twin)]
+        set_equal = paper.rules(cell.table, same=True)
+        if stem(cell.row) in set_equal or stem(cell.column) in set_equal:
+            continue
+        for earlier in order[: order.index(cell.table)]:
+            twins = []
+            for twin in paper.same(names, cell.keys, earlier):
+                if _comparable(paper, cell, twin):
+                    twins.append(twin)
             if len(twins) == 1:
-                yield _of_cell(cell, "same", twins, f"{earlier} and {cell.table}: same quantity")
+                rule = f"{earlier} and {cell.table}: same quantity"
+                yield _of_cell(cell, "same", twins, rule)
                 break
 
 
 def _comparable(paper: Paper, cell: Cell, twin: Cell) -> bool:
     """Same unit and setting, and, where both are derived, from the same operands."""
-    settings = {paper.headers[one.table].get("setting") for one in (cell, twin)}
+    settings = set()
     operands = set()
-    for one in (cell, twin):
-        derived = paper.rules(one.table, same=False)
-        operands.add(derived.get(stem(one.column), derived.get(stem(one.row))))
-    alike = all(len(several - {None}) < 2 for several in (settings, operands))
-    return cell.unit == twin.unit and alike
+    for side in (cell, twin):
+        settings.add(paper.headers[side.table].get("setting"))
+        derived = paper.rules(side.table, same=False)
+        by_row = derived.get(stem(side.row))
+        operands.add(derived.get(stem(side.column), by_row))
+    one_setting = len(settings - {None}) < 2
+    one_source = len(operands - {None}) < 2
+    return cell.unit == twin.unit and one_setting and one_source
