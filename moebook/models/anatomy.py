@@ -1,8 +1,9 @@
-"""Where a decoder of transformers keeps attention, MLPs, routers, experts; ours as its experts.
+"""Where a decoder keeps attention, MLPs, routers and experts; ours as its experts.
 
-`moebook.kernels.experts` is an implementation of experts in transformers' registry, for Mixtral,
-OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps fused experts like them: after
-`register_experts`, ``model.set_experts_implementation("moebook")``; ``"grouped_mm"`` goes back.
+`moebook.kernels.experts` is an implementation of experts in transformers' registry, for
+Mixtral, OLMoE, DeepSeek-V2 and V3, Qwen3-MoE and whatever keeps fused experts like
+them: after `register_experts`, ``model.set_experts_implementation("moebook")``;
+``"grouped_mm"`` goes back.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 class Layer:
     """One decoder layer's parts; a dense one has no router and no experts.
 
-    In transformers 5 experts are fused: ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]``, the
-    last two axes swapped in GPT-OSS and Llama 4; in PESC's form they are the adapters.
+    In transformers 5 experts are fused: ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D,
+    F]``, the last two axes swapped in GPT-OSS and Llama 4; in PESC's form they are the
+    adapters.
     """
 
     index: int  # from 0
@@ -52,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A host model's decoder, its layers, and D (``hidden``), the width of its residual stream."""
+    """A host model's decoder, its layers, and D (``hidden``), the residual's width."""
 
     decoder: nn.Module
     layers: tuple[Layer, ...]
@@ -67,7 +69,8 @@ def anatomy(model: nn.Module) -> Anatomy:
         decoder = getattr(decoder, "model", decoder)
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        refuse("E-MODEL", f"no decoder layers found in {type(host).__name__}: {_seen(decoder)}")
+        kind = type(host).__name__
+        refuse("E-MODEL", f"no decoder layers found in {kind}: {_seen(decoder)}")
     hidden = decoder.config.hidden_size
     layers = tuple(_layer(index, block, hidden) for index, block in enumerate(blocks))
     return Anatomy(decoder, layers, hidden)
@@ -77,25 +80,31 @@ def sparse_layers(model: nn.Module) -> list[Layer]:
     """Return the layers that hold routed experts, or refuse a dense model."""
     layers = [layer for layer in anatomy(model).layers if layer.kind == "sparse"]
     if not layers:
-        refuse("E-MODEL", f"{type(model).__name__} is dense: it has no routers and no experts")
+        kind = type(model).__name__
+        refuse("E-MODEL", f"{kind} is dense: it has no routers and no experts")
     return layers
 
 
 def longest(model: nn.Module) -> int:
-    """Return how many tokens a row may have by the model's configuration, if that says it."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", 0) or sys.maxsize
+    """Return how many tokens a row may have by the model's configuration, if known."""
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", 0) or sys.maxsize
 
 
 def beside(weight: Tensor) -> dict[str, Any]:
-    """Return device and dtype of what trains beside a weight: its own, but float32 at least."""
-    return {"device": weight.device, "dtype": torch.promote_types(torch.float32, weight.dtype)}
+    """Device and dtype of what trains beside a weight: its own, at least float32."""
+    return {
+        "device": weight.device,
+        "dtype": torch.promote_types(torch.float32, weight.dtype),
+    }
 
 
 def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) -> list[Layer]:
-    """Return the layers of these numbers, or all, of a host that must be dense for a method."""
+    """Return the layers of these numbers, or all, of a host that must be dense."""
     for layer in host.layers:
         if layer.kind == "sparse":
-            refuse("E-MODEL", f"layer {layer.index} is sparse already: {method} needs a dense host")
+            sparse = f"layer {layer.index} is sparse already"
+            refuse("E-MODEL", f"{sparse}: {method} needs a dense host")
     last = len(host.layers) - 1
     wanted = range(last + 1) if numbers is None else sorted(numbers)
     if wanted[-1] > last:
@@ -104,16 +113,22 @@ def dense_layers(host: Anatomy, numbers: Collection[int] | None, method: str) ->
 
 
 def graft(
-    host: Anatomy, layers: Iterable[Layer], build: Callable[[Layer, Router], nn.Module], **how: Any
+    host: Anatomy,
+    layers: Iterable[Layer],
+    build: Callable[[Layer, Router], nn.Module],
+    **how: Any,
 ) -> None:
-    """Replace the layers' MLPs by what ``build`` makes of each and of a router, set by ``how``.
+    """Replace the layers' MLPs by what ``build`` makes of each and of a router.
 
-    All are built before the first is put in. Routers are float32 or wider, and share a trace.
+    All are built before the first is put in. Routers are float32 or wider, and share a
+    trace.
     """
-    trace, modules = Trace(), []
+    trace = Trace()
+    modules = []
     for layer in layers:
         weight = next(p for p in layer.block.parameters() if p.is_floating_point())
-        router = Router(host.hidden, layer=layer.index, trace=trace, **beside(weight), **how)
+        how_and_where = beside(weight) | how
+        router = Router(host.hidden, layer=layer.index, trace=trace, **how_and_where)
         modules.append((layer, build(layer, router).train(layer.block.training)))
     for layer, module in modules:
         layer.replace(module)
@@ -122,16 +137,20 @@ def graft(
 
 @torch.no_grad()
 def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
-    """Return the layers that norm what their FFN puts out, so that a factor on it changes nothing.
+    """Return the layers that norm their FFN's output: a factor on it changes nothing.
 
-    So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. A pass over one token shows it: a part of the
-    block takes that very output, and gives the same for twice it. A model on meta tells of none.
+    So do Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4. A pass over one token shows it: a
+    part of the block takes that very output, and gives the same for twice it. A model
+    on meta tells of none.
     """
-    parts = {(layer, part): part for layer in layers for part in layer.block.children()}
-    put_out: dict[Layer, Tensor] = {}
-    found: list[int] = []
+    normed_layers: list[int] = []
     if next(host.decoder.parameters()).is_meta:
-        return found
+        return normed_layers
+    parts = {}
+    for layer in layers:
+        for part in layer.block.children():
+            parts[layer, part] = part
+    put_out: dict[Layer, Tensor] = {}
 
     def see(key: tuple[Layer, nn.Module], given: tuple[Any, ...], output: Any) -> None:
         layer, part = key
@@ -140,37 +159,41 @@ def normed(host: Anatomy, layers: Iterable[Layer]) -> list[int]:
         elif given and given[0] is put_out.get(layer):
             once = torch.linspace(1, 2, host.hidden).to(given[0])
             if torch.allclose(part(2 * once), part(once), rtol=0.01):
-                found.append(layer.index)
+                normed_layers.append(layer.index)
 
     with evaluating(host.decoder), hooked(parts, see):
         token = torch.zeros(1, 1).long().to(next(host.decoder.parameters()).device)
         host.decoder(input_ids=token, use_cache=False)
-    return found
+    return normed_layers
 
 
 def register_experts() -> None:
-    """Enter `run_experts` into the registry of transformers as ``"moebook"``; again is harmless."""
+    """Enter `run_experts` into transformers' registry as ``"moebook"``."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 
 def run_experts(host: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return ``sum_k w_k E_k(x)``, in training and in generation, as the registry asks for it.
+    """Return ``sum_k w_k E_k(x)``, in training and in generation.
 
-    The host has ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]`` and ``act_fn``; x is
-    ``[T, D]``, ids and weights are ``[T, K]``.
+    The host has ``gate_up_proj [E, 2F, D]``, ``down_proj [E, D, F]`` and ``act_fn``; x
+    is ``[T, D]``, ids and weights are ``[T, K]``.
     """
-    if problem := incompatibility(host):
-        refuse("E-MODEL", f"{type(host).__name__}: experts implementation '{NAME}' cannot run it: "
-               f"{problem}; use model.set_experts_implementation('grouped_mm')")  # fmt: skip
+    problem = incompatibility(host)
+    if problem:
+        cannot = f"experts implementation '{NAME}' cannot run it: {problem}"
+        other = "use model.set_experts_implementation('grouped_mm')"
+        refuse("E-MODEL", f"{type(host).__name__}: {cannot}; {other}")
     routing = kernels.grouped(ids, weights, len(host.down_proj))
-    return kernels.experts(x, routing, kernels.Bank(host.gate_up_proj, host.down_proj), host.act_fn)
+    bank = kernels.Bank(host.gate_up_proj, host.down_proj)
+    return kernels.experts(x, routing, bank, host.act_fn)
 
 
 def incompatibility(host: nn.Module) -> str | None:
-    """Say in what a host's experts differ from gated FFNs in fused weights; None if they do not."""
+    """Say in what a host's experts differ from gated FFNs in fused weights, if so."""
     ours = isinstance(host, Experts)
     # transformers gives this to every class of experts that it runs by its registry.
     gate = getattr(type(host), "_apply_gate", None)
+    plain_gate = getattr(gate, "__name__", "") == "_default_apply_gate"
     differences = {
         "a forward pass of its own": not ours and gate is None,
         "no gate": not getattr(host, "has_gate", True),
@@ -179,7 +202,7 @@ def incompatibility(host: nn.Module) -> str | None:
         "transposed weights": getattr(host, "is_transposed", False),
         "a norm behind the experts": getattr(host, "has_post_expert_norm", False),
         "experts spread over devices": getattr(host, "_is_expert_parallel", False),
-        "a gate of its own": not ours and getattr(gate, "__name__", "") != "_default_apply_gate",
+        "a gate of its own": not ours and not plain_gate,
         "no act_fn": not callable(getattr(host, "act_fn", None)),
     }
     return next((name for name, present in differences.items() if present), None)
@@ -189,13 +212,18 @@ def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
     attention = _first(block, "self_attn", "attention", "attn")
     where = f"decoder layer {index} ({type(block).__name__})"
     for slot in ("mlp", "feed_forward", "block_sparse_moe"):
-        if (mlp := _first(block, slot)) is None:
+        mlp = _first(block, slot)
+        if mlp is None:
             continue
         if all(isinstance(getattr(mlp, name, None), nn.Module) for name in GATED):
-            if beside := _beside_gated(block, mlp):
-                refuse("E-MODEL", f"{where} holds a gated MLP and {beside}, expected one alone")
-            return Layer(index, block, slot, attention, mlp, "dense", mlp.down_proj.in_features)
-        router, experts = _first(mlp, "router", "gate"), _first(mlp, "experts", "adapters")
+            more = _beside_gated(block, mlp)
+            if more:
+                both = f"holds a gated MLP and {more}"
+                refuse("E-MODEL", f"{where} {both}, expected one alone")
+            width = mlp.down_proj.in_features
+            return Layer(index, block, slot, attention, mlp, "dense", width)
+        router = _first(mlp, "router", "gate")
+        experts = _first(mlp, "experts", "adapters")
         if router is not None and experts is not None:
             shared = _first(mlp, "shared", "shared_experts", "shared_expert", "shared_mlp")
             return Layer(
@@ -211,20 +239,22 @@ def _layer(index: int, block: nn.Module, hidden: int) -> Layer:
                 shared=shared,
                 count=_expert_count(experts),
             )
-    lacks = f"neither a gated MLP ({', '.join(GATED)}) nor a mixture of experts: {_seen(block)}"
-    refuse("E-MODEL", f"{where} holds {lacks}")
+    lacks = f"neither a gated MLP ({', '.join(GATED)}) nor a mixture of experts"
+    refuse("E-MODEL", f"{where} holds {lacks}: {_seen(block)}")
 
 
 def _beside_gated(block: nn.Module, mlp: nn.Module) -> str:
-    """Name what a block holds beside the three products of a gated MLP: Gemma 4's, Doge's experts.
+    """Name what a block holds beside a gated MLP, as Gemma 4's and Doge's experts.
 
     A norm inside the MLP, as in BitNet, is no such thing.
     """
     for name in ("router", "experts"):
         if _first(block, name) is not None:
             return f"'{name}'"
-    matrices = (name for name, part in mlp.named_parameters() if part.dim() > 1)
-    return next((f"'{name}'" for name in matrices if name.split(".")[0] not in GATED), "")
+    for name, weight in mlp.named_parameters():
+        if weight.dim() > 1 and name.split(".")[0] not in GATED:
+            return f"'{name}'"
+    return ""
 
 
 def _expert_count(experts: nn.Module) -> int:
@@ -238,19 +268,25 @@ def _expert_count(experts: nn.Module) -> int:
 
 
 def _expert_width(experts: nn.Module, shared: nn.Module | None, hidden: int) -> int:
-    """Return F of one routed expert; adapters share one MLP, so there it is that MLP's."""
+    """F of one routed expert; adapters share one MLP, so there it is that MLP's."""
     if hasattr(experts, "down_proj"):  # [E, D, F], or [E, F, D] in GPT-OSS and Llama 4
         return int(experts.down_proj[0].numel() // hidden)
     source = shared if shared is not None else next(experts.children())
-    if (inner := _first(source, "experts")) is not None:  # of a block that adapters stand behind
+    inner = _first(source, "experts")
+    if inner is not None:  # of a block that adapters stand behind
         return _expert_width(inner, None, hidden)
     return int(source.down_proj.in_features)
 
 
 def _first(module: nn.Module, *names: str) -> nn.Module | None:
-    parts = (getattr(module, name, None) for name in names)
-    part = next((part for part in parts if isinstance(part, nn.Module)), None)
-    return part.get_base_layer() if isinstance(part, ParamWrapper) else part
+    """The first of these parts that a module has, out of PEFT's wrapper."""
+    for name in names:
+        part = getattr(module, name, None)
+        if isinstance(part, ParamWrapper):
+            return part.get_base_layer()
+        if isinstance(part, nn.Module):
+            return part
+    return None
 
 
 def _seen(module: nn.Module) -> str:

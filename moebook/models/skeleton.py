@@ -1,6 +1,7 @@
 """Models without weights: a host's public configuration, built on the meta device, to be counted.
 
-What a forward and backward pass on meta cannot do by itself is here: attention as a GPU fuses it.
+What a forward and backward pass on meta cannot do by itself is here: attention as a GPU
+fuses it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -38,7 +44,8 @@ with formed(Path(__file__).with_name("hosts.yaml")) as _FILE:
 def configuration(name: str) -> PreTrainedConfig:
     """Return the configuration of a shipped base, a folder, one of `HOSTS`, or a hub model.
 
-    Of the hub, where ``org/name@commit`` is not in `HOSTS`, ``config.json`` alone is fetched.
+    Of the hub, where ``org/name@commit`` is not in `HOSTS`, ``config.json`` alone is
+    fetched.
     """
     repo, _, revision = name.partition("@")
     if repo in HOSTS:
@@ -48,11 +55,17 @@ def configuration(name: str) -> PreTrainedConfig:
     if not file.is_file():
         if "/" not in repo or not revision:
             known = nearest(repo, [*HOSTS, "nano", "nano-moe"])
-            refuse("E-MODEL", f"no configuration '{name}': {known}, a folder, or org/name@commit")
+            refuse(
+                "E-MODEL",
+                f"no configuration '{name}': {known}, a folder, or org/name@commit",
+            )
         try:
             file = Path(hf_hub_download(repo, "config.json", revision=revision))
         except (LocalEntryNotFoundError, OSError, HfHubHTTPError) as error:
-            refuse("E-OFFLINE", f"{name} is not cached nor fetched ({type(error).__name__})")
+            refuse(
+                "E-OFFLINE",
+                f"{name} is not cached nor fetched ({type(error).__name__})",
+            )
     return _built(read_json(file), str(file))
 
 
@@ -73,20 +86,24 @@ def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
 
 
 def skeleton(
-    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, *, layers: int | None = None
+    config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layers: int | None = None,
 ) -> PreTrainedModel:
     """Build a causal language model on meta, by default with all of its layers.
 
-    Of the others the first ``layers`` are kept. A configuration says in many ways what its layers
-    are, so all are built, and some dropped.
+    Of the others the first ``layers`` are kept. A configuration says in many ways what
+    its layers are, so all are built, and some dropped.
     """
     ALL_ATTENTION_FUNCTIONS.register(FUSED, _attention)
     own = copy.deepcopy(config)  # which transformers writes into
-    made = f"the configuration of a {config.model_type} model"
-    with telling(Path(made), "model"), quiet(), torch.device("meta"):
+    source = f"the configuration of a {config.model_type} model"
+    with telling(Path(source), "model"), quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=FUSED)
-    if empty := [name for name, part in model.named_parameters() if part.numel() == 0]:
-        refuse("E-MODEL", f"{made}: '{empty[0]}' would have no elements; restore it")
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0:
+            refuse("E-MODEL", f"{source}: '{name}' would have no elements; restore it")
     if layers is not None:
         decoder = anatomy(model).decoder
         decoder.layers = decoder.layers[:layers]
@@ -94,12 +111,20 @@ def skeleton(
 
 
 def _attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Attend causally; kept are q, k, v, the output and one number a row, never ``[T, T]``."""
-    shared = q.shape[1] // k.shape[1]  # a padding mask makes transformers repeat them, too
-    k, v = (part.repeat_interleave(shared, 1) if shared > 1 else part for part in (k, v))
+    shared = q.shape[1] // k.shape[1]  # query heads of a key head
+    if shared > 1:  # a padding mask makes transformers repeat them, too
+        k = k.repeat_interleave(shared, 1)
+        v = v.repeat_interleave(shared, 1)
     fused = torch.ops.aten._scaled_dot_product_efficient_attention
     out = fused(q, k, v, None, True, dropout, True, scale=scaling)[0]
     return out.transpose(1, 2).contiguous(), None

@@ -303,7 +303,7 @@ def _rows(paper: Paper, table: str) -> dict[Key, dict[str, Cell]]:
 
 
 def _rivals(one: str, other: str) -> bool:
-    """Whether both share a part and each has its own: "2×1.8B_TRSU", "4×1.8B_CRSU"."""
+    """Whether both share a part and each has its own: "2×1.8B_TRSU", "4×1.8B_SU"."""
     ours, theirs = _parts(one), _parts(other)
     return bool(ours & theirs and ours - theirs and theirs - ours)
 

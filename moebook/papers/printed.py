@@ -94,7 +94,7 @@ def folder(paper: str) -> Path:
 
 
 def tables(paper: str) -> list[str]:
-    """Names of a paper's tables in order, as `table` takes them: "1", ..., "figure_4"."""
+    """Names of a paper's tables in order, for `table`: "1", ..., "figure_4"."""
     names = [path.stem.removeprefix("table_") for path in own(folder(paper), "*.csv")]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 1000, name))
 
@@ -122,7 +122,7 @@ def wide(paper: str, n: int | str) -> pd.DataFrame:
 
 
 def hyperparameters(paper: str, settings: str | None = None) -> dict[str, dict[str, Any]]:
-    """A paper's settings, ``{"paper": {"lr": {"value": ..., "where": ...}}}``, or a group."""
+    """A paper's settings, ``{"paper": {"lr": {"value": ...}}}``, or a group."""
     groups: dict[str, dict[str, Any]] = read_yaml(folder(paper) / "hyperparameters.yaml")
     if settings is None:
         return groups

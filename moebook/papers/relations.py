@@ -132,7 +132,7 @@ class Paper:
     def same(
         self, names: Sequence[str], keys: dict[str, str], table: str | None = None
     ) -> Iterator[Cell]:
-        """Cells of a row and column whose metric and keys agree; transposed ones last."""
+        """Cells of a row and column whose metric and keys agree, transposed last."""
         asked = {stem(name): metric(name) for name in names}
         twins = self._by_names.get(frozenset(asked), [])
         for cell in sorted(twins, key=lambda twin: stem(twin.row) != stem(names[0])):
@@ -183,7 +183,7 @@ class Check:
 
     @property
     def slack(self) -> float:
-        """How far the operands' rounding, half a last digit each, can move the result."""
+        """How far the operands' rounding, half a last digit, can move the result."""
         slack = 0.0
         for place, cell in enumerate(self.operands):
             end = cell.value + 0.5 * 10.0**-cell.decimals
