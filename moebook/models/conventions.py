@@ -1,4 +1,4 @@
-"""Other people's conventions: what of them is taken, and what is refused before it misleads.
+"""Other people's conventions: what of them is taken, what is refused.
 
 Models come from `load` or out of a user's hands, so what a configuration cannot show is
 asked of the model itself, by a pass over a few tokens (`check`).
@@ -54,7 +54,7 @@ def items(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_values(content: Mapping[str, Any], where: object) -> None:
-    """Refuse numbers of a configuration with which a model computes nonsense, or not at all."""
+    """Refuse numbers of a configuration with which a model computes nonsense."""
     for key, value in items(content):
         if isinstance(value, Mapping):  # transformers writes NaN as {"__float__": "NaN"}
             value = math.nan if value.get("__float__") == "NaN" else None
@@ -82,7 +82,7 @@ def check_values(content: Mapping[str, Any], where: object) -> None:
 
 
 def _check_experts(content: Mapping[str, Any], where: object) -> None:
-    """Refuse more experts a token than there are, and groups that do not divide them."""
+    """Refuse more experts a token than there are, and groups that do not fit."""
     experts_key, experts = _first_count(content, EXPERTS)
     chosen_key, chosen = _first_count(content, PER_TOKEN)
     if experts < 1:  # a dense model of a family that can be sparse
@@ -113,7 +113,7 @@ def _first_count(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[st
 
 
 def check_quantised(content: Mapping[str, Any], folder: Path, files: set[str]) -> None:
-    """Refuse a quantisation that transformers does not know, or would make of plain weights.
+    """Refuse a quantisation that is unknown, or would be made of plain weights.
 
     An unknown one it leaves out with a note, so that the weights' codes would pass for
     weights.
@@ -153,7 +153,7 @@ def _method(quantisation: Any) -> str:
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: the tokenizer's, and all of the generation config's.
+    """Return the tokens that end an answer: the tokenizer's, the generation config's.
 
     Chat models of Gemma and Llama 3 end a turn with one that the tokenizer does not
     name.
@@ -177,7 +177,7 @@ def keeps_cache(model: nn.Module) -> bool:
 
 
 def reads_prompt(model: nn.Module) -> bool:
-    """Say whether a part of the model reads a whole prompt first (SMEAR's routers), not causally.
+    """Say whether a part of the model reads a whole prompt first (SMEAR's routers).
 
     It must be told by labels where the prompt ends.
     """
@@ -191,7 +191,7 @@ def _host(model: nn.Module) -> Any:
 
 @torch.no_grad()
 def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
-    """Refuse what is no causal language model, or computes no numbers, by a pass over few tokens.
+    """Refuse what is no causal language model, or computes no numbers, by a short pass.
 
     Two rows begin alike and end differently: what a model says of the beginning must be
     the same. Most encoders that transformers offers as language models look ahead,
@@ -258,7 +258,7 @@ def check(model: nn.Module, what: object = "", *, loss: bool = False) -> None:
 
 
 def _looks_ahead(logits: Tensor) -> bool:
-    """Say whether two rows ``[2, T, V]`` differ at every token before those that were changed.
+    """Say whether two rows ``[2, T, V]`` differ at every token before the changed ones.
 
     Rounding moves logits less, unless it makes a router choose otherwise, at some
     tokens.

@@ -224,7 +224,8 @@ def built(kind: Any, names: Collection[str], folder: Path, **options: Any) -> tu
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a folder's tokenizer and give it a pad token where it has none."""
     if not any(path for kind in _TOKENIZERS for path in folder.glob(kind)):
-        hint = "save it beside the model; for an upcycled one: upcycling.export(tokenizer=...)"
+        upcycled = "for an upcycled one: upcycling.export(tokenizer=...)"
+        hint = f"save it beside the model; {upcycled}"
         refuse("E-NOFILE", f"{folder}: no tokenizer.json nor any other tokenizer: {hint}")
     with telling(folder, "tokenizer"), quiet():
         read = AutoTokenizer.from_pretrained(folder, **SAFE)
@@ -283,7 +284,7 @@ def quiet() -> Iterator[None]:
 
 
 def _checked(folder: Path, auto: Any, names: Collection[str]) -> set[str]:
-    """Refuse an unsafe folder before transformers reads it; return its weights' files."""
+    """Refuse an unsafe folder before transformers reads it; return its weights."""
     config = read_json(folder / "config.json")
     kind = str(config.get("model_type"))
     if kind in names:

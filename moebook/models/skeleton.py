@@ -1,4 +1,4 @@
-"""Models without weights: a host's public configuration, built on the meta device, to be counted.
+"""Models without weights: a host's configuration, built on meta, to be counted.
 
 What a forward and backward pass on meta cannot do by itself is here: attention as a GPU
 fuses it.
@@ -42,7 +42,7 @@ with formed(Path(__file__).with_name("hosts.yaml")) as _FILE:
 
 
 def configuration(name: str) -> PreTrainedConfig:
-    """Return the configuration of a shipped base, a folder, one of `HOSTS`, or a hub model.
+    """The configuration of a shipped base, a folder, one of `HOSTS`, or a hub model.
 
     Of the hub, where ``org/name@commit`` is not in `HOSTS`, ``config.json`` alone is
     fetched.
@@ -70,7 +70,7 @@ def configuration(name: str) -> PreTrainedConfig:
 
 
 def _built(values: dict[str, Any], where: str) -> PreTrainedConfig:
-    """Make a configuration of checked values, or say which version of transformers wrote them."""
+    """Make a configuration of checked values, or say which transformers wrote them."""
     kind = str(values.get("model_type"))
     written = values.get(MADE, transformers.__version__)
     note = f"{where} (of transformers {written}, here is {transformers.__version__})"
@@ -120,7 +120,7 @@ def _attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally; kept are q, k, v, the output and one number a row, never ``[T, T]``."""
+    """Attend causally; kept are q, k, v, output, a number a row, never ``[T, T]``."""
     shared = q.shape[1] // k.shape[1]  # query heads of a key head
     if shared > 1:  # a padding mask makes transformers repeat them, too
         k = k.repeat_interleave(shared, 1)
@@ -131,7 +131,7 @@ def _attention(
 
 
 def autocast(model: nn.Module) -> None:
-    """Let a model on meta compute its linear layers in bfloat16, as torch's autocast does."""
+    """Let a model on meta compute linear layers in bfloat16, as torch's autocast."""
     for part in model.modules():
         if isinstance(part, nn.Linear):
             part.forward = partial(_in_bfloat16, part)

@@ -34,7 +34,10 @@ def test_chats_are_the_papers_prompts_with_special_tokens_and_loss_on_the_answer
     assert encoded["input_ids"] == [[0, *text, *ids("4"), 1]]
     assert encoded["labels"] == [[-100] * (1 + len(text)) + [*ids("4"), 1]]
     assert encoded["length"] == [len(text) + 3]
-    assert camel("q", "a", "s") == ("### System:\ns\n### Human:\nq\n### Assistant:\n", "a")
+    assert camel("q", "a", "s") == (
+        "### System:\ns\n### Human:\nq\n### Assistant:\n",
+        "a",
+    )
     assert data.encode([ROW], Bytes(bos=None), max_length=100)["input_ids"][0][:3] == ids("###")
     # DeepSeek's has no beginning token, and the space is learnt with the answer.
     encoded = data.encode([ROW], Bytes(), format="deepseek", max_length=100)
@@ -44,7 +47,10 @@ def test_chats_are_the_papers_prompts_with_special_tokens_and_loss_on_the_answer
 
 
 def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
-    whole, long = data.encode([ROW], Bytes(), max_length=100), {"prompt": "x" * 50, "answer": "y"}
+    whole, long = (
+        data.encode([ROW], Bytes(), max_length=100),
+        {"prompt": "x" * 50, "answer": "y"},
+    )
     (length,) = whole["length"]
     with pytest.warns(UserWarning, match=f"W-LONG: 2 of 3 rows are .* max_length {length}"):
         encoded = data.encode([long, ROW, long], Bytes(), max_length=length)
@@ -53,14 +59,22 @@ def test_rows_that_are_too_long_are_counted_and_left_out_never_cut():
     assert len(every) == 3 and every[1]["input_ids"] == whole[0]["input_ids"]
 
 
-@pytest.mark.parametrize(("rows", "options", "match"), [
-    ([], {}, "E-DATA: no rows"), ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
-    ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
-    ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
-    ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
-    ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
-    ([ROW], {"tokenizer": Bytes(eos=None)}, "E-DATA: the tokenizer has no end-of-sequence"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "options", "match"),
+    [
+        ([], {}, "E-DATA: no rows"),
+        ([ROW], {"max_length": 9}, "E-DATA: all 1 rows are longer"),
+        ([ROW], {"max_length": 1}, "E-RANGE: max_length is 1"),
+        ([ROW], {"format": "camle"}, "E-DATA: unknown chat format.*'camel'"),
+        ([ROW, {"prompt": "x"}], {}, "E-DATA: row 1: field 'answer'"),
+        ([{"prompt": 3, "answer": "x"}], {}, "E-DATA: row 0: field 'prompt'"),
+        (
+            [ROW],
+            {"tokenizer": Bytes(eos=None)},
+            "E-DATA: the tokenizer has no end-of-sequence",
+        ),
+    ],
+)
 def test_rows_that_cannot_be_encoded_are_refused(rows, options, match):
     refused(match, data.encode, rows, **{"tokenizer": Bytes(), "max_length": 99} | options)
 

@@ -4,6 +4,7 @@ import ast
 import builtins
 import json
 import math
+from itertools import chain
 
 import pytest
 
@@ -31,7 +32,8 @@ def every(name, split, seed=0):
 
 
 def items(name):
-    return [item for split in tasks.SPLITS for item in tasks.find(name).items(split)]
+    task = tasks.find(name)
+    return list(chain.from_iterable(map(task.items, tasks.SPLITS)))
 
 
 def facts_of(item):
@@ -77,8 +79,8 @@ def test_rows_repeat_with_the_seed_and_have_the_promised_fields_in_every_wording
         assert task.normalise(row["answer"])
         assert "{" not in row["prompt"] or name in ("docstring", "intent_json")
     assert 2 <= len(task.templates) <= 4
-    starts = {template.split("{")[0] for template in task.templates if not template.startswith("{")}
-    assert all(any(row["prompt"].startswith(start) for row in rows) for start in starts)
+    for start in {template.split("{")[0] for template in task.templates}:
+        assert any(row["prompt"].startswith(start) for row in rows)
 
 
 @pytest.mark.parametrize("name", [*tasks.CATALOGUE, *tasks.GENERAL])
@@ -86,7 +88,8 @@ def test_the_majority_baseline_leaves_room_above_it(name):
     share = tasks.majority(name)
     assert 0 <= share <= 0.25
     normalise = tasks.find(name).normalise
-    train, test = ([normalise(row["answer"]) for row in every(name, s)] for s in ("train", "test"))
+    train = [normalise(row["answer"]) for row in every(name, "train")]
+    test = [normalise(row["answer"]) for row in every(name, "test")]
     if len(set(train)) < 100:
         best = min(set(train), key=lambda answer: (-train.count(answer), answer))
         assert share == test.count(best) / 200
@@ -97,7 +100,11 @@ def test_mathematics_and_code_are_right_and_equations_in_words_no_others_of_the_
         left, right = item.slots["equation"].split(" = ")
         a, rest = left.split("x ")
         assert int(a) * int(item.answer) + int(rest.replace(" ", "")) == int(right)
-    for name, truth in (("gcd", math.gcd), ("sums", int.__add__), ("products", int.__mul__)):
+    for name, truth in (
+        ("gcd", math.gcd),
+        ("sums", int.__add__),
+        ("products", int.__mul__),
+    ):
         for item in items(name):
             assert truth(int(item.slots["a"]), int(item.slots["b"])) == int(item.answer)
     known = {item.slots["equation"] for item in items("equations")}
@@ -113,10 +120,19 @@ def test_mathematics_and_code_are_right_and_equations_in_words_no_others_of_the_
 
 
 def test_numbers_in_words_are_those_written_by_hand():
-    french = [(71, "soixante et onze"), (80, "quatre-vingts"), (97, "quatre-vingt-dix-sept"),
-              (1000, "mille"), (2281, "deux mille deux cent quatre-vingt-un")]  # fmt: skip
-    spanish = [(22, "veintidós"), (100, "cien"), (1516, "mil quinientos dieciséis"),
-               (9731, "nueve mil setecientos treinta y uno")]  # fmt: skip
+    french = [
+        (71, "soixante et onze"),
+        (80, "quatre-vingts"),
+        (97, "quatre-vingt-dix-sept"),
+        (1000, "mille"),
+        (2281, "deux mille deux cent quatre-vingt-un"),
+    ]
+    spanish = [
+        (22, "veintidós"),
+        (100, "cien"),
+        (1516, "mil quinientos dieciséis"),
+        (9731, "nueve mil setecientos treinta y uno"),
+    ]
     for language, known in (("fr", french), ("es", spanish)):
         assert [(number, words(number, language)) for number, _ in known] == known
 
@@ -161,8 +177,9 @@ def test_no_general_or_k_shot_task_holds_what_a_target_task_asks():
     assert set(kinds) == {"copyleft", "permissive"}
     bank = "\n".join(row["prompt"] for row in banks.embedded(2000)["licence"])
     assert not any(clause in bank for clause in reserved())
-    asked = [row for name in tasks.GENERAL for row in every(name, "train")]
-    refuse_leak(asked, [row for name in tasks.CATALOGUE for row in tasks.rows(name, "test", 200)])
+    general = chain.from_iterable(every(name, "train") for name in tasks.GENERAL)
+    target = chain.from_iterable(tasks.rows(name, "test", 200) for name in tasks.CATALOGUE)
+    refuse_leak(general, target)
 
 
 def test_answers_are_compared_after_the_tasks_own_normalisation():
@@ -173,11 +190,14 @@ def test_answers_are_compared_after_the_tasks_own_normalisation():
     assert same_json('{"a": 2') == '{"a": 2'
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    (("gcd", "test", 0), "have 200 rows, need 0"),
-    (("gcd", "test", 201), "have 200 rows, need 201"),
-    (("copylef", "test", 1), "unknown task 'copylef': did you mean 'copyleft'"),
-    (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("gcd", "test", 0), "have 200 rows, need 0"),
+        (("gcd", "test", 201), "have 200 rows, need 201"),
+        (("copylef", "test", 1), "unknown task 'copylef': did you mean 'copyleft'"),
+        (("gcd", "tset", 1), "unknown split 'tset': did you mean 'test'"),
+    ],
+)
 def test_sizes_tasks_and_splits_that_are_not_there_are_refused(asked, message):
     refused(f"E-DATA: .*{message}", tasks.rows, *asked)

@@ -40,7 +40,7 @@ def quick(monkeypatch):
 
 
 def require_sandbox():
-    """Skip a test where there is no sandbox, in the refusal's own words; fail it in CI."""
+    """Skip a test where there is no sandbox, in the refusal's words; fail it in CI."""
     try:
         sandbox.ready()
     except Refusal as refusal:

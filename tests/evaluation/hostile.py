@@ -57,7 +57,14 @@ f = list
 import atexit, os
 atexit.register(os.write, 2, b"passed")
 f = list""".split("---")]  # fmt: skip
-PATHS = ("/proc/self/maps", "/proc/sys/kernel", "/sys/kernel", "/etc/passwd", "/var", "/dev/zero")
+PATHS = (
+    "/proc/self/maps",
+    "/proc/sys/kernel",
+    "/sys/kernel",
+    "/etc/passwd",
+    "/var",
+    "/dev/zero",
+)
 CALLS = {  # of the C library, with arguments that change nothing where they are allowed
     "unshare": (0x10000000,), "setns": (-1, 0), "ptrace": (16, 0, 0, 0), "mount": (0, 0, 0, 0, 0),
     "umount2": (b"/nowhere", 0), "chroot": (b"/nowhere",), "inotify_init": (), "eventfd": (0, 0),
@@ -129,7 +136,10 @@ def barred():
 def escapes(everything, *where):
     """Name the probes that got somewhere."""
     found = []
-    for name, probe in {**everywhere(*where), **(barred() if everything else {})}.items():
+    for name, probe in {
+        **everywhere(*where),
+        **(barred() if everything else {}),
+    }.items():
         try:
             found += [name] if probe() else []
         except BaseException:

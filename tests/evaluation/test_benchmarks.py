@@ -1,4 +1,4 @@
-"""Benchmarks out of a folder: the layouts of seven data sets, what is damaged, and the summary."""
+"""Benchmarks from a folder: layouts of seven data sets, what is damaged, a summary."""
 
 import json
 from pathlib import Path
@@ -20,24 +20,59 @@ LETTERS = {"text": ["a dog", "a cat"], "label": ["A", "B"]}
 ARC = {"id": "1", "question": "What barks?", "choices": LETTERS, "answerKey": "B"}
 PIQA = {"goal": "To bark", "sol1": "be a dog", "sol2": "be a cat", "label": 0}
 SUM = {"question": "What is 1 and 2?", "answer": "1 + 2 = 3\n#### 3"}
-SWAG = {"ind": 1, "activity_label": "Barking", "ctx_a": "A dog", "ctx_b": "it", "label": "3",
-        "endings": ["sits.", "runs.", "eats.", "barks."]}  # fmt: skip
-MMLU = {"question": "What barks?", "subject": "anatomy", "choices": ["a", "b", "c", "d"],
-        "answer": 2}  # fmt: skip
+SWAG = {
+    "ind": 1,
+    "activity_label": "Barking",
+    "ctx_a": "A dog",
+    "ctx_b": "it",
+    "label": "3",
+    "endings": ["sits.", "runs.", "eats.", "barks."],
+}
+MMLU = {
+    "question": "What barks?",
+    "subject": "anatomy",
+    "choices": ["a", "b", "c", "d"],
+    "answer": 2,
+}
 BOOLQ = {"question": "does it bark", "passage": "A dog barks.", "idx": 0, "label": 1}
-MBPP = {"task_id": 11, "text": "Bark.", "code": "def f(): ...", "test_list": ["assert 1"] * 3}
+MBPP = {
+    "task_id": 11,
+    "text": "Bark.",
+    "code": "def f(): ...",
+    "test_list": ["assert 1"] * 3,
+}
 CLOSED = {"question": "does it bark", "answer": False}
 PROGRAMS = "google-research-datasets/mbpp/full"
 LAYOUTS = {
     "piqa": ("baber/piqa/validation.jsonl", PIQA, 1 / 2, "be a dog"),
-    "arc_easy": ("allenai/ai2_arc/ARC-Easy/test-00000-of-00001.parquet", ARC, 1 / 2, "a cat"),
-    "hellaswag": ("Rowan/hellaswag/data/validation-00000-of-00001.parquet", SWAG, 1 / 4, "barks."),
+    "arc_easy": (
+        "allenai/ai2_arc/ARC-Easy/test-00000-of-00001.parquet",
+        ARC,
+        1 / 2,
+        "a cat",
+    ),
+    "hellaswag": (
+        "Rowan/hellaswag/data/validation-00000-of-00001.parquet",
+        SWAG,
+        1 / 4,
+        "barks.",
+    ),
     "gsm8k": ("openai/gsm8k/main/test.json", SUM, 0, SUM["answer"]),
     "mmlu_anatomy": ("cais/mmlu/anatomy/test-00000-of-00001.parquet", MMLU, 1 / 4, "C"),
-    "boolq": ("aps/super_glue/boolq/validation-00000-of-00001.parquet", BOOLQ, 1 / 2, "yes"),
+    "boolq": (
+        "aps/super_glue/boolq/validation-00000-of-00001.parquet",
+        BOOLQ,
+        1 / 2,
+        "yes",
+    ),
     "boolq_closed": ("google/boolq-closed-book/validation.jsonl", CLOSED, 1 / 2, "no"),
     "solutions_gsm8k": ("openai/gsm8k/main/test.jsonl", SUM, 0, SUM["answer"]),
-    "solutions_mbpp": (f"{PROGRAMS}/test-00000-of-00001.parquet", MBPP, 0, MBPP["code"]),
+    "solutions_mbpp": (
+        f"{PROGRAMS}/test-00000-of-00001.parquet",
+        MBPP,
+        0,
+        MBPP["code"],
+    ),
 }
 
 
@@ -65,7 +100,11 @@ def test_the_hubs_files_are_read_in_a_folder(task, tmp_path, tiny, byte_tokenize
 
 def test_a_group_is_one_line_in_which_its_tasks_count_equally(tmp_path, tiny, byte_tokenizer):
     put(tmp_path, "allenai/ai2_arc/ARC-Easy/test.jsonl", [ARC] * 4)
-    put(tmp_path, "allenai/ai2_arc/ARC-Challenge/test.jsonl", [ARC | {"answerKey": "A"}] * 2)
+    put(
+        tmp_path,
+        "allenai/ai2_arc/ARC-Challenge/test.jsonl",
+        [ARC | {"answerKey": "A"}] * 2,
+    )
     table = evaluation.evaluate(tiny(), byte_tokenizer, ["ai2_arc"], data=tmp_path)
     hits = table.groupby("task").correct.mean()  # the same rows with the other answer
     line = evaluation.summary(table, "HuggingFaceTB/SmolLM2-135M-Instruct@0").loc["ai2_arc"]
@@ -86,11 +125,22 @@ def test_asked_in_a_chat_format_an_answer_is_as_likely_as_after_a_training_promp
         logits = host(ids[:, :-1]).logits[0, -size - 1 : -1].log_softmax(-1)
         nll = evaluation.evaluate(host, byte_tokenizer, "arc_easy", format=name, **ask).nll[0]
         assert nll == pytest.approx(-logits.gather(1, ids[0, -size - 1 : -1, None]).mean().item())
-        lm, context = InMemory(host, byte_tokenizer, 1, name), ids[0, : -size - 1].tolist()
+        lm, context = (
+            InMemory(host, byte_tokenizer, 1, name),
+            ids[0, : -size - 1].tolist(),
+        )
         asked = Instance("generate_until", {}, (row["prompt"], {"max_gen_toks": 5}), 0)
         assert lm.generate_until([asked]) == lm.answer([context], [(5, ())])
     words = "E-DATA: unknown chat format 'camle': did you mean 'camel'"
-    refused(words, evaluation.evaluate, host, byte_tokenizer, "arc_easy", format="camle", **ask)
+    refused(
+        words,
+        evaluation.evaluate,
+        host,
+        byte_tokenizer,
+        "arc_easy",
+        format="camle",
+        **ask,
+    )
 
 
 def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty():
@@ -103,14 +153,25 @@ def test_the_standard_error_is_that_of_a_share_and_unknown_scores_are_left_empty
 
 
 def test_the_real_sets_load_whole(shared):
-    sizes = {"arc_challenge": 1172, "arc_easy": 2376, "gsm8k": 1319, "openbookqa": 500,
-             "piqa": 1838, "social_iqa": 1954, "winogrande": 1267, "boolq_closed": 3270,
-             "solutions_gsm8k": 1319, "solutions_mbpp": 500}  # fmt: skip
+    sizes = {
+        "arc_challenge": 1172,
+        "arc_easy": 2376,
+        "gsm8k": 1319,
+        "openbookqa": 500,
+        "piqa": 1838,
+        "social_iqa": 1954,
+        "winogrande": 1267,
+        "boolq_closed": 3270,
+        "solutions_gsm8k": 1319,
+        "solutions_mbpp": 500,
+    }
     loaded = benchmarks.load(list(sizes), shared / "data" / "real")
     assert {name: len(tasks[name].eval_docs) for name, tasks in loaded.items()} == sizes
 
 
-def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(tmp_path):
+def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(
+    tmp_path,
+):
     put(tmp_path, f"{PROGRAMS}/test-00000-of-00001.parquet", [MBPP])
     (path,) = hub.shards(tmp_path, "google-research-datasets/mbpp", "full", "test")
     assert hub.local(path)[0][1] == MBPP
@@ -121,17 +182,38 @@ def test_mbpp_lies_as_on_the_hub_and_lm_evals_own_way_of_running_it_is_refused(t
 PLACE = "baber/piqa/validation.jsonl"
 
 
-@pytest.mark.parametrize(("files", "words"), [
-    ({}, r"E-NOFILE: .*baber/piqa: split 'validation' is missing; expected one"),
-    ({PLACE: [PIQA], "baber/piqa/data/validation.json": [PIQA]}, "is data/val.*, val.*; expected"),
-    ({"baber/piqa/validation-00000-of-00002.parquet": [PIQA]}, "is .*-of-00002.*; expected one"),
-    ({PLACE: [PIQA, None]}, r"E-DATA: .*validation.jsonl:2: a row is NoneType"),
-    ({PLACE: [PIQA, {"goal": "To bark"}]}, "E-DATA: .* 2 of baber.* not .*KeyError: 'label'"),
-    ({PLACE: [PIQA, PIQA | {"goal": None}]}, "E-DATA: .*item 2 of .*'goal' is undefined"),
-    ({PLACE: [{"question": "?"}]}, r"E-DATA: .*item 1 of baber/piqa/validation.jsonl is not as on"),
-    ({PLACE: [PIQA, PIQA | {"label": 2}]}, "E-DATA: .*item 2 .*answer 2 of .'be a dog'"),
-    ({PLACE: [PIQA, PIQA | {"label": "x"}]}, "E-DATA: .*: an item of baber.*'x'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, r"E-NOFILE: .*baber/piqa: split 'validation' is missing; expected one"),
+        (
+            {PLACE: [PIQA], "baber/piqa/data/validation.json": [PIQA]},
+            "is data/val.*, val.*; expected",
+        ),
+        (
+            {"baber/piqa/validation-00000-of-00002.parquet": [PIQA]},
+            "is .*-of-00002.*; expected one",
+        ),
+        ({PLACE: [PIQA, None]}, r"E-DATA: .*validation.jsonl:2: a row is NoneType"),
+        (
+            {PLACE: [PIQA, {"goal": "To bark"}]},
+            "E-DATA: .* 2 of baber.* not .*KeyError: 'label'",
+        ),
+        (
+            {PLACE: [PIQA, PIQA | {"goal": None}]},
+            "E-DATA: .*item 2 of .*'goal' is undefined",
+        ),
+        (
+            {PLACE: [{"question": "?"}]},
+            r"E-DATA: .*item 1 of baber/piqa/validation.jsonl is not as on",
+        ),
+        (
+            {PLACE: [PIQA, PIQA | {"label": 2}]},
+            "E-DATA: .*item 2 .*answer 2 of .'be a dog'",
+        ),
+        ({PLACE: [PIQA, PIQA | {"label": "x"}]}, "E-DATA: .*: an item of baber.*'x'"),
+    ],
+)
 def test_damaged_data_are_refused_in_one_line(files, words, tmp_path):
     for name, rows in files.items():
         put(tmp_path, name, rows)
@@ -156,13 +238,23 @@ def test_a_null_that_a_template_asks_for_is_as_on_the_hub(tmp_path):
 
 
 def test_a_null_that_a_template_prints_is_refused(tmp_path):
-    put(tmp_path, "juletxara/mgsm/en/test.jsonl", [WORKED, WORKED | {"answer_number": None}])
+    put(
+        tmp_path,
+        "juletxara/mgsm/en/test.jsonl",
+        [WORKED, WORKED | {"answer_number": None}],
+    )
     refused("E-DATA: .*item 2 of juletxara", benchmarks.load, ["mgsm_en_cot_en"], tmp_path)
 
 
 WINOGRANDE = {"sentence": "It _ barks.", "option1": "x", "option2": "y", "answer": "2"}
-SIQA = {"context": "c", "question": "q?", "answerA": "x", "answerB": "y", "answerC": "z",
-        "label": "3"}  # fmt: skip
+SIQA = {
+    "context": "c",
+    "question": "q?",
+    "answerA": "x",
+    "answerB": "y",
+    "answerC": "z",
+    "label": "3",
+}
 LABELLED = {  # a task, its file, a row, the field with its answer
     "piqa": (PLACE, PIQA, "label"),
     "hellaswag": ("Rowan/hellaswag/validation.jsonl", SWAG, "label"),
@@ -170,22 +262,51 @@ LABELLED = {  # a task, its file, a row, the field with its answer
     "boolq": ("aps/super_glue/boolq/validation.jsonl", BOOLQ, "label"),
     "boolq_closed": ("google/boolq/validation.jsonl", CLOSED, "answer"),
     "social_iqa": ("allenai/social_i_qa/validation.jsonl", SIQA, "label"),
-    "winogrande": ("allenai/winogrande/winogrande_xl/validation.jsonl", WINOGRANDE, "answer"),
+    "winogrande": (
+        "allenai/winogrande/winogrande_xl/validation.jsonl",
+        WINOGRANDE,
+        "answer",
+    ),
     "arc_easy": ("allenai/ai2_arc/ARC-Easy/test.jsonl", ARC, "answerKey"),
 }
 
 
-@pytest.mark.parametrize(("task", "label"), [
-    ("piqa", "0"), ("piqa", "1.0"), ("piqa", True), ("piqa", -1), ("piqa", 0.5),
-    ("piqa", float("nan")), ("piqa", None), ("piqa", ["0"]), ("piqa", [0, 2]), ("piqa", []),
-    ("hellaswag", "4"), ("hellaswag", "x"), ("hellaswag", "3.0"), ("hellaswag", float("nan")),
-    ("mmlu_anatomy", "2"), ("mmlu_anatomy", "E"), ("mmlu_anatomy", 4.0),
-    ("boolq", "true"), ("boolq", True), ("boolq", "1"),
-    ("boolq_closed", "true"), ("boolq_closed", "no"), ("boolq_closed", 2),
-    ("boolq_closed", float("nan")),
-    ("social_iqa", "z"), ("social_iqa", ""), ("social_iqa", float("nan")),
-    ("winogrande", 2), ("winogrande", "y"), ("arc_easy", 1), ("arc_easy", "C"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "label"),
+    [
+        ("piqa", "0"),
+        ("piqa", "1.0"),
+        ("piqa", True),
+        ("piqa", -1),
+        ("piqa", 0.5),
+        ("piqa", float("nan")),
+        ("piqa", None),
+        ("piqa", ["0"]),
+        ("piqa", [0, 2]),
+        ("piqa", []),
+        ("hellaswag", "4"),
+        ("hellaswag", "x"),
+        ("hellaswag", "3.0"),
+        ("hellaswag", float("nan")),
+        ("mmlu_anatomy", "2"),
+        ("mmlu_anatomy", "E"),
+        ("mmlu_anatomy", 4.0),
+        ("boolq", "true"),
+        ("boolq", True),
+        ("boolq", "1"),
+        ("boolq_closed", "true"),
+        ("boolq_closed", "no"),
+        ("boolq_closed", 2),
+        ("boolq_closed", float("nan")),
+        ("social_iqa", "z"),
+        ("social_iqa", ""),
+        ("social_iqa", float("nan")),
+        ("winogrande", 2),
+        ("winogrande", "y"),
+        ("arc_easy", 1),
+        ("arc_easy", "C"),
+    ],
+)
 def test_an_answer_that_is_neither_a_place_nor_a_choice_is_refused(task, label, tmp_path):
     name, row, field = LABELLED[task]
     put(tmp_path, name, [row | {field: label}] * 2)
@@ -207,8 +328,9 @@ def _folder(place, name, rows):
     return place
 
 
-@pytest.mark.parametrize("task", ["piqa", "hellaswag", "mmlu_anatomy", "boolq", "boolq_closed",
-                                  "social_iqa"])  # fmt: skip
+@pytest.mark.parametrize(
+    "task", ["piqa", "hellaswag", "mmlu_anatomy", "boolq", "boolq_closed", "social_iqa"]
+)
 def test_whole_floats_that_pandas_wrote_count_as_the_numbers_they_were(
     task, tmp_path, tiny, byte_tokenizer
 ):
@@ -227,11 +349,13 @@ def test_an_answer_that_is_one_of_the_choices_counts_as_its_place(tmp_path, tiny
     name, row, field = LABELLED["mmlu_anatomy"]
     by_place, by_text = (
         evaluation.evaluate(
-            tiny(), byte_tokenizer, "mmlu_anatomy",
+            tiny(),
+            byte_tokenizer,
+            "mmlu_anatomy",
             data=_folder(tmp_path / str(label), name, [row | {field: label}] * 2),
         )
         for label in (2, "C")
-    )  # fmt: skip
+    )
     assert by_text.correct.tolist() == by_place.correct.tolist()
 
 
@@ -262,7 +386,10 @@ def test_the_command_prints_a_line_a_task_and_refuses_before_it_computes(
         (["--tasks", "piqqa", *given], "E-DATA: unknown task 'piqqa'"),
         (["--tasks", "piqa", "--data", "nowhere"], "E-NOFILE: nowhere: no such folder"),
         (["--tasks", "piqa", *given[:-1], "0"], "E-RANGE: limit is 0"),
-        ([], "E-USAGE: moebook evaluate: the following arguments are required: --tasks"),
+        (
+            [],
+            "E-USAGE: moebook evaluate: the following arguments are required: --tasks",
+        ),
     ):
         assert cli.main(["evaluate", "smollm2", *words]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(told)

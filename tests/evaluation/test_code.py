@@ -1,4 +1,4 @@
-"""Programs in the sandbox: verdicts, forgeries, what a hostile one reaches; pass@k; kept ones."""
+"""Programs in the sandbox: verdicts, forgeries, hostile ones; pass@k; kept ones."""
 
 import gzip
 import json
@@ -23,13 +23,28 @@ from tests.evaluation import conftest, hostile
 from tests.refusals import refused
 
 boxed = pytest.mark.usefixtures("box")
-TESTS = {"given": "def size(x): return len(x)", "tests": "y = f([1, (2,)])\nassert size(y) == 3"}
-ROW = {"task_id": "HumanEval/0", "entry_point": "one", "canonical_solution": "    return 1\n",
-       "prompt": 'def half(x):\n    return x / 2\n\n\ndef one():\n    """Return 1."""\n',
-       "test": "def check(candidate):\n    assert half(candidate()) == 0.5"}  # fmt: skip
-PROGRAM = {"task_id": 11, "text": "Add.", "code": "def sum(a, b):\n    return a + b\n",
-           "test_setup_code": "", "test_list": ["assert sum(1, 2) == 3"]}  # fmt: skip
-HUMANEVAL, MBPP = "openai/openai_humaneval/test.jsonl.gz", "google-research-datasets/mbpp/full"
+TESTS = {
+    "given": "def size(x): return len(x)",
+    "tests": "y = f([1, (2,)])\nassert size(y) == 3",
+}
+ROW = {
+    "task_id": "HumanEval/0",
+    "entry_point": "one",
+    "canonical_solution": "    return 1\n",
+    "prompt": 'def half(x):\n    return x / 2\n\n\ndef one():\n    """Return 1."""\n',
+    "test": "def check(candidate):\n    assert half(candidate()) == 0.5",
+}
+PROGRAM = {
+    "task_id": 11,
+    "text": "Add.",
+    "code": "def sum(a, b):\n    return a + b\n",
+    "test_setup_code": "",
+    "test_list": ["assert sum(1, 2) == 3"],
+}
+HUMANEVAL, MBPP = (
+    "openai/openai_humaneval/test.jsonl.gz",
+    "google-research-datasets/mbpp/full",
+)
 
 VERDICTS = {
     "def f(x): return [*x, {3: {4.5}}]": "passed",
@@ -92,7 +107,10 @@ def test_without_a_sandbox_it_is_refused_with_the_package_to_install(
     monkeypatch.setattr(sandbox, "_python", sandbox._python.__wrapped__)
     asked = ["evaluate", "nano", "--tasks", "humaneval"]
     monkeypatch.setattr(models, "load", lambda *_, **__: (tiny(), byte_tokenizer))
-    for script, told in (("", "no bwrap"), ("#!/bin/sh\necho no spaces >&2; exit 1", "no spaces")):
+    for script, told in (
+        ("", "no bwrap"),
+        ("#!/bin/sh\necho no spaces >&2; exit 1", "no spaces"),
+    ):
         if script:
             (tmp_path / "bwrap").write_text(script)
             (tmp_path / "bwrap").chmod(0o755)
@@ -149,7 +167,10 @@ def test_tokens_are_drawn_by_their_shares_whatever_shares_the_batch(tiny, byte_t
 def put(folder, row):
     shown = [PROGRAM | {"task_id": number} for number in range(1, 6)]
     files = {"test": [PROGRAM], "prompt": shown}
-    files = {HUMANEVAL: [row] * 3, **{f"{MBPP}/{name}.jsonl": files[name] for name in files}}
+    files = {
+        HUMANEVAL: [row] * 3,
+        **{f"{MBPP}/{name}.jsonl": files[name] for name in files},
+    }
     for name, rows in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(each) + "\n" for each in rows).encode()
@@ -177,10 +198,19 @@ def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, mo
     assert len(list((tmp_path / "kept").iterdir())) == 2  # of the first batch
     with pytest.warns(UserWarning, match="W-CODE: humaneval: 3 of 12 programs, invalid: it is emp"):
         table = evaluation.evaluate(host, byte_tokenizer, names, **how)
-    assert [len(texts) for texts in asked] == [8, 4, 4, 4]  # the second batch again, then MBPP
+    assert [len(texts) for texts in asked] == [
+        8,
+        4,
+        4,
+        4,
+    ]  # the second batch again, then MBPP
     assert table.correct.tolist() == pytest.approx([5 / 6] * 3 + [1.0])
     assert asked[-1][0].count("[BEGIN]") == 4 and asked[-1][0].endswith("[BEGIN]\n")
-    assert table.attrs["files"].keys() == {HUMANEVAL, f"{MBPP}/test.jsonl", f"{MBPP}/prompt.jsonl"}
+    assert table.attrs["files"].keys() == {
+        HUMANEVAL,
+        f"{MBPP}/test.jsonl",
+        f"{MBPP}/prompt.jsonl",
+    }
     assert evaluation.summary(table).loc["humaneval", "its standard error"] == 0
     kept = json.loads((tmp_path / "kept" / "humaneval-0.json").read_text())["programs"]
     assert [verdict for _, verdict in kept][::2] == ["passed"] * 2
@@ -190,12 +220,15 @@ def test_programs_are_written_judged_and_kept(tmp_path, tiny, byte_tokenizer, mo
 
 
 @boxed
-@pytest.mark.parametrize(("change", "words"), [
-    ({"test": None}, "E-DATA: .*item 1 of .*test.jsonl.gz is not as on the hub"),
-    ({"test": "def check(:"}, "E-DATA: .*item 1 of .*SyntaxError"),
-    (b"\x1f\x8b\x08\x00cut", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
-    (b"{}", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"test": None}, "E-DATA: .*item 1 of .*test.jsonl.gz is not as on the hub"),
+        ({"test": "def check(:"}, "E-DATA: .*item 1 of .*SyntaxError"),
+        (b"\x1f\x8b\x08\x00cut", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
+        (b"{}", "E-DATA: .*test.jsonl.gz: not a whole gzip file"),
+    ],
+)
 def test_damaged_items_are_refused_in_one_line(change, words, tmp_path):
     put(tmp_path, ROW if isinstance(change, bytes) else ROW | change)
     if isinstance(change, bytes):
@@ -212,7 +245,10 @@ def test_what_only_programs_have_is_refused_elsewhere(tiny, byte_tokenizer):
 def test_the_solutions_of_mbpp_pass(shared):
     lines = (shared / "data" / "real" / MBPP / "test.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    some = [*rows[:10], *(row for row in rows if row["task_id"] == 126)]  # which is called sum
+    some = [
+        *rows[:10],
+        *(row for row in rows if row["task_id"] == 126),
+    ]  # which is called sum
     assert {sandbox.judged(row["code"], **code.tests("mbpp", row)) for row in some} == {"passed"}
 
 

@@ -1,8 +1,9 @@
-"""Tables, batches, averages over benchmarks and paired differences equal plain loops and sums."""
+"""Tables, batches, averages and paired differences equal plain loops and sums."""
 
 import copy
 import random
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -30,7 +31,13 @@ from moebook.methods.upcycling.representations import perplexities
 from moebook.models.conventions import keeps_cache
 from tests.refusals import refused
 
-CONTEXTS = ["the sum", "a", "### Human:\nwhat is it?", "the human is the sum of", "zz zz"]
+CONTEXTS = [
+    "the sum",
+    "a",
+    "### Human:\nwhat is it?",
+    "the human is the sum of",
+    "zz zz",
+]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -62,19 +69,28 @@ class Knower(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.config = LlamaConfig(vocab_size=vocabulary)
-        self.next = {tuple(t[: n + 1]): t[n + 1] for t in texts for n in range(len(t) - 1)}
+        self.next = {}  # token by all that stand before it
+        for text in texts:
+            for n, token in enumerate(text[1:], start=1):
+                self.next[tuple(text[:n])] = token
 
     def forward(
-        self, input_ids, attention_mask, position_ids=None, past_key_values=None,
-        logits_to_keep=..., **_,
-    ):  # fmt: skip
+        self,
+        input_ids,
+        attention_mask,
+        position_ids=None,
+        past_key_values=None,
+        logits_to_keep=...,
+        **_,
+    ):
         before = past_key_values.ids if past_key_values else input_ids[:, :0]
         ids = torch.cat([before, input_ids], 1)
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
         for line, (row, mask) in enumerate(zip(ids.tolist(), attention_mask.tolist(), strict=True)):
             start = mask.index(1)
             for place in range(start, len(row)):
-                if (known := self.next.get(tuple(row[start : place + 1]))) is not None:
+                known = self.next.get(tuple(row[start : place + 1]))
+                if known is not None:
                     logits[line, place, known] = 40.0
         logits = logits[:, before.shape[1] :][:, logits_to_keep]
         return CausalLMOutputWithPast(logits=logits, past_key_values=Memory(ids))
@@ -85,7 +101,7 @@ def request(kind, *arguments):
 
 
 def nats(model, before, scored):
-    """Log-probability of `scored` after `before`, from one unpadded forward pass in float64."""
+    """Log-probability of `scored` after `before`, from an unpadded pass in float64."""
     with torch.no_grad():
         logits = model.double()(torch.tensor([before + scored])).logits[0, len(before) - 1 : -1]
     return logits.log_softmax(-1)[torch.arange(len(scored)), torch.tensor(scored)].sum().item()
@@ -97,7 +113,10 @@ def test_likelihoods_in_a_batch_equal_those_one_by_one_and_tell_greedy_ones(llam
     asked = [request("loglikelihood", *pair) for pair in [*pairs, ("", "the sum")]]
     got = InMemory(llama, tokenizer, 3).loglikelihood(asked, disable_tqdm=True)
     for (value, _), (context, continuation) in zip(got, pairs, strict=False):
-        before, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
+        before, whole = (
+            tokenizer.encode(context),
+            tokenizer.encode(context + continuation),
+        )
         assert value == pytest.approx(nats(llama, before, whole[len(before) :]), rel=1e-5)
     assert got[-1][0] == pytest.approx(nats(llama, [0], tokenizer.encode("the sum")), rel=1e-5)
     before = tokenizer.encode(CONTEXTS[0])
@@ -129,9 +148,13 @@ def test_an_answer_that_merges_with_the_end_of_its_context_is_tokenized_apart(ll
 def test_where_no_token_spans_the_border_pairs_are_lm_evals_own(llama, tokenizer):
     lm, encode = InMemory(llama, tokenizer, 2), tokenizer.encode
     theirs = HFLM(pretrained=llama, tokenizer=tokenizer, batch_size=1)
-    endings = [f"{blank}{answer}" for blank in ("", "  ") for answer in (" is", "is four", "\n a")]
-    pairs = [(context, ending) for context in CONTEXTS for ending in endings]
-    whole = [(c, e) for c, e in pairs if encode(c + e)[: len(encode(c))] == encode(c)]
+    endings = [" is", "is four", "\n a", "   is", "  is four", "  \n a"]
+    pairs = list(product(CONTEXTS, endings))
+    whole = []
+    for context, ending in pairs:
+        ids = encode(context)
+        if encode(context + ending)[: len(ids)] == ids:
+            whole.append((context, ending))
     assert len(whole) > len(pairs) / 2
     for ending in ("is", " is"):  # the blanks go to what follows
         whole += [(f"{context}  ", ending) for context in CONTEXTS]
@@ -157,9 +180,15 @@ def closed(tokenizer, template):
     return copied
 
 
-@pytest.mark.parametrize(("template", "start"), [
-    ("$A", []), ("<|bos|> $A", [0]), ("$A <|eos|>", []), ("<|bos|> $A <|eos|> <|eos|>", [0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [
+        ("$A", []),
+        ("<|bos|> $A", [0]),
+        ("$A <|eos|>", []),
+        ("<|bos|> $A <|eos|> <|eos|>", [0]),
+    ],
+)
 def test_no_context_ends_on_the_token_that_a_tokenizer_puts_behind_texts(
     llama, tokenizer, template, start
 ):
@@ -176,7 +205,11 @@ def test_an_answer_without_tokens_is_refused_where_it_would_always_win(llama, to
     asked = [request("loglikelihood", context, "") for context in ("the sum", "")]
     for each in asked:
         refused("E-DATA: an answer .* is empty; expected text", lm.loglikelihood, [each])
-    refused("E-DATA: an answer behind 'a' has no token", lm.score, [(tokenizer.encode("a"), [])])
+    refused(
+        "E-DATA: an answer behind 'a' has no token",
+        lm.score,
+        [(tokenizer.encode("a"), [])],
+    )
 
 
 def test_a_merged_answer_whose_tokens_alone_are_another_text_is_refused(llama, tokenizer):
@@ -226,21 +259,34 @@ def test_greedy_answers_equal_those_of_generate_one_by_one(llama, tokenizer):
 
 
 SIZES = {
-    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48, "initializer_range": 0.4, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 FAMILIES = {  # what a family needs beside these, and whether it goes on from a cache
     "gpt2": ({}, True),
-    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, True),  # positions are the mask's sums
+    "opt": (
+        {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        True,
+    ),  # positions are the mask's sums
     "gemma3_text": ({"head_dim": 8, "sliding_window": 4}, True),
     "mamba": ({"state_size": 4}, False),
     "rwkv": ({"attention_hidden_size": 32}, False),
-    "recurrent_gemma": ({"num_hidden_layers": 3, "lru_width": 32, "num_key_value_heads": 4}, False),
+    "recurrent_gemma": (
+        {"num_hidden_layers": 3, "lru_width": 32, "num_key_value_heads": 4},
+        False,
+    ),
     "olmo_hybrid": ({"num_hidden_layers": 4, "num_key_value_heads": 4}, False),
     "bloom": ({"n_head": 4}, False),
     "openai-gpt": ({"n_positions": 64}, False),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -269,13 +315,17 @@ def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokeni
     model, keeps = of_a_family
     assert keeps_cache(model) is keeps
     free = [generated(model, tokenizer, context, 8) for context in CONTEXTS]
-    # A generation config that lists more ends: rows leave the batch after one to eight tokens.
+    # A generation config that lists more ends: rows leave the batch after one to eight
+    # tokens.
     ends = [tokenizer.eos_token_id, free[0][0], free[1][3]]
     wanted = [generated(model, tokenizer, c, 8, eos_token_id=ends) for c in CONTEXTS]
     assert len(set(map(len, wanted))) > 1
     model.generation_config.eos_token_id = ends
     lm, encode = InMemory(model, tokenizer, len(CONTEXTS)), tokenizer.encode
-    contexts, limits = [encode(context) for context in CONTEXTS], [(8, ())] * len(CONTEXTS)
+    contexts, limits = (
+        [encode(context) for context in CONTEXTS],
+        [(8, ())] * len(CONTEXTS),
+    )
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in wanted]
     assert lm.answer(contexts, limits) == texts
     pairs = [(context, encode(" is seven"[: 3 + n])) for n, context in enumerate(contexts)]
@@ -284,7 +334,8 @@ def test_models_of_any_family_answer_and_score_as_one_by_one(of_a_family, tokeni
     exact = [nats(copy.deepcopy(model), *pair) for pair in pairs]
     assert [value for _, value in found] == pytest.approx(exact, rel=1e-4)
     assert [value for value, _ in lm.score(pairs)] == pytest.approx(exact, rel=1e-4)
-    draws = [[random.Random(n) for n in range(len(contexts))] for _ in range(2)]
+    seeds = range(len(contexts))
+    draws = [list(map(random.Random, seeds)), list(map(random.Random, seeds))]
     together = lm.answer(contexts, limits, (0.5, draws[0]))
     alone = [
         lm.answer([context], [limit], (0.5, [draw]))[0]
@@ -361,7 +412,7 @@ def test_a_context_read_once_gives_what_reading_it_twice_gives(llama, tokenizer,
 
 def test_a_model_that_knows_the_answers_gets_every_one(tokenizer):
     names = ["isa", "gcd"]
-    rows = [row for name in names for row in tasks.rows(name, "test", 7)]
+    rows = tasks.rows("isa", "test", 7) + tasks.rows("gcd", "test", 7)
     known = encode(rows, tokenizer, max_length=10**6)["input_ids"]
     model = Knower([list(ids) for ids in known], len(tokenizer))
     table = evaluation.evaluate(model, tokenizer, names, limit=7, batch_size=4)
@@ -404,10 +455,12 @@ def test_evaluation_leaves_mode_random_states_and_screen_alone(llama, tokenizer,
 
 ARC = {
     "question": ["What barks?", "What is wet?"],
-    "choices": [{"text": ["a dog", "a cat"], "label": ["A", "B"]},
-                {"text": ["sand", "a cake", "the sea"], "label": ["1", "2", "3"]}],
+    "choices": [
+        {"text": ["a dog", "a cat"], "label": ["A", "B"]},
+        {"text": ["sand", "a cake", "the sea"], "label": ["1", "2", "3"]},
+    ],
     "answerKey": ["A", "3"],
-}  # fmt: skip
+}
 
 
 def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch):
@@ -421,8 +474,9 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch)
         before = tokenizer.encode(f"Question: {question}\nAnswer:")
         texts, labels = ARC["choices"][item].values()
         gold, row = labels.index(ARC["answerKey"][item]), found.iloc[item]
-        scored = [tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :]
-                  for t in texts]  # fmt: skip
+        scored = [
+            tokenizer.encode(f"Question: {question}\nAnswer: {t}")[len(before) :] for t in texts
+        ]
         sums = [-nats(llama, before, choice) for choice in scored]
         assert row.nll_sum == pytest.approx(sums[gold], rel=1e-5)
         assert row.nll == pytest.approx(sums[gold] / len(scored[gold]), rel=1e-5)
@@ -432,14 +486,18 @@ def test_a_benchmark_of_the_hub_goes_the_same_way(llama, tokenizer, monkeypatch)
     assert set(found.domain) == {"benchmark"}
 
 
-@pytest.mark.parametrize(("names", "given", "words"), [
-    ("gcdd", {}, "did you mean 'gcd'"), ([], {}, "E-DATA: no task"),
-    ("gcd", {"limit": 0}, "E-RANGE: limit is 0"),
-    ("gcd", {"batch_size": 0}, "E-RANGE: batch_size is 0"),
-    ("gcd", {"split": "tset"}, "did you mean 'test'"),
-    ("gcd", {"format": "camle"}, "did you mean 'camel'"),
-    ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "given", "words"),
+    [
+        ("gcdd", {}, "did you mean 'gcd'"),
+        ([], {}, "E-DATA: no task"),
+        ("gcd", {"limit": 0}, "E-RANGE: limit is 0"),
+        ("gcd", {"batch_size": 0}, "E-RANGE: batch_size is 0"),
+        ("gcd", {"split": "tset"}, "did you mean 'test'"),
+        ("gcd", {"format": "camle"}, "did you mean 'camel'"),
+        ("hellaswag", {"limit": 2}, "E-OFFLINE: benchmark 'hellaswag'"),
+    ],
+)
 def test_what_is_not_there_is_refused(llama, tokenizer, names, given, words, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -455,7 +513,10 @@ def test_a_lack_of_a_package_or_a_metric_is_refused_as_such(llama, tokenizer, mo
     for error, words in (
         (None, "E-OFFLINE: .* metric 'acc' is not here"),
         (FileNotFoundError(script), "E-OFFLINE: .* its metric is not here .*code_eval"),
-        (ModuleNotFoundError("No module named 'langdetect'"), "E-DEP: .*a package: .*langdetect"),
+        (
+            ModuleNotFoundError("No module named 'langdetect'"),
+            "E-DEP: .*a package: .*langdetect",
+        ),
     ):
         hub.side_effect = error
         refused(words, evaluation.evaluate, llama, tokenizer, "arc_easy")
@@ -469,14 +530,19 @@ TASKS = {
     "mmlu_astronomy": ("benchmark", [1, 1, 1, 1, 1]),
     "python_eval": ("code", [0, 1]),
 }
-ITEMS = [(task, domain, correct) for task, (domain, items) in TASKS.items() for correct in items]
+ITEMS = []
+for _task, (_domain, _items) in TASKS.items():
+    ITEMS += [(_task, _domain, correct) for correct in _items]
 TABLE = pd.DataFrame(ITEMS, columns=["task", "domain", "correct"])
 
 
-@pytest.mark.parametrize(("domains", "score", "by_domain"), [
-    (DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
-    (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("domains", "score", "by_domain"),
+    [
+        (DOMAINS, [0.25, 0.5, 1, 0.5], {"mathematics": 0.375, "mmlu": 1, "code": 0.5}),
+        (None, [0.25, 1, 0, 1, 0.5], {"benchmark": 2.25 / 4, "code": 0.5}),
+    ],
+)
 def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score, by_domain):
     items = evaluation.by_benchmark(TABLE, domains)
     assert items.score.mean() == pytest.approx(np.mean(score))
@@ -491,7 +557,12 @@ def test_benchmarks_weigh_equally_whatever_their_number_of_items(domains, score,
     items = evaluation.by_benchmark(equal, DOMAINS)
     assert items.score.equals(equal.correct.astype(float))
     assert items.domain_score.equals(equal.correct.astype(float))
-    refused("E-DATA: table is a table without rows", evaluation.by_benchmark, TABLE[:0], DOMAINS)
+    refused(
+        "E-DATA: table is a table without rows",
+        evaluation.by_benchmark,
+        TABLE[:0],
+        DOMAINS,
+    )
 
 
 def arm(scores, nats):
@@ -506,14 +577,20 @@ def test_a_difference_is_paired_by_item_with_students_interval():
     lines = evaluation.paired(tables, [("sparse", "dense")])
     assert set(lines.index.get_level_values(0)) == {"sparse minus dense"}
     assert list(lines.index.get_level_values(1)) == ["accuracy (points)", "nll (nats)"]
-    # Gaps 1, 0, 0, 1: mean 0.5, deviation 1/sqrt 3, error 1/sqrt 12; Student's quantile 3.182.
+    # Gaps 1, 0, 0, 1: mean 0.5, deviation 1/sqrt 3, error 1/sqrt 12; Student's quantile
+    # 3.182.
     half = 100 * 3.182446 / 12**0.5
     assert lines.iloc[0].tolist() == pytest.approx([50, 50 - half, 50 + half, half], rel=1e-5)
-    # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile 4.303.
+    # Gaps -1, 0, -2 (the missing one is left out): mean -1, error 1/sqrt 3; quantile
+    # 4.303.
     half = 4.302653 / 3**0.5
     assert lines.iloc[1].tolist() == pytest.approx([-1, -1 - half, -1 + half, half], rel=1e-5)
     # Absent arms and values leave no line or no interval.
-    tables = {"one": arm([1], [1.5]), "other": arm([0], [1.0]), "paper": arm([0], [np.nan])}
+    tables = {
+        "one": arm([1], [1.5]),
+        "other": arm([0], [1.0]),
+        "paper": arm([0], [np.nan]),
+    }
     assert evaluation.paired(tables, [("one", "dense")]).empty
     lines = evaluation.paired(tables, [("one", "other"), ("one", "dense")])
     assert lines["difference"].tolist() == [100, 0.5]

@@ -1,4 +1,4 @@
-"""A judge behind an endpoint: grades, both orders, repeats, costs, and what cannot be a grade."""
+"""A judge behind an endpoint: grades, both orders, repeats, costs, and no grades."""
 
 import asyncio
 import json
@@ -43,7 +43,10 @@ def endpoint(monkeypatch):
             if status == "trickle":
                 self.trickle(text)
                 return
-            content = {"choices": [{"message": {"content": text}}], "usage": server.usage}
+            content = {
+                "choices": [{"message": {"content": text}}],
+                "usage": server.usage,
+            }
             reply = text if status == "raw" else json.dumps(content)
             self.send_response(200 if status == "raw" else status)
             self.end_headers()
@@ -61,7 +64,10 @@ def endpoint(monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.usage = {"prompt_tokens": 100, "completion_tokens": 10}
-    server.asked, server.answers = [], lambda prompt, _: (200, json.dumps(honest(prompt)))
+    server.asked, server.answers = (
+        [],
+        lambda prompt, _: (200, json.dumps(honest(prompt))),
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(judge, "wait_random_exponential", lambda **_: lambda state: 0)
     address = f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -119,12 +125,25 @@ def test_a_judge_is_asked_again(endpoint, tmp_path, first):
     assert len(endpoint.asked) == 3
 
 
-@pytest.mark.parametrize(("answer", "asked", "message"), [
-    ((200, '{"accuracy": 11, "completeness": 1, "conciseness": 1}'), 4, "no grade in 4 attempts"),
-    ((200, '{"accuracy": true, "completeness": 1, "conciseness": 1}'), 4, "take another model"),
-    ((200, "[]"), 4, "no grade in 4 attempts"), (("raw", '{"choices": []}'), 4, "no grade"),
-    ((401, ""), 1, "model m: HTTPError: 401"), ((503, ""), 4, "HTTPError: 503"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "asked", "message"),
+    [
+        (
+            (200, '{"accuracy": 11, "completeness": 1, "conciseness": 1}'),
+            4,
+            "no grade in 4 attempts",
+        ),
+        (
+            (200, '{"accuracy": true, "completeness": 1, "conciseness": 1}'),
+            4,
+            "take another model",
+        ),
+        ((200, "[]"), 4, "no grade in 4 attempts"),
+        (("raw", '{"choices": []}'), 4, "no grade"),
+        ((401, ""), 1, "model m: HTTPError: 401"),
+        ((503, ""), 4, "HTTPError: 503"),
+    ],
+)
 def test_what_is_no_grade_is_refused(endpoint, tmp_path, answer, asked, message):
     endpoint.answers = lambda *_: answer
     refused(f"E-JUDGE: .*{message}", made(tmp_path, workers=1).scores, "summary", ROWS[:1])
@@ -145,10 +164,15 @@ def test_a_judge_that_never_answers_is_left_and_what_is_known_stays(endpoint, tm
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize("text", [
-    f"{HEAD}X-Slow: {'x' * 500}\r\n\r\n", f"{HEAD}\r\n{' ' * 500}",
-    f"{HEAD}Transfer-Encoding: chunked\r\n\r\n" + "1\r\n \r\n" * 100,
-], ids=["head", "body", "chunks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{HEAD}X-Slow: {'x' * 500}\r\n\r\n",
+        f"{HEAD}\r\n{' ' * 500}",
+        f"{HEAD}Transfer-Encoding: chunked\r\n\r\n" + "1\r\n \r\n" * 100,
+    ],
+    ids=["head", "body", "chunks"],
+)
 def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, text):
     endpoint.answers = lambda *_: ("trickle", text)  # of ten seconds
     start = time.monotonic()
@@ -158,11 +182,20 @@ def test_a_trickle_does_not_hold_a_call_beyond_its_deadline(endpoint, tmp_path, 
     assert len(endpoint.asked) == 2 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("usage", [
-    None, [], "many", {}, {"prompt_tokens": None, "completion_tokens": None},
-    {"prompt_tokens": 100}, {"prompt_tokens": "100", "completion_tokens": 10},
-    {"prompt_tokens": -1, "completion_tokens": 10}, {"prompt_tokens": True, "completion_tokens": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        [],
+        "many",
+        {},
+        {"prompt_tokens": None, "completion_tokens": None},
+        {"prompt_tokens": 100},
+        {"prompt_tokens": "100", "completion_tokens": 10},
+        {"prompt_tokens": -1, "completion_tokens": 10},
+        {"prompt_tokens": True, "completion_tokens": 1},
+    ],
+)
 def test_a_grade_without_a_count_of_tokens_is_kept_and_told(endpoint, tmp_path, usage):
     endpoint.usage = usage
     one = made(tmp_path)
@@ -190,7 +223,12 @@ def test_a_notebook_whose_cells_run_in_an_event_loop_can_ask(endpoint, tmp_path)
 def test_a_budget_ends_the_work_and_a_larger_one_goes_on(endpoint, tmp_path):
     rows = [{**ROWS[0], "prompt": str(n)} for n in range(6)]
     poor = made(tmp_path, workers=1, budget=0.0007)
-    refused(r"E-BUDGET: 0.0009 spent of 0.0007: 3 of 6 replies are kept", poor.scores, "law", rows)
+    refused(
+        r"E-BUDGET: 0.0009 spent of 0.0007: 3 of 6 replies are kept",
+        poor.scores,
+        "law",
+        rows,
+    )
     known = len(list(tmp_path.iterdir()))
     assert 3 <= known < 6
     rich = made(tmp_path)
@@ -206,8 +244,13 @@ def test_marks_in_an_answer_are_not_closed_early_and_long_ones_are_cut(endpoint,
 
 
 def test_agreement_is_the_chance_that_right_beats_wrong():
-    grades = pd.DataFrame({"task": ["a"] * 4 + ["b"], "correct": [1, 1, 0, 0, 1],
-                           "grade": [0.9, 0.4, 0.5, 0.1, 0.8]})  # fmt: skip
+    grades = pd.DataFrame(
+        {
+            "task": ["a"] * 4 + ["b"],
+            "correct": [1, 1, 0, 0, 1],
+            "grade": [0.9, 0.4, 0.5, 0.1, 0.8],
+        }
+    )
     table = judge.agreement(grades)
     assert table.agreement["a"] == 0.75 and pd.isna(table.agreement["b"])
     assert table.exact["a"] == 0.5 and table.grade["b"] == 0.8
@@ -222,11 +265,15 @@ def test_the_command_grades_what_it_evaluated(endpoint, tmp_path, capsys):
     assert "E-NAME: no rubric for task 'gcd'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("URL", "", "E-USAGE: MOEBOOK_JUDGE_URL is not set"),
-    ("MODEL", "", "E-USAGE: MOEBOOK_JUDGE_MODEL is not set"),
-    ("URL", "localhost", "address is 'localhost'"), ("PRICE", "cheap", "E-USAGE: .* is 'cheap'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("URL", "", "E-USAGE: MOEBOOK_JUDGE_URL is not set"),
+        ("MODEL", "", "E-USAGE: MOEBOOK_JUDGE_MODEL is not set"),
+        ("URL", "localhost", "address is 'localhost'"),
+        ("PRICE", "cheap", "E-USAGE: .* is 'cheap'"),
+    ],
+)
 def test_an_endpoint_that_is_not_told_is_refused(endpoint, monkeypatch, name, value, message):
     monkeypatch.setenv(f"MOEBOOK_JUDGE_{name}", value)
     refused(message, judge.Endpoint.from_environment)

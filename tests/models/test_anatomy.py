@@ -1,4 +1,4 @@
-"""Where transformers keeps its parts, and our experts in place of its own: the same results."""
+"""Where transformers keeps its parts, and our experts in their place: same results."""
 
 import peft
 import pytest
@@ -23,7 +23,12 @@ def test_dense_families_show_their_mlps(family):
     found = anatomy(model)
     assert (found.hidden, found.decoder) == (32, model.model)
     for index, (layer, block) in enumerate(zip(found.layers, model.model.layers, strict=True)):
-        assert (layer.index, layer.kind, layer.width, layer.block) == (index, "dense", 40, block)
+        assert (layer.index, layer.kind, layer.width, layer.block) == (
+            index,
+            "dense",
+            40,
+            block,
+        )
         assert (layer.mlp, layer.attention) == (block.mlp, block.self_attn)
         assert layer.router is layer.experts is None
     found.layers[0].replace(nn.Identity())
@@ -75,9 +80,13 @@ def test_crafted_layers_are_sparse_with_a_shared_mlp():
     assert type(sparse.shared).__name__ == "LlamaMLP"
 
 
-@pytest.mark.parametrize(("family", "words"), [
-    ("gpt2", "no decoder layers.*GPT2MLP"), ("phi", "decoder layer 0 .*PhiMLP"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "no decoder layers.*GPT2MLP"),
+        ("phi", "decoder layer 0 .*PhiMLP"),
+    ],
+)
 def test_a_model_without_gated_mlps_is_refused_with_the_classes_seen(family, words):
     with pytest.raises(Refusal, match=f"E-MODEL: {words}"):
         anatomy(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL)))
@@ -110,7 +119,8 @@ def test_training_and_generation_with_our_experts_equal_those_of_transformers(fa
     torch.testing.assert_close(our_grads, grads, rtol=1e-8, atol=1e-10)
     assert any("experts" in name and grad.abs().sum() > 0 for name, grad in grads.items())
     assert torch.equal(our_tokens, tokens)
-    # Ours ran: all 18 tokens in training, then two prompts of four, then two tokens at a time.
+    # Ours ran: all 18 tokens in training, then two prompts of four, then two tokens at
+    # a time.
     assert {18, 8, 2} == set(rows)
 
 

@@ -1,4 +1,4 @@
-"""A sealed folder tells every change; a fingerprint changes with any bit of the base."""
+"""A sealed folder tells every change; a fingerprint changes with any bit of a base."""
 
 import hashlib
 import json
@@ -47,7 +47,10 @@ CHANGES = {
     "add": (lambda folder: (folder / "c.json").write_text("{}"), "E-MANIFEST"),
     "link": (link, "E-PATH"),
     "point outside": (point_outside, "E-MANIFEST: .*disagree"),
-    "unseal": (lambda folder: (folder / checkpoint.DIGEST).unlink(), "E-MANIFEST: .*sha256sum"),
+    "unseal": (
+        lambda folder: (folder / checkpoint.DIGEST).unlink(),
+        "E-MANIFEST: .*sha256sum",
+    ),
 }
 
 

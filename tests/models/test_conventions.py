@@ -1,7 +1,7 @@
-"""Other people's conventions: what a loaded model is, whatever its folder asks for, or a refusal.
+"""Other people's conventions: what a loaded model is, whatever its folder asks for.
 
-Each refusal's neighbours that must pass are transformers' own: its families' default values, and
-the public configurations that we ship.
+Each refusal's neighbours that must pass are transformers' own: its families' default
+values, and the public configurations that we ship.
 """
 
 import copy
@@ -25,12 +25,21 @@ from tests.refusals import refused
 
 NAN = float("nan")
 SMALL = {
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "pad_token_id": 2,
-}  # fmt: skip
+}
 ROWS = [
-    {"prompt": f"Add {i} and {i + 1}.", "answer": f"The sum is {2 * i + 1}." + " Yes." * (i % 5)}
+    {
+        "prompt": f"Add {i} and {i + 1}.",
+        "answer": f"The sum is {2 * i + 1}." + " Yes." * (i % 5),
+    }
     for i in range(12)
 ]
 
@@ -44,7 +53,7 @@ def made(kind, **changes):
 
 @pytest.fixture
 def saved(tmp_path, byte_tokenizer):
-    """A folder with a model and a tokenizer, whose config.json is changed afterwards."""
+    """A folder with a model and a tokenizer, whose config.json changes afterwards."""
 
     def save(model, **changes):
         model.save_pretrained(tmp_path)
@@ -57,27 +66,74 @@ def saved(tmp_path, byte_tokenizer):
 
 
 VALUES = [
-    ("mixtral", {"num_experts_per_tok": 9}, "E-RANGE: .*per_tok is 9, expected 1 to 8 .num_local"),
+    (
+        "mixtral",
+        {"num_experts_per_tok": 9},
+        "E-RANGE: .*per_tok is 9, expected 1 to 8 .num_local",
+    ),
     ("mixtral", {"num_experts_per_tok": 0}, "E-RANGE: .*per_tok is 0, expected 1 to 8"),
-    ("olmoe", {"num_experts": 4}, "E-RANGE: .*per_tok is 8, expected 1 to 4 .num_experts"),
+    (
+        "olmoe",
+        {"num_experts": 4},
+        "E-RANGE: .*per_tok is 8, expected 1 to 4 .num_experts",
+    ),
     ("ernie4_5_moe", {"moe_k": 99}, "E-RANGE: .*moe_k is 99, expected 1 to 64"),
-    ("deepseek_v3", {"n_group": 3}, "E-RANGE: .*n_group 3 does not divide n_routed_experts 256"),
-    ("deepseek_v3", {"topk_group": 9}, "E-RANGE: .*topk_group is 9, expected 1 to 8 .n_group"),
+    (
+        "deepseek_v3",
+        {"n_group": 3},
+        "E-RANGE: .*n_group 3 does not divide n_routed_experts 256",
+    ),
+    (
+        "deepseek_v3",
+        {"topk_group": 9},
+        "E-RANGE: .*topk_group is 9, expected 1 to 8 .n_group",
+    ),
     ("llama", {"rms_norm_eps": NAN}, "E-NONFINITE: .*config.json: rms_norm_eps is NaN"),
-    ("llama", {"rms_norm_eps": {"__float__": "NaN"}}, "E-NONFINITE: .*rms_norm_eps is NaN"),
-    ("llama", {"rms_norm_eps": -1e-6}, "E-RANGE: .*rms_norm_eps is -1e-06, expected 0 to 1"),
+    (
+        "llama",
+        {"rms_norm_eps": {"__float__": "NaN"}},
+        "E-NONFINITE: .*rms_norm_eps is NaN",
+    ),
+    (
+        "llama",
+        {"rms_norm_eps": -1e-6},
+        "E-RANGE: .*rms_norm_eps is -1e-06, expected 0 to 1",
+    ),
     ("gpt2", {"layer_norm_epsilon": math.inf}, "E-RANGE: .*layer_norm_epsilon is inf"),
-    ("llama", {"attention_dropout": 1.5}, "E-RANGE: .*attention_dropout is 1.5, expected 0 to 1"),
+    (
+        "llama",
+        {"attention_dropout": 1.5},
+        "E-RANGE: .*attention_dropout is 1.5, expected 0 to 1",
+    ),
     ("gpt2", {"resid_pdrop": 2}, "E-RANGE: .*resid_pdrop is 2"),
     ("opt", {"layerdrop": -0.1}, "E-RANGE: .*layerdrop is -0.1"),
-    ("mistral", {"sliding_window": 0}, "E-RANGE: .*sliding_window is 0, expected 1 or more"),
+    (
+        "mistral",
+        {"sliding_window": 0},
+        "E-RANGE: .*sliding_window is 0, expected 1 or more",
+    ),
     ("mistral", {"sliding_window": -1}, "E-RANGE: .*sliding_window is -1"),
-    ("llama", {"max_position_embeddings": -1}, "E-RANGE: .*max_position_embeddings is -1"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "E-RANGE: .*theta"),
-    ("gemma3", {"text_config": {"attention_dropout": 3}}, "E-RANGE: .*attention_dropout is 3"),
-    ("llama4", {"text_config": {"num_local_experts": 2, "num_experts_per_tok": 3}},
-     "E-RANGE: .*per_tok is 3, expected 1 to 2"),
-]  # fmt: skip
+    (
+        "llama",
+        {"max_position_embeddings": -1},
+        "E-RANGE: .*max_position_embeddings is -1",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
+        "E-RANGE: .*theta",
+    ),
+    (
+        "gemma3",
+        {"text_config": {"attention_dropout": 3}},
+        "E-RANGE: .*attention_dropout is 3",
+    ),
+    (
+        "llama4",
+        {"text_config": {"num_local_experts": 2, "num_experts_per_tok": 3}},
+        "E-RANGE: .*per_tok is 3, expected 1 to 2",
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "changes", "words"), VALUES)
@@ -94,27 +150,42 @@ def test_the_numbers_of_all_families_and_public_configurations_pass():
             check_values(AutoConfig.for_model(kind).to_dict(), kind)
     for name, values in skeleton.HOSTS.items():
         check_values(values, name)
-    dense = {"num_local_experts": 0, "num_experts_per_tok": 0}  # Granite's dense hybrids
+    dense = {
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    }  # Granite's dense hybrids
     check_values(dense, "dense")
     check_values({"num_experts": None, "top_k_experts": None}, "Gemma 4")
     check_values({"sliding_window": 0, "use_sliding_window": False}, "Qwen 2")
     check_values(
-        {"time_step_limit": [0.0, math.inf], "eps": 1e-5, "token_dropout": True}, "Mamba 2"
+        {"time_step_limit": [0.0, math.inf], "eps": 1e-5, "token_dropout": True},
+        "Mamba 2",
     )
 
 
 PACKED = {"weight": torch.zeros(2, 2, dtype=torch.uint8), "norm": torch.ones(2)}
 QUANTISED = [
-    ({"quant_method": "foo"}, "quantised by 'foo', which transformers does not know; known: .*awq"),
+    (
+        {"quant_method": "foo"},
+        "quantised by 'foo', which transformers does not know; known: .*awq",
+    ),
     ({"quant_method": None}, "quantised by 'None', which transformers does not know"),
     (3, "quantised by '3', which"),
-    ({"load_in_4bit": True, "quant_method": "bitsandbytes"},
-     "quantised by bitsandbytes_4bit, the files hold plain ones .F32.; remove quantization_config"),
-    ({"load_in_8bit": True}, "quantised by bitsandbytes_8bit, the files hold plain ones"),
-    ({"quant_method": "gptq", "bits": 4}, "quantised by gptq, the files hold plain ones"),
+    (
+        {"load_in_4bit": True, "quant_method": "bitsandbytes"},
+        "quantised by bitsandbytes_4bit, the files hold plain ones .F32.; remove quantization_config",
+    ),
+    (
+        {"load_in_8bit": True},
+        "quantised by bitsandbytes_8bit, the files hold plain ones",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4},
+        "quantised by gptq, the files hold plain ones",
+    ),
     ({"quant_method": "fp8"}, "quantised by fp8, the files hold plain ones"),
     ({"quant_method": "mxfp4"}, "quantised by mxfp4, the files hold plain ones"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("quantisation", "words"), QUANTISED)
@@ -122,7 +193,9 @@ def test_a_quantisation_unknown_or_of_plain_weights_is_refused(quantisation, wor
     folder = saved(tiny(), quantization_config=quantisation)
     refused(f"E-MODEL: .*config.json has weights {words}", models.load, folder)
     refused(
-        "E-MODEL", models.load, saved(tiny(), text_config={"quantization_config": quantisation})
+        "E-MODEL",
+        models.load,
+        saved(tiny(), text_config={"quantization_config": quantisation}),
     )
 
 
@@ -161,10 +234,16 @@ def test_nats_and_training_are_the_likelihoods_whatever_the_configuration_adds(
         assert model.config.output_router_logits is asked  # left as it was
 
 
-@pytest.mark.parametrize("asked", [
-    {"output_router_logits": True}, {"return_dict": False}, {"output_hidden_states": True},
-    {"output_attentions": True}, {"use_cache": False},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"output_router_logits": True},
+        {"return_dict": False},
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"use_cache": False},
+    ],
+)
 def test_a_loaded_model_gives_what_it_gives_without_such_a_flag(asked, saved, byte_tokenizer):
     host = build("Mixtral", **MIXTURES["Mixtral"], vocab_size=300)
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
@@ -202,9 +281,12 @@ def test_flags_come_back_after_an_error(tiny):
 
 AHEAD = "E-MODEL: .*is no causal language model: what it says of a token depends on those after"
 NOT_CAUSAL = {
-    "bert": {}, "roberta": {}, "electra": {"embedding_size": 32}, "roformer": {},
+    "bert": {},
+    "roberta": {},
+    "electra": {"embedding_size": 32},
+    "roformer": {},
     "gemma3_text": {"use_bidirectional_attention": True, "head_dim": 8},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", NOT_CAUSAL)
@@ -236,14 +318,25 @@ def test_a_model_that_averages_its_loss_tells_no_nats_of_several_batches(tiny, b
     model.accepts_loss_kwargs = False
     encoded = encode(ROWS, byte_tokenizer, max_length=256)
     training.nats(model, encoded, batch=12)
-    refused("E-MODEL: LlamaForCausalLM averages its loss", training.nats, model, encoded, batch=6)
+    refused(
+        "E-MODEL: LlamaForCausalLM averages its loss",
+        training.nats,
+        model,
+        encoded,
+        batch=6,
+    )
 
 
 def test_what_computes_no_numbers_or_nothing_is_refused(saved, byte_tokenizer, tmp_path, tiny):
     scaled = made("gemma2", final_logit_softcapping=0.0, head_dim=8)
     refused("E-NONFINITE: .*Gemma2ForCausalLM gives NaN", models.load, saved(scaled))
-    refused("E-NONFINITE: .*GraniteForCausalLM gives NaN", InMemory,
-            made("granite", logits_scaling=0.0), byte_tokenizer, 2)  # fmt: skip
+    refused(
+        "E-NONFINITE: .*GraniteForCausalLM gives NaN",
+        InMemory,
+        made("granite", logits_scaling=0.0),
+        byte_tokenizer,
+        2,
+    )
     folder = saved(tiny())
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.norm.weight"][3] = NAN
@@ -260,7 +353,13 @@ def test_what_computes_no_numbers_or_nothing_is_refused(saved, byte_tokenizer, t
 
 def test_ends_are_those_of_tokenizer_and_generation_config(tiny, byte_tokenizer, saved):
     model = tiny()
-    for listed, wanted in ((None, {1}), (1, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9}), ([], {1})):
+    for listed, wanted in (
+        (None, {1}),
+        (1, {1}),
+        (7, {1, 7}),
+        ([7, 9], {1, 7, 9}),
+        ([], {1}),
+    ):
         model.generation_config.eos_token_id = listed
         assert end_tokens(model, byte_tokenizer) == wanted
     model.generation_config.eos_token_id = [1, 9]

@@ -1,4 +1,4 @@
-"""Loading by name: what comes back equals what was saved, and what is unsafe is refused."""
+"""Loading by name: what comes back is what was saved; what is unsafe is refused."""
 
 import importlib.util
 import json
@@ -42,7 +42,7 @@ def folder(tmp_path, tiny, byte_tokenizer):
 
 @pytest.fixture
 def hub(tmp_path: Path, folder: Path, monkeypatch) -> Path:
-    """A hub cache that holds acme/tiny at COMMIT: blobs, and a snapshot of links to them."""
+    """A hub cache with acme/tiny at COMMIT: blobs, a snapshot of links to them."""
     cache = tmp_path / "hub"
     repo = cache / "models--acme--tiny"
     snapshot = repo / "snapshots" / COMMIT
@@ -56,7 +56,11 @@ def hub(tmp_path: Path, folder: Path, monkeypatch) -> Path:
 
 
 def test_a_loaded_model_gives_the_logits_of_the_saved_one_and_leaves_settings(folder, tiny, capfd):
-    settings = logging.get_verbosity, logging.is_progress_bar_enabled, torch.get_default_dtype
+    settings = (
+        logging.get_verbosity,
+        logging.is_progress_bar_enabled,
+        torch.get_default_dtype,
+    )
     before = [setting() for setting in settings]
     model, tokenizer = models.load(str(folder))
     ids = torch.tensor([tokenizer("the sum of three")["input_ids"]])
@@ -113,7 +117,8 @@ def config(**changes):
 
 def saved(change):
     def damage(folder):
-        tensors = load_file(path := folder / "model.safetensors")
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
         change(tensors)
         save_file(tensors, path, metadata={"format": "pt"})
 
@@ -130,42 +135,76 @@ def index(*names):
 
 
 DAMAGE = {
-    "code of an own class": (config(**EVIL, model_type="evil"), "E-REMOTECODE: .*config.json"),
+    "code of an own class": (
+        config(**EVIL, model_type="evil"),
+        "E-REMOTECODE: .*config.json",
+    ),
     "code deep inside": (config(text_config=EVIL), "E-REMOTECODE"),
     "trust": (config(trust_remote_code=True), "E-REMOTECODE"),
     "a kernel deep inside": (
-        config(text_config={"_attn_implementation_internal": "eager"}), "E-REMOTECODE"),
+        config(text_config={"_attn_implementation_internal": "eager"}),
+        "E-REMOTECODE",
+    ),
     "a kernel by name": (config(attn_implementation="org/kernel"), "E-REMOTECODE"),
     "code of a tokenizer": (
         lambda f: edit(f / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.E", None]}),
-        "E-REMOTECODE: .*tokenizer_config.json"),
+        "E-REMOTECODE: .*tokenizer_config.json",
+    ),
     "an unknown architecture": (config(model_type="lama"), "E-MODEL: .*llama"),
     "pickled weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "E-PICKLE: .*_model"),
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "E-PICKLE: .*_model",
+    ),
     "pickled shards": (index("pytorch_model.bin"), "E-PICKLE: .*pytorch_model.bin"),
     "shards elsewhere": (index("../tiny/model.safetensors"), "E-NOFILE: .*[.][.]/tiny"),
     "no shards": (index(), "E-NOFILE"),
     "a pickle by name": (
-        config(transformers_weights="adapter_model.bin"), "E-NOFILE: .*adapter_model.bin"),
-    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "E-MODEL: .*adapter_co"),
-    "endless layers": (config(num_hidden_layers=10**12), "E-RANGE: .*num_hidden_layers 10{12}"),
-    "many layers": (config(num_hidden_layers=9999), "E-MODEL: .*promises over 1\\d{3} tensors"),
+        config(transformers_weights="adapter_model.bin"),
+        "E-NOFILE: .*adapter_model.bin",
+    ),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        "E-MODEL: .*adapter_co",
+    ),
+    "endless layers": (
+        config(num_hidden_layers=10**12),
+        "E-RANGE: .*num_hidden_layers 10{12}",
+    ),
+    "many layers": (
+        config(num_hidden_layers=9999),
+        "E-MODEL: .*promises over 1\\d{3} tensors",
+    ),
     "a wide model": (config(vocab_size=10**9), "E-MODEL: .*promises over .*elements"),
     "no heads": (config(num_attention_heads=0), "E-MODEL: .*ZeroDivisionError"),
     "a list as a size": (config(hidden_size=[1]), "E-MODEL: .*hidden_size"),
     "nothing of a tokenizer": (
         lambda f: [path.unlink() for path in f.glob("tokenizer*")],
-        "E-NOFILE: .*tokenizer.json.*upcycling.export"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("[]"), "E-MODEL: .*tokenizer"),
+        "E-NOFILE: .*tokenizer.json.*upcycling.export",
+    ),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("[]"),
+        "E-MODEL: .*tokenizer",
+    ),
     "a broken seal": (
-        lambda f: [checkpoint.seal(f), edit(f / "config.json", use_cache=False)], "E-HASH"),
+        lambda f: [checkpoint.seal(f), edit(f / "config.json", use_cache=False)],
+        "E-HASH",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "E-NOFILE"),
     "no model": (lambda f: [path.unlink() for path in f.iterdir()], "E-NOFILE"),
     "broken JSON": (lambda f: (f / "config.json").write_text("\ufeff{"), "E-FORMAT"),
-    "a missing tensor": (saved(lambda t: t.pop("model.norm.weight")), "E-KEYS: .*norm.weight"),
-    "a foreign tensor": (saved(lambda t: t.update(extra=torch.ones(2))), "E-KEYS: .*extra"),
-    "a cut file": (lambda f: os.truncate(f / "model.safetensors", 20000), "E-MODEL: .*Safetens"),
-}  # fmt: skip
+    "a missing tensor": (
+        saved(lambda t: t.pop("model.norm.weight")),
+        "E-KEYS: .*norm.weight",
+    ),
+    "a foreign tensor": (
+        saved(lambda t: t.update(extra=torch.ones(2))),
+        "E-KEYS: .*extra",
+    ),
+    "a cut file": (
+        lambda f: os.truncate(f / "model.safetensors", 20000),
+        "E-MODEL: .*Safetens",
+    ),
+}
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)

@@ -1,12 +1,14 @@
-"""Each numbered equation of the papers leads to its function and its test, in the book, in a click.
+"""Each numbered equation of the papers leads to its function and test in the book.
 
-A page's table links to blocks of code on the same page, each included from a file by the name of a
-function or class. Whoever moves one of these mends the block (and the name shown in the row).
+A page's table links to blocks of code on the same page, each included from a file by
+the name of a function or class. Whoever moves one of these mends the block (and the
+name shown in the row).
 """
 
 import ast
 import importlib
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,22 +21,27 @@ NUMBER = re.compile(r"\\tag\{(\d+)\}|\((\d+)\)\s*\$|^\s*(?:\\n)?\((\d+)\)\s*$", 
 
 
 def rows(paper):
-    """The cells of the table: equations of the paper, here, function, test, compared with."""
+    """The table's cells: equations of the paper, here, function, test, oracle."""
     page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
     table = page.partition("| paper | here | function | test | compares with |\n")[2]
     lines = table.partition("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    cells = [line.strip("|").split(" | ") for line in lines]
+    return [list(map(str.strip, of_line)) for of_line in cells]
 
 
 def blocks(paper):
-    """Path and options (pyobject, name ...) of every block of code that the page includes."""
+    """Path and options (pyobject, name ...) of every block of code of the page."""
     page = (ROOT / "book" / f"{paper}_theory.md").read_text("utf-8")
-    return [{"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
-            for path, options in BLOCK.findall(page)]  # fmt: skip
+    return [
+        {"path": path} | dict(re.findall(r":(\w+): (.*)\n", options))
+        for path, options in BLOCK.findall(page)
+    ]
 
 
 @pytest.mark.parametrize("paper", PAGES)
-def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_there(paper):
+def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_there(
+    paper,
+):
     numbered = set()
     names = {block["name"]: block["path"] for block in blocks(paper) if "name" in block}
     for equation, _, function, test, oracle in rows(paper):
@@ -58,5 +65,5 @@ def test_every_numbered_equation_has_a_row_with_a_function_and_a_test_that_are_t
 @pytest.mark.parametrize("paper", EQUATIONS)
 def test_the_papers_text_numbers_as_many_equations(paper, shared):
     text = (shared / "papers" / f"{paper}.txt").read_text("utf-8")
-    numbers = {int(number) for match in NUMBER.findall(text) for number in match if number}
-    assert max(numbers) == EQUATIONS[paper]
+    numbers = filter(None, chain.from_iterable(NUMBER.findall(text)))
+    assert max(map(int, numbers)) == EQUATIONS[paper]

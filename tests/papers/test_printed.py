@@ -1,11 +1,12 @@
-"""The papers' tables, settings and claims: complete, as the texts print them, else refused.
+"""The papers' tables, settings, claims: complete, as the texts print, else refused.
 
-The second reading: every number of a CSV stands in the paper's own text, in the same order.
+The second reading: every number of a CSV stands in the paper's own text, in the same
+order.
 """
 
 import pkgutil
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pandas as pd
 import pytest
@@ -18,11 +19,15 @@ from moebook.papers.printed import _read_claims as read_claims
 from moebook.results import TIERS
 from tests.refusals import refused
 
-TABLES = [(paper, name) for paper in papers.PAPERS for name in papers.tables(paper)]
+TABLES = []
+for _paper in papers.PAPERS:
+    TABLES += [(_paper, name) for name in papers.tables(_paper)]
 NUMERIC = {
-    "pesc": "1 2 3 4 5 7 8 9 10 11", "router_init": "1 2 3 4 5 6 7 8",
-    "rocket": "1 2 3 4 5 6 7 8 9 10 12", "esft": "1 2 3",
-}  # fmt: skip
+    "pesc": "1 2 3 4 5 7 8 9 10 11",
+    "router_init": "1 2 3 4 5 6 7 8",
+    "rocket": "1 2 3 4 5 6 7 8 9 10 12",
+    "esft": "1 2 3",
+}
 WITH_EXAMPLES = {("rocket", "8")}  # rows end in examples of the data, which are full of numbers
 CLAIMS = papers.claims()
 CLAIM = """\
@@ -58,11 +63,22 @@ def test_every_table_loads_with_typed_numbers_and_its_header(paper, name):
 
 def test_a_printed_number_keeps_its_value_and_how_fine_it_was_printed():
     for printed, value, decimals in [
-        ("75.7%", 75.7, 1), ("300K", 300_000, -3), ("1.1K", 1_100, -2), ("15B", 15e9, -9),
-        ("+1.9%", 1.9, 1), ("-13.5", -13.5, 1), ("−2.6", -2.6, 1), ("1,838", 1838, 0),
-        ("5e-5", 5e-5, 5), ("1×10^{-4}", 1e-4, 4), ("0.70", 0.7, 2),
-    ]:  # fmt: skip
-        assert papers.printed.number(printed) == (pytest.approx(value, rel=1e-12), decimals)
+        ("75.7%", 75.7, 1),
+        ("300K", 300_000, -3),
+        ("1.1K", 1_100, -2),
+        ("15B", 15e9, -9),
+        ("+1.9%", 1.9, 1),
+        ("-13.5", -13.5, 1),
+        ("−2.6", -2.6, 1),
+        ("1,838", 1838, 0),
+        ("5e-5", 5e-5, 5),
+        ("1×10^{-4}", 1e-4, 4),
+        ("0.70", 0.7, 2),
+    ]:
+        assert papers.printed.number(printed) == (
+            pytest.approx(value, rel=1e-12),
+            decimals,
+        )
     for printed in ("", "-", "×", "12.", "1.2.3", "8×7B", "n/a", "10 %"):
         assert papers.printed.number(printed) is None
 
@@ -82,21 +98,34 @@ def test_the_wide_form_has_the_papers_rows_and_columns_in_order_without_damaged_
 
 
 def test_an_unknown_paper_table_or_group_names_the_nearest():
-    refused(r"E-NAME: unknown paper 'rockett'; did you mean 'rocket'", papers.table, "rockett", 1)
+    refused(
+        r"E-NAME: unknown paper 'rockett'; did you mean 'rocket'",
+        papers.table,
+        "rockett",
+        1,
+    )
     refused(r"pesc has no table '6'; .*one of: 1, 10, 11, 2", papers.table, "pesc", 6)
     with pytest.raises(Refusal, match=r"rocket has no settings 'papers'; did you mean 'paper'"):
         papers.printed.hyperparameters("rocket", "papers")
 
 
-@pytest.mark.parametrize(("text", "line", "message"), [
-    (GOOD + "a,b,12..3,,\n", 6, "a number such as"),
-    (GOOD + "a,b,1,,\na,b,2,,\n", 7, "each cell once"),
-    (GOOD + "a,b,1,,broken\n", 6, "a mark among"), (GOOD + "a,b,1\n", 6, "5 fields, found 3"),
-    (GOOD.replace("printed", "value"), 5, "columns row, column"),
-    ("# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"), 1, "found ['capton']"),
-    (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
-    ('# table: "1\n' + GOOD, 2, "<block end>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (GOOD + "a,b,12..3,,\n", 6, "a number such as"),
+        (GOOD + "a,b,1,,\na,b,2,,\n", 7, "each cell once"),
+        (GOOD + "a,b,1,,broken\n", 6, "a mark among"),
+        (GOOD + "a,b,1\n", 6, "5 fields, found 3"),
+        (GOOD.replace("printed", "value"), 5, "columns row, column"),
+        (
+            "# caption: c\n" + GOOD.replace("# caption: c\n", "# capton: c\n"),
+            1,
+            "found ['capton']",
+        ),
+        (GOOD.replace("# unit: percent\n", ""), 1, "caption, unit and source"),
+        ('# table: "1\n' + GOOD, 2, "<block end>"),
+    ],
+)
 def test_a_malformed_file_is_refused_with_file_and_line(tmp_path, text, line, message):
     path = tmp_path / "pesc" / "table_1.csv"
     path.parent.mkdir()
@@ -109,8 +138,8 @@ def test_every_setting_has_its_place_and_those_of_the_text_are_there():
     for paper in papers.PAPERS:
         groups = papers.printed.hyperparameters(paper)
         assert "paper" in groups
-        entries = [entry for group in groups.values() for entry in group.values()]
-        assert all(entry["where"] and "value" in entry for entry in entries)
+        for group in groups.values():
+            assert all(entry["where"] and "value" in entry for entry in group.values())
     pesc = papers.printed.hyperparameters("pesc", "paper")
     wanted = {"lr": 2e-4, "batch": 128, "max_length": 2048, "top_k": 2}
     assert {name: pesc[name]["value"] for name in wanted} == wanted
@@ -118,13 +147,13 @@ def test_every_setting_has_its_place_and_those_of_the_text_are_there():
 
 
 def tokens(text):
-    """All numbers of a text in order, without units, typesetting or thousands separators."""
+    """All numbers of a text in order, without units, typesetting or separators."""
     text = re.sub(r"</?\w[^>\n]*>|[\\$_{}]", " ", text)
     return [number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
 def widest(wanted, text):
-    """The largest gap, in other numbers, of the shortest stretch with all the wanted in order."""
+    """The largest gap, in other numbers, of the shortest stretch with all in order."""
     stretches = []
     for start in (i for i, token in enumerate(text) if token == wanted[0]):
         places = [start]
@@ -148,7 +177,8 @@ def test_every_number_of_a_table_stands_in_the_papers_text_in_order(paper, name,
     assert widest(["2", "1"], ["1", "2"]) is None  # in order
     frame = papers.table(paper, name)
     printed = frame.loc[frame["mark"] != "restored", "printed"]
-    gap = widest([token for value in printed for token in tokens(value)], text_of(shared, paper))
+    wanted = list(chain.from_iterable(map(tokens, printed)))
+    gap = widest(wanted, text_of(shared, paper))
     assert gap is not None, "a number of the table is not in the text, or not in this order"
     loose = name.startswith("figure_") or (paper, name) in WITH_EXAMPLES
     assert gap <= (64 if loose else 10), "not in the table's own place"
@@ -161,7 +191,7 @@ def test_the_authors_slides_print_the_same_tables_of_pesc(name, shared):
         order = {key: place for place, key in enumerate(frame[axis].unique())}
         places = frame[axis].map(order)
         frame = frame.loc[places.sort_values(kind="stable").index]
-    wanted = [token for value in frame["printed"] for token in tokens(value)]
+    wanted = list(chain.from_iterable(map(tokens, frame["printed"])))
     gap = widest(wanted, text_of(shared, "pesc_slides"))
     assert gap is not None and gap <= 10
 
@@ -194,10 +224,12 @@ def test_a_claimed_number_lies_on_the_claimed_side_and_is_that_of_the_printed_nu
             assert not wrong.get(claim.direction), claim.id
     compared = 0
     for claim in papers.claims("pesc") + papers.claims("router_init"):
-        if pair := re.match(r"([+\d.]+)%? against ([\d.]+)%?", claim.printed):
+        pair = re.match(r"([+\d.]+)%? against ([\d.]+)%?", claim.printed)
+        if pair:
             first, second = map(float, pair.groups())
             scale = 1 if claim.unit == "percent_points" or first < 1 else 100
-            assert claim.claimed == pytest.approx((first - second) / scale, abs=1e-9), claim.id
+            lead = (first - second) / scale
+            assert claim.claimed == pytest.approx(lead, abs=1e-9), claim.id
             compared += 1
     assert compared > 10
     # The lead over all benchmarks is that of Table 2.
@@ -214,29 +246,57 @@ def second(old, new):  # a good claim, and another with one line changed
     return CLAIM + CLAIM.replace("pesc.one", "pesc.two").replace(old, new)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (second("  unit: share\n", ""), "17:3: unit is missing"),
-    (second("unit: share", "unit: shares"), "17:3: unit is 'shares'; did you mean 'share'"),
-    (second("why: noise", "why: noise\n  colour: red"), "17:3: unknown setting 'colour'"),
-    (second("direction: greater", "direction: null"), "17:3: .*needs one: greater, less or eq"),
-    (second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
-     "17:3: .*needs a claimed number"),
-    (second("tolerance: 0.1", "tolerance: null"), "17:3: .*needs a tolerance"),
-    (second("claimed: 0.1", "claimed: .nan"), "17:3: claimed"),
-    (second("why: noise", "why: noise\n  instead: [pesc.one]"), "17:3: only a claim that has en"),
-    (second("why: noise", "why: noise\n  ended: old\n  instead: [pesc.onee]"),
-     " pesc.two names 'pesc.onee'; did you mean 'pesc.one'"),
-    (second("reference: 0", "reference: 0.5"), "17:3: .*needs a trivial arm"),
-    (second("direction: greater", "direction: equal"), "17:3: .*needs a trivial arm"),
-    (second("why: noise", "why: noise\n  sizes: [a]\n  times: [1, 2]"), "17:3: .*give two sizes"),
-    (second("[study, paper]", "[studio]"), "17:3: scales.0 is 'studio', expected 'smoke'"),
-    (second("01_pesc", "pesc"), "17:3: notebook is 'pesc', "),
-    (second("pesc.two", "rocket.two"), "17:3: .*expected pesc.words"),
-    (CLAIM + CLAIM, "17:3: claim 'pesc.one': stands twice"),
-    (CLAIM + "- id: [\n", "18:1: expected the node"),
-    (CLAIM + "- pesc.two\n", "17:3: expected a claim, found 'pesc.two'"),
-    ("", "1: expected a list of claims"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (second("  unit: share\n", ""), "17:3: unit is missing"),
+        (
+            second("unit: share", "unit: shares"),
+            "17:3: unit is 'shares'; did you mean 'share'",
+        ),
+        (
+            second("why: noise", "why: noise\n  colour: red"),
+            "17:3: unknown setting 'colour'",
+        ),
+        (
+            second("direction: greater", "direction: null"),
+            "17:3: .*needs one: greater, less or eq",
+        ),
+        (
+            second("kind: direction", "kind: number").replace("0.1\n  unit", "null\n  unit"),
+            "17:3: .*needs a claimed number",
+        ),
+        (second("tolerance: 0.1", "tolerance: null"), "17:3: .*needs a tolerance"),
+        (second("claimed: 0.1", "claimed: .nan"), "17:3: claimed"),
+        (
+            second("why: noise", "why: noise\n  instead: [pesc.one]"),
+            "17:3: only a claim that has en",
+        ),
+        (
+            second("why: noise", "why: noise\n  ended: old\n  instead: [pesc.onee]"),
+            " pesc.two names 'pesc.onee'; did you mean 'pesc.one'",
+        ),
+        (second("reference: 0", "reference: 0.5"), "17:3: .*needs a trivial arm"),
+        (
+            second("direction: greater", "direction: equal"),
+            "17:3: .*needs a trivial arm",
+        ),
+        (
+            second("why: noise", "why: noise\n  sizes: [a]\n  times: [1, 2]"),
+            "17:3: .*give two sizes",
+        ),
+        (
+            second("[study, paper]", "[studio]"),
+            "17:3: scales.0 is 'studio', expected 'smoke'",
+        ),
+        (second("01_pesc", "pesc"), "17:3: notebook is 'pesc', "),
+        (second("pesc.two", "rocket.two"), "17:3: .*expected pesc.words"),
+        (CLAIM + CLAIM, "17:3: claim 'pesc.one': stands twice"),
+        (CLAIM + "- id: [\n", "18:1: expected the node"),
+        (CLAIM + "- pesc.two\n", "17:3: expected a claim, found 'pesc.two'"),
+        ("", "1: expected a list of claims"),
+    ],
+)
 def test_a_malformed_claim_is_refused_with_file_and_line(tmp_path, text, message):
     (tmp_path / "claims.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(Refusal, match=f"E-(FORMAT|CONFIG): .*/claims.yaml:{message}"):
