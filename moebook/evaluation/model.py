@@ -147,12 +147,14 @@ class InMemory(TemplateLM):
             stops = (until,) if isinstance(until, str) else tuple(until)
             most = settings.get("max_gen_toks") or settings.get("max_new_tokens") or 256
             limits.append((int(most), stops))
-            if self._chat:
-                ids = self._encode_pair(text, "")[0]
-            else:
-                ids = self.tok_encode(text)
-            contexts.append(ids)
+            contexts.append(self._context(text))
         return self.answer(contexts, limits)
+
+    def _context(self, text: str) -> list[int]:
+        """Tokenize what is to be answered."""
+        if self._chat:
+            return self._encode_pair(text, "")[0]
+        return self.tok_encode(text)
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return the log-probability of what follows each context; is it the greedy?

@@ -173,7 +173,8 @@ QUANTISED = [
     (3, "quantised by '3', which"),
     (
         {"load_in_4bit": True, "quant_method": "bitsandbytes"},
-        "quantised by bitsandbytes_4bit, the files hold plain ones .F32.; remove quantization_config",
+        "quantised by bitsandbytes_4bit, the files hold plain ones .F32.; "
+        "remove quantization_config",
     ),
     (
         {"load_in_8bit": True},
