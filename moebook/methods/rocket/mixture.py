@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse, refuse_unknown
-from moebook.methods.rocket.bank import check_alike
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora, linears
+from moebook.methods.rocket.loras import Lora, check_alike, check_fits, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import anatomy, beside
 from moebook.nn import Router
@@ -52,6 +51,7 @@ def build(model: nn.Module, loras: Sequence[Lora], config: Config) -> nn.Module:
     check_alike(loras)
     for lora in loras:
         checkpoint.check_base(f"'{lora.name}'", lora.base or base, base)
+    check_fits(model, loras)
     scales = tuple(lora.scale if config.lora_scale == "applied" else 1.0 for lora in loras)
     rank, paths = loras[0].rank, tuple(loras[0].down)
     down = {path: torch.stack([lora.down[path] for lora in loras]) for path in paths}

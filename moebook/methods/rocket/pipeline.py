@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import SkipValidation
 from torch import nn
 
 from moebook import training
@@ -26,7 +27,7 @@ from moebook.methods.rocket.augmentation import Encoder
 from moebook.methods.rocket.config import Config
 from moebook.methods.rocket.loras import Lora
 from moebook.methods.rocket.selection import Ranking
-from moebook.settings import settings
+from moebook.settings import Count, Each, Seed, checked, settings
 
 Row = Mapping[str, str]
 RANKED = tuple(selection.RANKINGS)
@@ -110,9 +111,16 @@ def tested(targets: Sequence[str], benchmarks: Sequence[str]) -> dict[str, str]:
 
 
 def score_bank(
-    model: nn.Module, tokenizer: Any, bank: Mapping[str, Lora], encoder: Encoder,
-    annotated: Sequence[Row], config: Config, *, task: str, seed: int,
-) -> Case:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    bank: Mapping[str, Lora],
+    encoder: Encoder,
+    annotated: Sequence[Row],
+    config: Config,
+    *,
+    task: str,
+    seed: int,
+) -> Case:
     """Draw K shots from a task's annotated rows and score the whole bank on them.
 
     The encoder is that of the open data. The base writes missing rationales (paper: WizardLM2).
@@ -157,6 +165,8 @@ def selected(case: Case, arm: Arm, bank: Collection[str]) -> selection.Selection
 
 def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list[Row]:
     """Return an arm's shots, and the open rows that it chooses by their embeddings ``[S, D]``."""
+    if len(pool) != len(vectors):
+        refuse("E-SHAPE", f"the pool has {len(pool)} rows, and embeddings of {len(vectors)}")
     shots, near = case.shots[: arm.config.shots], case.vectors[: arm.config.shots]
     if not arm.open_data:
         return shots
@@ -164,14 +174,23 @@ def rows(case: Case, arm: Arm, pool: Sequence[Row], vectors: np.ndarray) -> list
     return [*shots, *(pool[place] for place in chosen.index)]
 
 
+@checked
 def tune(
-    model: nn.Module, tokenizer: Any, loras: Sequence[Lora], chosen: Sequence[Row], config: Config,
-    *, seed: int, max_length: int = 1024, **settings: Any,
-) -> training.History:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    loras: Each[Lora],
+    chosen: SkipValidation[Sequence[Row]],
+    config: Config,
+    *,
+    seed: Seed,
+    max_length: Count = 1024,
+    **settings: Any,
+) -> training.History:
     """Put a mixture of these LoRAs on the base and train it; `mixture.remove` takes it off again.
 
     One LoRA is tuned alone, whatever N and k are. The seed is of the gates' start and the order.
     """
+    loras = tuple(loras)
     if len(loras) == 1:
         config = replace(config, experts=1, top_k=1)
     with torch.random.fork_rng():

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import SkipValidation
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -26,15 +27,16 @@ from moebook.data import IGNORED, encode
 from moebook.data.encoding import camel
 from moebook.data.tasks import KNOWN
 from moebook.data.tasks.task import Task, first_line
-from moebook.data.templates import Source
+from moebook.data.templates import Source, field
 from moebook.errors import refuse
 from moebook.evaluation import sandbox
 from moebook.evaluation.model import InMemory
 from moebook.kernels.bank_scoring import Answers, bank_scoring
+from moebook.kernels.dispatch import shapes
 from moebook.kernels.matmul import product
-from moebook.methods.rocket.bank import SETS, check_alike
+from moebook.methods.rocket.bank import SETS
 from moebook.methods.rocket.config import Count
-from moebook.methods.rocket.loras import Lora, attached
+from moebook.methods.rocket.loras import Lora, attached, check_alike
 from moebook.models.anatomy import Anatomy, anatomy, longest
 from moebook.nn import evaluating
 from moebook.runtime import progress
@@ -58,7 +60,8 @@ FIGURE_3 = (
 )
 
 
-def draw(rows: Sequence[Row], shots: int, seed: int) -> list[Row]:
+@checked
+def draw(rows: SkipValidation[Sequence[Row]], shots: int, seed: int) -> list[Row]:
     """Draw the K shots from annotated rows without replacement."""
     if not 1 <= shots <= len(rows):
         refuse("E-KSHOT", f"have {len(rows)} annotated rows, need K = {shots}")
@@ -91,6 +94,9 @@ def write_rationales(
     The second order's instruction is ours: the paper prints only the first, though its example
     (Table 8) is of the second. A tokenizer without a chat template is asked in PESC's form.
     """
+    for number, row in enumerate(rows):
+        for name in ("prompt", "answer"):
+            field(row, name, f"row {number}")
     requests = [FIGURE_3.format_map({**row, "order": ORDERS[order]}) for row in rows]
     contexts = [_chat_ids(request, tokenizer) for request in requests]
     texts = [text.strip() for text in generate(model, tokenizer, contexts, limit=200)]
@@ -179,6 +185,11 @@ def scores(log_perplexities: pd.DataFrame, accuracies: pd.DataFrame) -> pd.DataF
     """
     if list(log_perplexities.index) != list(accuracies.index):
         refuse("E-BANK", "perplexities and accuracies are of different LoRAs; score one bank")
+    both = {"log_perplexities": (log_perplexities.to_numpy(), "N K", "real")}
+    both["accuracies"] = (accuracies.to_numpy(), "N K", "real")
+    shapes("scores", both, empty="")
+    if not ((accuracies >= 0) & (accuracies <= 1)).all(axis=None):
+        refuse("E-RANGE", "scores: accuracies hold numbers outside [0, 1], expected true or false")
     nats = log_perplexities.to_numpy(dtype=np.float64)
     finite = np.isfinite(nats).all(axis=1)
     if not finite.all():

@@ -16,14 +16,16 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.kernels.groups import groups as best_groups
 from moebook.methods.rocket.config import Config
-from moebook.methods.rocket.loras import Lora
-from moebook.settings import checked
+from moebook.methods.rocket.loras import Lora, check_alike
+from moebook.settings import checked, columns
 
 Ranking = Literal["perplexity", "accuracy", "diversity"]
 RANKINGS: dict[Ranking, str] = {"perplexity": "R_P", "accuracy": "R_A", "diversity": "R_D"}
 BEST = 1000  # most groups that a `Selection` holds
+ROUNDING = 1e-6  # by which cosines may lie off
 Array = np.ndarray
 
 
@@ -44,6 +46,7 @@ def similarity(bank: Mapping[str, Lora], config: Config | None = None) -> pd.Dat
     of the two has cosine 0. By ``config.compare`` it is also the mean of the absolute cosines of A
     and of B, which depends on a LoRA's basis; ``config.cosine`` acts layer by layer.
     """
+    check_alike(list(bank.values()))
     config = config or Config()
     total = np.zeros((len(bank), len(bank)))
     paths = next(iter(bank.values())).down
@@ -83,15 +86,16 @@ def diversity(cosines: Array, form: Literal["ordered", "inverse"] = "ordered") -
     As printed (``"inverse"``) it is undefined at a mean of 0, here infinite, and negative, so
     least, for the most different groups; ``"ordered"`` is infinite from 0 downwards.
     """
-    if cosines.ndim != 1:
-        refuse("E-SHAPE", f"cosines are {cosines.shape}, expected [G], one a group")
+    shapes("diversity", {"cosines": (cosines, "G", "real")}, empty="G")
+    if not np.isfinite(cosines).all():
+        refuse("E-NONFINITE", "diversity: cosines hold NaN or infinity")
     infinite = cosines <= 0 if form == "ordered" else cosines == 0
     return np.divide(1, cosines, out=np.full(len(cosines), np.inf), where=~infinite)
 
 
 @checked
 def select(
-    scores: pd.DataFrame,
+    scores: Annotated[pd.DataFrame, columns(numbers="log_perplexity", shares="accuracy")],
     similarities: pd.DataFrame,
     config: Config,
     *,
@@ -107,8 +111,6 @@ def select(
     if len(scores) < config.candidates:
         have = f"the bank has {len(scores)} scored LoRAs, candidates (M) is {config.candidates}"
         refuse("E-BANK", f"{have}: lower M or widen the bank")
-    if not np.isfinite(scores.to_numpy(dtype=np.float64)).all():
-        refuse("E-NONFINITE", "the scores hold NaN or infinity: see scoring.scores")
     for names in (scores.index, similarities.index, similarities.columns):
         if twice := sorted(names[names.duplicated()]):
             refuse("E-BANK", f"'{twice[0]}' stands twice in the tables: score each LoRA once")
@@ -134,6 +136,7 @@ def _groups(
     # A total that adds R_D as in Alg. 1 is the op's own; for another all groups are needed.
     few = config.ranking == "sum" and "diversity" in rankings
     cosines = similarities.loc[members.index, members.index].to_numpy()
+    _check_cosines(cosines)
     worth = members[[column for column in columns if column != "R_D"]].sum(axis=1)
     ranked = best_groups(
         torch.tensor(cosines),
@@ -161,6 +164,15 @@ def _groups(
         terms = (terms - terms.min()) / (terms.max() - terms.min()).replace(0, 1)
     table["total"] = terms.sum(axis=1)
     return table.sort_values("total", kind="stable", ignore_index=True).head(BEST)
+
+
+def _check_cosines(cosines: Array) -> None:
+    """Refuse what `similarity` cannot have given, of LoRAs ``[M, M]``."""
+    shapes("select", {"similarities": (cosines, "M M", "real")}, empty="")
+    if not (np.abs(cosines) <= 1 + ROUNDING).all():
+        refuse("E-RANGE", "select: similarities hold NaN or numbers outside [-1, 1]")
+    if not np.allclose(cosines, cosines.T, atol=ROUNDING):
+        refuse("E-DATA", "select: similarities differ from their transpose; compare one bank")
 
 
 def _mean_cosines(cosines: Array, groups: Array) -> Array:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,11 +26,12 @@ from pyarrow.dataset import ParquetFileFormat, dataset
 
 from moebook import cluster, models, results
 from moebook.errors import Refusal, refuse, told
+from moebook.kernels.dispatch import shapes
 from moebook.methods.rocket import augmentation, bank, loras, scoring, selection
 from moebook.methods.rocket.augmentation import REPR_POOL, Augmentation, Encoder
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import fingerprint
-from moebook.settings import Count, checked, settings
+from moebook.settings import FINITE, Count, Place, Seed, checked, settings
 
 Array = np.ndarray
 Row = Mapping[str, str]
@@ -69,9 +70,16 @@ class Scored(NamedTuple):
 
 @checked
 def choose(
-    shots: Array, folder: str | Path, config: Config, to: str | Path, *, encoder: str = "",
-    prompt: str = "", seed: int = 0, engine: Engine = HERE,
-) -> Augmentation:  # fmt: skip
+    shots: Annotated[Array, FINITE],
+    folder: Place,
+    config: Config,
+    to: Place,
+    *,
+    encoder: str = "",
+    prompt: str = "",
+    seed: Seed = 0,
+    engine: Engine = HERE,
+) -> Augmentation:
     """Choose from the open rows of all parquet files of a folder as `augmentation.choose` does.
 
     Rows are numbered through the files in the order of their names. They have a column
@@ -79,6 +87,7 @@ def choose(
     which it embeds. What was drawn from each file is kept in the folder ``to``. A damaged file is
     found where it cannot be read or its pages have checksums (pyarrow's ``write_page_checksum``).
     """
+    shapes("choose", {"shots": (shots, "K D")}, empty="")
     budget = config.budget * (REPR_POOL if config.duplicates == "repr" else 1)
     files = _listed(Path(folder))
     about = (shots.tobytes(), str(shots.dtype), config, encoder, prompt, seed)
@@ -97,11 +106,13 @@ def choose(
     return Augmentation(numbers[chosen.index], chosen.similarity, numbers[chosen.candidates])
 
 
-def read(folder: str | Path, index: Array) -> list[dict[str, Any]]:
+@checked
+def read(folder: Place, index: Array) -> list[dict[str, Any]]:
     """Read rows of a folder's files by their numbers, in that order, without the embeddings.
 
     A file that has fewer rows than it says, or than were there when they were numbered, is refused.
     """
+    shapes("read", {"index": (index, "S", "int")}, empty="S")
     files = _listed(Path(folder))
     whole = files[-1][2]
     if beyond := [number for number in index.tolist() if not 0 <= number < whole]:
@@ -124,9 +135,14 @@ def read(folder: str | Path, index: Array) -> list[dict[str, Any]]:
 
 @checked
 def score(
-    folder: str | Path, base: str, shots: Sequence[Row], config: Config, to: str | Path,
-    *, engine: Engine = HERE,
-) -> Scored:  # fmt: skip
+    folder: Place,
+    base: str,
+    shots: Sequence[Row],
+    config: Config,
+    to: Place,
+    *,
+    engine: Engine = HERE,
+) -> Scored:
     """Score all PEFT folders of a folder on the shots, which have rationales (`scoring`).
 
     ``base`` is one that `models.load` knows. What each group of LoRAs gave is kept in ``to``.

@@ -54,10 +54,10 @@ def right(*loras):
         for path, part in linears(host(), TARGETS).items()
     }
     for one in loras:
-        if not one.down.keys() == one.up.keys() == layers.keys() or not one.alpha > 0:
+        if one.down.keys() != one.up.keys() or not one.down or not {*one.down} <= {*layers}:
             raise ValueError("layers")
-        for path, shape in layers.items():
-            a, b = one.down[path], one.up[path]
+        for path in one.down:
+            shape, a, b = layers[path], one.down[path], one.up[path]
             if a.shape != (one.rank, shape[1]) or b.shape != (shape[0], one.rank):
                 raise ValueError("shape")
             if not (a.isfinite().all() and b.isfinite().all()):
