@@ -19,6 +19,7 @@ TABLES = (
     "kernels",
     "nn",
     "pesc",
+    "rocket",
     "training",
     "upcycling",
 )

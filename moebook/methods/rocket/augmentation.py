@@ -200,6 +200,7 @@ def draw(
     Keys of ``random`` and ``hull`` are uniform, those of ``kde`` the logarithm of Eq. 17 plus
     Gumbel noise, which draws without replacement in proportion to p.
     """
+    shapes("draw", {"shots": (shots, "K D")}, empty="")
     natural("draw", "budget", budget)
 
     def tensors() -> Iterator[Tensor]:

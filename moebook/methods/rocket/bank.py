@@ -23,11 +23,11 @@ from moebook.data.tasks.pools import reserved
 from moebook.data.templates import Source
 from moebook.errors import nearest, refuse, refuse_unknown
 from moebook.methods.rocket import loras
-from moebook.methods.rocket.loras import Lora, check_alike
+from moebook.methods.rocket.loras import Alpha, Lora, Rank, check_alike
 from moebook.models.checkpoint import fingerprint
 from moebook.models.lora import in_wrapper
 from moebook.results import formed, locked
-from moebook.settings import Count, Each, checked
+from moebook.settings import Count, Each, Place, Seed, Share, checked
 
 Bank = Mapping[str, Lora]
 Row = dict[str, str]
@@ -107,12 +107,23 @@ def check(bank: Bank, *, ranks: bool = True) -> None:
             refuse("E-BANK", f"'{twin}' and '{name}' are the same LoRA: remove one")
 
 
+@checked
 def train(
-    model: nn.Module, tokenizer: Any, sets: Mapping[str, Sequence[Row]],
-    folder: str | Path | None = None, *, rank: int = 16, alpha: float = 16.0,
-    targets: Sequence[str] = ("q_proj", "v_proj"), dropout: float = 0.05, format: str = "camel",
-    max_length: int = 1024, seed: int = 0, own_starts: bool = False, **settings: Any,
-) -> dict[str, Lora]:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    sets: SkipValidation[Mapping[str, Sequence[Row]]],
+    folder: Place | None = None,
+    *,
+    rank: Rank = 16,
+    alpha: Alpha = 16.0,
+    targets: Annotated[Each[str], Field(min_length=1)] = ("q_proj", "v_proj"),
+    dropout: Share = 0.05,
+    format: str = "camel",
+    max_length: Count = 1024,
+    seed: Seed = 0,
+    own_starts: bool = False,
+    **settings: Any,
+) -> dict[str, Lora]:
     """Train one PEFT LoRA a data set (Sec. 3.1.3) and keep it in the folder; reuse what is there.
 
     A LoRA in the folder is taken when it comes from the same base, rows and settings. The base is

@@ -106,6 +106,10 @@ def over_targets(
     """
     for target in tables:
         refuse_unknown(target, tested, "E-KEYS", f"nothing is said to test target '{target}';")
+        test = tested[target]
+        for task in tables[target].task.unique():
+            if not f"{task}_".startswith(f"{test}_"):  # as a subject of a benchmark does
+                refuse("E-DATA", f"target '{target}' has rows of '{task}', '{test}' tests it")
     targets = {tested[target]: target for target in tables}
     joined = evaluation.by_benchmark(pd.concat(tables.values(), ignore_index=True), targets)
     weight = joined.weight / joined.weight[joined.nll.notna()].mean()
