@@ -6,6 +6,7 @@ sets before the first step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
@@ -20,13 +21,17 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from moebook.errors import refuse
 from moebook.nn import plain
+from moebook.nn.batch import check_batch
+from moebook.settings import checked
 from moebook.training.batches import Batches
 from moebook.training.loop import Penalty
 
 Kind = Literal["tokens", "flops"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Price = Callable[[int], float]  # of a step, by its number
+MOST = 10_000_000  # steps of a training
 PROBED = 6  # batches on which a step's FLOPs are measured
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -59,6 +64,7 @@ class Flops(TorchDispatchMode):
         return result
 
 
+@checked
 def price(kind: Kind, model: nn.Module, batches: Batches, penalty: Penalty | None) -> Price:
     """Return what each step of a training costs: its tokens, or its FLOPs without the optimizer's.
 
@@ -86,6 +92,7 @@ def measured(
     model.train()
     with Flops() as counted, torch.random.fork_rng(), plain(model):
         for batch in batches:
+            check_batch("measured", model, batch, needs=["labels"])
             inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             loss = model(**inputs, use_cache=False).loss
             (loss + penalty(model) if penalty else loss).backward()
@@ -94,10 +101,20 @@ def measured(
     return counted.total
 
 
+@checked
 def affordable(cost: Price, budget: float) -> tuple[int, float]:
     """Return how many steps, one at least, come nearest to a budget, and what they cost."""
-    steps, spent = 1, cost(0)
-    while spent + cost(steps) / 2 <= budget:
-        spent += cost(steps)
+
+    def of_step(step: int) -> float:
+        price = cost(step)
+        if not (math.isfinite(price) and price > 0):
+            refuse("E-RANGE", f"step {step} costs {price}, expected a finite number above 0")
+        return price
+
+    steps, spent = 1, of_step(0)
+    if budget > MOST * spent:
+        refuse("E-RANGE", f"budget is {budget}, it buys more than {MOST:,} steps of {spent}")
+    while spent + of_step(steps) / 2 <= budget:
+        spent += of_step(steps)
         steps += 1
     return steps, spent

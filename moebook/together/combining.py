@@ -10,20 +10,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from moebook import nn as mnn
-from moebook.errors import refuse
+from moebook.errors import refuse, refuse_unknown
+from moebook.kernels.dispatch import natural, shapes
 from moebook.methods.esft.choose import Selection
-from moebook.methods.rocket.loras import Lora
+from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.methods.upcycling.starts import Start
 from moebook.models.anatomy import anatomy, beside, dense_layers, graft, sparse_layers
 from moebook.nn import ChosenRows, evaluating, hooked
+from moebook.nn.batch import check_batch
+from moebook.settings import Each, Size, checked
 
 Batches = Iterable[Mapping[str, Any]]
 
@@ -32,6 +37,9 @@ Batches = Iterable[Mapping[str, Any]]
 def route(model: nn.Module, start: Start) -> nn.Module:
     """Start the model's routers at given weights ``[L, E, D]``, in place."""
     for router in mnn.routers(model):
+        if router.layer >= len(start.weights):
+            have = f"{len(start.weights)} layers, the model routes in layer {router.layer}"
+            refuse("E-SHAPE", f"the start is of {have}")
         weight = start.weights[router.layer]
         if weight.shape != router.weight.shape:
             shapes = f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
@@ -58,6 +66,7 @@ def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> As
     space, else not, as h has D numbers and f has F > D.
     """
     layers = dense_layers(anatomy(model), None, "PESC")
+    check_alike(loras, ranks=True)
     paths = {part: path for path, part in model.named_modules()}
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer.index: [] for layer in layers}
     masks: list[Tensor] = []
@@ -69,6 +78,7 @@ def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> As
     device = next(model.parameters()).device
     with evaluating(model), hooked(ends, see):
         for batch in batches:
+            check_batch("as_adapters", model, batch, needs=["attention_mask"])
             masks.append(batch["attention_mask"].bool().to(device))
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             model(**inputs, use_cache=False)
@@ -125,12 +135,20 @@ def trained(model: nn.Module) -> int:
     return free - sum(part.idle for part in model.modules() if isinstance(part, ChosenRows))
 
 
-def by_expert(nats: pd.DataFrame, experts: Sequence[str]) -> dict[str, list[int]]:
+@checked
+def by_expert(
+    nats: pd.DataFrame, experts: Annotated[Each[str], Field(min_length=1)]
+) -> dict[str, list[int]]:
     """Deal shots out to the LoRAs that model them best, by the nats ``[N, K]`` of their answers.
 
     A LoRA that is best on none gets the shot on which it lags least.
     """
+    for name in experts:
+        refuse_unknown(name, nats.index, "E-NAME", f"no nats are given for LoRA '{name}';")
     chosen = nats.loc[list(experts)]
+    shapes("by_expert", {"nats": (chosen.to_numpy(), "N K", "real")}, empty="")
+    if not np.isfinite(chosen.to_numpy()).all():
+        refuse("E-NONFINITE", "by_expert: nats hold NaN or infinity")
     lag = (chosen - chosen.min()).to_numpy()
     best = lag.argmin(0)
     return {
@@ -139,11 +157,13 @@ def by_expert(nats: pd.DataFrame, experts: Sequence[str]) -> dict[str, list[int]
     }
 
 
-def beside_experts(model: nn.Module, *, experts: int, top_k: int, width: int) -> nn.Module:
+@checked
+def beside_experts(model: nn.Module, *, experts: Size, top_k: Size, width: Size) -> nn.Module:
     """Put PESC's routed adapters behind the MoE blocks of a sparse host, in place; they train.
 
     They read what the block puts out. ``up`` starts at zero, so the model is the host at first.
     """
+    natural("beside_experts", "top_k", top_k, experts, "experts")
     host = anatomy(model)
     layers = sparse_layers(model)
     model.requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from moebook import nn as mnn
 from moebook.data import IGNORED
 from moebook.errors import refuse, refuse_unknown
 from moebook.kernels.bank_scoring import token_nats
+from moebook.kernels.dispatch import shapes
 from moebook.methods.pesc.config import Config
 from moebook.methods.pesc.crafting import Origin, craftable, install
 from moebook.models import checkpoint
@@ -39,13 +40,25 @@ TURNS, STEPS = 3, 6  # short runs that `cost` times, and their steps; the first 
 def balance_loss(model: nn.Module, attention_mask: Tensor | None = None) -> Tensor:
     """Return ``alpha * E * sum_i f_i p_i``, summed over sparse layers, of the last pass (Eq. 10).
 
-    See `moebook.nn.balance`; 0 for the dense arm and for ``balance="none"``. The mask ``[B, T]`` is
-    1 for real tokens, by default that which the model was called with.
+    See `moebook.nn.balance`; 0 for the dense arm and for ``balance="none"``, which take a mask as
+    the others do. The mask ``[B, T]`` is 1 for real tokens, by default that which the model was
+    called with.
     """
     config, routers = checkpoint.origin(model, Origin).config, mnn.routers(model)
     if config.balance == "none" or not routers:
+        _check_mask(routers, attention_mask)
         return torch.zeros((), device=next(model.parameters()).device)
     return config.balance_weight * balance(routers, attention_mask, form=config.balance)
+
+
+def _check_mask(routers: Sequence[mnn.Router], mask: Tensor | None) -> None:
+    """Refuse a mask that fits no batch, or not the one that routers saw last."""
+    if mask is not None and mask.dim() != 4:  # which is a block mask
+        shapes("balance_loss", {"attention_mask": (mask, "B T", "real")}, empty="")
+    for router in routers:
+        seen = router.trace.decisions.get(router.layer) if router.trace else None
+        if seen is not None:
+            router.trace.padding(len(seen.ids), mask)
 
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:

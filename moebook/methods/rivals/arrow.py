@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
@@ -93,6 +94,12 @@ def prototypes(
     """
     found = {}
     for path, (down, up) in factors.items():
+        pair = {"down": (down, "N R D"), "up": (up, "N O R")}
+        count = shapes(f"prototypes, {path}", pair, empty="")["N"]
+        if count != len(names):
+            refuse("E-SHAPE", f"prototypes, {path}: factors of {count} LoRAs, {len(names)} names")
+        if not (down.isfinite().all() and up.isfinite().all()):
+            refuse("E-NONFINITE", f"prototypes, {path}: factors hold NaN or infinity")
         q, t = torch.linalg.qr(down.detach().double().mT)
         small = torch.linalg.qr(up.detach().double()).R @ t.mT
         _, values, right = torch.linalg.svd(small)

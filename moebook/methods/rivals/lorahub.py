@@ -14,6 +14,7 @@ summaries agree; its text was not at hand, and that its penalty is a sum is unve
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -27,10 +28,11 @@ from torch import nn
 
 from moebook import training
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Cost, Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
-from moebook.settings import Count, Presets, settings
+from moebook.settings import Count, Presets, Seed, Size, checked, settings
 
 Loss = Callable[[np.ndarray], float]
 BOX, STRENGTH, STEP = 1.5, 0.05, 0.5  # |w_i| at most; of the penalty; of the first probes
@@ -98,13 +100,21 @@ def tuned(model: nn.Module, bank: Bank, data: Data, config: Config, **recipe: An
     return replace(result, cost=Cost(len(bank), tokens * len(values)), history=history)
 
 
-def search(loss: Loss, size: int, config: Config, *, seed: int = 0) -> np.ndarray:
-    """Return the best w ``[N]`` among all that the optimiser looked at."""
+@checked
+def search(loss: Loss, size: Size, config: Config, *, seed: Seed = 0) -> np.ndarray:
+    """Return the best w ``[N]`` among all that the optimiser looked at.
+
+    A loss that is no finite number is refused: no w is better than another by it.
+    """
     seen: list[tuple[float, np.ndarray]] = []
 
     def noted(weights: np.ndarray) -> float:
-        seen.append((loss(weights), weights))
-        return seen[-1][0]
+        value = loss(weights)
+        if not math.isfinite(value):
+            at = ", ".join(f"{weight:.3g}" for weight in weights[:8])
+            refuse("E-NONFINITE", f"the loss is {value} at weights [{at}], expected a finite one")
+        seen.append((value, weights))
+        return value
 
     (_cobyla if config.optimiser == "cobyla" else _cma)(noted, size, config.budget, seed)
     return min(seen, key=lambda pair: pair[0])[1]
@@ -124,6 +134,7 @@ def _cobyla(loss: Loss, size: int, budget: int, seed: int) -> None:
 
 def folded(weights: np.ndarray) -> np.ndarray:
     """Fold what lies outside the box back at its wall, as nevergrad does; at most to the other."""
+    shapes("folded", {"weights": (weights, "...")})
     return np.clip(np.sign(weights) * (BOX - np.abs(BOX - np.abs(weights))), -BOX, BOX)
 
 

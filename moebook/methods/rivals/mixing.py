@@ -26,10 +26,12 @@ from torch.nn import functional as F
 
 from moebook.errors import refuse
 from moebook.kernels import route
+from moebook.kernels.dispatch import shapes
 from moebook.kernels.lora_mixture import lora_mixture
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import Lora, check_alike
 from moebook.nn import dropout
+from moebook.settings import Seed, checked
 
 Mix = Literal["factors", "outputs", "root"]
 
@@ -80,7 +82,8 @@ def _padded(loras: Sequence[Lora]) -> list[Lora]:
     return [filled(lora) for lora in loras]
 
 
-def fresh_like(bank: Bank, *, seed: int) -> dict[str, Lora]:
+@checked
+def fresh_like(bank: Bank, *, seed: Seed) -> dict[str, Lora]:
     """Make untrained LoRAs of a bank's shapes: A Kaiming-uniform with a = sqrt 5, B zero (PEFT)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -125,11 +128,23 @@ def merged(
     """Mix a bank to one LoRA by weights ``[N]``, the same in all layers or by a layer's path."""
     parts = stack(bank, mix)
     by_path = weights if isinstance(weights, Mapping) else dict.fromkeys(parts.down, weights)
+    _check_weights(by_path, parts)
     factors = {
         path: joined(down, parts.up[path], by_path[path].to(down), mix)
         for path, down in parts.down.items()
     }
     return as_lora(factors, parts.scale, name=name, base=next(iter(bank.values())).base)
+
+
+def _check_weights(by_path: Mapping[str, Tensor], parts: Stack) -> None:
+    """Refuse weights that are not one finite number a LoRA for each layer."""
+    if lacking := sorted(parts.down.keys() - by_path.keys()):
+        refuse("E-KEYS", f"merged: no weights are given for layer {lacking[0]}")
+    for path, down in parts.down.items():
+        weights = by_path[path]
+        shapes("merged", {"A": (down, "N R D"), "weights": (weights, "N")}, empty="")
+        if not weights.isfinite().all():
+            refuse("E-NONFINITE", f"merged: weights of {path} hold NaN or infinity")
 
 
 def as_lora(

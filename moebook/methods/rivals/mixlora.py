@@ -30,7 +30,7 @@ from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.loras import linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import GATED, anatomy, beside, dense_layers
-from moebook.settings import Count, Positive, Presets, Share, settings
+from moebook.settings import Count, Positive, Presets, Seed, Share, checked, settings
 from moebook.training.loop import Penalty
 
 Factors = tuple[nn.Parameter, nn.Parameter]
@@ -138,8 +138,15 @@ class FFN(nn.Module):
         return lora_mixture(source, base, gates, down, up, self.scale)
 
 
+@checked
 def tuned(
-    model: nn.Module, bank: Bank | None, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+    model: nn.Module,
+    bank: Bank | None,
+    data: Data,
+    config: Config,
+    *,
+    seed: Seed = 0,
+    **recipe: Any,
 ) -> Tuned:
     """Put fresh experts, routers and LoRAs on the base and train them; the bank goes unused."""
     tuning.refuse_second(model)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from moebook import training
 from moebook.errors import refuse
+from moebook.kernels.dispatch import shapes
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
@@ -113,6 +114,7 @@ def scores(x: Tensor, vectors: Tensor) -> Tensor:
     They lie within sqrt D of 0, and neither the length nor the mean of a gate matters. A gate of
     zeros scores 0 for every token, so it can still win.
     """
+    shapes("scores", {"x": (x, "... D"), "vectors": (vectors, "N D")})
     width = vectors.shape[1:]
     normed = F.layer_norm(x.to(vectors.dtype), width)
     return normed @ F.layer_norm(vectors, width).mT / math.sqrt(vectors.shape[1])

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
@@ -23,14 +24,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moebook.data import IGNORED, padded
 from moebook.errors import refuse
+from moebook.kernels.dispatch import FLOATS
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Rows, Tuned
 from moebook.methods.rocket.bank import Bank, check
 from moebook.methods.rocket.loras import Lora, attached
+from moebook.models.anatomy import longest
 from moebook.nn import evaluating
-from moebook.settings import Count, Positive, Presets, settings
+from moebook.nn.batch import vocabulary
+from moebook.settings import Count, Positive, Presets, checked, settings
+from moebook.training.batches import Batches
 
 Fisher = Mapping[str, Tensor]  # of A and B, by "<path>.A" and "<path>.B"
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """Refuse what no mean of squares can be."""
+    if tensor.dtype not in FLOATS or not (tensor >= 0).all() or not tensor.isfinite().all():
+        raise PydanticCustomError("squares", "expected finite numbers from 0 upwards")
+    return tensor
+
+
+Fishers = Annotated[Mapping[str, Annotated[Tensor, AfterValidator(_squares)]], Field(min_length=1)]
+Form = Literal["row", "batch"]
+Eps = Annotated[float, Field(ge=0)]
 BATCH = 4  # rows, as released
 
 
@@ -52,8 +69,8 @@ class Config(Presets):
         rate: Learning rate of v; None for that of the LoRAs.
     """
 
-    fisher: Literal["row", "batch"] = "row"
-    eps: Annotated[float, Field(ge=0)] = 0.0
+    fisher: Form = "row"
+    eps: Eps = 0.0
     neighbours: Count = 2
     trains: Literal["weights", "weights + LoRAs"] = "weights + LoRAs"
     shared: Literal["block", "layer", "all"] = "block"
@@ -78,7 +95,8 @@ class Interpolation(nn.Module):
         return self.v.softmax(0)
 
 
-def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: str = "row") -> dict[str, Tensor]:
+@checked
+def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: Form = "row") -> dict[str, Tensor]:
     """Estimate the Fisher information's diagonal at a LoRA's own A and B, on rows with answers.
 
     ``F = E (d log p(y | x) / d theta)^2``; see `Config` for ``form``. Dropout is off (released: on)
@@ -87,6 +105,7 @@ def fisher(model: nn.Module, lora: Lora, rows: Rows, *, form: str = "row") -> di
     if lora.idle:
         why = "has B = 0, where the gradient of A is 0"
         refuse("E-BANK", f"'{lora.name}' {why}: take its Fisher after training")
+    Batches(rows, BATCH, seed=0, pad_id=0).check(vocabulary(model), longest(model))
     at = {f"{p}.A": a for p, a in lora.down.items()} | {f"{p}.B": b for p, b in lora.up.items()}
     device, by_row = next(model.parameters()).device, form == "row"
 
@@ -122,8 +141,15 @@ def fishers(
     return {n: fisher(model, bank[n], rows, form=config.fisher) for n, rows in sets.items()}
 
 
-def similarity(one: Fisher, other: Fisher, *, eps: float = 0.0) -> float:
+@checked
+def similarity(one: Fishers, other: Fishers, *, eps: Eps = 0.0) -> float:
     """Compare two tasks, in [0, 1]; where both entries are 0, so are their shares."""
+    if odd := sorted(one.keys() ^ other.keys()):
+        refuse("E-KEYS", f"similarity: one task has '{odd[0]}', the other has not")
+    for name in one:
+        if one[name].shape != other[name].shape:
+            both = f"{tuple(one[name].shape)} and {tuple(other[name].shape)}"
+            refuse("E-SHAPE", f"similarity: '{name}' is {both}, expected the same")
     cosines = []
     for name in one:
         pair = torch.stack([one[name].flatten(), other[name].flatten()]).double()

@@ -13,12 +13,14 @@ from moebook.methods.rocket import mixture
 from moebook.methods.rocket.bank import Bank
 from moebook.methods.rocket.config import Config
 from moebook.models.checkpoint import origin
+from moebook.settings import Seed, checked
 
 __all__ = ["Config", "tuned"]
 
 
+@checked
 def tuned(
-    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: int = 0, **recipe: Any
+    model: nn.Module, bank: Bank, data: Data, config: Config, *, seed: Seed = 0, **recipe: Any
 ) -> Tuned:
     """Put the mixture of a bank's N LoRAs on the base, and train its experts and gates."""
     with torch.random.fork_rng():

@@ -30,6 +30,7 @@ from transformers.cache_utils import DynamicLayer
 
 from moebook.data.encoding import IGNORED
 from moebook.errors import refuse
+from moebook.kernels.dispatch import natural
 from moebook.methods.rivals import mixing, tuning
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank, check
@@ -211,6 +212,7 @@ def load(model: nn.Module, folder: str | Path) -> Tuned:
 @contextmanager
 def prompted(result: Tuned, tokens: int) -> Iterator[None]:
     """Take the first so many columns for the prompts in this block, whatever the labels say."""
+    natural("prompted", "tokens", tokens, 2**31)
     prompt = next(iter(result.parts.values())).weigh.prompt
     prompt.tokens = tokens
     try:

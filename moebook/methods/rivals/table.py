@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from moebook.kernels.dispatch import natural
 from moebook.methods.rivals import (
     arrow,
     lorahub,
@@ -32,7 +33,7 @@ from moebook.methods.rivals.phatgoose import Learnt
 from moebook.methods.rivals.pi_tuning import Fisher
 from moebook.methods.rivals.tuning import Data, Tuned
 from moebook.methods.rocket.bank import Bank
-from moebook.settings import settings
+from moebook.settings import Count, Positive, checked, settings
 
 MODULES: dict[str, ModuleType] = {
     "mixlora": mixlora, "lorahub": lorahub, "smear": smear, "pems": pems, "poly": poly,
@@ -64,12 +65,16 @@ class Arm:
     data: Literal["D_K", "D_K + D_A"] = "D_K + D_A"
 
 
-def arms(size: int, *, rate: float, searches: int, experts: int, top_k: int) -> dict[str, Arm]:
+@checked
+def arms(
+    size: Count, *, rate: Positive, searches: Count, experts: Count, top_k: Count
+) -> dict[str, Arm]:
     """Return all arms by name, for a bank of ``size`` LoRAs of which Rocket chooses ``experts``.
 
     ``rate`` is the learning rate of mixing weights, ``searches`` are LoRAHub's evaluations, and
     ``top_k`` is Rocket's LoRAs a token.
     """
+    natural("arms", "top_k", top_k, experts, "experts")
     rates = {name: {"rate": rate} for name in ("smear", "poly", "pi_tuning")}
     changes: dict[str, dict[str, Any]] = {
         **rates, "arrow": {"top_k": min(4, size)}, "lorahub": {"budget": searches},

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moebook import training
 from moebook.errors import refuse
+from moebook.kernels.dispatch import natural
 from moebook.methods.rivals import mixing
 from moebook.methods.rivals.mixing import Mix, Mixed
 from moebook.methods.rocket import loras
@@ -37,7 +38,7 @@ from moebook.methods.rocket.loras import Lora, linears
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
 from moebook.nn import evaluating, hooked
-from moebook.settings import settings
+from moebook.settings import Seed, checked, settings
 
 Weigh = Callable[[str, nn.Module], nn.Module]
 """Makes the part of `Mixed` that gives the weights, for a layer's path and the layer."""
@@ -59,6 +60,7 @@ class Data:
 
     def first(self, shots: int) -> Rows:
         """Return so many of the K shots."""
+        natural("first", "shots", shots)
         if shots > len(self.shots):
             refuse("E-KSHOT", f"have {len(self.shots)} shots, need {shots}")
         return self.shots.select(range(shots))
@@ -173,10 +175,18 @@ def tensors(model: nn.Module, origin: Origin) -> dict[str, Tensor]:
     }
 
 
+@checked
 def attach(
-    model: nn.Module, bank: Bank, weigh: Weigh, *, mix: Mix, learnt: bool, seed: int = 0,
-    kind: type[Origin] = Origin, **facts: Any,
-) -> Tuned:  # fmt: skip
+    model: nn.Module,
+    bank: Bank,
+    weigh: Weigh,
+    *,
+    mix: Mix,
+    learnt: bool,
+    seed: Seed = 0,
+    kind: type[Origin] = Origin,
+    **facts: Any,
+) -> Tuned:
     """Put a bank's LoRAs beside the linear layers that they adapt, in place, mixed by ``weigh``.
 
     ``learnt`` says whether the LoRAs train; what trains of ``weigh`` is its own matter, and all

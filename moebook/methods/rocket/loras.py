@@ -34,7 +34,7 @@ from moebook.kernels.matmul import wide
 from moebook.models import checkpoint
 from moebook.models.anatomy import beside
 from moebook.results import read_json
-from moebook.settings import FINITE, record, settings
+from moebook.settings import FINITE, Positive, record, settings
 
 SETTINGS, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 KEY = "base_model.model.{}.lora_{}.weight"
@@ -106,7 +106,7 @@ class Lora:
 
     name: str
     rank: Annotated[int, Field(ge=1)]  # R
-    alpha: float
+    alpha: Positive
     down: Factors  # A [R, D] by path of the linear layer, in order
     up: Factors  # B [O, R] by the same paths
     base: str | None = None  # fingerprint of the base, None where it is not known

@@ -54,7 +54,7 @@ def right(*loras):
         for path, part in linears(host(), TARGETS).items()
     }
     for one in loras:
-        if one.down.keys() != one.up.keys() or not one.down or not {*one.down} <= {*layers}:
+        if one.down.keys() != one.up.keys() or not one.down or not one.alpha > 0:
             raise ValueError("layers")
         for path in one.down:
             shape, a, b = layers[path], one.down[path], one.up[path]

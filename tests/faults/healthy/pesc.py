@@ -1,6 +1,7 @@
 """Calls of PESC that are right, and what they must come to."""
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -64,8 +65,13 @@ def ran(model):
     return model
 
 
-def balance_loss(attention_mask):
-    return pesc.balance_loss(ran(moved()), attention_mask)
+def dense():
+    """The dense arm: a host with LoRA and no experts."""
+    return pesc.prepare(hosts.host(), LORA, sparse=False)
+
+
+def balance_loss(attention_mask, balance="live"):
+    return pesc.balance_loss(ran(moved(replace(CONFIG, balance=balance))), attention_mask)
 
 
 def true_balance(attention_mask):
@@ -208,6 +214,17 @@ ROWS = {
         lambda: {"attention_mask": hosts.batch()["attention_mask"]},
         true_balance,
         fine={"attention_mask": "long"},
+    ),
+    "methods.pesc.balance_loss of no balance": Row(
+        lambda attention_mask: balance_loss(attention_mask, "none"),
+        lambda: {"attention_mask": hosts.batch()["attention_mask"]},
+        lambda attention_mask: 0 * true_balance(attention_mask),
+        fine={"attention_mask": "long"},
+    ),
+    "methods.pesc.balance_loss of a dense model": Row(
+        lambda attention_mask: pesc.balance_loss(ran(dense()), attention_mask),
+        lambda: {"attention_mask": hosts.batch()["attention_mask"]},
+        lambda attention_mask: 0 if attention_mask.dim() == 2 and attention_mask.numel() else 1 / 0,
     ),
     "methods.pesc.balance_gradient": Row(
         lambda batch: pesc.balance_gradient(moved().train(), batch),
