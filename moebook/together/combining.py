@@ -36,10 +36,10 @@ Batches = Iterable[Mapping[str, Any]]
 @torch.no_grad()
 def route(model: nn.Module, start: Start) -> nn.Module:
     """Start the model's routers at given weights ``[L, E, D]``, in place."""
+    layers = len(anatomy(model).layers)
+    if len(start.weights) != layers:
+        refuse("E-SHAPE", f"the start is of {len(start.weights)} layers, the model has {layers}")
     for router in mnn.routers(model):
-        if router.layer >= len(start.weights):
-            have = f"{len(start.weights)} layers, the model routes in layer {router.layer}"
-            refuse("E-SHAPE", f"the start is of {have}")
         weight = start.weights[router.layer]
         if weight.shape != router.weight.shape:
             shapes = f"{tuple(weight.shape)} for a router of {tuple(router.weight.shape)}"
@@ -82,6 +82,8 @@ def as_adapters(model: nn.Module, loras: Sequence[Lora], batches: Batches) -> As
             masks.append(batch["attention_mask"].bool().to(device))
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             model(**inputs, use_cache=False)
+    if not masks:
+        refuse("E-DATA", "as_adapters: no batch is given, expected one at least")
     down, up, explained = [], [], []
     for layer in layers:
         f, h = (torch.cat(parts).double() for parts in zip(*seen[layer.index], strict=True))
@@ -143,6 +145,11 @@ def by_expert(
 
     A LoRA that is best on none gets the shot on which it lags least.
     """
+    experts = tuple(experts)
+    if len({*experts}) < len(experts):
+        refuse("E-NAME", f"a LoRA is named twice: {', '.join(experts)}")
+    if twice := sorted(nats.index[nats.index.duplicated()]):
+        refuse("E-BANK", f"'{twice[0]}' stands twice in the nats: score each LoRA once")
     for name in experts:
         refuse_unknown(name, nats.index, "E-NAME", f"no nats are given for LoRA '{name}';")
     chosen = nats.loc[list(experts)]

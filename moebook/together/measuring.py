@@ -17,7 +17,7 @@ from moebook import training
 from moebook.data import passages
 from moebook.nn import SplitExperts, evaluating
 from moebook.runtime import stopwatch
-from moebook.settings import Count, checked
+from moebook.settings import Count, Size, checked
 from moebook.together import combining
 from moebook.together.arms import Arm
 from moebook.together.budget import measured
@@ -28,7 +28,7 @@ WRITTEN = 32  # tokens that are generated to time one
 
 
 @checked
-def texts(tokenizer: Any, size: Count, *, length: Count = 128, seed: int = 0) -> Rows:
+def texts(tokenizer: Any, size: Count, *, length: Size = 128, seed: int = 0) -> Rows:
     """Encode plain texts, ``size`` a domain, every token a label: what a base could do before."""
     drawn = [text for part in passages(size, seed).values() for text in part]
     ids = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in drawn]

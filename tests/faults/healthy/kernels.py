@@ -298,7 +298,7 @@ ROWS = {
         true_adapters,
         more={"scale": SCALES},
     ),
-    "kernels.lora_mixture": Row(
+    "kernels.lora_mixture.lora_mixture": Row(
         lora_mixture,
         lambda: {
             "x": draw(T, D),
@@ -323,7 +323,7 @@ ROWS = {
         },
         true_balance,
     ),
-    "kernels.bank_scoring": Row(
+    "kernels.bank_scoring.bank_scoring": Row(
         bank_scoring,
         lambda: {
             "hidden": draw(N, T, D),
@@ -335,17 +335,17 @@ ROWS = {
         },
         true_scoring,
     ),
-    "kernels.token_nats": Row(
+    "kernels.bank_scoring.token_nats": Row(
         token_nats,
         lambda: {"logits": draw(T, V), "targets": torch.tensor([1, -100, 0, 8, 2])},
         true_token_nats,
     ),
-    "kernels.nearest_rows": Row(
+    "kernels.similarity.nearest_rows": Row(
         nearest_rows,
         lambda: {"pool": draw(8, D), "shots": draw(3, D, seed=1), "count": 4, "impl": "torch"},
         true_nearest,
     ),
-    "kernels.duplicates": Row(
+    "kernels.similarity.duplicates": Row(
         duplicates,
         lambda: {
             "vectors": draw(6, 3),
@@ -356,7 +356,7 @@ ROWS = {
         },
         true_duplicates,
     ),
-    "kernels.groups": Row(
+    "kernels.groups.groups": Row(
         groups,
         lambda: {
             "similarity": draw(5, 5),

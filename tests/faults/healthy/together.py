@@ -134,9 +134,9 @@ ROWS = {
         lambda: {"loras": [down_lora(), down_lora("b", 1)], "batches": [hosts.seen()]},
         settings=("loras",),
         fine={
-            "batches": "long",
             "batches[0][input_ids]": "zero",
             "batches[0][attention_mask]": "zero | dtype",
+            "batches": "long",
         },
         more={"loras": {"empty": []}},
     ),

@@ -106,7 +106,9 @@ def test_what_has_no_fisher_is_refused(model, rows, bank, lora):
     ):
         with pytest.raises(Refusal, match=message):
             pi_tuning.fisher(model, one, rows)
-    low = bank | {"b": replace(bank["b"], name="low", rank=2)}
+    factors = {"down": {p: a[:2] for p, a in bank["b"].down.items()}}
+    factors["up"] = {p: b[:, :2] for p, b in bank["b"].up.items()}
+    low = bank | {"b": replace(bank["b"], name="low", rank=2, **factors)}
     for loras, data, changes, message in (
         (
             bank,
