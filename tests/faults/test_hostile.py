@@ -5,7 +5,12 @@ makes the hostile values of its arguments. A push makes a tenth of the calls; `M
 makes them all.
 """
 
+import ast
+import inspect
+from fnmatch import fnmatch
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
@@ -26,6 +31,86 @@ TABLES = (
     "upcycling",
 )
 SHARE = 0.1
+PACKAGES = (
+    "analysis",
+    "data",
+    "evaluation",
+    "kernels",
+    "methods",
+    "models",
+    "nn",
+    "together",
+    "training",
+)
+A_CHECK = "refuses values itself"
+A_RESULT = "is made here, by a function that has a row"
+BEHIND = "is called by functions that have rows, behind their checks"
+OF_ITS_TAKER = "is checked by the functions that take it, which have rows"
+NO_VALUES = "takes a model or a folder alone, which tests/models and test_mutations.py change"
+PROGRAMS = "runs programs, which the tests of the sandbox are about"
+WITHOUT = {  # public names without a row, and why
+    "data.tasks.pools.general": BEHIND,
+    "data.tasks.task.Item": A_RESULT,
+    "data.tasks.task.Task": "stands in the catalogue, which a test reads",
+    "data.templates.Source": "stands in the catalogue, which a test reads",
+    "data.templates.whole": BEHIND,
+    "evaluation.code.*": PROGRAMS,
+    "evaluation.inside.*": PROGRAMS,
+    "evaluation.judge.Judge": "asks a server, which the judge's tests stand in for",
+    "evaluation.judge.Reply": A_RESULT,
+    "evaluation.sandbox.judged": PROGRAMS,
+    "kernels.*.reference": BEHIND,
+    "kernels.bank_scoring.Answers": OF_ITS_TAKER,
+    "kernels.dispatch.*": A_CHECK,
+    "kernels.experts.Bank": OF_ITS_TAKER,
+    "kernels.groups.Groups": A_RESULT,
+    "kernels.lora_mixture.mixture": BEHIND,
+    "kernels.matmul.*": BEHIND,
+    "kernels.similarity.Largest": A_RESULT,
+    "kernels.similarity.l*": BEHIND,
+    "kernels.similarity.near": BEHIND,
+    "kernels.similarity.through": BEHIND,
+    "kernels.similarity.unit": BEHIND,
+    "methods.rivals.*.[A-Z]*": "is a part or a result of `tuned`, which has a row",
+    "methods.rivals.mixing.*": BEHIND,
+    "methods.rivals.mixlora.penalty": "takes checked settings alone",
+    "methods.rivals.table.weights": BEHIND,
+    "methods.rivals.tuning.*": BEHIND,
+    "methods.rocket.augmentation.Augmentation": A_RESULT,
+    "methods.rocket.augmentation.[Ee]ncoder": NO_VALUES,
+    "methods.rocket.bank.make": BEHIND,
+    "methods.rocket.bank.tune": BEHIND,
+    "methods.rocket.loras.check_*": A_CHECK,
+    "methods.rocket.mixture.install": BEHIND,
+    "methods.rocket.pipeline.Case": A_RESULT,
+    "methods.rocket.scoring.Pack": A_RESULT,
+    "methods.rocket.scoring.Products": BEHIND,
+    "methods.rocket.scoring.packs": BEHIND,
+    "methods.rocket.scoring.spared": BEHIND,
+    "methods.rocket.scoring.trimmed": BEHIND,
+    "methods.rocket.selection.Selection": A_RESULT,
+    "methods.rocket.shards.Scored": A_RESULT,
+    "methods.rocket.shards.score": "is `scoring` by the shard, which has rows",
+    "methods.rocket.shards.select": "is `selection` by the shard, which has rows",
+    "methods.upcycling.upcycling.behind_norms": "takes nothing",
+    "models.*": NO_VALUES,
+    "nn.batch.*": A_CHECK,
+    "nn.dropout.[Dd]ropout": "has a rate that the settings of all who use it check",
+    "nn.experts.ChosenRows": BEHIND,
+    "nn.passes.*": NO_VALUES,
+    "nn.routing.Trace": A_RESULT,
+    "together.arms.*": "takes a Setup, whose parts are checked, and arms of ours",
+    "together.budget.Flops": NO_VALUES,
+    "together.combining.AsAdapters": A_RESULT,
+    "together.combining.only": NO_VALUES,
+    "together.combining.start_adapters": NO_VALUES,
+    "together.combining.trained": NO_VALUES,
+    "together.measuring.costs": "takes a Setup, whose parts are checked, and arms of ours",
+    "together.measuring.transfer": "takes a Setup, whose parts are checked, and arms of ours",
+    "together.setup.Setup": "holds a base, checked settings and rows, checked where they are read",
+    "training.checkpoints.*": "is called by `fit`, whose `output` and `every` have a row",
+    "training.precision.widen": NO_VALUES,
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # numbers that overflow may be told of
@@ -38,3 +123,80 @@ def test_a_hostile_value_is_refused_in_one_line_or_the_result_is_right(table, ti
             if outcome.what in (FOREIGN, WRONG):
                 faults.append(str(outcome))
     assert not faults, "\n".join(faults)
+
+
+def taken(package):
+    """Read which names a package's ``__init__`` takes from its modules, and which modules whole."""
+    names = {}
+    whole = set()
+    for node in ast.walk(ast.parse(Path(package.__file__).read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+            package.__name__
+        ):
+            continue
+        for alias in node.names:
+            value = getattr(import_module(node.module), alias.name)
+            if inspect.ismodule(value):
+                whole.add(value.__name__)
+            else:
+                names.setdefault(node.module, []).append(value)
+    return names, whole
+
+
+def callables(values):
+    """Name functions and classes by the place where they are defined."""
+    return {
+        f"{value.__module__}.{value.__name__}": value
+        for value in values
+        if inspect.isfunction(value) or inspect.isclass(value)
+    }
+
+
+def public(name):
+    """Find what of a module, or a package's modules, others may call.
+
+    Of a module that its package shows some names of, the others are inner ones.
+    """
+    module = import_module(name)
+    own = [
+        value
+        for key, value in vars(module).items()
+        if not key.startswith("_") and getattr(value, "__module__", "") == name
+    ]
+    found = callables(own)
+    if not hasattr(module, "__path__"):
+        return found
+    names, whole = taken(module)
+    for values in names.values():
+        found |= callables(values)
+    for part in iter_modules(module.__path__, f"{name}."):
+        inner = part.name.rpartition(".")[2].startswith("_")
+        if not inner and (part.name not in names or part.name in whole):
+            found |= public(part.name)
+    return found
+
+
+def named(row):
+    """Find what a row's name stands for."""
+    value, path = import_module("moebook"), "moebook"
+    for part in row.partition(" ")[0].split("."):
+        path += f".{part}"
+        if not hasattr(value, part):
+            import_module(path)
+        value = getattr(value, part)
+    return inspect.unwrap(value)
+
+
+def test_every_public_function_and_class_has_a_row_or_a_reason_why_not():
+    tables = [import_module(f"tests.faults.healthy.{table}").ROWS for table in TABLES]
+    rows = {id(named(row)) for table in tables for row in table}
+    lacking = set()
+    for package in PACKAGES:
+        for name, value in public(f"moebook.{package}").items():
+            checked = hasattr(value, "__pydantic_fields__")  # by test_values.py
+            if not checked and id(inspect.unwrap(value)) not in rows:
+                lacking.add(name.removeprefix("moebook."))
+    excused = {name for name in lacking if any(fnmatch(name, each) for each in WITHOUT)}
+    assert not lacking - excused, "no row in tests/faults/healthy"
+    idle = [each for each in WITHOUT if not any(fnmatch(name, each) for name in lacking)]
+    assert not idle, "no such name lacks a row"
