@@ -71,6 +71,7 @@ WITHOUT = {  # public names without a row, and why
     "kernels.similarity.near": BEHIND,
     "kernels.similarity.through": BEHIND,
     "kernels.similarity.unit": BEHIND,
+    "methods.esft.published.from_json": NO_VALUES,
     "methods.rivals.*.[A-Z]*": "is a part or a result of `tuned`, which has a row",
     "methods.rivals.mixing.*": BEHIND,
     "methods.rivals.mixlora.penalty": "takes checked settings alone",
@@ -97,6 +98,7 @@ WITHOUT = {  # public names without a row, and why
     "nn.batch.*": A_CHECK,
     "nn.dropout.[Dd]ropout": "has a rate that the settings of all who use it check",
     "nn.experts.ChosenRows": BEHIND,
+    "nn.lora.lora_step": BEHIND,
     "nn.passes.*": NO_VALUES,
     "nn.routing.Trace": A_RESULT,
     "together.arms.*": "takes a Setup, whose parts are checked, and arms of ours",
@@ -108,8 +110,9 @@ WITHOUT = {  # public names without a row, and why
     "together.measuring.costs": "takes a Setup, whose parts are checked, and arms of ours",
     "together.measuring.transfer": "takes a Setup, whose parts are checked, and arms of ours",
     "together.setup.Setup": "holds a base, checked settings and rows, checked where they are read",
-    "training.checkpoints.*": "is called by `fit`, whose `output` and `every` have a row",
     "training.precision.widen": NO_VALUES,
+    "training.processes.*": BEHIND,
+    "training.recomputing.recompute": NO_VALUES,
 }
 
 
@@ -197,6 +200,6 @@ def test_every_public_function_and_class_has_a_row_or_a_reason_why_not():
             if not checked and id(inspect.unwrap(value)) not in rows:
                 lacking.add(name.removeprefix("moebook."))
     excused = {name for name in lacking if any(fnmatch(name, each) for each in WITHOUT)}
-    assert not lacking - excused, "no row in tests/faults/healthy"
+    assert sorted(lacking - excused) == [], "no row in tests/faults/healthy"
     idle = [each for each in WITHOUT if not any(fnmatch(name, each) for name in lacking)]
     assert not idle, "no such name lacks a row"
