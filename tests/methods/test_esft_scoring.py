@@ -286,3 +286,8 @@ def test_bad_files_of_scores_and_of_experts_are_refused(tmp_path):
         refusal = refused(message, esft.Selection.load, tmp_path / "experts.json")
         assert "experts.json" in str(refusal) and len(str(refusal)) < 500
     refused("E-NOFILE", esft.Selection.load, tmp_path / "none.json")
+
+
+def test_where_nothing_was_selected_the_table_of_counts_is_empty():
+    """Full fine-tuning alone selects nothing, and its notebook shows the table all the same."""
+    assert esft.counts({}).empty

@@ -112,11 +112,15 @@ def switches(
 
 
 @checked
-def counts(
-    selections: Annotated[Mapping[tuple[str, str], Selection], Field(min_length=1)],
-) -> pd.DataFrame:
-    """Count the selected experts: a line a score and task, a column a layer (Fig. 5)."""
-    return pd.DataFrame({key: pd.Series(s.experts).map(len) for key, s in selections.items()}).T
+def counts(selections: Mapping[tuple[str, str], Selection]) -> pd.DataFrame:
+    """Count the selected experts: a line a score and task, a column a layer (Fig. 5).
+
+    Where nothing was selected, as by full fine-tuning, the table is empty.
+    """
+    lines = {}
+    for key, selection in selections.items():
+        lines[key] = pd.Series(selection.experts).map(len)
+    return pd.DataFrame(lines).T
 
 
 def _whole(shares: pd.DataFrame) -> pd.DataFrame:

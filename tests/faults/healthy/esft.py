@@ -620,7 +620,7 @@ ROWS = {
         esft.counts,
         lambda: {"selections": {("gate", "law"): selection()}},
         settings=("selections",),
-        more={"selections": {"empty": {}}},
+        fine={"selections": "empty"},
     ),
     "methods.esft.spread": Row(esft.spread, lambda: {"shares": shares()}, true_spread),
     "methods.esft.by_arm": Row(
