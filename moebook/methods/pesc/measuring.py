@@ -56,9 +56,10 @@ def _check_mask(routers: Sequence[mnn.Router], mask: Tensor | None) -> None:
     if mask is not None and mask.dim() != 4:  # which is a block mask
         shapes("balance_loss", {"attention_mask": (mask, "B T", "real")}, empty="")
     for router in routers:
-        seen = router.trace.decisions.get(router.layer) if router.trace else None
-        if seen is not None:
-            router.trace.padding(len(seen.ids), mask)
+        trace = router.trace
+        seen = trace.decisions.get(router.layer) if trace else None
+        if trace is not None and seen is not None:
+            trace.padding(len(seen.ids), mask)
 
 
 def balance_gradient(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:

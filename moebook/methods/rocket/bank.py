@@ -136,7 +136,7 @@ def train(
     plan |= settings
     shape = {"rank": rank, "alpha": alpha, "targets": list(targets), "dropout": dropout}
     facts = {**shape, "format": format, "max_length": max_length, **plan}
-    paths = list(loras.linears(model, targets))
+    paths = list(loras.linears(model, list(targets)))
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=paths)
     base, bank = fingerprint(model), {}
     for place, (name, rows) in enumerate(sets.items()):

@@ -147,7 +147,8 @@ def score(
 
     ``base`` is one that `models.load` knows. What each group of LoRAs gave is kept in ``to``.
     """
-    paths, tasks = loras.folders(folder), []
+    paths = loras.folders(Path(folder))
+    tasks = []
     for at in range(0, len(paths), TOGETHER):
         group = paths[at : at + TOGETHER]
         files = (file for path in group for file in sorted(path.iterdir()))
